@@ -87,7 +87,7 @@ def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
 
 
 def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
-    """Put the program with the least state first among those with equal activations: if it does not fit, none does."""
+    """Move the program with the least state before the others with equal activations: if it does not fit, none does."""
     leanest: dict[Any, Planned] = {}
     for one in ordered:
         key = one.family, one.remat, one.microbatches
@@ -102,34 +102,34 @@ def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
 
 def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) -> None:
     """Compile the grid, two programs at once, until no bound is below the fastest time."""
-    waiting, pruned = grid(case)
+    remaining, pruned = grid(case)
     options, reached = OPTION_SETS[case.target.partition(":")[0]][0], 0
     failed: list[Planned] = []
-    while waiting:
+    while remaining:
         done = [row for row in store.rows if row.side == "expert" and row.ok]
         fastest = min((row.step["roofline"] for row in done), default=float("inf"))
-        some: list[Planned] = []
-        while waiting and len(some) < AT_ONCE:
-            one = waiting.pop(0)
+        batch: list[Planned] = []
+        while remaining and len(batch) < AT_ONCE:
+            one = remaining.pop(0)
             if one.bound >= fastest:
                 pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
-            elif any(_holds_more(one, other) for other in failed):
+            elif any(_needs_at_least_as_much(one, other) for other in failed):
                 pruned.append(_pruned(one, "needs more memory than one that did not fit"))
             else:
-                some.append(one)
-        if not some or clock.over or (programs is not None and reached >= programs):
-            pruned += [_pruned(one, "not reached") for one in [*some, *waiting]]
+                batch.append(one)
+        if not batch or clock.over or (programs is not None and reached >= programs):
+            pruned += [_pruned(one, "not reached") for one in [*batch, *remaining]]
             break
-        rows = compile_all(store, [(one, options) for one in some])
-        failed += [one for one, row in zip(some, rows, strict=True) if row.too_large]
+        rows = compile_all(store, [(one, options) for one in batch])
+        failed += [one for one, row in zip(batch, rows, strict=True) if row.too_large]
         reached += sum(row.ok for row in rows)
     store.pruned = pruned
-    run_in_turn(case, store, clock)
+    run_mixed_remat(case, store, clock)
     run_options(case, store, "expert", clock)
 
 
-def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
-    """Compile the expert's best with two remat policies that alternate over the layers, as in the planner's search."""
+def run_mixed_remat(case: Case, store: Store, clock: Clock) -> None:
+    """Compile the expert's best program with mixes of two remat policies over the layers, as the planner tries them."""
     options = OPTION_SETS[case.target.partition(":")[0]][0]
     winner = best([row for row in store.rows if row.side == "expert" and row.options == options])
     if winner is None or "," in winner.remat:
@@ -150,7 +150,7 @@ def run_in_turn(case: Case, store: Store, clock: Clock) -> None:
         attempts.append(Attempt(choice, row.ok, row.seconds, row.needed_bytes or math.inf, row.limit_bytes))
 
 
-def _holds_more(one: Planned, other: Planned) -> bool:
+def _needs_at_least_as_much(one: Planned, other: Planned) -> bool:
     """Whether a program needs at least another's memory: no less state, no more microbatches, no stricter remat."""
     order = ("full", "dots", "none")
     more = order.index(one.remat) >= order.index(other.remat) and one.microbatches <= other.microbatches
@@ -213,7 +213,7 @@ def _candidate(case: Case, candidate: tuple[str, float, float], remat: str, micr
 def planned(
     case: Case, remat: str, microbatches: int, words: str | None = None, limit_bytes: float | None = None
 ) -> Any:
-    """Plan a variant: the best plan, or the one with this text."""
+    """Plan a variant with the strategy `words`, or search for the best plan."""
     made = workload_step(case.variant(remat), microbatches)
     return plan(*made, target=case.target, plan=words, donate_argnums=0, memory_limit_bytes=limit_bytes)
 
@@ -257,7 +257,7 @@ def run_today(case: Case, store: Store) -> None:
 
 
 def predict(case: Case, store: Store) -> None:
-    """Add the planner's estimate to every row. An expert's plan is estimated by its text in the planner's words."""
+    """Add the planner's estimate to every row. An expert's plan is estimated if the planner has a strategy for it."""
     known: dict[Any, Mapping[str, float]] = {}
     for index, row in enumerate(store.rows):
         if not row.words:

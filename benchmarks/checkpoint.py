@@ -1,4 +1,4 @@
-"""Measure a save beside Orbax's own: how long it blocks the training loop, its total time, memory and bytes written.
+"""Compare a save with Orbax's own: how long it blocks the training loop, its total time, memory and bytes written.
 
     python benchmarks/checkpoint.py [--mib 400] [--many 10000]
 
@@ -41,10 +41,11 @@ from orbax.checkpoint import v1 as ocp
 from autoshard.ckpt import Checkpointer, RetentionPolicy
 from autoshard.ckpt.state import array_digest
 
-ROUNDS = 15
-LARGE = 512  # MiB of the largest tensor of a model that is exported
-LEAVES = 24
-TIMES = 3
+# All chosen, not measured.
+ROUNDS = 15  # timed saves of each checkpointer
+LARGE_MIB = 512  # the largest tensor of a model that is exported
+LEAVES = 24  # of the state
+MANY_LEAVES_ROUNDS = 3  # timed saves and restores of a state with many leaves
 MIB = 2**20
 
 
@@ -194,7 +195,7 @@ def many_leaves(mib: int, count: int) -> list[common.Row]:
     for leaves in (100, count):
         state = make_state(mib, leaves)
         taken = []
-        for number in range(TIMES + 1):
+        for number in range(MANY_LEAVES_ROUNDS + 1):
             with tempfile.TemporaryDirectory() as root:
                 _, total = save_ours(Path(root) / "ours", state)
                 back = restored(Path(root) / "ours", state)
@@ -241,7 +242,7 @@ def memory(what: str, mib: int, folder: Path) -> int:
         saved_in = folder / ("ours" if what == "export" else "large")
         with Checkpointer(saved_in) as checkpoints:
             if not checkpoints.steps():
-                checkpoints.save(0, make_state(LARGE, 1) | {"small": jnp.ones((8, 256))}, block=True)
+                checkpoints.save(0, make_state(LARGE_MIB, 1) | {"small": jnp.ones((8, 256))}, block=True)
                 return 0
             return peak_of(lambda: checkpoints.export(None, folder / f"out of {saved_in.name}"))
     state = make_state(mib, LEAVES)
@@ -276,7 +277,7 @@ def _blocking(folder: Path, state: Any) -> None:
 def memories(mib: int) -> list[common.Row]:
     """Measure the peak memory of each kind of work, each in a new process."""
     rows = []
-    large = f"export of a tensor of {LARGE} MiB"
+    large = f"export of a tensor of {LARGE_MIB} MiB"
     with tempfile.TemporaryDirectory() as root:
         for what, over, target in (
             ("asynchronous save", mib * MIB, 1.1),
@@ -284,8 +285,8 @@ def memories(mib: int) -> list[common.Row]:
             ("blocking save", mib * MIB, None),
             ("restore", mib * MIB, None),
             ("export", mib * MIB, None),
-            (large, LARGE * MIB, None),  # this first process only saves the tensor
-            (large, LARGE * MIB, 1.2),
+            (large, LARGE_MIB * MIB, None),  # this first process only saves the tensor
+            (large, LARGE_MIB * MIB, 1.2),
         ):
             command = [sys.executable, __file__, "--mib", str(mib), "--memory", what, "--folder", root]
             extra = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])

@@ -5,8 +5,8 @@
 A GPT with AdamW, sharded by the planner over eight virtual devices, takes steps on random tokens. In turn:
 
     plain      a step
-    returned   the time until `save` returns, before a step
-    saved      that step with its `save`. The copy on the devices that `save` dispatches delays the step, too
+    returned   the time until `save` returns; a step follows
+    saved      the save and that step together. `save` dispatches a copy on the devices, which also delays the step
     beside     steps while a save is computing digests and writing
 
 On virtual devices the copy, the digests, the writing and the steps share the host's cores; on a pod they do not.

@@ -2,10 +2,10 @@
 
     python benchmarks/cost_model.py [CASE ...]
 
-The rows are all programs that `bench_plans.py` compiled and whose plan has a text in the planner's words, an expert's
-included. The tables show predicted / compiled for the step (by the compiler's cycles, and by a roofline of the compiled
-program), the peak memory and the bytes sent, with the median error of each. Kendall's tau compares the order of step
-times over three sets:
+The rows are all programs that `bench_plans.py` compiled and whose plan can be written as a strategy of the planner;
+this includes plans of experts. The tables show predicted / compiled for the step (by the compiler's cycles, and by a
+roofline of the compiled program), the peak memory and the bytes sent, with the median error of each. Kendall's tau
+compares the order of step times over three sets:
 
     rows    all rows. The estimate does not depend on compiler options, so it cannot rank rows that differ only in them
     plans   one row for each plan and variant, with the compiler options that are fastest for it
@@ -27,8 +27,9 @@ from plan_rows import FOLDER, Row, Store
 from rich.console import Console
 from rich.table import Table
 
-UNPLANNED = 0.10  # a program is as planned if its bytes sent differ by at most this part
-APART = 1.03  # pairs of plans whose times differ by less are not ranked
+# Both chosen, not measured.
+MOST_UNPLANNED_SHARE = 0.10  # a program is as planned if its bytes sent differ by at most this fraction
+LEAST_RANKED_RATIO = 1.03  # pairs of plans whose times differ by less are not ranked
 
 
 def comparable(store: Store) -> list[Row]:
@@ -65,7 +66,7 @@ def with_best_options(rows: Sequence[Row]) -> list[Row]:
 
 def _as_planned(row: Row) -> bool:
     """Whether the compiled program sends what the plan predicts."""
-    return abs(row.predicted["wire_bytes"] - row.wire_bytes) <= UNPLANNED * row.wire_bytes
+    return abs(row.predicted["wire_bytes"] - row.wire_bytes) <= MOST_UNPLANNED_SHARE * row.wire_bytes
 
 
 def _errors(rows: Sequence[Row]) -> list[str]:
@@ -83,7 +84,7 @@ def tau(rows: Sequence[Row]) -> float:
     """Return Kendall's tau of predicted and compiled step time, over pairs of rows more than 3 % apart."""
     concordant = total = 0
     for one, other in combinations(rows, 2):
-        if max(one.seconds, other.seconds) <= APART * min(one.seconds, other.seconds):
+        if max(one.seconds, other.seconds) <= LEAST_RANKED_RATIO * min(one.seconds, other.seconds):
             continue
         total += 1
         agree = (one.seconds - other.seconds) * (one.predicted["step"] - other.predicted["step"])

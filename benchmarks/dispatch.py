@@ -1,4 +1,4 @@
-"""Measure the dispatch time of `auto_shard` beside that of `jax.jit` and `nnx.jit`.
+"""Compare the dispatch time of `auto_shard` with that of `jax.jit` and `nnx.jit`.
 
     python benchmarks/dispatch.py
 

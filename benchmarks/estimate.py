@@ -41,7 +41,7 @@ from estimate_report import table
 from estimate_result import Estimate, Row, Traffic
 from hlo import Instruction, read
 from hlo_collectives import Collective
-from hlo_cost import Cost, opaque
+from hlo_cost import Cost, has_unknown_cost
 from hlo_schedule import Device, Schedule
 from links import Chip, Target, wire
 
@@ -133,7 +133,7 @@ def estimate(
         without_cycles=len(without),
         without_cycles_seconds=sum(row.seconds["roofline"] for row in rows if row.name in without and row.seconds),
         unknown_loops=sorted(name for _, name in schedule.unknown_loops),
-        opaque=sorted({i.name for i in computed if opaque(i)}),
+        opaque=sorted({i.name for i in computed if has_unknown_cost(i)}),
     )
 
 

@@ -110,7 +110,7 @@ def _inner(module: Module, where: Computation, start: Instruction) -> Iterator[t
     yield from ((at, one) for at, one in module.within(start) if one.opcode in COLLECTIVES)
 
 
-def carries(module: Module, where: Computation, instruction: Instruction) -> bool:
+def belongs_to_collective(module: Module, where: Computation, instruction: Instruction) -> bool:
     """Whether a `-start`, `-update` or `-done` belongs to a collective and not to a copy."""
     return _holds(module, _start(where, instruction))
 

@@ -71,17 +71,17 @@ def is_free(instruction: Instruction) -> bool:
     return instruction.opcode in FREE
 
 
-def opaque(instruction: Instruction) -> bool:
+def has_unknown_cost(instruction: Instruction) -> bool:
     """Whether an instruction is a kernel of unknown cost, apart from its operands and results."""
     target = instruction.attribute("custom_call_target") or ""
-    known = is_free(instruction) or "__cu" in target or _given_flops(instruction)
+    known = is_free(instruction) or "__cu" in target or _declared_flops(instruction)
     return instruction.opcode == "custom-call" and not known
 
 
 def flops(where: Computation, instruction: Instruction) -> float:
     """Return the operations of one product, and 0 for any other instruction."""
     if instruction.opcode == "custom-call":
-        return _called_flops(where, instruction)
+        return _library_call_flops(where, instruction)
     operands = [operand.leaves[0] for operand in where.inputs(instruction) if operand.leaves]
     if instruction.opcode == "dot":
         contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
@@ -118,7 +118,7 @@ def traffic(module: Module, where: Computation, instruction: Instruction) -> lis
     return [(leaf.space, leaf.bytes) for one in (*inputs, instruction) for leaf in one.leaves]
 
 
-def copied(module: Module, where: Computation, start: Instruction) -> Cost:
+def async_copy_cost(module: Module, where: Computation, start: Instruction) -> Cost:
     """Return the cost of an asynchronous copy, slice or fusion, from its `-start`."""
     base = start.opcode.removesuffix("-start")
     if isinstance(start.shape, tuple) and base == "copy":  # (destination, source, context)
@@ -173,22 +173,24 @@ def _written(module: Module, inside: Computation, leaves: Sequence[Array]) -> li
     roots = inside.inputs(inside.root) if inside.root.opcode == "tuple" else [inside.root]
     if len(roots) != len(leaves):
         return [] if is_free(inside.root) else [(leaf.space, leaf.bytes) for leaf in leaves]
-    return [(leaf.space, _stored(module, inside, root, leaf.bytes)) for root, leaf in zip(roots, leaves, strict=True)]
+    return [
+        (leaf.space, _stored_bytes(module, inside, root, leaf.bytes)) for root, leaf in zip(roots, leaves, strict=True)
+    ]
 
 
-def _stored(module: Module, inside: Computation, root: Instruction, whole: float) -> float:
-    root = _original(inside, root)
+def _stored_bytes(module: Module, inside: Computation, root: Instruction, whole: float) -> float:
+    root = _without_bitcasts(inside, root)
     if root.opcode == "parameter" or root.opcode in COLLECTIVES or is_free(root):
         return 0.0
     if root.opcode == "fusion":
         deeper = module.computations[root.called[0]]
         return sum(size for _, size in _written(module, deeper, root.leaves)) if len(root.leaves) == 1 else whole
-    if root.opcode in UPDATES and _original(inside, inside.inputs(root)[0]).opcode == "parameter":
+    if root.opcode in UPDATES and _without_bitcasts(inside, inside.inputs(root)[0]).opcode == "parameter":
         return _update(inside, root).bytes * (2 if root.opcode == "scatter" else 1)
     return whole
 
 
-def _original(where: Computation, value: Instruction) -> Instruction:
+def _without_bitcasts(where: Computation, value: Instruction) -> Instruction:
     while value.opcode in ("bitcast", "reshape"):
         value = where.inputs(value)[0]
     return value
@@ -201,6 +203,7 @@ def _update(where: Computation, instruction: Instruction) -> Array:
 
 
 def _slowdown(where: Computation, instruction: Instruction, gpu: bool) -> float:
+    """Return the time of a product relative to one of the same size at 16 bits."""
     if instruction.opcode not in ("dot", "convolution", "custom-call") or not where.inputs(instruction):
         return 1.0
     dtypes = [leaf.dtype for operand in where.inputs(instruction)[:2] for leaf in operand.leaves]
@@ -218,7 +221,7 @@ def _convolution(lhs: Array, kernel: Array, result: Array, instruction: Instruct
     pairs = 1
     for dim in (label for label in left if label.isdigit()):
         sizes = (lhs.dims[left.index(dim)], kernel.dims[middle.index(dim)], result.dims[right.index(dim)])
-        pairs *= _hits(*sizes, {key: value[int(dim)] for key, value in window.items()})
+        pairs *= _multiplied_pairs(*sizes, {key: value[int(dim)] for key, value in window.items()})
     return 2.0 * pairs * result.dims[right.index("b")] * result.dims[right.index("f")] * kernel.dims[middle.index("i")]
 
 
@@ -232,7 +235,7 @@ def _window(instruction: Instruction) -> dict[str, list[list[int]]]:
     }
 
 
-def _hits(size: int, kernel: int, result: int, window: dict[str, list[int]]) -> int:
+def _multiplied_pairs(size: int, kernel: int, result: int, window: dict[str, list[int]]) -> int:
     """Count the pairs of an output and a kernel position that meet an input, in one dimension."""
     stride, low = window.get("stride", [1])[0], window.get("pad", [0])[0]
     spread, gap = window.get("lhs_dilate", [1])[0], window.get("rhs_dilate", [1])[0]
@@ -244,7 +247,7 @@ def _hits(size: int, kernel: int, result: int, window: dict[str, list[int]]) -> 
     )
 
 
-def _called_flops(where: Computation, instruction: Instruction) -> float:
+def _library_call_flops(where: Computation, instruction: Instruction) -> float:
     target, shapes = instruction.attribute("custom_call_target") or "", instruction.leaves
     operands = [leaf for operand in where.inputs(instruction) for leaf in operand.leaves]
     if "__cublas" in target and (
@@ -259,10 +262,10 @@ def _called_flops(where: Computation, instruction: Instruction) -> float:
         elif "BackwardFilter" in target:
             right, result = result, right
         return _convolution(left, right, result, instruction)
-    return _given_flops(instruction)
+    return _declared_flops(instruction)
 
 
-def _given_flops(instruction: Instruction) -> float:
+def _declared_flops(instruction: Instruction) -> float:
     given = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes)
     return float(given[1]) if given else 0.0
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hlo import Computation, Instruction, Module
-from hlo_collectives import Collective, carries, events
-from hlo_cost import COLLECTIVES, Cost, copied, cost, is_free
+from hlo_collectives import Collective, belongs_to_collective, events
+from hlo_cost import COLLECTIVES, Cost, async_copy_cost, cost, is_free
 from hlo_loops import trips
 from links import Wire
 
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Flight:
-    """An asynchronous operation in flight: when it ends by its clock (`spare`, or else `now`), and what it is."""
+    """An asynchronous operation in flight: its end by one of the clocks (`spare`, or else `now`), and its kind."""
 
     end: float
     what: What
@@ -75,14 +75,17 @@ class Device:
 
 @dataclass
 class Schedule:
-    """A program with the cost of its parts.
+    """A program, and the functions that price its instructions.
 
     Attributes:
         module: the program.
         seconds: returns the seconds of an instruction with a cost, and of its memory traffic alone.
         wire: returns the seconds and links of a collective.
         copy: returns the seconds of a copy in the device's memory, and on the link to its host.
-        gpu: whether products cost what they cost on a GPU.
+        gpu: whether products are priced as on a GPU.
+        collectives: filled by `run`: the collectives by computation and instruction.
+        costs: filled by `run`: the costs by computation and instruction.
+        unknown_loops: filled by `run`: the loops with an unknown trip count.
     """
 
     module: Module
@@ -164,14 +167,14 @@ class Schedule:
 
     def _asynchronous(self, device: Device, where: Computation, instruction: Instruction, weight: float) -> None:
         """Start or end an asynchronous copy or fusion."""
-        if carries(self.module, where, instruction):
+        if belongs_to_collective(self.module, where, instruction):
             return
         if instruction.opcode.endswith("-done"):
             self._end(device, instruction.operands[:1], weight)
         elif instruction.opcode.endswith("-start"):
             key = (where.name, instruction.name)
             if key not in self.costs:
-                self.costs[key] = copied(self.module, where, instruction)
+                self.costs[key] = async_copy_cost(self.module, where, instruction)
             memory, host = self.copy(self.costs[key])
             spare, clock = (False, device.now) if host else (True, device.spare)
             link = "host" if host else "memory"

@@ -155,7 +155,7 @@ def spans_of(target: Target, groups: tuple[tuple[Place, ...], ...]) -> tuple[Spa
     """Return the dimensions that groups of chips span, with the links of each."""
     if not all(_is_box(group) for group in groups):
         boxes = [[(min(axis), max(axis)) for axis in zip(*group, strict=True)] for group in groups]
-        shared = max(sum(_meet(box, other) for other in boxes) for box in boxes)
+        shared = max(sum(_overlap(box, other) for other in boxes) for box in boxes)
         wide = max(range(len(target.shape)), key=lambda dim: target.shape[dim])
         length = max(sum(high - low for low, high in box) for box in boxes)
         return (Span(wide, max(map(len, groups)), 1 / shared, length),)
@@ -194,17 +194,17 @@ def _widths(line: list[list[int]], size: int, ring: bool) -> Iterator[tuple[list
 
 
 def _permute(target: Target, pairs: Sequence[Sequence[Place]], payload: float) -> Wire:
-    ways = [list(_way(target, start, end)) for start, end in pairs if start != end]
+    paths = [list(_path(target, start, end)) for start, end in pairs if start != end]
     load: dict[tuple, int] = {}
-    for link in (link for way in ways for link in way):
+    for link in (link for path in paths for link in path):
         load[link] = load.get(link, 0) + 1
     bandwidth, most = LINK_SHARE * target.chip.link, max(load.values(), default=0)
-    hops = max(map(len, ways), default=0)
+    hops = max(map(len, paths), default=0)
     over = f"{hops} hop{'s' * (hops != 1)}, {most} on a link"
     return Wire(max(payload * most / bandwidth, hops * HOP_SECONDS), frozenset(load), over)
 
 
-def _way(target: Target, start: Place, end: Place) -> Iterator[tuple[Place, int, int]]:
+def _path(target: Target, start: Place, end: Place) -> Iterator[tuple[Place, int, int]]:
     """Yield the directed links from one chip to another: (chip, dimension, +1 or -1)."""
     at = list(start)
     for dim, size in enumerate(target.shape):
@@ -249,5 +249,5 @@ def _is_box(group: Sequence[Place]) -> bool:
     return prod(len(set(axis)) for axis in zip(*group, strict=True)) == len(group)
 
 
-def _meet(box: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
+def _overlap(box: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
     return all(low <= high_b and low_b <= high for (low, high), (low_b, high_b) in zip(box, other, strict=True))

@@ -1,4 +1,4 @@
-"""The figures of the compiled rows: the planner's plans and predictions beside the expert's and common practice."""
+"""The figures of the compiled rows: the planner's plans and predictions compared with experts and common practice."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MEASURES = ("cycles", "roofline")
 def show(stores: Sequence[Store]) -> None:
     """Print all figures of these cases."""
     console = Console(width=150)
-    console.print(_against(stores), predicted(stores))
+    console.print(_comparison_table(stores), predicted(stores))
     for store in stores:
         reached = sum(p["why"] != "not reached" for p in store.pruned)
         left = len(store.pruned) - reached
         console.print(f"{store.case}: bounds rule out {reached} programs of the grid; {left} were not reached")
 
 
-def _against(stores: Sequence[Store]) -> Table:
+def _comparison_table(stores: Sequence[Store]) -> Table:
     table = Table(title="compiled step time (s): cycles / roofline")
     for column in ("case", "expert", "plan", "plan / expert", "without verify", "today / plan", "GiB plan / expert"):
         table.add_column(column)

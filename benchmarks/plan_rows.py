@@ -23,12 +23,12 @@ FOLDER = RESULTS / "plans"
 
 @dataclass(frozen=True)
 class Row:
-    """A compiled plan beside the planner's prediction. Seconds and bytes are of one device and one step.
+    """A compiled plan and the planner's prediction of it. Seconds and bytes are of one device and one step.
 
     Attributes:
         side: who made the plan: `expert`, `today` or `plan` (the planner).
-        style: the plan's text, in its maker's words.
-        words: the plan's text in the planner's words.
+        style: the plan as text: the name of an expert's style, or the planner's strategy.
+        words: the plan as a strategy of the planner; empty if the planner has none for it.
         remat: the remat policy of the layers.
         microbatches: the number of microbatches.
         options: the compiler options.

@@ -28,9 +28,10 @@ from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.program.tracing import trace
 from autoshard.train.program.build import workload_step
 
-MODEL, RUNS, TIMEOUT_S = "llama3-8b", 2, 600
+MODEL = "llama3-8b"
+RUNS, TIMEOUT_S = 2, 600  # chosen, not measured: runs of each measurement, and the time limit of one
 SMALL, LARGE = "v5p:4x4x4", "v5p:8x8x8"
-LIMIT_BYTES = 2e9
+LIMIT_BYTES = 2e9  # target of the peak memory of one process; chosen
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Run real steps on eight virtual CPU devices: the planner's plan beside the best plan of an expert's grid.
+"""Compare the planner's plan with the best plan of an expert's grid, by real steps on eight virtual CPU devices.
 
     python benchmarks/real_steps.py [CASE ...]
 
 The planner plans each model's step for the attached devices, twice: by the estimate alone, and with `measure=24`, which
 runs the 24 best by the estimate and takes the fastest. The expert's side is every style of `expert_plans.styles` on
 eight devices, on the same step function. All styles run for a few steps, and the fastest ones for more, so the best
-style is known by measurement. Then each of the planner's plans and the best style take turns for `ROUNDS` steps each,
+style is known by measurement. Then each of the planner's plans and the best style take turns for `ROUNDS` steps each.
 from separate states. Each pair of steps gives one ratio, and the median ratio should be at most 1.03.
 
 Memory is not limited, so neither side recomputes or splits the batch: both have remat `none` and one microbatch. The
@@ -38,7 +38,11 @@ from autoshard.train.program.step_timing import SteppedState, paired_times
 from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
 
-DEVICES, ROUNDS, TARGET, MEASURED = 8, 100, 1.03, 24
+# All chosen, not measured.
+DEVICES = 8
+ROUNDS = 100  # steps of each side of a pair
+TARGET = 1.03  # the planner's step time over that of the best style
+MEASURED = 24  # plans that `measure=` runs
 SCREEN, FINALISTS, FINAL = 3, 4, 15  # steps of each style, number of styles in the final, their steps in it
 
 _TEXT: Mapping[str, Any] = {"width": 128, "ffn": 512, "layers": 4, "context": 64, "vocab": 1024, "remat": "none"}

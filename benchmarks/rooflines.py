@@ -36,7 +36,7 @@ from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.train.program.build import workload_step
 
-HALF, WORD, MOMENTS = 2, 4, 8
+HALF, WORD, MOMENTS = 2, 4, 8  # bytes: of 16 bits, of 32 bits, of both moments of a parameter in 32 bits
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measure the trainer's step of a 1B Llama on one device beside the same model in plain JAX: tokens/s and MFU.
+"""Compare the trainer's step of a 1B Llama on one device with the same model in plain JAX: tokens/s and MFU.
 
     JAX_PLATFORMS=cuda python benchmarks/single_device.py           bfloat16, cuDNN's attention
     python benchmarks/single_device.py --small                      a model for a CPU, with XLA's attention

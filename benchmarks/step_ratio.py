@@ -1,4 +1,4 @@
-"""Measure a train step of `auto_shard` beside the same step under hand-written `jax.jit` with the same shardings.
+"""Compare a train step of `auto_shard` with the same step under hand-written `jax.jit` with the same shardings.
 
     python benchmarks/step_ratio.py
 

@@ -22,7 +22,7 @@ def create_model(rng):
     return eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, depth=1, activation=jax.nn.gelu, key=rng)
 
 
-# An Equinox model holds functions, such as `gelu`, beside its arrays. The arguments of a sharded function are arrays
+# An Equinox model contains arrays and functions, such as `gelu`. The arguments of a sharded function are arrays
 # only, so the train step takes the arrays and combines them with the rest inside. No array is allocated here.
 MODEL_SHAPES = eqx.filter_eval_shape(create_model, jax.random.key(0))
 _, STATIC = eqx.partition(MODEL_SHAPES, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))

@@ -90,7 +90,7 @@ class Checkpointer:
         in_all_processes(
             f"claim {self._directory.path}",
             self._claim,
-            lambda who: CheckpointError(f"checkpoints cannot be written to {self._directory.path}: {who}"),
+            lambda failed: CheckpointError(f"checkpoints cannot be written to {self._directory.path}: {failed}"),
         )
 
     def _claim(self) -> None:
@@ -145,37 +145,37 @@ class Checkpointer:
         """
         self.wait()
         step = step_number(step)
-        beside = save_arguments(config, metrics, plan, expert_dims)
-        leaves, pattern_dims = self._together(step, lambda: _savable(state, beside.expert_dims))
+        arguments = save_arguments(config, metrics, plan, expert_dims)
+        leaves, pattern_dims = self._in_all_processes(step, lambda: _savable(state, arguments.expert_dims))
         with _compat.no_mesh():
             snapshot = take_snapshot(leaves, copy=not block)
         check_same_in_all_processes(step, snapshot)
-        self._together(step, lambda: self._prepare_directory(step))
+        self._in_all_processes(step, lambda: self._prepare_directory(step))
         self._reader.damaged.clear()
 
         def manifest() -> Manifest:
             return Manifest(
                 step=step,
-                config=beside.config,
+                config=arguments.config,
                 leaves=snapshot.specs,
                 digests=snapshot.digests,
                 written_by=written_by(jax.device_count(), jax.process_count(), snapshot.meshes),
-                metrics=beside.metrics,
-                plan=beside.plan,
+                metrics=arguments.metrics,
+                plan=arguments.plan,
                 layouts=snapshot.layouts,
                 places=snapshot.places,
-                expert_dims=dims_from_plan(beside.plan, snapshot.specs) | pattern_dims,
+                expert_dims=dims_from_plan(arguments.plan, snapshot.specs) | pattern_dims,
             )
 
         with _compat.no_mesh():
             self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, manifest))
-        self._reader.metrics[step] = beside.metrics
+        self._reader.metrics[step] = arguments.metrics
         if block:
             self.wait()
 
-    def _together(self, step: int, action: Callable[[], T]) -> T:
+    def _in_all_processes(self, step: int, action: Callable[[], T]) -> T:
         return in_all_processes(
-            f"save step {step}", action, lambda who: CheckpointError(f"step {step} cannot be saved: {who}")
+            f"save step {step}", action, lambda failed: CheckpointError(f"step {step} cannot be saved: {failed}")
         )
 
     def _prepare_directory(self, step: int) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 from hlo import read
-from hlo_cost import copied, cost, opaque
+from hlo_cost import async_copy_cost, cost, has_unknown_cost
 
 
 def program(line, inside="", parameters=""):
@@ -87,7 +87,7 @@ def test_opaque_kernels():
     unknown = 'f32[8]{0} custom-call(%a), custom_call_target="mine"'
     for line, is_opaque in ((unknown, True), (unknown.replace("mine", "AllocateBuffer"), False)):
         module = program(line, parameters=parameter_lines(a="f32[8]{0}"))
-        assert opaque(module.entry.named["r"]) is is_opaque
+        assert has_unknown_cost(module.entry.named["r"]) is is_opaque
     assert cost_of(unknown, a="f32[8]{0}").hbm_bytes == 64
 
 
@@ -236,7 +236,7 @@ def test_relayout_before_a_slice(whole, size):
 )  # fmt: skip
 def test_asynchronous_copies(line, shapes, hbm, host):
     module = program(line, parameters=parameter_lines(**shapes))
-    copies = copied(module, module.entry, module.entry.named["r"])
+    copies = async_copy_cost(module, module.entry, module.entry.named["r"])
     assert (copies.hbm_bytes, copies.host_bytes) == (hbm, host)
 
 
@@ -250,4 +250,4 @@ def test_asynchronous_computations(call):
 }}"""
     line = f"(({STACK}, s32[]), f32[1,16,16]{{2,1,0}}, u32[]) {call}"
     module = program(line, inside, parameter_lines(p=STACK, i="s32[]"))
-    assert copied(module, module.entry, module.entry.named["r"]).hbm_bytes == 2 * KB + 4
+    assert async_copy_cost(module, module.entry, module.entry.named["r"]).hbm_bytes == 2 * KB + 4

@@ -158,14 +158,14 @@ def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None
 
     def tensor(key: Key, spec: LeafSpec) -> Tensor:
         is_mean = spec.key[: len(AVERAGE[0])] == AVERAGE[0]
-        kind = _kind(specs["params", *key] if is_mean else spec, dtype)
+        tensor_dtype = _exported_dtype(specs["params", *key] if is_mean else spec, dtype)
 
         def values() -> np.ndarray:
             saved = read(spec)
-            return cast_values(name, saved / np.float32(weight) if is_mean else saved, kind)
+            return cast_values(name, saved / np.float32(weight) if is_mean else saved, tensor_dtype)
 
         name = ".".join(key)
-        return Tensor(name, spec.shape, kind, values)
+        return Tensor(name, spec.shape, tensor_dtype, values)
 
     names = {spec.key: key for key, spec in sources.items()}
     tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
@@ -217,7 +217,7 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
             )
         leaves |= means
     if not leaves:
-        raise CheckpointError(f"{where} has no arrays, so it has no model.")
+        raise CheckpointError(f"{where} has no arrays, so it has no model: give a step that was saved with a model.")
     return leaves
 
 
@@ -241,7 +241,7 @@ def cast_values(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     return cast
 
 
-def _kind(spec: LeafSpec, dtype: str | None) -> str:
+def _exported_dtype(spec: LeafSpec, dtype: str | None) -> str:
     """Return the dtype of an exported tensor."""
     floating = "float" in spec.dtype
     return dtype if dtype is not None and floating else spec.dtype

@@ -91,7 +91,7 @@ def write(folder: Path, tensors: Sequence[Tensor], *, shard_bytes: int, metadata
     names = [one.name for one in tensors]
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:
-        raise CheckpointError(f"two tensors have the same name:\n{listing(repeated)}")
+        raise CheckpointError(f"two tensors have the same name:\n{listing(repeated)}\nRename one of each pair.")
     if _METADATA in names:
         raise CheckpointError(f"a tensor has the name {_METADATA}, which is reserved in safetensors files: rename it.")
     shards = _shards(tensors, shard_bytes)

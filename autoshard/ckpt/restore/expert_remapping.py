@@ -134,7 +134,7 @@ def dims_from_patterns(patterns: Mapping[str, int], specs: Sequence[LeafSpec], w
             expert_dims[spec.key] = dim % len(spec.shape)
     wrong += [f"{one!r} matches no {what}" for one in patterns if one not in used]
     if wrong:
-        raise CheckpointError(f"dimensions of experts:\n{listing(wrong)}")
+        raise CheckpointError(f"the dimensions of experts do not match the leaves:\n{listing(wrong)}")
     return expert_dims
 
 

@@ -95,7 +95,9 @@ class StepReader:
         step = None if step is None else step_number(step)
         steps = self._directory.steps()
         if not steps:
-            raise CheckpointError(f"there is no checkpoint in {self._directory.path}.")
+            raise CheckpointError(
+                f"there is no checkpoint in {self._directory.path}: save a step first, or use another directory."
+            )
         if step is not None and step not in steps:
             raise CheckpointError(f"there is no step {step} in {self._directory.path}: it has {_last_few(steps)}.")
         return steps[-1] if step is None else step

@@ -1,4 +1,4 @@
-"""Bounds on the memory that reading and writing steps takes beside the state."""
+"""Bounds on the memory that reading and writing steps takes in addition to the state."""
 
 # Bytes of arrays that Orbax encodes and writes, or reads and decodes, at once (`orbax_storage`). Only speed and peak
 # memory depend on it. Source: chosen, enough to keep a disk busy and little beside a state; `make bench

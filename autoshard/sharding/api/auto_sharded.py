@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.sharding.api.plan import Plan
-from autoshard.sharding.runtime.dispatch import Entry
+from autoshard.sharding.runtime.dispatch import PlannedSignature
 from autoshard.sharding.runtime.planned_function import PlannedFunction
 
 
@@ -16,9 +16,9 @@ class AutoSharded(PlannedFunction):
         """Return the plan for these arguments (arrays or shapes). Later calls use it."""
         return self.plan_of(self.entry(args, kwargs))
 
-    def plan_of(self, entry: Entry) -> Plan:
+    def plan_of(self, entry: PlannedSignature) -> Plan:
         """Return the plan of one signature, always the same object."""
-        plans: dict[Entry, Plan] = self.__dict__.setdefault("_plans", {})
+        plans: dict[PlannedSignature, Plan] = self.__dict__.setdefault("_plans", {})
         if entry not in plans:
             plans[entry] = Plan.of(entry.bound)
         return plans[entry]

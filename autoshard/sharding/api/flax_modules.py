@@ -35,7 +35,7 @@ from autoshard.sharding.api.auto_sharded import AutoSharded
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.tracing import OUTER_PLAN, path_of
-from autoshard.sharding.runtime.dispatch import Entry, PureFunction
+from autoshard.sharding.runtime.dispatch import PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
 from autoshard.sharding.runtime.static_arguments import Arguments, frozen, split_arguments
 
@@ -102,7 +102,7 @@ class ModuleCalls:
         result = function(*arguments.args, **arguments.kwargs)
         return function.plan_of(function.planned()), result
 
-    def entry(self, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Entry:
+    def entry(self, first: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlannedSignature:
         """Plan a call without running it."""
         arguments = split_arguments((first, *args), kwargs, self.name)
         return self.function(arguments).entry(arguments.args, arguments.kwargs)
@@ -134,7 +134,7 @@ class ForwardPure(PureFunction):
         super().__init__(fn, forward.options, ())
         self.forward = forward
 
-    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature."""
         leaves = self._module_leaves(args, kwargs)
         training = self._training(leaves, args, kwargs)
@@ -336,7 +336,7 @@ def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
 
 def _entry_for_init(
     calls: ModuleCalls, variables: Any, rngs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Entry:
+) -> PlannedSignature:
     """Plan the forward pass that `init` runs as a call of `apply`.
 
     First tries a call without random streams and with immutable variables. A forward pass that needs more gets the

@@ -59,7 +59,7 @@ class Plan(ShardingPlan):
         return executable.wrap(executable.jit(devices))
 
     def _executable(self) -> Executable:
-        """The program of this plan. `where` may have changed attributes since the plan was bound."""
+        """The executable with this plan, because `where` may have changed attributes since the plan was bound."""
         return replace(bound_or_error(self.bound).executable, plan=self)
 
     def where(self, **changes: Any) -> Plan:
@@ -91,7 +91,7 @@ class Plan(ShardingPlan):
             *args: its arguments, arrays or shapes.
             mesh: devices to run on, see `autoshard.plan`.
             memory_limit_bytes: memory limit of one device.
-            fixed: an error, because a plan already fixes the sharding of every input.
+            fixed: must be None or empty, because a plan already fixes the sharding of every input.
             variants: see `autoshard.plan`.
             donate_argnums: arguments whose buffers the results may reuse.
             static_argnums: arguments that are not arrays.

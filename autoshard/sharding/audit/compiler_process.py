@@ -3,7 +3,7 @@
     python compiler_process.py JOB OUT
 
 libtpu takes a lock, reads its environment once and can crash, so only this process loads it (or the CUDA plugin). It
-imports nothing from autoshard. `aot_compile.build` writes JOB and reads OUT.
+imports nothing from autoshard. `aot_compile.compile_job` writes JOB and reads OUT.
 
 JOB is JSON, a mapping:
     program     a serialized `jax.export.Exported` of a function of flat arguments, in base64

@@ -59,7 +59,9 @@ def export_plan(executable: Executable, options: Options | None = None) -> Compi
     plan, traced = executable.plan, executable.traced
     target = find_target(plan.target)
     options = plan.compiler_options.get(target.platform, {}) if options is None else options
-    program = export(executable.run(plan.mesh), traced.in_avals, *plan.shardings(plan.mesh), target.platform)
+    program = export(
+        executable.constrained_program(plan.mesh), traced.in_avals, *plan.shardings(plan.mesh), target.platform
+    )
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     donated = tuple(map(int, traced.donated))
     return CompileJob(program, target.platform, topology_name(target), sizes, plan.device_order, donated, options)

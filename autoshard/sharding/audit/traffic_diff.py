@@ -163,47 +163,55 @@ def compare(
         planned: (kind, mesh axes, bytes per step, line), as in `ShardingPlan.traffic`.
         context: what the causes are derived from.
     """
-    ours = [Traffic(kind, _real(axes.split(), context), place(line), line, size) for kind, axes, size, line in planned]
-    theirs = [Traffic(c.kind, _axes(c, context), place(c.line), c.line, c.step_bytes, c) for c in compiled]
-    total = max(sum(t.left for t in ours), sum(t.left for t in theirs))
+    planned_traffic = [
+        Traffic(kind, _real(axes.split(), context), place(line), line, size) for kind, axes, size, line in planned
+    ]
+    compiled_traffic = [Traffic(c.kind, _axes(c, context), place(c.line), c.line, c.step_bytes, c) for c in compiled]
+    total = max(sum(t.left for t in planned_traffic), sum(t.left for t in compiled_traffic))
     excess: dict[tuple[Traffic, str], float] = defaultdict(float)
-    for their in theirs:
-        if their.compiled and their.compiled.widened:
-            their.left /= 2
-            excess[their, WIDENED] += their.left
+    for actual in compiled_traffic:
+        if actual.compiled and actual.compiled.widened:
+            actual.left /= 2
+            excess[actual, WIDENED] += actual.left
     for matches in ROUNDS:
         for (kind, planned_kind), substitute in (*SAME.items(), *SUBSTITUTES.items()):
-            candidates = [t for t in ours if t.kind == planned_kind and t.left > 0]
-            for their in (t for t in theirs if t.kind == kind):
-                for our in candidates:
-                    allowed = substitute.any_line or their.place == our.place
-                    if their.left > 0 and our.left > 0 and allowed and matches(their, our):
-                        _match(their, our, substitute, excess, context)
-    for their in theirs:
-        if their.left > 0:
-            excess[their, _cause(their, ours, context)] += their.left
+            candidates = [t for t in planned_traffic if t.kind == planned_kind and t.left > 0]
+            for actual in (t for t in compiled_traffic if t.kind == kind):
+                for expected in candidates:
+                    allowed = substitute.any_line or actual.place == expected.place
+                    if actual.left > 0 and expected.left > 0 and allowed and matches(actual, expected):
+                        _match(actual, expected, substitute, excess, context)
+    for actual in compiled_traffic:
+        if actual.left > 0:
+            excess[actual, _cause(actual, planned_traffic, context)] += actual.left
     return _unplanned(excess, total), tuple(
-        Missing(t.kind, tuple(sorted(t.axes or ())), t.line, t.left) for t in ours if t.left > NEGLIGIBLE_SHARE * total
+        Missing(t.kind, tuple(sorted(t.axes or ())), t.line, t.left)
+        for t in planned_traffic
+        if t.left > NEGLIGIBLE_SHARE * total
     )
 
 
 def _match(
-    their: Traffic, our: Traffic, substitute: Substitute, excess: dict[tuple[Traffic, str], float], context: Context
+    actual: Traffic,
+    expected: Traffic,
+    substitute: Substitute,
+    excess: dict[tuple[Traffic, str], float],
+    context: Context,
 ) -> None:
     """Subtract the matching bytes from both, and record the bytes by which a substitute exceeds the planned ones."""
-    n = math.prod(context.sizes[a] for a in their.axes) if their.axes else math.prod(context.sizes.values())
+    n = math.prod(context.sizes[a] for a in actual.axes) if actual.axes else math.prod(context.sizes.values())
     share = substitute.share(n)
-    matched = min(their.left, our.left / share)
-    their.left -= matched
-    our.left -= matched * share
-    if our.left < ROUNDING_BYTES:
-        our.left = 0.0
+    matched = min(actual.left, expected.left / share)
+    actual.left -= matched
+    expected.left -= matched * share
+    if expected.left < ROUNDING_BYTES:
+        expected.left = 0.0
     if substitute.loss:
-        excess[their, substitute.loss] += matched * (1 - share)
+        excess[actual, substitute.loss] += matched * (1 - share)
 
 
-def _overlap(their: Traffic, our: Traffic) -> bool:
-    return their.axes is None or our.axes is None or bool(their.axes & our.axes)
+def _overlap(actual: Traffic, expected: Traffic) -> bool:
+    return actual.axes is None or expected.axes is None or bool(actual.axes & expected.axes)
 
 
 # Descriptions of the names that collectives have if they come from no operator of the program.
@@ -212,9 +220,9 @@ PLACES = {
     "sharding_constraint": "a sharding constraint of the plan",
 }
 ROUNDS: Sequence[Callable[[Traffic, Traffic], bool]] = (
-    lambda their, our: their.axes == our.axes and their.place == our.place,
-    lambda their, our: their.axes == our.axes,
-    lambda their, our: _overlap(their, our) and their.place == our.place,
+    lambda actual, expected: actual.axes == expected.axes and actual.place == expected.place,
+    lambda actual, expected: actual.axes == expected.axes,
+    lambda actual, expected: _overlap(actual, expected) and actual.place == expected.place,
     _overlap,
 )
 
@@ -232,7 +240,7 @@ def _unplanned(excess: Mapping[tuple[Traffic, str], float], total: float) -> tup
     return tuple(sorted((u for u in combined if u.bytes > NEGLIGIBLE_SHARE * total), key=lambda u: -u.bytes))
 
 
-def _cause(traffic: Traffic, ours: Sequence[Traffic], context: Context) -> str:
+def _cause(traffic: Traffic, planned_traffic: Sequence[Traffic], context: Context) -> str:
     """Describe why the program has traffic that the plan does not have, as far as it can be determined."""
     c = traffic.compiled
     assert c is not None
@@ -242,7 +250,7 @@ def _cause(traffic: Traffic, ours: Sequence[Traffic], context: Context) -> str:
         return f"no rule for '{context.unknown[traffic.place]}': the partitioner replicates its operands"
     if c.op_name and c.op_name in context.rematerialized:
         return f"involuntary full rematerialization at {what}"
-    if any((t.kind, t.axes, t.place) == (traffic.kind, traffic.axes, traffic.place) for t in ours):
+    if any((t.kind, t.axes, t.place) == (traffic.kind, traffic.axes, traffic.place) for t in planned_traffic):
         return f"more than the planned {traffic.kind} on this line, at {what}"
     if not c.axes:
         return f"groups of devices that are not those of mesh axes, at {what}"

@@ -26,7 +26,7 @@ def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
             f"{variant_name(plan)}: {audit.kind}" + (audit.message and f": {audit.message[:COMPILER_MESSAGE_CHARS]}")
             for plan, audit in zip(plans, audits, strict=True)
         )
-        note = f"none of {len(plans)} plans compiles for {plans[0].target} and fits ({outcomes})"
+        note = f"none of the {len(plans)} best plans compiles for {plans[0].target} and fits ({outcomes})"
         return bounds[0].where(audits=tuple(audits), notes=(*plans[0].notes, note))
     times = {n: audits[n].step_time_us or 0.0 for n in fitting}
     winner = min(fitting, key=lambda n: times[n])

@@ -14,16 +14,18 @@ COMPILER_MESSAGE_CHARS = 120
 
 # --- Measured plans (`measured_time`).
 
-# Number of turns in which all plans are run, except those that are slower than `SLOWEST_RERUN`.
+# Number of turns. In a turn, each plan runs some steps. After the first turn, plans that are slower than
+# `SLOWEST_RERUN` are skipped.
 TURNS = 3
 
-# Number of further turns for the plans within `SLOWEST_FINAL`.
+# Number of further turns, for the plans that are not slower than `SLOWEST_FINAL`.
 FINAL_TURNS = 4
 
 # Smallest and largest number of timed steps in one turn.
 LEAST_STEPS, MOST_STEPS = 2, 10
 
-# Seconds after which a turn starts no further step. Only plans within one process use it.
+# Seconds after which a turn starts no further step. Plans over several processes ignore it, because the clocks of
+# processes disagree; they time `LEAST_STEPS`.
 TURN_S = 0.5
 
 # Largest median step time, as a multiple of the fastest plan's, of the plans that are run again.
@@ -40,7 +42,7 @@ RUN_ERROR_CHARS = 160
 
 # --- Synthetic inputs (`synthetic_inputs`).
 
-# Upper bound of floats. They start at 0.
+# Upper bound of floats. The lower bound is 0.
 MOST_FLOAT = 0.05
 
 # Number of bits of integers: they are 0 to 7.

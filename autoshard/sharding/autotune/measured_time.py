@@ -73,7 +73,7 @@ def fastest_measured(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
 
     Args:
         bounds: plans with their functions, the best first.
-        limit: bytes of one device. It is not used: plans that do not fit by the estimate were left out before.
+        limit: bytes of one device. Unused, because the caller leaves out plans that do not fit by the estimate.
     """
     del limit
     check_attached(bounds[0])

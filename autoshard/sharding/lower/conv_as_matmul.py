@@ -1,7 +1,7 @@
-"""Convolutions that are matrix products: their window has one position, and they sum over all of it.
+"""Convolutions that are matrix products, because their window has only one position.
 
-The gradient of a 1 x 1 kernel is one. XLA's partitioner all-reduces such a convolution; the sum of a matrix product it
-reduce-scatters.
+An example is the gradient of a 1 x 1 kernel. They are lowered as matrix products, because XLA's partitioner
+reduce-scatters the partial sums of a matrix product, but all-reduces those of a convolution.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_matmul(op: Op) -> bool:
 
 
 def matmul(op: Op, lhs: Any, rhs: Any) -> Any:
-    """Return the result of such a convolution without its window dimensions; the other two keep their order."""
+    """Return the result of such a convolution without its window dimensions: batch and features, in the same order."""
     params = op.eqn.params
     numbers = params["dimension_numbers"]
     starts, ends, steps = [0] * lhs.ndim, list(lhs.shape), [1] * lhs.ndim
@@ -44,7 +44,7 @@ def matmul(op: Op, lhs: Any, rhs: Any) -> Any:
 
 
 def _slices(params: Mapping[str, Any], rhs: Any) -> Iterator[tuple[int, int, int, int]]:
-    """Yield what the window covers of each window dimension: (dimension of `lhs`, start, end, step)."""
+    """Yield the slice of `lhs` that the window covers, as (dimension of `lhs`, start, end, step)."""
     numbers = params["dimension_numbers"]
     window = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], params["padding"], params["rhs_dilation"], strict=True)
     for dim, rhs_dim, (low, _), step in window:

@@ -45,7 +45,7 @@ class Executable:
         return self
 
     def mesh_over(self, devices: Any) -> Any:
-        """Return the plan's mesh over these devices; by default, over those that the plan was made for."""
+        """Return the plan's mesh over these devices; for None, the user's mesh or one over the attached devices."""
         if devices is None and self.mesh is not None:
             return self.mesh
         plan = self.plan
@@ -53,15 +53,15 @@ class Executable:
             dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), devices, plan.device_order
         )
 
-    def run(self, mesh: Any) -> Callable[..., list[Any]]:
-        """Return the program with its constraints, as a function of flat inputs."""
+    def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
+        """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
         return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
 
     def jit(self, devices: Any = None) -> Callable[..., Any]:
         """See `Plan.jit`. This takes pure arguments only, without `wrap`."""
         plan, mesh = self.plan, self.mesh_over(devices)
         ins, outs = plan.shardings(mesh)
-        lowered, traced = self.run(mesh), self.traced
+        lowered, traced = self.constrained_program(mesh), self.traced
         in_args, in_kwargs = jax.tree.unflatten(traced.in_tree, ins)
 
         def run(*args: Any) -> Any:
@@ -85,9 +85,9 @@ class Executable:
 
 
 def supported_options(options: Options, device: Any) -> dict[str, str | bool | int | float]:
-    """Return the options that the installed compiler knows; none under another trace, where `jax.jit` refuses options.
+    """Return the options that the installed compiler knows, and warn about the others.
 
-    Warn about the others.
+    Under another trace the result is empty, because `jax.jit` does not accept compiler options there.
     """
     if not options or _compat.under_trace():
         return {}
@@ -101,7 +101,8 @@ def supported_options(options: Options, device: Any) -> dict[str, str | bool | i
                 unknown.append(name)
     if unknown:
         warnings.warn(
-            f"the compiler for {device.device_kind} does not know {', '.join(unknown)}: left out of the plan's options",
+            f"the compiler for {device.device_kind} does not know the plan's options {', '.join(unknown)}: they are "
+            "left out",
             AutoshardWarning,
             stacklevel=4,
         )
@@ -109,7 +110,7 @@ def supported_options(options: Options, device: Any) -> dict[str, str | bool | i
 
 
 class NewSignature(Exception):
-    """A planned function was called with arguments of other shapes or dtypes, or under other flags, than planned."""
+    """A planned function was called with shapes, dtypes or JAX flags that differ from those of its plan."""
 
 
 def check_signature(traced: Traced, leaves: Sequence[Any]) -> None:

@@ -2,7 +2,8 @@
 
 Operands and results of contractions, gathers, scatters and reductions are constrained. So is a stored parameter after
 its cast to the compute dtype, or before it if the stored dtype is narrower, so that the narrow dtype is gathered. XLA
-propagates shardings to all other values; constraints on every value would make residuals of gathered activations.
+propagates shardings to all other values. Constraints on them too would make XLA keep gathered activations for the
+backward pass.
 Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
 """
 
@@ -60,8 +61,9 @@ class Lowering:
     def resharded(self, x: Any, spec: Spec, value: int) -> Any:
         """Return an operand constrained to `spec`.
 
-        A parameter that was cast to a wider dtype is moved in the narrower one. A reversed parameter (a kernel in the
-        gradient of its convolution) is moved before it is reversed, so that all its convolutions share one gather.
+        A parameter that was cast to a wider dtype is resharded in the narrower one. A reversed parameter (a kernel in
+        the gradient of its convolution) is resharded before it is reversed, so that all its convolutions share one
+        gather.
         """
         narrow = self.layout.axes.transfer_dtype.get(value)
         if operand_spec(self.layout, value) == spec:
@@ -93,12 +95,12 @@ class Lowering:
         if op.blocks:
             return self.nested(op, args)
         if op.name == "sharding_constraint":
-            return [self.with_written(args[0], op.eqn.params["sharding"])]
+            return [self.with_user_sharding(args[0], op.eqn.params["sharding"])]
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
             results = _compat.bind(op.eqn, op.eqn.params, *args)
-            return self.keep_stored(op, results)
+            return self.constrain_like_parameter(op, results)
         rule = op.rule
         assert rule is not None
         chosen = strategy_in_layout(self.layout, op, self.flops_per_byte)
@@ -109,7 +111,7 @@ class Lowering:
             factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
             return run_on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, factors, wants, *args)
         if not constrained(op):
-            return self.keep_stored(op, _compat.bind(op.eqn, op.eqn.params, *args))
+            return self.constrain_like_parameter(op, _compat.bind(op.eqn, op.eqn.params, *args))
         if op.name in INDEXED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
@@ -126,14 +128,14 @@ class Lowering:
             ]
         return [self.constrain(x, w) for x, w in zip(results, wants, strict=True)]
 
-    def with_written(self, x: Any, sharding: Any) -> Any:
-        """Return `x` constrained, on this mesh, to a sharding that the program itself has written, if any."""
+    def with_user_sharding(self, x: Any, sharding: Any) -> Any:
+        """Return `x` constrained to a sharding that the user's program contains, on this mesh."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return x
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.spec))
 
-    def keep_stored(self, op: Op, results: list[Any]) -> list[Any]:
-        """Return the results of a cast or reshape of a parameter, constrained like the parameter.
+    def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
+        """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
         A cast keeps the stored sharding. A parameter that was gathered before its loop stays gathered when it gets more
         dimensions, because XLA would shard it again.
@@ -157,8 +159,8 @@ class Lowering:
         if name == "cond":
             return lax.switch(args[0], [self.function(b) for b in op.blocks], *args[1:])
         if name == "jit":
-            args = list(map(self.with_written, args, params["in_shardings"]))
-            return list(map(self.with_written, self.block(op.blocks[0], args), params["out_shardings"]))
+            args = list(map(self.with_user_sharding, args, params["in_shardings"]))
+            return list(map(self.with_user_sharding, self.block(op.blocks[0], args), params["out_shardings"]))
         if name in ("call", "closed_call", "eval_jaxpr"):
             return self.block(op.blocks[0], args)
         if name == "custom_linear_solve":

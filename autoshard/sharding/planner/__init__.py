@@ -1,1 +1,1 @@
-"""From a traced function and a machine to a plan, and every later question about it."""
+"""Makes a plan from a traced function and a machine, binds existing plans, and prices changes of a plan."""

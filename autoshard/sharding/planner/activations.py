@@ -1,6 +1,6 @@
-"""The largest activations and gradients of a step, for reports: shapes, shardings, bytes held.
+"""The largest activations and gradients of a step, for reports: shapes, shardings, bytes at peak memory.
 
-Values of one equivalence class are one row. Values that XLA computes inside the kernels that use them have no row.
+Each row is one equivalence class of values. A value that XLA fuses into the kernels that use it has no row.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ from autoshard.spmdrules.core.placement import to_partition_spec
 
 
 @dataclass(eq=False)
-class _Kind:
-    """One equivalence class of values: a member, how many a step computes, and where the first is computed."""
+class _ValueClass:
+    """One equivalence class of values.
+
+    Attributes:
+        value: the first of its values.
+        count: how many of its values a step computes.
+        operator: the operator that computes the first value.
+        line: the source line of that operator.
+    """
 
     value: int
     count: float = 0.0
@@ -32,26 +39,29 @@ class _Kind:
 
 
 def activations(
-    memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], waiting: Sequence[LiveBuffers] = ()
+    memory: MemoryModel,
+    layout: Layout,
+    names: Callable[[int], tuple[str, ...]],
+    live_buffers: Sequence[LiveBuffers] = (),
 ) -> tuple[Activation, ...]:
     """The largest activations and gradients of a step, those with the most bytes at peak memory first.
 
     Args:
         memory: the program's memory model.
         layout: the sharding of its values.
-        names: the logical axes of a value's dimensions.
-        waiting: live buffers of collectives: gathered operands, results that are still to be scattered.
+        names: returns the logical axes of a value's dimensions.
+        live_buffers: the buffers of collectives: gathered operands, results that are not scattered yet.
     """
-    alike = memory.classes_of(layout)
-    kind_of = dict(zip(alike.values.tolist(), alike.numbers.tolist(), strict=True))
-    kinds = _kinds(memory, kind_of)
-    held: dict[int, float] = dict.fromkeys(kinds, 0.0)
-    for value, size in memory.at_peak(layout, waiting):
-        if kind_of[value] in held:
-            held[kind_of[value]] += size
+    numbering = memory.classes_of(layout)
+    class_of = dict(zip(numbering.values.tolist(), numbering.numbers.tolist(), strict=True))
+    classes = _value_classes(memory, class_of)
+    held_bytes: dict[int, float] = dict.fromkeys(classes, 0.0)
+    for value, size in memory.at_peak(layout, live_buffers):
+        if class_of[value] in held_bytes:
+            held_bytes[class_of[value]] += size
     found: dict[Any, Activation] = {}
-    for number, kind in kinds.items():
-        one = _activation(memory, layout, names, kind, held[number])
+    for number, value_class in classes.items():
+        one = _activation(memory, layout, names, value_class, held_bytes[number])
         key = (one.role, one.shape, one.dtype, one.axes, tuple(one.spec))
         same = found.get(key)
         found[key] = one if same is None else same.with_more(one.count, one.held_bytes)
@@ -60,35 +70,40 @@ def activations(
     return tuple(found[key] for key in ranked[:SHOWN_ACTIVATIONS])
 
 
-def _kinds(memory: MemoryModel, kind_of: Mapping[int, int]) -> dict[int, _Kind]:
-    """The classes of values that are activations or gradients, in the order in which the program computes them."""
+def _value_classes(memory: MemoryModel, class_of: Mapping[int, int]) -> dict[int, _ValueClass]:
+    """The equivalence classes of activations and gradients, in the order in which the program computes them."""
     program, batch, gradients = memory.axes.program, memory.roles.batch, memory.roles.gradients
     kept = set(memory.keep.tolist())
-    found: dict[int, _Kind] = {}
+    found: dict[int, _ValueClass] = {}
     for op in program.ops():
         for v in op.results:
             if v not in kept or not (v in gradients or any(batch in dim for dim in memory.axes.of_value[v])):
                 continue
-            kind = found.setdefault(kind_of[v], _Kind(v))
-            kind.count += op.trips
-            if not kind.operator:
-                kind.operator, kind.line = op.name, _compat.source_line(op.eqn)
+            value_class = found.setdefault(class_of[v], _ValueClass(v))
+            value_class.count += op.trips
+            if not value_class.operator:
+                value_class.operator, value_class.line = op.name, _compat.source_line(op.eqn)
     return found
 
 
 def _activation(
-    memory: MemoryModel, layout: Layout, names: Callable[[int], tuple[str, ...]], kind: _Kind, held_bytes: float
+    memory: MemoryModel,
+    layout: Layout,
+    names: Callable[[int], tuple[str, ...]],
+    value_class: _ValueClass,
+    held_bytes: float,
 ) -> Activation:
-    aval = memory.axes.program.avals[kind.value]
-    role = "gradient" if kind.value in memory.roles.gradients else "activation"
+    value = value_class.value
+    aval = memory.axes.program.avals[value]
+    role = "gradient" if value in memory.roles.gradients else "activation"
     return Activation(
-        path=kind.operator,
+        path=value_class.operator,
         shape=tuple(aval.shape),
         dtype=str(aval.dtype),
-        spec=to_partition_spec(operand_spec(layout, kind.value)),
-        axes=names(kind.value),
+        spec=to_partition_spec(operand_spec(layout, value)),
+        axes=names(value),
         role=role,
-        line=kind.line,
-        count=kind.count,
+        line=value_class.line,
+        count=value_class.count,
         held_bytes=held_bytes,
     )

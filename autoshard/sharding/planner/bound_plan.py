@@ -1,4 +1,4 @@
-"""What a plan means for one program: the problem that it solves, the layout of every value, the devices' assignment."""
+"""A plan together with its program: the planning problem, the layout of every value, the device assignment."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class BoundPlan:
 
     Attributes:
         plan: the plan.
-        problem: the traced function and the machine; it prices what else could have been chosen.
+        problem: the traced function and the machine; it also prices alternatives to the plan.
         layout: the sharding of every value of the program.
-        assignment: where the mesh axes lie on the machine.
+        assignment: the device assignment.
     """
 
     plan: ShardingPlan
@@ -48,17 +48,17 @@ class BoundPlan:
         return Executable(self.plan, self.traced, self.layout, machine.target.flops_per_byte, machine.mesh)
 
     def where(self, **changes: Any) -> BoundPlan:
-        """The same with other attributes of its plan."""
+        """Return a copy with changed attributes of its plan."""
         changed = replace(self, plan=self.plan.where(**changes))
         changed.executable.wrap = self.executable.wrap
         return changed
 
 
 def bound_or_error(bound: BoundPlan | None) -> BoundPlan:
-    """What a plan is bound to.
+    """Return `bound`, after checking that it is not None.
 
     Raises:
-        PlanError: it has no function.
+        PlanError: the plan has no function.
     """
     if bound is None:
         raise PlanError("this plan has no function (it was read from JSON): give it one with plan.bind(fn, *args)")

@@ -9,18 +9,20 @@ messages and reports show, and the time that this takes.
 # Relative difference in both step time and memory up to which two candidates count as the same program.
 SAME_PROGRAM = 1e-3
 
-# Number of candidates among which distinct ones are sought, as a multiple of those that are compiled or run.
+# The shortlist is chosen from this many times as many candidates as it has places, so that near duplicates can be
+# skipped.
 SHORTLIST_POOL = 4
 
 # --- Programs that do not fit (`infeasible`)
 
-# Number of variants that are tried on other machines: those that need the least memory on this one.
+# Number of variants that are tried on other machines: those that need the least memory on the requested machine.
 LEANEST_VARIANTS = 3
 
 # Largest number of devices of a machine on which all plans are priced. This takes a second or two.
 MOST_SEARCHED_DEVICES = 512
 
-# Largest number of ways in which a lean plan shards axes other than the batch. No known expert plan has more.
+# Largest number of shards into which a lean plan divides axes other than the batch (tp x ep x cp). No known expert plan
+# has more.
 MOST_LEAN_SHARDS = 64
 
 # Fraction of the peak memory below which the message does not list a kind of value.

@@ -1,11 +1,12 @@
-"""Reports a program that no plan fits: the least memory that a plan needs, what takes it, and the smallest machine.
+"""Reports a program that does not fit the machine: the least memory that a plan needs, and the smallest larger machine.
 
     peak on a device of M devices >= (N / M) * least peak on a device of N devices, for M > N
 
-Larger machines are tried in order of size, from the first that this bound allows. On each, lean plans (state sharded
-over all devices; `LEANEST_VARIANTS` of the variants) are priced until one fits, and then the best plan is searched.
-Where no lean plan fits, all plans of the leanest variant are priced (up to `MOST_SEARCHED_DEVICES` devices). Machines
-with equally many devices and more memory are tried in the same way. Nothing depends on the clock.
+A lean plan shards all state over all devices. Larger machines are tried in order of size, from the first that this
+bound allows. On each, the lean plans of the `LEANEST_VARIANTS` are priced until one fits, and then the best plan is
+searched. If no lean plan fits, all plans of the leanest variant are priced (up to `MOST_SEARCHED_DEVICES` devices).
+Machines with equally many devices and more memory are tried in the same way. There is no time limit, so the result is
+the same in every run.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class FeasibleMachine:
 
 
 def report_infeasible(plans: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> None:
-    """Reports that nothing fits: as an error, or as a warning where the user gave neither a limit nor a target.
+    """Raises an error that no plan fits, or warns if the user gave neither a limit nor a target.
 
     Args:
         plans: the variants, each with the plan that needs the least memory.
@@ -66,15 +67,15 @@ def report_infeasible(plans: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> N
     """
     ranked = sorted(plans, key=lambda one: one[1].plan.estimate.peak_memory_bytes)
     problem = ranked[0][1].problem
-    text = f"auto_shard({problem.traced.name}): {_shortage(*ranked[0])}. "
-    if not problem.refuses:
+    text = f"auto_shard({problem.traced.name}): {_shortage_text(*ranked[0])}. "
+    if not problem.must_fit:
         more = "a larger machine" if problem.target_given else "more devices"
         warnings.warn(f"{text}Use {more} or a smaller batch", AutoshardWarning, stacklevel=5)
         return
-    raise DoesNotFitError(text + _ways_out(ranked[:LEANEST_VARIANTS]))
+    raise DoesNotFitError(text + _remedies_text(ranked[:LEANEST_VARIANTS]))
 
 
-def _shortage(variant: Mapping[str, Any], bound: BoundPlan) -> str:
+def _shortage_text(variant: Mapping[str, Any], bound: BoundPlan) -> str:
     problem, plan = bound.problem, bound.plan
     peak = plan.estimate.peak_memory_bytes
     limit = plan.limit_bytes
@@ -83,59 +84,61 @@ def _shortage(variant: Mapping[str, Any], bound: BoundPlan) -> str:
     which = "the plan" if not problem.searched else "the smallest"
     return (
         f"{head} {bytes_text(limit)} a device on {problem.machine.target.name}: {which} ({name}) needs "
-        f"{bytes_text(peak)}, {bytes_text(peak - limit)} too much ({_contents(bound)})"
+        f"{bytes_text(peak)}, {bytes_text(peak - limit)} too much ({_memory_text(bound)})"
     )
 
 
-def _contents(bound: BoundPlan) -> str:
-    """What takes the memory at its peak, the largest kind first."""
+def _memory_text(bound: BoundPlan) -> str:
+    """The kinds of values in memory at its peak with their bytes, the largest first."""
     problem, plan = bound.problem, bound.plan
     kinds = dict(plan.estimate.memory_bytes)
-    waiting = problem.cost(bound.layout).live_buffers
-    kinds |= problem.memory.kinds_at_peak(bound.layout, waiting)
+    live_buffers = problem.cost(bound.layout).live_buffers
+    kinds |= problem.memory.kinds_at_peak(bound.layout, live_buffers)
     ranked = sorted(kinds.items(), key=lambda item: -item[1])
     least = plan.estimate.peak_memory_bytes * LISTED_MEMORY_SHARE
     return ", ".join(f"{_WORDS.get(kind, kind)} {bytes_text(size)}" for kind, size in ranked if size > least)
 
 
-def _ways_out(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str:
-    """Ways to make it fit: a larger machine, another chip, a smaller batch, a higher limit."""
+def _remedies_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str:
+    """What the user can do: use a larger machine, another chip, a smaller batch, a higher limit."""
     problem, plan = ranked[0][1].problem, ranked[0][1].plan
     peak = plan.estimate.peak_memory_bytes
     if not problem.searched:
-        return f"Give memory_limit_bytes={_rounded_up(peak)}, or a smaller batch{_padded(plan)}"
+        return f"Give memory_limit_bytes={_rounded_up(peak)}, or a smaller batch{_padding_text(plan)}"
     target, parts = problem.machine.target, []
     if problem.machine.sizes is None:
-        parts.append(_larger(ranked, target, peak))
+        parts.append(_larger_machine_text(ranked, target, peak))
     if not problem.limit_given and (others := machines_with_more_memory(target)):
         found = smallest(ranked, others)
         of_size = f"of other machines with {target.devices} device{'s' * (target.devices > 1)}"
-        parts.append(f"{of_size}, it fits {_text(found)}" if found else f"{of_size}, it fits none")
+        parts.append(f"{of_size}, it fits {_machine_text(found)}" if found else f"{of_size}, it fits none")
     text = "; ".join(parts)
     text = f"{text[:1].upper()}{text[1:]}. " if text else ""
     return (
-        f"{text}Or use a smaller batch{_padded(plan)}. memory_limit_bytes={_rounded_up(peak)} plans for this "
+        f"{text}Or use a smaller batch{_padding_text(plan)}. memory_limit_bytes={_rounded_up(peak)} plans for this "
         "machine all the same"
     )
 
 
-def _padded(plan: ShardingPlan) -> str:
+def _padding_text(plan: ShardingPlan) -> str:
     """`, or vocab padded from 50257 to 50264`: padding with which the leanest plan would fit."""
     return "".join(f", or {p.axis} padded from {p.size} to {p.padded}" for p in plan.padding)
 
 
-def _larger(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]], target: Target, peak: float) -> str:
-    """The smallest larger machine that the program fits, in words."""
+def _larger_machine_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]], target: Target, peak: float) -> str:
+    """The smallest larger machine that the program fits, as text."""
     problem = ranked[0][1].problem
     chip, bigger = target.name.partition(":")[0], larger_machines(target)
     if not bigger:
         return f"there is no larger {chip}"
-    able = [t for t in bigger if t.devices * _limit(problem, t) >= peak * target.devices]
-    found = smallest(ranked, able)
-    return f"the smallest {chip} that it fits is {_text(found)}" if found else f"it does not even fit {bigger[-1].name}"
+    large_enough = [t for t in bigger if t.devices * _limit(problem, t) >= peak * target.devices]
+    found = smallest(ranked, large_enough)
+    if found is None:
+        return f"it does not even fit {bigger[-1].name}"
+    return f"the smallest {chip} that it fits is {_machine_text(found)}"
 
 
-def _text(fit: FeasibleMachine) -> str:
+def _machine_text(fit: FeasibleMachine) -> str:
     """`v5e:4x4 (fsdp:16, remat=full: 11.7 GiB a device)`."""
     name = fit.plan.name + (f", {variant_text(fit.variant)}" if fit.variant else "")
     return f"{fit.target.name} ({name}: {bytes_text(fit.plan.peak_bytes)} a device)"
@@ -168,7 +171,7 @@ def _best_on(problem: PlanningProblem, target: Target, of_all: bool = False) -> 
     """The best plan on another machine; None where none fits, or (unless `of_all`) where no lean plan fits."""
     cost = CostModel(problem.axes, problem.roles, target, problem.cost.fusion, problem.state)
     limit, mesh = _limit(problem, target), problem.machine.sizes
-    pin = partial(problem.pinned, held=problem.held, fixed=problem.fixed)
+    pin = partial(problem.pinned, existing=problem.existing, fixed=problem.fixed)
     try:
         lean = [] if of_all else pin(list(_lean(problem, target)))
         if not of_all and not any(price(name, layout, cost, problem.memory).fits(limit) for name, layout in lean):
@@ -184,27 +187,27 @@ def _limit(problem: PlanningProblem, target: Target) -> float:
 
 
 def _lean(problem: PlanningProblem, target: Target) -> Iterator[tuple[str, Any]]:
-    """Layouts that need little memory, the simplest first."""
+    """Lean plans with their layouts, the simplest first."""
     if problem.machine.sizes is not None:
         return iter(on_mesh(problem.axes, problem.roles, problem.machine.sizes))
-    asked = _lean_requests(problem.roles, target.devices)
-    return ((str(one), layout_of(problem.axes, problem.roles, one)) for one in asked)
+    requests = _lean_requests(problem.roles, target.devices)
+    return ((str(one), layout_of(problem.axes, problem.roles, one)) for one in requests)
 
 
 def _lean_requests(roles: Roles, devices: int) -> Iterator[Request]:
-    """Requests with state sharded over all devices, and the batch over all devices that shard nothing else."""
-    cuts = [
+    """Requests with state sharded over all devices; devices that tp, ep and cp do not use shard the batch."""
+    powers = [
         n for n in (2**k for k in range(MOST_LEAN_SHARDS.bit_length())) if n <= MOST_LEAN_SHARDS and devices % n == 0
     ]
-    some = [
+    combinations = [
         (tp, ep, cp)
-        for tp in (cuts if [c for c in roles.parallel if c not in roles.experts] else [1])
-        for ep in (cuts if roles.experts else [1])
-        for cp in (cuts if roles.context else [1])
+        for tp in (powers if [c for c in roles.parallel if c not in roles.experts] else [1])
+        for ep in (powers if roles.experts else [1])
+        for cp in (powers if roles.context else [1])
         if tp * ep * cp <= MOST_LEAN_SHARDS and devices % (tp * ep * cp) == 0
     ]
-    for tp, ep, cp in sorted(some, key=lambda each: (math.prod(each), each)):
+    for tp, ep, cp in sorted(combinations, key=lambda each: (math.prod(each), each)):
         rest = devices // (tp * ep * cp)
-        cut = {k: n for k, n in (("dp", rest), ("cp", cp), ("ep", ep), ("tp", tp)) if n > 1} or {"dp": 1}
+        sizes = {k: n for k, n in (("dp", rest), ("cp", cp), ("ep", ep), ("tp", tp)) if n > 1} or {"dp": 1}
         for flags in [["seq"], []] if tp > 1 and roles.sequence else [[]]:
-            yield request(cut, *flags, "state")
+            yield request(sizes, *flags, "state")

@@ -11,9 +11,7 @@ from typing import Any
 from autoshard._units import bytes_text
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.cost.exposed_communication import traffic
-from autoshard.sharding.layout.fixed_shardings import (
-    fixed_conflicts,
-)
+from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.topology import DeviceAssignment
@@ -23,28 +21,28 @@ from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import LARGE_CONSTANTS_BYTES
 from autoshard.sharding.planner.problem import PlanningProblem
-from autoshard.sharding.planner.search_summary import searched
+from autoshard.sharding.planner.search_summary import search_record
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import idle_layouts
 from autoshard.sharding.search.padding import multiple, padding_gains, undivided
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 
 
-def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> BoundPlan:
-    """The plan of a candidate.
+def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> BoundPlan:
+    """Build the plan of a candidate.
 
     Args:
-        problem: the problem that it solves.
+        problem: the problem that the candidate was priced for.
         best: the candidate.
-        others: all candidates that were priced, for the record.
+        others: all candidates that were priced; the plan lists them.
     """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
     notes = _notes(problem, layout)
     for note in notes:
         if note.startswith("nothing is "):
             warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=5)
-    alike = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
-    outputs = output_specs(problem.program, layout, [*alike, *problem.state])
+    state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
+    outputs = output_specs(problem.program, layout, [*state_like, *problem.state])
     hides = target.chip.hides
     moved = traffic(best.cost, hides)
     plan = ShardingPlan(
@@ -65,7 +63,7 @@ def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
         ),
         estimate=_estimate(best),
         target=problem.machine.target.name,
-        placing=_placing(best.assignment),
+        placing=_named_pieces(best.assignment),
         topology=tuple((d.name, d.size) for d in best.assignment.topology.dims),
         links={d.name: (d.link, d.bandwidth) for d in best.assignment.topology.dims},
         traffic=tuple(row for row, _ in moved),
@@ -78,7 +76,7 @@ def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
         fingerprint=problem.traced.fingerprint,
         chosen=best.name,
         candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
-        history=(searched(others, problem.tally, hides),),
+        history=(search_record(others, problem.search_counts, hides),),
         function=problem.traced.name,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
@@ -88,7 +86,7 @@ def describe(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
 
 
 def leaf_of(problem: PlanningProblem, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
-    """An input or result as a plan names it."""
+    """The plan's record of an input or result."""
     return Leaf(path, tuple(aval.shape), str(aval.dtype), to_partition_spec(spec), _axis_names(problem, value), role)
 
 
@@ -120,12 +118,12 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
             f"({one.wanted_shards}): "
             f"it {now}; a size of {multiple(size, one.wanted_shards)} would be sharded {one.wanted_shards} ways"
         )
-    own = {v: s for v, s in layout.fixed.items() if v not in problem.held}
-    return (*notes, *fixed_conflicts(problem.traced, problem.axes, own))
+    user_fixed = {v: s for v, s in layout.fixed.items() if v not in problem.existing}
+    return (*notes, *fixed_conflicts(problem.traced, problem.axes, user_fixed))
 
 
 def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
-    """The gain of padding axes that do not divide, for this plan or, if plans were searched, for another one."""
+    """What padding axes that do not divide would save, for this plan and, if plans were searched, for others."""
     idle = []
     if problem.searched and not any(c.layout.fixed for c in others):
         idle = idle_layouts(problem.axes, problem.roles, problem.machine.target.devices, problem.machine.sizes)
@@ -140,12 +138,12 @@ def _estimate(candidate: Candidate) -> Estimate:
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:
     """The sharding of each result: state as its input is stored, the rest as it is computed."""
-    back = {o: i for i, o in state} | {v: v for v in program.inputs}
+    stored_as = {o: i for i, o in state} | {v: v for v in program.inputs}
     batch = layout.roles.batch
 
     def one(v: int) -> Spec:
-        if v in back:
-            return layout.stored_spec(back[v])
+        if v in stored_as:
+            return layout.stored_spec(stored_as[v])
         if any(batch in dim for dim in layout.axes.of_value[v]):
             return layout.spec(v)
         return layout.gradient_spec(v) or layout.spec(v)  # derived from state, so stored like state: gradients, moments
@@ -153,7 +151,7 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
     return [one(v) for v in program.outputs]
 
 
-def _placing(laying: DeviceAssignment) -> dict[str, tuple[tuple[str, int, int], ...]]:
-    """A device assignment as a plan keeps it: by the names of the topology's dimensions."""
-    dims = laying.topology.dims
-    return {a: tuple((dims[p.dim].name, p.size, p.stride) for p in pieces) for a, pieces in laying.pieces.items()}
+def _named_pieces(assignment: DeviceAssignment) -> dict[str, tuple[tuple[str, int, int], ...]]:
+    """A device assignment with the names of the topology's dimensions: mesh axis -> (dimension, size, stride)."""
+    dims = assignment.topology.dims
+    return {a: tuple((dims[p.dim].name, p.size, p.stride) for p in pieces) for a, pieces in assignment.pieces.items()}

@@ -1,4 +1,4 @@
-"""Makes plans: states the problem, searches, and builds the plan of what was chosen."""
+"""Plans a traced function: sets up the planning problem, searches, and builds the plan of the chosen candidate."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import jax
 from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
-from autoshard.sharding.layout.fixed_shardings import (
-    constraint_mesh,
-    program_constraints,
-)
+from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
-from autoshard.sharding.planner.plan_builder import describe
+from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
 from autoshard.sharding.planner.shortlist import Shortlist, without_near_duplicates
@@ -39,20 +36,21 @@ def plan_traced(
     memory_limit_bytes: float | None = None,
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
-    asked: Shortlist | None = None,
+    shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
     """Plans a traced function; see `autoshard.plan` for most options.
 
-    Arrays among `args` that are already sharded keep their sharding. `asked` says how the best candidates are compared
-    by the compiler or by running them; None compares them by the estimate alone. Where no plan fits the memory, the
-    result is the one that needs the least; `report_infeasible` reports it.
+    If `mesh`, `target` and `plan` are None, arrays among `args` that are already sharded keep their sharding.
+    `shortlist` says how the best candidates are compared by the compiler or by running them; None compares them by the
+    estimate alone. If no plan fits the memory, the result is the plan that needs the least; the caller passes it to
+    `report_infeasible`.
     """
-    free = mesh is None and target is None and plan is None  # a requested plan decides the shardings of arrays
-    held_mesh, held = existing_placement(jax.tree.leaves(args)) if free else (None, {})
+    keeps_existing = mesh is None and target is None and plan is None
+    existing_mesh, existing = existing_placement(jax.tree.leaves(args)) if keeps_existing else (None, {})
     constraints = program_constraints(traced)
     if mesh is None and target is None:
-        meshes = (held_mesh, constraint_mesh(constraints), _compat.current_mesh())
+        meshes = (existing_mesh, constraint_mesh(constraints), _compat.current_mesh())
         mesh = next((m for m in meshes if m is not None), None)
     problem = PlanningProblem(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
     problem.target_given = target is not None
@@ -60,22 +58,23 @@ def plan_traced(
     check_state_kept(traced, problem.axes)
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
-    candidate, others = problem.choose(plan, {problem.program.inputs[i]: s for i, s in held.items()}, fixed or {})
-    if asked and (candidate.fits(problem.limit) or not problem.refuses):
-        made = best_of(problem, candidate, others, asked)
+    candidate, others = problem.choose(plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {})
+    if shortlist and (candidate.fits(problem.limit) or not problem.must_fit):
+        made = best_of(problem, candidate, others, shortlist)
     else:
-        made = describe(problem, candidate, others)
-    problem.tally = SearchCounts()  # a plan keeps its problem, but not all candidates that were priced
+        made = build_plan(problem, candidate, others)
+    problem.search_counts = SearchCounts()  # frees the candidates: a plan keeps its problem
     return made
 
 
-def best_of(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate], asked: Shortlist) -> BoundPlan:
-    """The plan that the judge of `asked` prefers among the best candidates."""
-    # The best layout may stand among the others with another device assignment.
+def best_of(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate], shortlist: Shortlist) -> BoundPlan:
+    """The plan that the judge of the shortlist prefers among the best candidates."""
+    # The others may contain the best layout with another device assignment.
     rest = [c for c in others if c.layout is not best.layout and c.fits(problem.limit)]
     ranked = without_near_duplicates(
-        [(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SHORTLIST_POOL * asked.count]]
+        [(c.cost.step_time_us, c.peak_bytes, c) for c in [best, *rest][: SHORTLIST_POOL * shortlist.count]]
     )
     every = [(c.cost.step_time_us, c.peak_bytes, c) for c in others]
-    beyond = asked.beyond(every, problem.limit, best.cost.step_time_us if best.fits(problem.limit) else math.inf)
-    return asked.judge([describe(problem, c, others) for *_, c in [*ranked[: asked.count], *beyond]], problem.limit)
+    beyond = shortlist.beyond(every, problem.limit, best.cost.step_time_us if best.fits(problem.limit) else math.inf)
+    chosen = [c for *_, c in [*ranked[: shortlist.count], *beyond]]
+    return shortlist.judge([build_plan(problem, c, others) for c in chosen], problem.limit)

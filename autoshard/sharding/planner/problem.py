@@ -14,11 +14,7 @@ from autoshard.sharding.cost.fusion import fuse
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout import plan_request
-from autoshard.sharding.layout.fixed_shardings import (
-    check_constraints,
-    fixed_specs,
-    with_fixed_shardings,
-)
+from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import Machine
 from autoshard.sharding.program.tracing import Traced
@@ -34,23 +30,23 @@ class PlanningProblem:
     Attributes:
         traced: the function.
         machine: the machine.
-        constraints: the shardings that the program itself wrote.
-        held: input -> the sharding that its array already has.
+        constraints: the sharding constraints in the user's program.
+        existing: input -> the sharding that its array already has.
         fixed: path or pattern -> the sharding that the user fixed.
         target_given: whether the user named a target.
         limit_given: whether the user gave a memory limit.
-        searched: whether the plan is searched; false where it was requested or read.
+        searched: whether the plan comes from a search; false if it was requested or read.
         limit: memory of one device, in bytes.
         program: the function's operators.
         axes: its logical axes.
         roles: the roles of its inputs and axes.
         state: pairs (input, output) of its state.
-        tally: what the search counts.
+        search_counts: the counts of the search.
     """
 
     def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
         self.traced, self.machine, self.constraints = traced, machine, constraints
-        self.held: Mapping[int, Spec] = {}
+        self.existing: Mapping[int, Spec] = {}
         self.fixed: Mapping[str, Any] = {}
         self.target_given = False
         self.limit_given = limit is not None
@@ -59,11 +55,11 @@ class PlanningProblem:
         self.program = traced.program
         analysis = analyse(traced)
         self.axes, self.roles, self.state = analysis.axes, analysis.roles, analysis.state
-        self.tally = SearchCounts()
+        self.search_counts = SearchCounts()
 
     @property
-    def refuses(self) -> bool:
-        """Whether an infeasible problem is an error: a limit was given, or a plan was searched for a given target."""
+    def must_fit(self) -> bool:
+        """Whether it is an error if nothing fits: a limit was given, or a plan was searched for a given target."""
         return self.limit_given or (self.target_given and self.searched)
 
     @cached_property
@@ -86,7 +82,7 @@ class PlanningProblem:
         return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
 
     def check_rules_known(self, strict: bool) -> None:
-        """Reports the primitives that have no rule: as an error if `strict`, else as a warning."""
+        """Warns of primitives that have no rule; raises a `PlanError` if `strict`."""
         if not self.program.unknown:
             return
         places = "; ".join(f"'{name}'{_place(lines)}" for name, lines in self.program.unknown.items())
@@ -97,69 +93,68 @@ class PlanningProblem:
         warnings.warn(text, AutoshardWarning, stacklevel=4)
 
     def choose(
-        self, asked: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]
+        self, requested: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]
     ) -> tuple[Candidate, list[Candidate]]:
         """The best candidate, and all that were priced.
 
         Args:
-            asked: the requested strategy or table; None to search.
-            held: shardings that arrays already have.
+            requested: the requested strategy or table; None to search.
+            existing: shardings that arrays already have.
             fixed: shardings that the user fixed.
         """
         sizes = self.machine.sizes
-        self.searched = asked is None
-        if asked is None:
+        self.searched = requested is None
+        if requested is None:
             layouts = None
-        elif isinstance(asked, str):
-            layouts = [(asked, self._requested(asked))]
+        elif isinstance(requested, str):
+            layouts = [(requested, self._requested_layout(requested))]
         else:
-            table = plan_request.Table.read(asked)
+            table = plan_request.Table.read(requested)
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
-            layouts = [(str(dict(asked)), table.resolve(self.axes, self.roles, m)) for m in meshes]
-        self.held, self.fixed = held, fixed
+            layouts = [(str(dict(requested)), table.resolve(self.axes, self.roles, m)) for m in meshes]
+        self.existing, self.fixed = existing, fixed
         if layouts is None:
-            best, others = self.search(held, fixed, self.tally)
+            best, others = self.search(existing, fixed, self.search_counts)
         else:
-            layouts = self.pinned(layouts, held, fixed)
+            layouts = self.pinned(layouts, existing, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
             fitting = [c for c in others if c.fits(self.limit)]
             by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
             best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
-            if isinstance(asked, str):
-                self._refuse_idle(asked, best.layout)
+            if isinstance(requested, str):
+                self._check_shards_something(requested, best.layout)
         return best, others
 
     def search(
-        self, held: Mapping[int, Spec], fixed: Mapping[str, Any], tally: SearchCounts | None = None
+        self, existing: Mapping[int, Spec], fixed: Mapping[str, Any], counts: SearchCounts | None = None
     ) -> tuple[Candidate, list[Candidate]]:
-        """The best of all candidates that respect what is fixed, and all of them; see `search`."""
-        pin = partial(self.pinned, held=held, fixed=fixed)
+        """The best of all candidates that have the existing and fixed shardings, and all of them; see `search`."""
+        pin = partial(self.pinned, existing=existing, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin, tally)  # fmt: skip
+                      self.machine.sizes, pin, counts)  # fmt: skip
 
-    def pinned(self, layouts: Any, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
-        """The candidates that can respect what is fixed, with it written into their layouts."""
-        pin = partial(self._pin, held=held, fixed=fixed)
+    def pinned(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
+        """Those layouts in which the existing and fixed shardings are possible, with these written into them."""
+        pin = partial(self._pin, existing=existing, fixed=fixed)
         return with_fixed_shardings(layouts, pin, mesh_is_given=self.machine.sizes is not None)
 
-    def _refuse_idle(self, asked: str, layout: Layout) -> None:
-        """Refuses a requested plan that shards nothing because no size divides."""
+    def _check_shards_something(self, strategy: str, layout: Layout) -> None:
+        """Raises a `PlanError` if a requested plan shards nothing because it divides no size."""
         found = undivided(layout)
         if found and self.is_idle(layout):
             pad = " or ".join(
                 f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.wanted_shards)}" for u in found
             )
             raise PlanError(
-                f"auto_shard({self.traced.name}): plan '{asked}' shards nothing: "
+                f"auto_shard({self.traced.name}): plan '{strategy}' shards nothing: "
                 f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request a plan that divides"
             )
 
     def is_idle(self, layout: Layout) -> bool:
         """Whether a layout shards nothing at all, neither compute nor stored inputs."""
-        held = any(any(layout.stored_spec(v)) for v in self.program.inputs)
-        return (
-            self.machine.target.devices > 1 and not layout.sharded_classes() and not held and not self.is_empty(layout)
-        )
+        if self.machine.target.devices == 1 or layout.sharded_classes() or self.is_empty(layout):
+            return False
+        return not any(any(layout.stored_spec(v)) for v in self.program.inputs)
 
     def is_empty(self, layout: Layout) -> bool:
         """Whether there is nothing to shard: all axes that the layout shards are empty, or all arrays are."""
@@ -168,32 +163,32 @@ class PlanningProblem:
         return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
 
     def undivided_text(self, one: Undivided) -> str:
-        """`vocab 50257 is not divisible by tp 8`."""
+        """Such as `vocab 50257 is not divisible by tp 8`."""
         axis = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}"
         return f"{axis} is not divisible by {', '.join(one.over)} {one.wanted_shards}"
 
-    def _requested(self, text: str) -> Layout:
-        asked = plan_request.parse_request(text)
+    def _requested_layout(self, text: str) -> Layout:
+        request = plan_request.parse_request(text)
         sizes = self.machine.sizes
-        if sizes is not None and dict(asked.sizes) != dict(sizes):
+        if sizes is not None and dict(request.sizes) != dict(sizes):
             raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what its axes are for, such as "
                             f"'{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or give no mesh")  # fmt: skip
         if sizes is not None:
-            asked = replace(asked, sizes=sizes, fixed_mesh=True)
-        if asked.devices != self.machine.target.devices:
-            raise PlanError(f"plan '{text}' takes {asked.devices} devices, {self.machine.target.name} has "
+            request = replace(request, sizes=sizes, fixed_mesh=True)
+        if request.devices != self.machine.target.devices:
+            raise PlanError(f"plan '{text}' takes {request.devices} devices, {self.machine.target.name} has "
                             f"{self.machine.target.devices}")  # fmt: skip
         missing = [
-            k for a, k in asked.kinds.items()
-            if asked.sizes[a] > 1 and not plan_request.classes_for(k, self.roles, asked.flags)
+            k for a, k in request.kinds.items()
+            if request.sizes[a] > 1 and not plan_request.classes_for(k, self.roles, request.flags)
         ]  # fmt: skip
-        missing += ["seq"] if "seq" in asked.flags and not self.roles.sequence else []
+        missing += ["seq"] if "seq" in request.flags and not self.roles.sequence else []
         if missing:
-            able = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, asked.flags)]
+            useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
             names = sorted(set(self.axes.names.values()))
             raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}, it has some for "
-                            f"{', '.join(able) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
-        return plan_request.layout_of(self.axes, self.roles, asked)
+                            f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
+        return plan_request.layout_of(self.axes, self.roles, request)
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
         """All meshes with these axes over the devices."""
@@ -205,17 +200,17 @@ class PlanningProblem:
 
         return [dict(zip(names, s, strict=True)) for s in split(self.machine.target.devices, len(names))]
 
-    def _pin(self, layout: Layout, held: Mapping[int, Spec], fixed: Mapping[str, Any]) -> None:
+    def _pin(self, layout: Layout, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> None:
         written = {self.traced.in_paths[i]: spec for i, spec in self.traced.annotated.items()}
         layout.fixed = {
             **fixed_specs(self.traced, self.axes, layout, written, "annotated"),
-            **held,
+            **existing,
             **fixed_specs(self.traced, self.axes, layout, fixed, "fixed"),
         }
         check_constraints(self.traced.name, self.constraints, layout)
 
 
 def _place(lines: Sequence[str]) -> str:
-    """` at FILE:LINE`, the first of those that are known."""
+    """The first known line, as ` at FILE:LINE`."""
     known = sorted({line for line in lines if line})
     return f" at {known[0]}" if known else " (it has no source line)"

@@ -1,4 +1,4 @@
-"""Binds a plan that was made elsewhere to this program and machine."""
+"""Binds an existing plan, such as one from JSON, to a program and a machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
     difference = _first_difference(plan, problem.traced)
     if difference or plan.fingerprint != problem.traced.fingerprint:
         raise PlanError(
-            f"this plan was made for another program ({plan.fingerprint}, this is {problem.traced.fingerprint}): "
-            f"{difference or 'the results differ'}. Plan again, or pass the arguments that it was made for."
+            f"this plan was made for another program (fingerprint {plan.fingerprint}, this program has "
+            f"{problem.traced.fingerprint}): {difference or 'the results differ'}. Plan again, or pass the arguments "
+            "that it was made for."
         )
     for leaf, value in zip(plan.inputs, problem.program.inputs, strict=True):
         here = leaf_of(problem, value, leaf.path, problem.program.avals[value], ((),) * len(leaf.shape), "").axes
         if here != leaf.axes:
             raise PlanError(
-                f"this plan was made for another program: the axes of '{leaf.path}' are {leaf.axes} there, {here} "
-                "here. Plan again"
+                f"this plan was made for another program: the axes of '{leaf.path}' are {leaf.axes} in the plan, but "
+                f"{here} in this program. Plan again"
             )
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     numbers = {name: c for c, name in problem.axes.names.items()}
@@ -59,12 +60,15 @@ def _assignment(problem: PlanningProblem, plan: ShardingPlan) -> DeviceAssignmen
 
 
 def _first_difference(plan: ShardingPlan, traced: Traced) -> str:
-    """The first difference between the arrays of a plan and of a function; empty where there is none."""
+    """The first difference between the arrays of a plan and of a function; empty if there is none."""
     if len(plan.inputs) != len(traced.in_paths):
-        return f"it has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}"
+        return f"the plan has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}"
     for leaf, path, aval in zip(plan.inputs, traced.in_paths, traced.in_avals, strict=True):
         if (leaf.path, leaf.shape, leaf.dtype) != (path, tuple(aval.shape), str(aval.dtype)):
-            return f"'{leaf.path}' {leaf.dtype}{list(leaf.shape)} there, '{path}' {aval.dtype}{list(aval.shape)} here"
+            return (
+                f"the plan has '{leaf.path}' {leaf.dtype}{list(leaf.shape)}, this function '{path}' "
+                f"{aval.dtype}{list(aval.shape)}"
+            )
     if len(plan.outputs) != len(traced.out_paths):
-        return f"it has {len(plan.outputs)} results, this function {len(traced.out_paths)}"
+        return f"the plan has {len(plan.outputs)} results, this function {len(traced.out_paths)}"
     return ""

@@ -1,4 +1,4 @@
-"""Summarises a search for the plan that it found."""
+"""The record of a search that a plan keeps."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
 
 
-def searched(priced: Sequence[Candidate], tally: SearchCounts, hides: Sequence[str]) -> SearchRecord:
+def search_record(priced: Sequence[Candidate], counts: SearchCounts, hides: Sequence[str]) -> SearchRecord:
     """The record of one search.
 
     Args:
         priced: the candidates, the fastest first.
-        tally: what the search counted.
+        counts: the counts of the search.
         hides: the kinds of collectives that the compiler makes asynchronous.
     """
-    changed = {id(c.layout) for c in tally.changed}
+    changed = {id(c.layout) for c in counts.changed}
     kept = {id(c.layout) for c in priced}  # of the changed plans only the best is a candidate
-    rows = [*priced, *(c for c in tally.changed if id(c.layout) not in kept)]
-    tried = sorted((_tried(c, hides, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
-    return SearchRecord({}, tally.proposed or len(priced), tally.duplicates, tally.idle, tuple(tried))
+    rows = [*priced, *(c for c in counts.changed if id(c.layout) not in kept)]
+    tried = sorted((_priced_plan(c, hides, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
+    return SearchRecord({}, counts.proposed or len(priced), counts.duplicates, counts.idle, tuple(tried))
 
 
-def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> PricedPlan:
+def _priced_plan(candidate: Candidate, hides: Sequence[str], changed: bool) -> PricedPlan:
     cost, by_kind = candidate.cost, defaultdict(float)
     for c, us in zip(cost.collectives, exposed_us(cost, hides), strict=True):
         by_kind[c.kind] += us
@@ -37,6 +37,6 @@ def _tried(candidate: Candidate, hides: Sequence[str], changed: bool) -> PricedP
                  kind if by_kind[kind] else "", by_kind[kind], changed)  # fmt: skip
 
 
-def of_variants(made: Sequence[tuple[Mapping[str, Any], ShardingPlan]]) -> tuple[SearchRecord, ...]:
-    """The searches of all variants, each under its keywords."""
+def variant_records(made: Sequence[tuple[Mapping[str, Any], ShardingPlan]]) -> tuple[SearchRecord, ...]:
+    """The search records of all variants, each with the keywords of its variant."""
     return tuple(replace(each, variant=dict(variant)) for variant, plan in made for each in plan.history)

@@ -10,9 +10,9 @@ from typing import Any
 from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import SAME_PROGRAM, SHORTLIST_POOL
-from autoshard.sharding.planner.variants import Made, fastest, variant_table
+from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant_table
 
-Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and what they are of
+Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and a candidate or its variant and strategy
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Shortlist:
 
     Attributes:
         count: how many candidates.
-        judge: chooses one of their plans, given in the order of the estimate, and the memory limit in bytes.
-        over: multiples of the memory limit. For each, one candidate more is compared whose estimated peak is up to that
-            much; these come last.
+        judge: takes the plans in the order of their estimates, and the memory limit in bytes; returns one of the plans.
+        over: multiples of the memory limit. For each, one more candidate is compared: the fastest whose estimated peak
+            is between the limit and this multiple. These come last.
     """
 
     count: int
@@ -31,7 +31,10 @@ class Shortlist:
     over: tuple[float, ...] = ()
 
     def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
-        """Candidates `(time, bytes, ...)` just above the limit that are faster than all with less memory."""
+        """For each multiple in `over`, the fastest candidate `(time, bytes, ...)` above the limit and at most that.
+
+        A candidate must be faster than `most_us` and than those of the smaller multiples.
+        """
         found: list[Ranked] = []
         every = list(ranked)
         for over in self.over:
@@ -43,54 +46,54 @@ class Shortlist:
 
 
 def fastest_of_all(
-    made: Sequence[Made], asked: Shortlist, replan: Callable[[BoundPlan, str], BoundPlan | None]
+    made: Sequence[PlannedVariant], shortlist: Shortlist, replan: Callable[[BoundPlan, str], BoundPlan | None]
 ) -> BoundPlan:
     """The plan that the judge prefers among the best candidates of all variants.
 
     Args:
         made: the variants, each with its plan.
-        asked: the shortlist.
-        replan: plans the program of a plan again under another strategy; None where that strategy is refused.
+        shortlist: how the candidates are compared.
+        replan: plans the program of a plan again under another strategy; returns None if that raises an error.
     """
-    limit = made[0][1].plan.limit_bytes or math.inf  # one machine's
+    limit = made[0][1].plan.limit_bytes or math.inf  # the same for all variants
     pool: list[Ranked] = []
     every: list[Ranked] = []
     for n, (_, bound) in enumerate(made):
         plan = bound.plan
-        found = [(time, peak, n, words) for words, time, peak in plan.candidates if is_request(words)]
+        found = [(time, peak, n, strategy) for strategy, time, peak in plan.candidates if is_request(strategy)]
         every += found
         pool += [each for each in found if each[1] <= limit and each[-1] != plan.chosen]
         pool.append((plan.estimate.step_time_us if plan.fits else math.inf, plan.estimate.peak_memory_bytes, n, None))
     ranked = sorted(pool, key=lambda each: each[0])
     plans: list[BoundPlan] = []
 
-    def add(n: int, words: str | None) -> None:
+    def add(n: int, strategy: str | None) -> None:
         choice, bound = made[n]
-        found = bound if words is None else replan(bound, words)
+        found = bound if strategy is None else replan(bound, strategy)
         if found is not None:
             plans.append(variant_table(found, choice, made))
 
-    for *_, n, words in without_near_duplicates(ranked[: SHORTLIST_POOL * asked.count]):
-        if len(plans) == asked.count:
+    for *_, n, strategy in without_near_duplicates(ranked[: SHORTLIST_POOL * shortlist.count]):
+        if len(plans) == shortlist.count:
             break
-        add(n, words)
-    for *_, n, words in asked.beyond(every, limit, ranked[0][0]):
-        add(n, words)
+        add(n, strategy)
+    for *_, n, strategy in shortlist.beyond(every, limit, ranked[0][0]):
+        add(n, strategy)
     plans = plans or [fastest(made)]
-    return asked.judge(plans, limit)
+    return shortlist.judge(plans, limit)
 
 
 def without_near_duplicates(ranked: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Candidates `(time, bytes, ...)`, with those that nearly equal an earlier one moved to the end.
 
     Two candidates that differ by less than `SAME_PROGRAM` in both time and memory are most likely the same program.
-    Compiling both gains little.
+    Compiling both is of little use.
     """
-    first: list[tuple[Any, ...]] = []
-    again: list[tuple[Any, ...]] = []
+    distinct: list[tuple[Any, ...]] = []
+    duplicates: list[tuple[Any, ...]] = []
     for each in ranked:
         near = any(
-            all(abs(a - b) <= SAME_PROGRAM * b for a, b in zip(each[:2], other[:2], strict=True)) for other in first
+            all(abs(a - b) <= SAME_PROGRAM * b for a, b in zip(each[:2], other[:2], strict=True)) for other in distinct
         )
-        (again if near else first).append(each)
-    return [*first, *again]
+        (duplicates if near else distinct).append(each)
+    return [*distinct, *duplicates]

@@ -17,9 +17,9 @@ from autoshard._shown import shown
 from autoshard._units import variant_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
-from autoshard.sharding.planner.search_summary import of_variants
+from autoshard.sharding.planner.search_summary import variant_records
 
-Made = tuple[dict[str, Any], BoundPlan]
+PlannedVariant = tuple[dict[str, Any], BoundPlan]
 
 
 @shown
@@ -29,9 +29,9 @@ class Attempt:
 
     Attributes:
         keywords: the variant.
-        fits: whether its plan fits the memory; false where it could not be planned.
-        step_time_us: estimated time of a step; infinite where it could not be planned.
-        peak_memory_bytes: estimated peak memory of a device; infinite where it could not be planned.
+        fits: whether its plan fits the memory; false if it could not be planned.
+        step_time_us: estimated time of a step; infinite if it could not be planned.
+        peak_memory_bytes: estimated peak memory of a device; infinite if it could not be planned.
         limit_bytes: memory of a device.
     """
 
@@ -69,11 +69,14 @@ def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> It
         yield [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
         return
     if not callable(variants):
-        raise TypeError(f"variants are {{keyword: values}} or a function of what was tried, not {variants!r:.60}")
+        raise TypeError(
+            f"variants is {variants!r:.60}; give {{keyword: values}}, or a function from the attempts so far to the "
+            "keywords to try next"
+        )
     tried: list[dict[str, Any]] = []
     while True:
         new: list[dict[str, Any]] = []
-        for choice in _asked(variants(tuple(attempts))):
+        for choice in _checked_choices(variants(tuple(attempts))):
             if not any(_same(choice, other) for other in tried):
                 tried.append(choice)
                 new.append(choice)
@@ -82,12 +85,12 @@ def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> It
         yield new
 
 
-def _asked(found: Any) -> list[dict[str, Any]]:
-    """The variants that a function of attempts returned."""
-    each = None if isinstance(found, Mapping | str) or not isinstance(found, Iterable) else list(found)
-    if each is None or not all(isinstance(one, Mapping) for one in each):
-        raise TypeError(f"variants returned {found!r:.60}: return a list of {{keyword: value}}, empty at the end")
-    return [dict(one) for one in each]
+def _checked_choices(returned: Any) -> list[dict[str, Any]]:
+    """The variants that the user's function of attempts returned, after a check of their types."""
+    choices = None if isinstance(returned, Mapping | str) or not isinstance(returned, Iterable) else list(returned)
+    if choices is None or not all(isinstance(one, Mapping) for one in choices):
+        raise TypeError(f"variants returned {returned!r:.60}: return a list of {{keyword: value}}, empty at the end")
+    return [dict(one) for one in choices]
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -109,7 +112,7 @@ def attempt(choice: Mapping[str, Any], plan: ShardingPlan | None) -> Attempt:
 
     Args:
         choice: the variant.
-        plan: its plan; None where it could not be planned.
+        plan: its plan; None if it could not be planned.
     """
     choice = dict(choice)  # a copy: the user's function may change it
     if plan is None:
@@ -118,7 +121,7 @@ def attempt(choice: Mapping[str, Any], plan: ShardingPlan | None) -> Attempt:
     return Attempt(choice, plan.fits, found.step_time_us, found.peak_memory_bytes, plan.limit_bytes or math.inf)
 
 
-def fastest(made: Sequence[Made]) -> BoundPlan:
+def fastest(made: Sequence[PlannedVariant]) -> BoundPlan:
     """The fastest plan that fits, or the one that needs the least memory if none fits; ties go to the first."""
     fitting = [one for one in made if one[1].plan.fits]
     if fitting:
@@ -129,14 +132,14 @@ def fastest(made: Sequence[Made]) -> BoundPlan:
 
 
 def variant_name(plan: ShardingPlan) -> str:
-    """The plan's strategy, and its variant where it has one."""
+    """The plan's strategy, and its variant if it has one."""
     return f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen
 
 
-def variant_table(bound: BoundPlan, choice: Mapping[str, Any], made: Sequence[Made]) -> BoundPlan:
-    """The plan with the table of all variants that were planned beside it."""
+def variant_table(bound: BoundPlan, choice: Mapping[str, Any], made: Sequence[PlannedVariant]) -> BoundPlan:
+    """Return a plan with its own variant and the table of all variants that were planned."""
     if len(made) == 1 and not choice:  # no variants; a plan that was read may have a table of its own
         return bound
     plans = [(each, one.plan) for each, one in made]
     rows = [(dict(each), p.chosen, p.estimate.step_time_us, p.estimate.peak_memory_bytes) for each, p in plans if each]
-    return bound.where(variant=dict(choice), variants=tuple(rows), history=of_variants(plans))
+    return bound.where(variant=dict(choice), variants=tuple(rows), history=variant_records(plans))

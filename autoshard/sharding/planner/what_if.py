@@ -1,10 +1,9 @@
-"""What another sharding of some inputs would cost.
+"""Prices other shardings of some inputs, with the models that priced the plan.
 
-    step_us(wish), peak_bytes(wish)    by the models that priced the plan, with the wish fixed
-
-A wish is a sharding that the user asks about. It is priced twice: under the plan as it is (mesh, device assignment,
-rules), compared with the plan; and by planning again around it, compared with the best plan without it. A wish for a
-parameter is priced alone and with its moments stored the same way; the better of the two counts.
+A wish is a sharding that the user passes to `explain`. It is priced twice: under the plan as it is (mesh, device
+assignment, rules), compared with the plan; and by planning again with the wish fixed, compared with the best plan
+without it. A wish for a parameter is priced alone, and together with the same sharding of its moments; the better of
+the two counts.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ class Alternative:
     """Another sharding of some inputs, and the cost of a step with it.
 
     Attributes:
-        fixed: path -> spec or names of logical axes: the `fixed=` that gives it.
-        step_time_us: time of a step; infinite where it is refused.
+        fixed: the argument `fixed=` that gives it: path -> spec or names of logical axes.
+        step_time_us: time of a step; infinite if the sharding is not possible.
         peak_bytes: peak memory of a device.
-        words: strategy of the plan around it.
-        refusal: why it is not possible; empty where it is.
+        strategy: the strategy of the plan with this sharding.
+        refusal: why the sharding is not possible; empty if it is.
         moments: how many of `fixed` are moments of the optimizer.
-        means: the spec of the first of `fixed` under the plan.
+        spec_in_plan: the first of `fixed` as a spec on the plan's mesh; None if it was not priced under the plan.
     """
 
     fixed: Mapping[str, Any]
     step_time_us: float = math.inf
     peak_bytes: float = math.inf
-    words: str = ""
+    strategy: str = ""
     refusal: str = ""
     moments: int = 0
-    means: PartitionSpec | None = None
+    spec_in_plan: PartitionSpec | None = None
 
 
 def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alternative]:
@@ -62,41 +61,45 @@ def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alterna
     plan, layout = bound.plan, bound.layout
     dims = layout.axes.of_value[layout.axes.program.inputs[plan.inputs.index(leaf)]]
     loops = {d for d, dim in enumerate(dims) if any(c in layout.axes.stacked for c in dim)}
-    alike = [m for m in moments_of(plan, leaves) if m.spec == leaf.spec]
+    moments = [m for m in moments_of(plan, leaves) if m.spec == leaf.spec]
     found = []
-    for other in list(dict.fromkeys(_moved(spec, leaf.shape, layout.mesh, loops)))[:MOST_ALTERNATIVES]:
+    for other in list(dict.fromkeys(_neighbours(spec, leaf.shape, layout.mesh, loops)))[:MOST_ALTERNATIVES]:
         wish = to_partition_spec(other)
-        found.append(_under(bound, {x.path: wish for x in (*leaves, *alike)}, len(alike)))
+        found.append(_priced_in_plan(bound, {x.path: wish for x in (*leaves, *moments)}, len(moments)))
     limit = plan.limit_bytes or math.inf
     return sorted(found, key=lambda c: (c.peak_bytes > limit, round(c.step_time_us, 3), c.peak_bytes))
 
 
 def price_in_plan(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
-    """The price of a wish under the plan as it is: with the moments of parameters, if there are any, and alone."""
-    alike = moments_of(bound.plan, leaves)
+    """A wish priced under the plan as it is: first with the moments of parameters, if there are any, then alone."""
+    moments = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
-    found = [_under(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
-    return [*found, _under(bound, alone)]
+    found = [_priced_in_plan(bound, alone | {x.path: wish for x in moments}, len(moments))] if moments else []
+    return [*found, _priced_in_plan(bound, alone)]
 
 
 def price_replanned(bound: BoundPlan, leaves: Sequence[Leaf], wish: Any) -> list[Alternative]:
-    """The price of a wish by planning again around it, on the mesh that was given, if one was."""
-    alike = moments_of(bound.plan, leaves)
+    """A wish priced by planning again with it fixed, as in `price_in_plan`. A mesh that the user gave is kept."""
+    moments = moments_of(bound.plan, leaves)
     alone = {x.path: wish for x in leaves}
-    found = [_anew(bound, alone | {x.path: wish for x in alike}, len(alike))] if alike else []
-    return [*found, _anew(bound, alone)]
+    found = [_priced_replanned(bound, alone | {x.path: wish for x in moments}, len(moments))] if moments else []
+    return [*found, _priced_replanned(bound, alone)]
 
 
 def best_without(bound: BoundPlan) -> Alternative:
-    """The best plan without a wish, to compare plans around a wish with. A searched plan is the best one itself."""
+    """The best plan without the wish. If the plan came from a search, it is the plan itself."""
     plan = bound.plan
     if bound.problem.searched:
         return Alternative({}, plan.estimate.step_time_us, plan.estimate.peak_memory_bytes, plan.chosen)
-    return _anew(bound, {})
+    return _priced_replanned(bound, {})
 
 
 def moments_of(plan: ShardingPlan, leaves: Sequence[Leaf]) -> list[Leaf]:
-    """The optimizer's inputs that belong to parameters: same shape and axes, and the longest common end of the path."""
+    """The moments of the parameters among `leaves`.
+
+    These are the optimizer's inputs with the shape and axes of the parameter, and of those the ones that share the most
+    last components of its path.
+    """
     found: dict[str, Leaf] = {}
     for leaf in leaves:
         if leaf.role != "parameter":
@@ -113,7 +116,7 @@ def _shared_end(one: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(one.count("/"), other.count("/")) + 1)
 
 
-def _moved(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops: set[int]) -> Iterator[Spec]:
+def _neighbours(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops: set[int]) -> Iterator[Spec]:
     """Neighbouring specs: replicated, one mesh axis moved or removed, all axes of one dimension moved to another."""
     if any(spec):
         yield ((),) * len(shape)
@@ -122,13 +125,13 @@ def _moved(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops: set
         rest = [tuple(a for a in dim if a not in group) for dim in spec]
         for d in (None, *range(len(shape))):
             moved = tuple((*dim, *group) if i == d else dim for i, dim in enumerate(rest))
-            ways = math.prod(mesh[a] for a in moved[d]) if d is not None else 1
-            if moved != spec and d not in loops and (d is None or (shape[d] and shape[d] % ways == 0)):
+            shard_count = math.prod(mesh[a] for a in moved[d]) if d is not None else 1
+            if moved != spec and d not in loops and (d is None or (shape[d] and shape[d] % shard_count == 0)):
                 if d is not None or any(a in axes_of(spec) for a in group):
                     yield moved
 
 
-def _under(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
+def _priced_in_plan(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
     old, problem = bound.layout, bound.problem
     layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage)
     try:
@@ -136,16 +139,17 @@ def _under(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alte
     except FixedError as error:
         return Alternative(fixed, refusal=first_few(error.problems, "; "))
     layout.fixed = {**old.fixed, **pins}
-    means = to_partition_spec(pins[bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]])
+    first = bound.traced.program.inputs[bound.traced.in_paths.index(next(iter(fixed)))]
     cost = reassigned(problem.cost(layout), bound.assignment, problem.machine.target.chip)
     peak, _ = problem.memory(layout, cost.live_buffers)
-    return Alternative(fixed, cost.step_time_us, peak, bound.plan.chosen, moments=moments, means=means)
+    spec = to_partition_spec(pins[first])
+    return Alternative(fixed, cost.step_time_us, peak, bound.plan.chosen, moments=moments, spec_in_plan=spec)
 
 
-def _anew(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
+def _priced_replanned(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
     problem = bound.problem
     try:
-        best, _ = problem.search(problem.held, {**problem.fixed, **fixed})
+        best, _ = problem.search(problem.existing, {**problem.fixed, **fixed})
     except FixedError as error:
         return Alternative(fixed, refusal=first_few(error.problems, "; "))
     return Alternative(fixed, best.cost.step_time_us, best.peak_bytes, best.name, moments=moments)

@@ -68,28 +68,28 @@ def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Lea
     if isinstance(wish, PartitionSpec) and all(same_spec(wish, x.spec, len(x.shape)) for x in leaves):
         return [f"{name}: {text} is its sharding already; explain without a wish shows alternatives"]
     choices = price_in_plan(bound, leaves, wish)
-    here = _best(plan, choices)
+    in_plan = _best(plan, choices)
     replanned, without = _best(plan, price_replanned(bound, leaves, wish)), best_without(bound)
-    verdicts = [_verdict(plan, here, _as_planned(plan)), _verdict(plan, replanned, without)]
-    if here.means is not None and not isinstance(wish, PartitionSpec):
-        text += f", under this plan {spec_text(here.means)},"
+    verdicts = [_verdict(plan, in_plan, _as_planned(plan)), _verdict(plan, replanned, without)]
+    if in_plan.spec_in_plan is not None and not isinstance(wish, PartitionSpec):
+        text += f", under this plan {spec_text(in_plan.spec_in_plan)},"
     lines = [f"{name}: {text} instead of {now}: {_headline(*verdicts)}"]
-    lines.append(f"{INDENT}under this plan ({plan.chosen or 'as it is'}): {_line(plan, here, _as_planned(plan))}")
-    if len(choices) > 1 and not here.refusal:
-        lines.append(INDENT * 2 + _with_or_without(plan, here, choices))
-    hows = [(here, "to get it")]
-    if not here.refusal and (replanned.words, replanned.fixed, without.words) == (
+    lines.append(f"{INDENT}under this plan ({plan.chosen or 'as it is'}): {_line(plan, in_plan, _as_planned(plan))}")
+    if len(choices) > 1 and not in_plan.refusal:
+        lines.append(INDENT * 2 + _with_or_without(plan, in_plan, choices))
+    requests = [(in_plan, "to get it")]
+    if not in_plan.refusal and (replanned.strategy, replanned.fixed, without.strategy) == (
         plan.chosen,
-        here.fixed,
+        in_plan.fixed,
         plan.chosen,
     ):
         lines.append(f"{INDENT}replanned with it: the same plan")
     else:
         lines.append(INDENT + _replanned_line(plan, replanned, without))
-        hows.append((replanned, "to replan with it"))
-    for choice, what in hows:
+        requests.append((replanned, "to replan with it"))
+    for choice, what in requests:
         if _feasible(plan, choice):
-            lines.append(f"{INDENT}{what}: {_how(plan, choice, choice is here)}")
+            lines.append(f"{INDENT}{what}: {_how(plan, choice, choice is in_plan)}")
     return lines
 
 
@@ -111,8 +111,8 @@ def _as_planned(plan: ShardingPlan) -> Alternative:
 def _replanned_line(plan: ShardingPlan, choice: Alternative, without: Alternative) -> str:
     if choice.refusal:
         return "replanned with it: infeasible in every plan"
-    best = "" if without.words == plan.chosen else f"; without it {without.words}"
-    return f"replanned with it ({choice.words}{best}): {_line(plan, choice, without)}"
+    best = "" if without.strategy == plan.chosen else f"; without it {without.strategy}"
+    return f"replanned with it ({choice.strategy}{best}): {_line(plan, choice, without)}"
 
 
 def _spec(choice: Alternative) -> Any:
@@ -140,8 +140,8 @@ def _verdict(plan: ShardingPlan, choice: Alternative, before: Alternative) -> st
     return "slower" if choice.step_time_us > before.step_time_us else "faster"
 
 
-def _headline(here: str, replanned: str) -> str:
-    return here if here == replanned else f"{here} under this plan, {replanned} when replanned"
+def _headline(in_plan: str, replanned: str) -> str:
+    return in_plan if in_plan == replanned else f"{in_plan} under this plan, {replanned} when replanned"
 
 
 def _line(plan: ShardingPlan, choice: Alternative, before: Alternative) -> str:

@@ -15,7 +15,7 @@ PATHS_SHOWN = 4
 
 def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     """List how `other` differs, one line per difference; 'the same plan' if it does not."""
-    names, theirs = AxisNames(plan), AxisNames(other)
+    names, other_names = AxisNames(plan), AxisNames(other)
     rows: list[tuple[str, str, str, str]] = []
 
     def compare(what: str, a: str, b: str, remark: str = "") -> None:
@@ -26,8 +26,8 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     compare("target", plan.target, other.target)
     compare("mesh", mesh_text(plan), mesh_text(other))
     for axis in dict.fromkeys([*plan.axis_rules, *other.axis_rules]):
-        ours, its = plan.axis_rules.get(axis, ()), other.axis_rules.get(axis, ())
-        compare(f"rule of {axis}", ", ".join(map(names.short, ours)), ", ".join(map(theirs.short, its)))
+        first, second = plan.axis_rules.get(axis, ()), other.axis_rules.get(axis, ())
+        compare(f"rule of {axis}", ", ".join(map(names.short, first)), ", ".join(map(other_names.short, second)))
     for role in dict.fromkeys([*plan.storage, *other.storage]):
         compare(f"storage of {role}", ", ".join(plan.storage.get(role, ())), ", ".join(other.storage.get(role, ())))
     lines = [*(columns(rows) if rows else []), *_leaf_differences("input", plan.inputs, other.inputs)]
@@ -45,29 +45,29 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     )
 
 
-def _leaf_differences(noun: str, mine: Sequence[Any], its: Sequence[Any]) -> list[str]:
+def _leaf_differences(noun: str, first: Sequence[Any], second: Sequence[Any]) -> list[str]:
     """The leaves whose shape, dtype or spec differs, grouped by the change."""
-    here, there = {x.path: x for x in mine}, {x.path: x for x in its}
+    before, after = {x.path: x for x in first}, {x.path: x for x in second}
     lines = []
     changes: dict[tuple[str, str], list[str]] = {}
-    for path in here.keys() & there.keys():
-        a, b = here[path], there[path]
+    for path in before.keys() & after.keys():
+        a, b = before[path], after[path]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             change = (f"{a.dtype}{list(a.shape)}", f"{b.dtype}{list(b.shape)}")
         elif (change := (spec_text(a.spec), spec_text(b.spec)))[0] == change[1]:
             continue
         changes.setdefault(change, []).append(path)
-    order = {x.path: n for n, x in enumerate(mine)}
+    order = {x.path: n for n, x in enumerate(first)}
     for (a, b), paths in sorted(changes.items(), key=lambda item: min(order[p] for p in item[1])):
         ordered = sorted(paths, key=order.__getitem__)
         lines.append(f"{noun} {label(ordered)}{f' x{len(paths)}' if len(paths) > 1 else ''}: {a} -> {b}")
-    for words, some in (
-        ("only in the first", here.keys() - there.keys()),
-        ("only in the second", there.keys() - here.keys()),
+    for which, unshared in (
+        ("only in the first", before.keys() - after.keys()),
+        ("only in the second", after.keys() - before.keys()),
     ):
-        if some:
-            rest = f" and {len(some) - PATHS_SHOWN} more" if len(some) > PATHS_SHOWN else ""
-            lines.append(f"{noun}s {words}: {', '.join(sorted(some)[:PATHS_SHOWN])}{rest}")
+        if unshared:
+            rest = f" and {len(unshared) - PATHS_SHOWN} more" if len(unshared) > PATHS_SHOWN else ""
+            lines.append(f"{noun}s {which}: {', '.join(sorted(unshared)[:PATHS_SHOWN])}{rest}")
     return lines
 
 

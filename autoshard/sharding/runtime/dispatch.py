@@ -33,7 +33,7 @@ class GraphArguments(Exception):
     """A plain function was called with nnx objects, so it must be called with the semantics of `nnx.jit`."""
 
 
-class Entry:
+class PlannedSignature:
     """One planned signature: the plan, the jitted function, and the shardings of its inputs."""
 
     def __init__(self, bound: BoundPlan):
@@ -67,7 +67,7 @@ class Entry:
             check_same_plan(self.plan)
 
     def misplaced(self, leaves: Sequence[Any]) -> list[int]:
-        """Find the inputs whose sharding is not the planned one, or that are on another mesh."""
+        """Return the indices of inputs whose sharding is not the planned one, or that are on another mesh."""
         pairs = zip(leaves, self.in_shardings, strict=True)
         return [i for i, (x, s) in enumerate(pairs) if isinstance(x, jax.Array) and _is_misplaced(x, s)]
 
@@ -106,10 +106,10 @@ class PureFunction:
     ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
-        self.entries: dict[Any, Entry] = {}
-        self.by_placement: dict[Any, Entry] = {}
-        self.last: Entry | None = None  # called last
-        self.planned: Entry | None = None  # planned last
+        self.entries: dict[Any, PlannedSignature] = {}
+        self.by_placement: dict[Any, PlannedSignature] = {}
+        self.last: PlannedSignature | None = None  # called last
+        self.planned: PlannedSignature | None = None  # planned last
         self.originals: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # nnx objects behind the pure arguments
         functools.update_wrapper(self, fn, updated=())
 
@@ -168,7 +168,7 @@ class PureFunction:
             )
         entry = self.entry(args, kwargs)
         if traced:  # inside another transformation: only add sharding constraints
-            run = entry.bound.executable.run(entry.mesh)
+            run = entry.bound.executable.constrained_program(entry.mesh)
             return jax.tree.unflatten(entry.traced.out_tree, run(*leaves))
         entry = self.entry_for_placement(entry, args, kwargs)
         entry.check_agreement()
@@ -176,7 +176,9 @@ class PureFunction:
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))
         return entry.call(args, kwargs)
 
-    def entry_for_placement(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def entry_for_placement(
+        self, entry: PlannedSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> PlannedSignature:
         """Return a plan that keeps arrays as the caller sharded them. The function's own state is moved instead."""
         leaves = jax.tree.leaves((args, kwargs))
         placement = tuple(
@@ -193,7 +195,7 @@ class PureFunction:
         self.entries[signature] = placed
         return placed
 
-    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Return the planned signature of these arguments. Plans it if it is new."""
         key = self.signature(args, kwargs)
         entry = self.entries.get(key)
@@ -204,7 +206,7 @@ class PureFunction:
         self.planned = entry
         return entry
 
-    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
         made, errors, warnings_of = [], [], {}
         originals = self.originals
@@ -218,7 +220,9 @@ class PureFunction:
             traced = trace(fn, args, kwargs, self.donate, names, written)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
-                    bound = plan_traced(traced, (args, kwargs), **options, asked=None if self.variants else shortlist)
+                    bound = plan_traced(
+                        traced, (args, kwargs), **options, shortlist=None if self.variants else shortlist
+                    )
                 except (PlanError, PlanRequestError) as error:
                     errors.append(error)
                     attempts.append(attempt(choice, None))
@@ -229,7 +233,7 @@ class PureFunction:
         if not made:
             if errors:
                 raise errors[0]
-            raise PlanError(f"auto_shard({name_of(self.fn)}): variants gives none to try; give at least one")
+            raise PlanError(f"auto_shard({name_of(self.fn)}): variants gives no variant to try; give at least one")
         if not isinstance(options["plan"], ShardingPlan) and not any(bound.plan.fits for _, bound in made):
             report_infeasible(made)
 
@@ -242,7 +246,7 @@ class PureFunction:
         chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)
         for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
             warnings.warn(warning.message, warning.category, stacklevel=2)
-        return Entry(chosen)
+        return PlannedSignature(chosen)
 
 
 def _type_of(x: Any) -> tuple[Any, Any, bool]:
@@ -267,7 +271,7 @@ class GraphFunction:
         self.wrapped, self.pure = _compat.nnx_jit(fn, make)
 
     @property
-    def planned(self) -> Entry | None:
+    def planned(self) -> PlannedSignature | None:
         """The entry that was planned last."""
         return self.pure.planned
 
@@ -279,7 +283,7 @@ class GraphFunction:
         finally:
             self.pure.originals = None
 
-    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Return the planned signature of these arguments. Plans it if it is new."""
         self.pure.originals = (args, kwargs)
         try:

@@ -14,7 +14,7 @@ from autoshard import _compat
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
-from autoshard.sharding.runtime.dispatch import Entry, GraphArguments, GraphFunction, PureFunction
+from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
 
 
@@ -37,11 +37,11 @@ class PlannedFunction:
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
-        self.names = _positional(fn)
+        self.names = _positional_names(fn)
         count, limit = len(self.names or ()), None if _takes_any_number(fn) else len(self.names or ())
-        self.static = _numbers(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
-        donated = _numbers(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
-        self.donate = _argnums(donated, self.static)
+        self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
+        donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
+        self.donate = _without_static_positions(donated, self.static)
         self.functions: dict[Any, PureFunction | GraphFunction] = {}
         self._plain = self._make(fn)
         self._graph: GraphFunction | None = None
@@ -76,32 +76,33 @@ class PlannedFunction:
 
     def _without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict]:
         """Return the function with its static arguments bound, and the other arguments."""
-        fixed = {n: args[n] for n in self.static if n < len(args)}
+        by_position = {n: args[n] for n in self.static if n < len(args)}
         by_name = {self.names[n]: kwargs[self.names[n]] for n in self.static if n < len(self.names or ())
                    and self.names[n] in kwargs} if self.names else {}  # fmt: skip
-        rest = tuple(a for i, a in enumerate(args) if i not in fixed)
+        rest = tuple(a for i, a in enumerate(args) if i not in by_position)
         keywords = {k: v for k, v in kwargs.items() if k not in by_name}
         graph = _compat.has_graph_nodes((rest, keywords))
-        key = (graph, tuple((k, type(v), v) for k, v in (*fixed.items(), *sorted(by_name.items()))))
+        key = (graph, tuple((k, type(v), v) for k, v in (*by_position.items(), *sorted(by_name.items()))))
         try:
             function = self.functions.get(key)
         except TypeError:
             raise PlanError(
                 f"auto_shard({self.__name__}): a static argument is not hashable: "
-                f"{[*fixed.values(), *by_name.values()]!r:.200}. Pass a tuple or a frozen dataclass"
+                f"{[*by_position.values(), *by_name.values()]!r:.200}. Pass a tuple or a frozen dataclass"
             ) from None
         if function is None:
             fn, count = self.fn, len(args)
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 remaining = iter(args)
-                return fn(*(fixed[i] if i in fixed else next(remaining) for i in range(count)), **by_name, **kwargs)
+                merged = (by_position[i] if i in by_position else next(remaining) for i in range(count))
+                return fn(*merged, **by_name, **kwargs)
 
             functools.update_wrapper(call, fn)
             function = self.functions[key] = GraphFunction(call, self._make) if graph else self._make(call)
         return function, rest, keywords
 
-    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Return the planned signature of these arguments (arrays or shapes). Plans it if it is new."""
         if self.static:
             target, args, kwargs = self._without_static(args, kwargs)
@@ -132,7 +133,7 @@ class PlannedFunction:
         entry = self.planned()
         return create_sharded(entry, create, args, self.__name__, kwargs)
 
-    def planned(self) -> Entry:
+    def planned(self) -> PlannedSignature:
         """Return the signature that was planned last; if there is none, plan the example."""
         functions = [self._plain, *self.functions.values(), self._graph]
         planned = [f.planned for f in functions if f is not None and f.planned is not None]
@@ -146,12 +147,12 @@ class PlannedFunction:
         return self.entry(self.example, {})
 
 
-def _argnums(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:
+def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:
     """Return the donated argument numbers, counted without the static arguments."""
     return tuple(d - sum(s < d for s in statics) for d in donated)
 
 
-def _positional(fn: Callable[..., Any]) -> list[str] | None:
+def _positional_names(fn: Callable[..., Any]) -> list[str] | None:
     """Return the names of the positional parameters, or None if the function has no signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -170,7 +171,7 @@ def _takes_any_number(fn: Callable[..., Any]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
 
-def _numbers(argnums: int | Sequence[int], count: int, limit: int | None, what: str) -> list[int]:
+def _checked_argnums(argnums: int | Sequence[int], count: int, limit: int | None, what: str) -> list[int]:
     """Normalize argument numbers; negative ones count from the end.
 
     Raises:

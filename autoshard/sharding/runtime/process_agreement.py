@@ -21,7 +21,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 TIMEOUT_S = 600.0  # to wait for a process's plan; chosen, not measured
 _SAME = "same"
-_numbers = itertools.count()
+_check_numbers = itertools.count()  # gives each check its own key
 
 
 def digest(plan: ShardingPlan) -> str:
@@ -43,7 +43,7 @@ def check_same_plan(plan: ShardingPlan, timeout_s: float = TIMEOUT_S) -> None:
     """
     if jax.process_count() == 1:
         return
-    key = f"autoshard/plan/{next(_numbers)}"
+    key = f"autoshard/plan/{next(_check_numbers)}"
     _compat.publish_text(f"{key}/{jax.process_index()}", f"{digest(plan)} {plan.function} '{plan.chosen}'")
     if jax.process_index() == 0:
         _compat.publish_text(f"{key}/verdict", _verdict(key, timeout_s))
@@ -51,7 +51,8 @@ def check_same_plan(plan: ShardingPlan, timeout_s: float = TIMEOUT_S) -> None:
     if verdict != _SAME:
         raise PlanError(
             verdict
-            or f"auto_shard({plan.function}): process 0 did not compare the plans: it failed before, see its log"
+            or f"auto_shard({plan.function}): process 0 has not compared the plans of all processes: it failed before. "
+            "See its log"
         )
 
 
@@ -59,7 +60,8 @@ def _verdict(key: str, timeout_s: float) -> str:
     texts = [_compat.wait_for_text(f"{key}/{p}", timeout_s) for p in range(jax.process_count())]
     if None in texts:
         return (
-            f"process {texts.index(None)} has not planned after {timeout_s:.0f} s: it failed before, or runs other code"
+            f"process {texts.index(None)} has not planned after {timeout_s:.0f} s: it failed before, or runs other "
+            "code. See its log"
         )
     plans: dict[str, list[int]] = {}
     for process, text in enumerate(texts):

@@ -10,11 +10,15 @@ import jax
 from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.program.tracing import Traced, path_of
-from autoshard.sharding.runtime.dispatch import Entry
+from autoshard.sharding.runtime.dispatch import PlannedSignature
 
 
 def create_sharded(
-    entry: Entry, create: Callable[..., Any], args: tuple[Any, ...], name: str, kwargs: Mapping[str, Any] | None = None
+    entry: PlannedSignature,
+    create: Callable[..., Any],
+    args: tuple[Any, ...],
+    name: str,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run `create(*args, **kwargs)` with its result sharded like the planned argument of the same structure.
 

@@ -25,7 +25,7 @@ class Candidate:
         cost: the time of a step.
         peak_bytes: peak memory of a device.
         memory: kind of value -> bytes on a device.
-        laying: the device assignment.
+        assignment: the device assignment.
     """
 
     name: str
@@ -63,9 +63,9 @@ class SearchCounts:
     """Counts of one search.
 
     Attributes:
-        proposed: the known plans.
-        alike: those left out because an earlier one has the same shardings.
-        idle: those left out because they leave devices without work of their own.
+        proposed: number of known plans.
+        duplicates: number of those that were left out because an earlier one has the same shardings.
+        idle: number of those that were left out because a mesh axis shards nothing in them.
         changed: the candidates that the local search priced.
     """
 

@@ -13,8 +13,8 @@ TIME_DECIMALS = 3
 # chosen, not measured.
 ASSIGNED_CANDIDATES = 12
 
-# A candidate with an idle mesh axis must be faster than the best without one by this factor. Source: chosen, not
-# measured.
+# A candidate with an idle mesh axis (one that shards no work) must be faster than the best without one by this factor.
+# Source: chosen, not measured.
 IDLE_SPEEDUP = 1.05
 
 # --- Local search (`local_search`)

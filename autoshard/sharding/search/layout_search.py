@@ -3,9 +3,9 @@
     minimise   step_us(layout)               cost.CostModel
     subject to peak_bytes(layout) <= limit   cost.MemoryModel
 
-Candidates are the known plans for the number of devices (`known_plans`). On a given mesh, they are all ways to give its
-axes to kinds of parallelism (`on_mesh`). The best of them are then changed word by word (`local_search`). Ties go to
-the first candidate. Nothing depends on names.
+Candidates are the known plans for the number of devices (`known_plans`). On a given mesh, they are all assignments of
+kinds of parallelism to its axes (`on_mesh`). The best of them are then changed word by word (`local_search`). Ties go
+to the first candidate. The names of axes and parameters do not matter.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _best_fitting(
 def idle_layouts(
     axes: LogicalAxes, roles: Roles, devices: int, mesh: Mapping[str, int] | None = None
 ) -> list[tuple[str, Layout]]:
-    """The known plans that leave a mesh axis without work of its own."""
+    """The known plans in which a mesh axis is idle: it shards no work."""
     layouts = on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)
     return [(name, layout) for name, layout in layouts if layout.idle_axes()]
 
@@ -122,7 +122,7 @@ def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple
 
 
 def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterable[tuple[str, Layout]]:
-    """All ways to give the axes of a named mesh to the kinds of parallelism that the program can use."""
+    """The layouts of all assignments of kinds of parallelism, those that the program can use, to the axes of a mesh."""
     useful = [k for k in KINDS if classes_for(k, roles, frozenset())] or ["dp"]
     for kinds in product(useful, repeat=len(mesh)):
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]

@@ -3,13 +3,13 @@
 A word adds something to a mesh axis or removes it (`plan_edits.Change`):
 
     tp-ffn                          tp does not shard the hidden units of MLPs (with `seq` it shards their sequence)
-    dp+vocab                        dp also shards the vocabulary, in tensors that have no earlier axis of dp
+    dp+vocab                        dp also shards the vocabulary, in tensors without an earlier logical axis of dp
     dp+optimizer, fsdp-parameter    a mesh axis stores this part of the state, or does not
 
 From each start, the best change is made until none gains enough (`LEAST_CHANGE_GAIN`). The gain is in time, or in
 memory while the plan does not fit. A changed plan may compute and communicate little more than its start
 (`MOST_EXTRA_WORK`). So it cannot repeat work to save communication, or send more and rely on overlap. It must gain
-`LEAST_GAIN_OVER_KNOWN` over every known plan. The comments of these constants have the measurements.
+`LEAST_GAIN_OVER_KNOWN` over every known plan. The comments of these constants give the measurements.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _best_change(
 
 
 def _work(candidate: Candidate) -> tuple[float, float, float]:
-    """What a changed plan may do little more of than its start: compute, communication, bytes sent."""
+    """The quantities that `MOST_EXTRA_WORK` limits: compute time, communication time, bytes sent."""
     return candidate.cost.compute_us, candidate.cost.comm_us, candidate.cost.comm_bytes
 
 

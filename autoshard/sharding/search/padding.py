@@ -1,6 +1,6 @@
 """How much padding would save, for logical axes whose sizes mesh axes do not divide.
 
-    padded  = the least multiple of `ways` that is at least the size; ways: number of shards
+    padded  = the least multiple of the number of shards that is at least the size
     gain    = 1 - step_us(layout of the padded program) / step_us(the plan)
 
 The padded program is the same program with a larger axis in every value and every rule (`lengthened`). Its layouts
@@ -37,7 +37,7 @@ from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Block, Op, Program
 
-Case = tuple[str, Layout, int]  # a layout to price with padding: its strategy, itself, number of shards of the axis
+Case = tuple[str, Layout, int]  # a layout to price with padding: strategy, layout, number of shards of the padded axis
 
 
 @shown
@@ -48,8 +48,8 @@ class Undivided:
     Attributes:
         cls: the logical axis.
         over: the mesh axes.
-        cut: the number of shards that it has.
-        ways: the number of shards that it should have.
+        shards: the number of shards that it has.
+        wanted_shards: the number of shards that it should have.
     """
 
     cls: int
@@ -61,24 +61,26 @@ class Undivided:
 def undivided(layout: Layout) -> list[Undivided]:
     """The logical axes in a layout's table whose sizes are not divisible by their mesh axes.
 
-    Mesh axes do not count for a logical axis if earlier logical axes, which occur in all of its values, use them.
+    A mesh axis does not count for a logical axis if it already shards an earlier logical axis that occurs in all values
+    of this one.
     """
     found: list[Undivided] = []
-    cuts: dict[int, tuple[str, ...]] = {}
+    sharded_over: dict[int, tuple[str, ...]] = {}
     for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
         over = tuple(a for a, classes in layout.table.items() if c in classes)
-        before = {a for d, axes in cuts.items() if d in layout.axes.co_occurring.get(c, ()) for a in axes}
-        cuts[c] = tuple(layout.spec_of(((c,),))[0])
-        cut, ways = layout.shard_count(cuts[c]), layout.shard_count([a for a in over if a not in before])
-        if layout.axes.sizes[c] % ways and cut < ways:
-            found.append(Undivided(c, over, cut, ways))
+        taken = {a for d, axes in sharded_over.items() if d in layout.axes.co_occurring.get(c, ()) for a in axes}
+        sharded_over[c] = tuple(layout.spec_of(((c,),))[0])
+        shards, wanted = layout.shard_count(sharded_over[c]), layout.shard_count([a for a in over if a not in taken])
+        if layout.axes.sizes[c] % wanted and shards < wanted:
+            found.append(Undivided(c, over, shards, wanted))
     return found
 
 
 def unstored(layout: Layout) -> list[Undivided]:
-    """The largest logical axis of each large array of state that storage axes cannot shard, because none divides.
+    """The logical axes to pad so that the storage axes can shard the large arrays of state.
 
-    Each logical axis occurs once, for the first such array.
+    An array counts if storage axes are free that divide none of its dimensions. Its axis is the one whose shards are
+    the largest. Each logical axis occurs once, for the first such array.
     """
     found: dict[int, Undivided] = {}
     for v, role in layout.roles.inputs.items():
@@ -87,9 +89,9 @@ def unstored(layout: Layout) -> list[Undivided]:
         able = [d for d, dim in enumerate(leaves) if len(dim) == 1 and dim[0] not in layout.axes.stacked]
         if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_STATE_BYTES:
             d = max(able, key=lambda d: (aval.shape[d] / layout.shard_count(spec[d]), -d))
-            (c,), cut = leaves[d], layout.shard_count(spec[d])
-            if aval.shape[d] % (cut * layout.shard_count(free)):
-                found.setdefault(c, Undivided(c, tuple(free), cut, cut * layout.shard_count(free)))
+            (c,), shards = leaves[d], layout.shard_count(spec[d])
+            if aval.shape[d] % (shards * layout.shard_count(free)):
+                found.setdefault(c, Undivided(c, tuple(free), shards, shards * layout.shard_count(free)))
     return list(found.values())
 
 
@@ -106,7 +108,7 @@ def padding_gains(
     limit: float,
     idle: Iterable[tuple[str, Layout]] = (),
 ) -> tuple[Padding, ...]:
-    """The best padding of each logical axis, for those where it gains.
+    """The best padding of each logical axis for which padding saves time.
 
     Args:
         cost: prices time.
@@ -114,7 +116,7 @@ def padding_gains(
         chosen: the plan.
         others: the other candidates, fastest first.
         limit: memory of one device, in bytes.
-        idle: layouts, with their strategies, that are no candidates because they leave devices without work.
+        idle: layouts, with their strategies, that are not candidates because a mesh axis is idle in them.
     """
     axes = chosen.layout.axes
     rivals = [(c.name, c.layout, c.cost.step_time_us) for c in others if c.name != chosen.name]
@@ -133,10 +135,10 @@ def padding_gains(
 
 
 def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> dict[tuple[int, int], list[Case]]:
-    """(logical axis, padded size) -> the layouts to price with it.
+    """The layouts to price, by (logical axis, padded size).
 
-    These are the plan for all its undivided axes, and for each axis and number of shards the fastest rivals, all with
-    one padded size.
+    For each undivided axis of the plan this is the plan itself. For each undivided axis of the rivals these are the
+    fastest rivals of each number of shards; all of them get one padded size, which all the numbers divide.
 
     Args:
         chosen: the plan.
@@ -179,25 +181,25 @@ def lengthened(axes: LogicalAxes, cls: int, size: int) -> LogicalAxes:
     before = axes.sizes[cls]
     sizes = [size if c == cls else n for c, n in enumerate(axes.sizes)]
 
-    def grown(n: int, classes: Sequence[int]) -> int:
+    def resized(n: int, classes: Sequence[int]) -> int:
         return n * size ** (k := classes.count(cls)) // before**k
 
     def aval(leaves: Leaves, old: Any) -> Any:
         if not any(cls in dim for dim in leaves):
             return old
-        return jax.ShapeDtypeStruct(tuple(map(grown, old.shape, leaves)), old.dtype)
+        return jax.ShapeDtypeStruct(tuple(map(resized, old.shape, leaves)), old.dtype)
 
     avals = list(map(aval, axes.of_value, axes.program.avals))
-    copy = _Lengthened(cls, grown, avals, iter(axes.of_op))
-    program = Program(copy.block(axes.program.block), avals, axes.program.unknown)
+    copier = _BlockCopier(cls, resized, avals, iter(axes.of_op))
+    program = Program(copier.block(axes.program.block), avals, axes.program.unknown)
     return replace(axes, program=program, sizes=sizes)
 
 
-class _Lengthened:
+class _BlockCopier:
     """Copies a program's blocks with another size of a logical axis. Operators without that axis are shared."""
 
-    def __init__(self, cls: int, grown: Callable[..., int], avals: Sequence[Any], of_op: Iterator[Mapping[str, Any]]):
-        self.cls, self.grown, self.avals, self.of_op = cls, grown, avals, of_op
+    def __init__(self, cls: int, resized: Callable[..., int], avals: Sequence[Any], of_op: Iterator[Mapping[str, Any]]):
+        self.cls, self.resized, self.avals, self.of_op = cls, resized, avals, of_op
         self.rules: dict[Any, Rule] = {}
 
     def block(self, block: Block) -> Block:
@@ -211,14 +213,14 @@ class _Lengthened:
         key = id(op.rule), tuple((name, factors[name].count(self.cls)) for name in resized)
         if key not in self.rules:
             longer = (
-                replace(f, size=self.grown(f.size, factors[f.name])) if f.name in resized and f.size else f
+                replace(f, size=self.resized(f.size, factors[f.name])) if f.name in resized and f.size else f
                 for f in op.rule.factors
             )
             self.rules[key] = op.rule.where(factors=tuple(longer))
         return replace(op, rule=self.rules[key], eqn=self.eqn(op), blocks=blocks)
 
     def eqn(self, op: Op) -> Any:
-        """The equation of an operator with the new shapes; it has what the models read."""
+        """A stand-in for the operator's equation, with the new shapes and only the attributes that the models read."""
 
         def variables(old: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
             return [v if n < 0 else SimpleNamespace(aval=self.avals[n]) for v, n in zip(old, numbers, strict=True)]

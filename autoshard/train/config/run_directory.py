@@ -68,7 +68,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     try:
         config = json.loads((run_dir / CONFIG).read_text())
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(run_dir)!r} is not a run: {CONFIG} is missing") from error
+        raise ConfigError(f"{str(run_dir)!r} is not a run: {CONFIG} is missing. Give the folder of a run") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(run_dir / CONFIG)!r} cannot be read: {error}") from error
     if not isinstance(config, dict):

@@ -253,7 +253,7 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 
 
 def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
-    """Return the config stored in a checkpoint: `model` must match on restore, `run` is for people."""
+    """Return the config stored in a checkpoint: `model` must match on restore, `run` is information only."""
     values = identity(config)
     return {"model": {"name": values["model"], **values["gpt"]}, "run": values}
 

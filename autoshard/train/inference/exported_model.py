@@ -329,7 +329,7 @@ def open_generator(folder: Path, step: int | None = None, *, use_ema: bool | Non
         raise ConfigError(f"{folder / FILE}: the architecture does not fit this version: {error}") from error
     checkpoints = Checkpointer(folder, keep=None)
     if not checkpoints.steps():
-        raise ConfigError(f"{str(folder)!r} has no checkpoint yet")
+        raise ConfigError(f"{str(folder)!r} has no checkpoint yet: wait for the first save, or give another folder")
     if step is not None:
         checkpoints.describe(step)
     default = bool(inference.generation.get("use_ema"))

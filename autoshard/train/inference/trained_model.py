@@ -42,7 +42,7 @@ def open_checkpoints(run_dir: Path) -> Checkpointer:
     run_directory.read_config(run_dir)
     checkpoints = Checkpointer(run_dir / run_directory.CHECKPOINTS, keep=None)
     if checkpoints.latest() is None:
-        raise ConfigError(f"{str(run_dir)!r} has no checkpoint yet")
+        raise ConfigError(f"{str(run_dir)!r} has no checkpoint yet: wait for the first save, or give another folder")
     return checkpoints
 
 

@@ -174,14 +174,14 @@ def variant_search(
             def attempt_with(remat: str, others: dict[str, Any] = others) -> Attempt | None:
                 return known.get(tuple({**others, "remat": remat}[name] for name in names))
 
-            remat = _mixed(attempt_with, [r for r in REMATS if r in variants["remat"]], layers)
+            remat = _next_remat_mix(attempt_with, [r for r in REMATS if r in variants["remat"]], layers)
             found += [{**others, "remat": remat}] if remat else []
         return found
 
     return next_variants if "remat" in names else lambda attempts: [] if attempts else next_variants(attempts)
 
 
-def _mixed(attempt_with: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
+def _next_remat_mix(attempt_with: Callable[[str], Attempt | None], remats: Sequence[str], layers: int) -> str | None:
     """Return the next mix to try, of a policy that does not fit and the next stricter one, which fits; None if none.
 
     Args:

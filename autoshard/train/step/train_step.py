@@ -73,7 +73,7 @@ def make_train_step(program: Program, schedule: optax.Schedule, microbatches: in
 
     gradients_of = jax.value_and_grad(loss_sum, has_aux=True)
 
-    def sums(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Tree, Tree]:
+    def accumulated(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Tree, Tree]:
         key = jax.random.fold_in(as_key(state.key), state.step)
         if microbatches == 1:
             (loss, (weight, variables)), gradients = gradients_of(
@@ -81,9 +81,9 @@ def make_train_step(program: Program, schedule: optax.Schedule, microbatches: in
             )
             return loss, weight, variables, gradients
 
-        def add(carry: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        def add(carry: Any, indexed: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             loss, weight, variables, gradients = carry
-            index, batch = micro
+            index, batch = indexed
             (more_loss, (more_weight, variables)), more = gradients_of(
                 state.params, state.frozen, variables, batch, jax.random.fold_in(key, index)
             )
@@ -92,11 +92,11 @@ def make_train_step(program: Program, schedule: optax.Schedule, microbatches: in
 
         zero = jnp.zeros((), jnp.float32)
         start = (zero, zero, state.variables, jax.tree.map(jnp.zeros_like, state.params))
-        micros = jax.tree.map(functools.partial(_microbatches, count=microbatches), dict(batch))
-        return jax.lax.scan(add, start, (jnp.arange(microbatches), micros))[0]
+        stacked = jax.tree.map(functools.partial(_microbatches, count=microbatches), dict(batch))
+        return jax.lax.scan(add, start, (jnp.arange(microbatches), stacked))[0]
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss, weight, variables, gradients = sums(state, batch)
+        loss, weight, variables, gradients = accumulated(state, batch)
         scale = 1.0 / jnp.maximum(weight, 1.0)
         gradients = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
         updates, opt_state = program.optimizer.update(gradients, state.opt_state, state.params)

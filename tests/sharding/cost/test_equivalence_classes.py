@@ -29,7 +29,7 @@ def problem(layers: int = 2) -> PlanningProblem:
 @functools.cache
 def layout(strategy: str):
     """A layout of the unrolled model."""
-    return problem()._requested(strategy)
+    return problem()._requested_layout(strategy)
 
 
 def test_more_layers_do_not_make_more_classes():
@@ -37,7 +37,7 @@ def test_more_layers_do_not_make_more_classes():
     assert len(many.program.avals) > 1.8 * len(few.program.avals)
     assert len(many.cost.classes) == len(few.cost.classes)
     assert len(many.cost.queries.queries) == len(few.cost.queries.queries)
-    classes = [p.memory.classes_of(p._requested("fsdp:8")) for p in (few, many)]
+    classes = [p.memory.classes_of(p._requested_layout("fsdp:8")) for p in (few, many)]
     assert len(classes[0].examples) == len(classes[1].examples) < len(classes[0].values) / 3
 
 
@@ -45,7 +45,7 @@ def test_more_layers_do_not_make_more_classes():
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_the_size_of_each_value_is_that_of_its_own_shard(strategy, is_fixed):
     """The layout is queried for one value of each class only."""
-    model, chosen = problem().memory, problem()._requested(strategy)
+    model, chosen = problem().memory, problem()._requested_layout(strategy)
     if is_fixed:  # one layer's weight is replicated, the others are not
         paths = problem().traced.in_paths
         weights = [v for v, path in zip(problem().program.inputs, paths, strict=True) if path.endswith("mlp/w_up")]
@@ -69,7 +69,7 @@ def test_one_fixed_layer_is_priced_by_itself():
     weights = [v for v in inputs if planning.roles.inputs[v] == "parameter"]
 
     def comm_bytes(fixed):
-        chosen_layout = planning._requested("fsdp:8")
+        chosen_layout = planning._requested_layout("fsdp:8")
         chosen_layout.fixed = dict.fromkeys(fixed, ((), ()))
         return planning.cost(chosen_layout).comm_bytes
 

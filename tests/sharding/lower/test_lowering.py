@@ -25,7 +25,7 @@ def jaxpr_before_and_after(fn, *args, **options):
     """The jaxprs of a function without and with a layout."""
     sharded = auto_shard(fn, **options)
     executable = sharded.plan(*args).bound.executable
-    run = executable.run(executable.mesh_over(None))
+    run = executable.constrained_program(executable.mesh_over(None))
     return executable.traced.closed, jax.make_jaxpr(run)(*jax.tree.leaves(args))
 
 

@@ -103,7 +103,7 @@ def test_machines_with_equal_device_count_and_more_memory(monkeypatch):
     need = min(peak for _, _, peak in plan.candidates)
     limits = {"v4:2x2x1": 0.6 * need, "v6e:2x2": 1.1 * need, "v5p:2x2x1": 5 * need}
     monkeypatch.setattr(infeasible, "_limit", lambda planner, target: limits.get(target.name, 1e-6 * need))
-    text = infeasible._ways_out([({}, bound_or_error(plan.bound))])
+    text = infeasible._remedies_text([({}, bound_or_error(plan.bound))])
     assert re.search(r"; of other machines with 4 devices, it fits v6e:2x2 \(.* a device\)\. Or", text)
 
 

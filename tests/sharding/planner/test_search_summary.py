@@ -142,7 +142,7 @@ LOSERS = [
     (PricedPlan("a", 100.0001, 9.0, 60.0), "equally fast, within 0.01 %"),
     (PricedPlan("a", 90.0, 9.0, 60.0), "faster by the estimate"),
     (PricedPlan("a", 90.0, 9.0, 60.0, changed=True),
-     "faster, but repeats work or gains too little over the known plans"),
+     "faster, but does more work than the known plan, or gains too little over it"),
     (PricedPlan("a", 110.0, 9.0), "slower"),
     (PricedPlan("a", math.inf, 9.0), "slower"),
 ]  # fmt: skip

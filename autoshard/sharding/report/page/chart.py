@@ -14,7 +14,7 @@ from autoshard._units import bytes_text, time_text
 from autoshard.sharding.report.constants import FAR_FROM_CHOSEN
 
 PAD = 0.05  # margin at each edge, as a fraction of the chart
-TICKS = 5
+TICKS = 5  # largest number of ticks on an axis
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from autoshard.sharding.report.page.parts import Paint, folded
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
 
 DEVICES_SHOWN = 1024
-FOLD = 16  # devices in a row of the drawing
-NUMBERED = 8  # devices in a row up to which each is drawn large
-MARGIN = 9
-AXES_SHOWN = 32
+FOLD = 16  # largest number of devices in a row of the drawing
+NUMBERED = 8  # a drawing with at most this many devices in a row has large devices with numbers
+MARGIN = 9  # around a plane, in pixels
+AXES_SHOWN = 32  # unsharded logical axes that are shown at first
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The machine's devices as planes.
+    """The machine's devices as planes. The last dimension runs from left to right, the one before it down.
 
-    The last dimension runs across a plane and the one before down; there is a plane for each index of the others.
+    There is one plane for each index of the other dimensions.
     """
 
     dims: tuple[tuple[str, int], ...]

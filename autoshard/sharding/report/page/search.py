@@ -16,8 +16,8 @@ from autoshard.sharding.report.page.chart import Point, scatter
 from autoshard.sharding.report.page.parts import bar, folded, search_box, table
 from autoshard.sharding.report.summary import exposed_us
 
-SHOWN = 12  # rows; the others are folded
-LISTED = 400
+SHOWN = 12  # rows that are shown at first; the others are folded
+LISTED = 400  # rows in the page, which bounds its size
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _story(plan: ShardingPlan, history: Sequence[SearchRecord], rows: Sequence[R
     words = f"{len(rows) - changed} plans were priced"
     words += f" for {len(history)} variants of the step" if len(history) > 1 else ""
     dropped = [f"{alike} with the layout of another"] if alike else []
-    dropped += [f"{idle} that leave devices idle"] if idle else []
+    dropped += [f"{idle} with an idle mesh axis"] if idle else []
     if dropped:
         words += f", of {proposed} proposed (without {' and '.join(dropped)})"
     words += f". Local search priced {changed} changes of the best plans" if changed else ""
@@ -94,7 +94,7 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
     if abs(tried.step_time_us - here.step_time_us) <= EQUALLY_FAST * here.step_time_us:
         return f"equally fast, within {100 * EQUALLY_FAST:g} %"
     if tried.step_time_us < here.step_time_us and tried.changed:
-        return "faster, but repeats work or gains too little over the known plans"
+        return "faster, but does more work than the known plan, or gains too little over it"
     if tried.step_time_us < here.step_time_us:
         return "faster by the estimate, but not as compiled" if plan.audits else "faster by the estimate"
     if not tried.compute_us:
