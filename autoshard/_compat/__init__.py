@@ -19,12 +19,12 @@ from autoshard._compat.array_types import (
 )
 from autoshard._compat.coordination import delete_text, publish_text, texts_under, wait_for_text
 from autoshard._compat.flax_objects import (
+    annotated_specs,
     has_graph_nodes,
     nnx_jit,
     nnx_paths,
     nnx_pure_call,
     split_graph,
-    written_specs,
 )
 from autoshard._compat.jaxprs import (
     ONE_JAXPR_TYPE,
@@ -96,5 +96,5 @@ __all__ = [
     "under_trace",
     "varying_axes",
     "weakly_typed",
-    "written_specs",
+    "annotated_specs",
 ]

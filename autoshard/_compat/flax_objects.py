@@ -85,7 +85,7 @@ def split_graph(create: Any) -> tuple[Any, Any]:
     return pure, lambda state: state if graphdefs[0] is None else nnx.merge(graphdefs[0], state)
 
 
-def written_specs(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> list[Any]:
+def annotated_specs(args: tuple[Any, ...], kwargs: dict[str, Any], graph: bool) -> list[Any]:
     """Returns the annotated `PartitionSpec` of each array leaf in flat order, None for a leaf without annotation.
 
     Annotations are `linen.Partitioned` boxes, whose logical names are mapped by the current axis rules, and the

@@ -180,7 +180,7 @@ def _check_explain(
     """
     import jax
 
-    from autoshard.sharding.layout.plan_request import KINDS, may_name
+    from autoshard.sharding.layout.plan_request import KINDS, may_be_mesh_axis
     from autoshard.sharding.program.tracing import path_of
     from autoshard.sharding.report.alternatives import check_fixable
     from autoshard.sharding.report.explanation import check_path
@@ -197,7 +197,7 @@ def _check_explain(
             continue
         check_fixable(path, inputs)
         named = axes_of(from_partition_spec(spec[0], len(spec[0])))
-        unknown = [axis for axis in named if not may_name(axis, mesh, strategy)]
+        unknown = [axis for axis in named if not may_be_mesh_axis(axis, mesh, strategy)]
         if unknown:
             known = f"--mesh has {', '.join(mesh)}" if mesh else f"without --mesh, axes are named {', '.join(KINDS)}"
             raise ConfigError(f"--explain {text!r}: no plan has a mesh axis {unknown[0]!r}; {known}")

@@ -67,10 +67,10 @@ def generate(
 def _generate(
     graph: Any, params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array, **options: Any
 ) -> Any:
-    return written(nnx.merge(graph, params), prompt, key, temperature, **options)
+    return sample_tokens(nnx.merge(graph, params), prompt, key, temperature, **options)
 
 
-def written(
+def sample_tokens(
     model: GPT | MoE,
     prompt: jax.Array,
     key: jax.Array,

@@ -18,7 +18,7 @@ from typing import Any
 
 from autoshard import Plan, plan
 from autoshard._units import bytes_text, spec_text, time_text
-from autoshard.sharding.report.summary import by_role, mesh_sizes
+from autoshard.sharding.report.summary import groups_by_role, mesh_sizes
 from autoshard.train.program.build import (
     remat_unit_count,
     variant_search,
@@ -75,7 +75,7 @@ def summary(plan: Plan, variant: Sequence[Any]) -> dict[str, Any]:
 def _inputs(plan: Plan) -> dict[str, list[str]]:
     """Lists, by role, the sharding of each group of equal inputs, with an example and the number of inputs."""
     rows_of: dict[str, list[str]] = {}
-    for role, groups in by_role(plan):
+    for role, groups in groups_by_role(plan):
         for group in groups:
             leaf = group.first
             axes = ", ".join(name.rpartition("/")[2] for name in leaf.axes)

@@ -174,7 +174,7 @@ class ForwardPure(PureFunction):
                 return plan
         plan = self.options["plan"]
         if not isinstance(plan, Plan):
-            args, kwargs = self.originals or (args, kwargs)
+            args, kwargs = self.graph_arguments or (args, kwargs)
             plan = AutoSharded(_with_gradient(self.forward.fn), self.options).plan(*args, **kwargs)
         trainings.append(plan)
         return plan
@@ -182,7 +182,11 @@ class ForwardPure(PureFunction):
     def _module_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Map the path of every array of the module to its shape and dtype."""
         flat = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
-        paths = _compat.nnx_paths(*self.originals) if self.originals else [path_of(keys[1:]) for keys, _ in flat]
+        paths = (
+            _compat.nnx_paths(*self.graph_arguments)
+            if self.graph_arguments
+            else [path_of(keys[1:]) for keys, _ in flat]
+        )
         return {
             path: (tuple(np.shape(x)), str(getattr(x, "dtype", type(x))))
             for path, (_, x) in zip(paths, flat, strict=True)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.audit.constants import LARGE_TEMPORARY_SHARE
-from autoshard.sharding.audit.traffic_diff import place
+from autoshard.sharding.audit.traffic_diff import file_and_line
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.layout.operator_sharding import operand_spec, strategy_in_layout
 from autoshard.sharding.lower.executable import Executable
@@ -88,7 +88,7 @@ def _temporaries(
             if array.nbytes < max(min_bytes, 1) or shape not in sharded or shape in found:
                 continue
             line, name = program.line(i), i.op_name.rpartition("/")[2] or i.name
-            if place(line) in sharded[shape].places:
+            if file_and_line(line) in sharded[shape].places:
                 planned = array.nbytes / sharded[shape].shard_count
                 found[shape] = ReplicatedArray("temporary", name, str(array), array.nbytes, planned, line)
     return list(found.values())
@@ -130,7 +130,7 @@ def sharded_shapes(executable: Executable, sizes: Mapping[str, int]) -> dict[Sha
         for spec in (layout.spec(value), operand_spec(layout, value), layout.gradient_spec(value)):
             record(value, spec or layout.spec(value))
     for op in layout.axes.program.ops():
-        line = place(_compat.source_line(op.eqn))
+        line = file_and_line(_compat.source_line(op.eqn))
         for value in (*op.operands, *op.results):
             if value >= 0:
                 record(value, layout.spec(value), line)

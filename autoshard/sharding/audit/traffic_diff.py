@@ -164,9 +164,12 @@ def compare(
         context: what the causes are derived from.
     """
     planned_traffic = [
-        Traffic(kind, _real(axes.split(), context), place(line), line, size) for kind, axes, size, line in planned
+        Traffic(kind, _real(axes.split(), context), file_and_line(line), line, size)
+        for kind, axes, size, line in planned
     ]
-    compiled_traffic = [Traffic(c.kind, _axes(c, context), place(c.line), c.line, c.step_bytes, c) for c in compiled]
+    compiled_traffic = [
+        Traffic(c.kind, _axes(c, context), file_and_line(c.line), c.line, c.step_bytes, c) for c in compiled
+    ]
     total = max(sum(t.left for t in planned_traffic), sum(t.left for t in compiled_traffic))
     excess: dict[tuple[Traffic, str], float] = defaultdict(float)
     for actual in compiled_traffic:
@@ -272,7 +275,7 @@ def _real(axes: Iterable[str], context: Context) -> frozenset[str]:
     return frozenset(a for a in axes if context.sizes.get(a, 1) > 1)
 
 
-def place(line: str) -> str:
+def file_and_line(line: str) -> str:
     """`file.py:12` of a source line, without column and function; other texts unchanged."""
     match = re.match(r"(.*?:\d+)(?::\d+)?(?: \(.*\))?$", line)
     return match[1] if match else line

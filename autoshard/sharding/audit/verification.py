@@ -21,7 +21,7 @@ from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.audit.replicated_arrays import replicated
-from autoshard.sharding.audit.traffic_diff import CompiledCollective, Context, compare, place
+from autoshard.sharding.audit.traffic_diff import CompiledCollective, Context, compare, file_and_line
 from autoshard.sharding.hlo import parser
 from autoshard.sharding.hlo.kernel_costs import Kernels
 from autoshard.sharding.hlo.link_times import ProgramLinks
@@ -124,7 +124,7 @@ def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
     if compiled.kind != "ok":
         return predicted
     try:
-        return with_program(predicted, executable, target, parser.read(compiled.text))
+        return with_program(predicted, executable, target, parser.parse_program(compiled.text))
     # The text differs from that of all known compilers. The audit keeps the results that do not depend on it.
     except (LookupError, ValueError, TypeError, AttributeError) as error:
         return replace(
@@ -139,7 +139,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
     schedule = Schedule(program, Kernels(program, target.chip), wires)
     collectives = tuple(_collective(runs, predicted.mesh) for runs in schedule.run())
     remarks = read_remarks((r.text for r in predicted.remarks), program, wires)
-    unknown = {place(line): name for name, lines in plan.unknown.items() for line in lines}
+    unknown = {file_and_line(line): name for name, lines in plan.unknown.items() for line in lines}
     context = Context(predicted.mesh, unknown, {r.op_name for r in remarks})
     unplanned, missing = compare(collectives, plan.traffic, context)
     totals, clock = schedule.totals, target.chip.clock_hz
@@ -165,7 +165,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
 
 def _collective(runs: CollectiveRuns, mesh: Mapping[str, int]) -> CompiledCollective:
     c = runs.collective
-    axes = axes_of(c.groups, mesh, c.pairs)
+    axes = axes_of(c.groups, mesh, c.is_permute)
     wire_us = runs.once_us * runs.trips
     groups = "".join("{" + ",".join(map(str, group)) + "}" for group in c.groups[:SHOWN_GROUPS])
     return CompiledCollective(

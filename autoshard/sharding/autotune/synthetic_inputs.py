@@ -42,7 +42,7 @@ def _value_dependent_loop(program: Program) -> Op | None:
                 dependent.update(op.results)
             if op.name == "cond" and op.operands[0] in dependent:
                 dependent.update(op.results)
-            for edge in op.ties:
+            for edge in op.edges:
                 if edge.outer in dependent or edge.inner in dependent:
                     dependent.update((edge.outer, edge.inner))
     return None

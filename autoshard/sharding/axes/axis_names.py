@@ -36,7 +36,7 @@ def name_axes(program: Program, axes: LogicalAxes, roles: Roles, paths: Sequence
         name_axis(c, "experts")
     for c in roles.vocabulary:
         name_axis(c, "vocab")
-    for c in roles.classes:
+    for c in roles.output_classes:
         name_axis(c, "vocab" if roles.vocabulary else "classes")
     for c in roles.heads:
         name_axis(c, "heads")

@@ -31,7 +31,7 @@ class AxisUses:
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
-    made: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
+    produced: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     contracted: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     used: set[frozenset[int]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
@@ -113,7 +113,7 @@ class _UseCollector:
                 if stacked:
                     uses.experts.add(c)
                 else:
-                    uses.made[c].add(with_factor[0][0])
+                    uses.produced[c].add(with_factor[0][0])
                     uses.contracted[c].add(with_factor[-1][0])
 
     def record_contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
@@ -140,7 +140,7 @@ class _UseCollector:
             for c in sides[place]:
                 uses.weights[c].add(weight)
                 if weight not in uses.used and c not in shared:
-                    (uses.contracted if c in summed else uses.made)[c].add(weight)
+                    (uses.contracted if c in summed else uses.produced)[c].add(weight)
             uses.used.add(weight)
             if op.name != "conv_general_dilated":  # there, a shared axis is the channel of a depthwise kernel
                 uses.experts |= shared

@@ -57,7 +57,7 @@ def _computed_by_experts(axes: LogicalAxes, roles: Roles, with_experts: Iterable
     products: list[int] = []
     for op in axes.program.ops():
         here = [v for v in (*op.operands, *op.results) if v in parent]
-        for tie in op.ties:
+        for tie in op.edges:
             if tie.inner in parent and tie.outer in parent:
                 join((tie.inner, tie.outer))
         if not here or op.rule is None:

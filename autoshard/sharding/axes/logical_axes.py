@@ -82,7 +82,7 @@ class LogicalAxes:
 
         def visit(block: Block) -> None:
             for op in block.ops:
-                for tie in op.ties:
+                for tie in op.edges:
                     if tie.stacked and tie.outer in op.operands:
                         follow(tie.outer, tie.inner)
                 if op.operands and op.operands[0] >= 0:
@@ -90,7 +90,7 @@ class LogicalAxes:
                         follow(op.operands[0], result)
                 for inner in op.blocks:
                     visit(inner)
-                for tie in op.ties:
+                for tie in op.edges:
                     if tie.stacked and tie.outer in op.results:
                         follow(tie.inner, tie.outer)
 
@@ -116,7 +116,7 @@ class LogicalAxes:
 
         def visit(block: Block) -> None:
             for op in block.ops:
-                for tie in op.ties:
+                for tie in op.edges:
                     if tie.stacked and tie.outer in aliases and tie.outer in op.operands:
                         aliases[tie.inner] = aliases[tie.outer]
                 source, position = aliases.get(op.operands[0], (-1, ())) if op.operands else (-1, ())
@@ -134,7 +134,7 @@ class LogicalAxes:
                             aliases[result] = source, position if op.name == "squeeze" else (*position, *start)
                 for inner in op.blocks:
                     visit(inner)
-                for tie in op.ties:
+                for tie in op.edges:
                     if tie.stacked and tie.outer in op.results and tie.inner in aliases and tie.outer not in aliases:
                         source, position = aliases[tie.inner]
                         if self._is_part_of_stack(tie.outer, source):

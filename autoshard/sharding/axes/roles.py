@@ -63,7 +63,7 @@ class Roles:
     parallel: tuple[int, ...]
     experts: tuple[int, ...]
     vocabulary: tuple[int, ...]
-    classes: tuple[int, ...]
+    output_classes: tuple[int, ...]
     heads: tuple[int, ...]
     gradients: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -94,7 +94,9 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
     ordered = [c for c, _ in sorted(parameter_bytes.items(), key=lambda item: (-item[1], item[0]))]
     # axes of one dimension (key-value heads, query groups) must be ordered major to minor, or none can be sharded
     ordered = _major_first(ordered, axes, parameters)
-    produced_and_contracted = {c for c in use.made if any(a != b for a in use.made[c] for b in use.contracted[c])}
+    produced_and_contracted = {
+        c for c in use.produced if any(a != b for a in use.produced[c] for b in use.contracted[c])
+    }
     shardable = (produced_and_contracted | _reduced_outputs(use) | use.indexed | use.experts) - {residual} - use.inner
     shardable = shardable or shared - {residual} - use.inner
     parallel = tuple(c for c in ordered if c in shardable)
@@ -115,7 +117,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         parallel=parallel,
         experts=tuple(c for c in ordered if c in use.experts),
         vocabulary=tuple(c for c in ordered if c in use.indexed),
-        classes=tuple(c for c in parallel if c in _reduced_outputs(use)),
+        output_classes=tuple(c for c in parallel if c in _reduced_outputs(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
         gradients=(gradients := _gradients(program, axes, batch)),
         transposed_gradients=_transposed_gradients(program, gradients),
@@ -160,7 +162,7 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
                 if any(v >= 0 and (has_batch[v] or v in found) for v in op.operands):
                     found.update(v for v in op.results if not has_batch[v] and v not in inputs)
                 continue
-            for tie in op.ties:
+            for tie in op.edges:
                 if {tie.outer, tie.inner} & found:
                     found.update(v for v in (tie.outer, tie.inner) if not has_batch[v] and v not in inputs)
     return frozenset(v for v in found if len(program.avals[v].shape) > 0)
@@ -260,7 +262,7 @@ def _input_roles(
     def visit(block: Any) -> None:
         for op in block.ops:
             if op.rule is None:
-                for tie in op.ties:
+                for tie in op.edges:
                     if tie.outer in owner:
                         owner.setdefault(tie.inner, owner[tie.outer])
                 for inner in op.blocks:
@@ -291,7 +293,7 @@ def _input_roles(
 def _reduced_outputs(use: AxisUses) -> set[int]:
     """Axes that a weight produces and a reduction then sums over, such as the classes of a loss; no axes of heads."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
-    return {c for c in use.made if c in use.reduced and not use.weights[c] & beside_heads}
+    return {c for c in use.produced if c in use.reduced and not use.weights[c] & beside_heads}
 
 
 def _residual(use: AxisUses, candidates: set[int], parameter_bytes: Counter[int], in_data: set[int]) -> int | None:

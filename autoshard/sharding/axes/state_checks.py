@@ -107,7 +107,7 @@ def _is_update(program: Program, value: int, source: int) -> bool:
     """Whether a value is `source` or computed from it element by element, also through loops and branches."""
     before: dict[int, list[int]] = {}
     for op in program.ops():
-        for tie in op.ties:
+        for tie in op.edges:
             if not tie.stacked:
                 before.setdefault(tie.outer, []).append(tie.inner)
                 before.setdefault(tie.inner, []).append(tie.outer)

@@ -100,10 +100,10 @@ class MemoryModel:
                 self._scan(inner)
                 for v in inner.outputs:
                     self.death[v] = max(self.death[v], self.points)
-            in_place = {v for tie in op.ties if not tie.stacked for v in (tie.inner, tie.outer)}
+            in_place = {v for tie in op.edges if not tie.stacked for v in (tie.inner, tie.outer)}
             in_place -= {*op.operands, *op.results}
             if op.name == "scan" and op.eqn.params["length"] == 1:  # not compiled as a loop: the stack is its one slice
-                in_place |= {tie.inner for tie in op.ties if tie.stacked}
+                in_place |= {tie.inner for tie in op.edges if tie.stacked}
             self.carried += [v for v in sorted(in_place) if self.birth[v] >= start]
             for v in op.operands:
                 if v >= 0:

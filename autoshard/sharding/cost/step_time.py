@@ -55,7 +55,7 @@ from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import matmul_flops
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, declared, is_decision_point
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Op
@@ -199,14 +199,14 @@ class CostModel:
         if flops_by_size := matmul_flops(op):
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
-                shards *= filled(op.rule, strategy, mesh, chip.tile)
+                shards *= filled_tile_fraction(op.rule, strategy, mesh, chip.tile)
             busy = sum(flops / (chip.peak(size) * PEAK_REACHED) for size, flops in flops_by_size.items())
             time = max(time, busy / shards * 1e6)
         return Price(time, strategy.moves, opaque.peak_bytes if opaque else 0.0)
 
     def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """Return the memory of a declared operator on one shard; None for other operators."""
-        if not declared(op):
+        if not is_declared(op):
             return None
         assert op.rule is not None
         shapes = tuple(
@@ -294,7 +294,7 @@ class CostModel:
         return before_loops + [gather for n in updated.numbers.tolist() if (gather := of_class[n]) is not None]
 
 
-def filled(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:
+def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:
     """Return the fraction of the matrix unit's tiles that one shard of a contraction fills.
 
     A product has three sizes: rows, columns, and the contracted one. The largest is streamed; the others fill tiles.

@@ -114,7 +114,7 @@ class Search:
         """Removes from an outcome the companions that it does not need."""
         for other in outcome.places if len(outcome.places) > 2 else ():
             if other != place:
-                fewer = self.attempt(tuple(p for p in outcome.places if p != other), outcome.ways)
+                fewer = self.attempt(tuple(p for p in outcome.places if p != other), outcome.piece_count)
                 outcome = fewer if fewer.joins else outcome
         return outcome
 
@@ -137,7 +137,7 @@ class Search:
 
     def refined(self, outcome: Outcome, largest: int) -> tuple[list[Outcome], int]:
         """Finds the most pieces that an outcome's places can be split into: the outcomes, and the number of pieces."""
-        first = outcome.ways
+        first = outcome.piece_count
         finer = [n for n in range(min(largest, MAX_PIECES), first, -1) if largest % n == 0 and n % first == 0]
         for ways in finer:
             found = self.attempt(outcome.places, ways, FINER_SETS)
@@ -205,7 +205,7 @@ class Search:
         outcomes = [o for o in self.tried.values() if place in o.places and (o.reason or o.places in self.withdrawn)]
         for o in sorted(outcomes, key=lambda o: not o.ran):
             split = " and ".join(f"operand {p}" for p in o.places)
-            yield f"{split} split into {o.ways}", o.reason or self.withdrawn[o.places]
+            yield f"{split} split into {o.piece_count}", o.reason or self.withdrawn[o.places]
 
 
 def _place_sets(places: list[Place], counts: Any) -> Iterator[tuple[Place, ...]]:

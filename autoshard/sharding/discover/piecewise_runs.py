@@ -72,7 +72,7 @@ class Outcome:
     """
 
     places: tuple[Place, ...]
-    ways: int
+    piece_count: int
     joins: tuple[Way, ...] = ()
     reason: str = ""
     shrunk: tuple[Place, ...] = ()
@@ -129,7 +129,7 @@ def _try_joins(subject: Subject, outcome: Outcome, sets: int | None) -> Outcome:
     errors: list[dict[Way, float]] = []
     for sample in chosen:
         try:
-            pieces = [subject.run(_piece(sample.operands, outcome, i)) for i in range(outcome.ways)]
+            pieces = [subject.run(_piece(sample.operands, outcome, i)) for i in range(outcome.piece_count)]
         except Refused as error:
             return _with(outcome, ran=False, reason=f"it does not accept the pieces: {error}")
         for r, expected in enumerate(sample.whole):
@@ -175,8 +175,8 @@ def _piece(operands: Sequence[np.ndarray], outcome: Outcome, index: int) -> list
     for place in outcome.places:
         x = pieces[place.array]
         head, tail, n = x.shape[: place.dim], x.shape[place.dim + 1 :], x.shape[place.dim]
-        spread = x.reshape((*head, place.major, outcome.ways, n // (place.major * outcome.ways), *tail))
-        pieces[place.array] = np.take(spread, index, len(head) + 1).reshape((*head, n // outcome.ways, *tail))
+        spread = x.reshape((*head, place.major, outcome.piece_count, n // (place.major * outcome.piece_count), *tail))
+        pieces[place.array] = np.take(spread, index, len(head) + 1).reshape((*head, n // outcome.piece_count, *tail))
     return pieces
 
 

@@ -219,7 +219,7 @@ def _evidence(name: str, found: FoundFactor, outcomes: Sequence[Outcome]) -> Evi
         name,
         found.size,
         tuple(map(str, first.places)),
-        tuple(outcome.ways for outcome in outcomes),
+        tuple(outcome.piece_count for outcome in outcomes),
         joins,
         first.sets,
         max(outcome.error for outcome in outcomes),

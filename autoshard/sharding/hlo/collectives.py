@@ -35,7 +35,7 @@ KINDS = (
     "collective-broadcast",
 )  # fmt: skip
 SENDS = ("send", "recv")
-Role = Literal["whole", "start", "done"]
+Phase = Literal["whole", "start", "done"]
 RENDEZVOUS = "_xla_host_transfer_rendezvous"
 TRANSFER = "_xla_megascale_transfer_type"  # of a send between slices: ALL_GATHER, ALL_REDUCE, ...
 Place = tuple[Computation, Instruction]
@@ -65,14 +65,14 @@ class Collective:
     widened: bool = False
 
     @property
-    def pairs(self) -> bool:
+    def is_permute(self) -> bool:
         """Whether the groups are pairs (from, to)."""
         return self.kind == "collective-permute"
 
     @property
     def size(self) -> int:
         """Number of devices in a group; 1 if no data leaves its device."""
-        if self.pairs:
+        if self.is_permute:
             return 2 if any(a != b for a, b in self.groups) else 1
         return max(map(len, self.groups), default=1)
 
@@ -102,7 +102,7 @@ class Event:
         collective: the collective; None at its end.
     """
 
-    role: Role
+    phase: Phase
     key: str
     collective: Collective | None = None
 
@@ -138,7 +138,7 @@ class Collectives:
         return i.base in KINDS or any(inner.base in KINDS for _, inner in self.program.inside(i))
 
     def _starts(self, computation: Computation, i: Instruction) -> Iterator[Event]:
-        role: Role = "whole" if '"is_sync":true' in i.attributes else "start"
+        role: Phase = "whole" if '"is_sync":true' in i.attributes else "start"
         if i.base in (*KINDS, "send"):
             if self.contains_collective(i):
                 yield Event(role, key(computation, i), self._collective((computation, i), (computation, i)))

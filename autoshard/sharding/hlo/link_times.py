@@ -67,7 +67,7 @@ class ProgramLinks:
         """Microseconds of one run with no other traffic on its links."""
         if collective.size == 1:
             return 0.0
-        if collective.pairs:
+        if collective.is_permute:
             return self._permute_us(collective.groups, collective.payload_bytes)
         kind = KINDS.get(collective.kind, "all-gather")
         boxes = {self.pieces(group) for group in collective.groups}
@@ -75,7 +75,7 @@ class ProgramLinks:
 
     def links(self, collective: Collective) -> frozenset[tuple[int, int]]:
         """The links that a collective uses, as pairs (dimension, direction); only permutes use a single direction."""
-        if collective.pairs:
+        if collective.is_permute:
             return frozenset((dim, step) for route in self._routes(collective.groups) for dim, _, step in route)
         spanned = {
             int(dim) for group in collective.groups for dim in np.flatnonzero(np.ptp(self.coordinates[list(group)], 0))

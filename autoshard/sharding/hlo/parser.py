@@ -230,7 +230,7 @@ class Program:
         return self.tables.get(table, {}).get(number, "").strip('"')
 
 
-def read(text: str) -> Program:
+def parse_program(text: str) -> Program:
     """Parses the text of a compiled program.
 
     Raises:

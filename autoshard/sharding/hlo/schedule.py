@@ -163,18 +163,18 @@ class Schedule:
     ) -> None:
         events = self.collectives.events(computation, i)
         for number, event in enumerate(events):
-            if event.role == "start" and event.collective:
+            if event.phase == "start" and event.collective:
                 self._start(clock, (computation.name, i.name, number), event.collective, event.key, weight)
         if i.opcode.endswith(ASYNC_SUFFIXES) or i.opcode in SENDS:
             self._copy(computation, i, idle_memory)
-        elif not any(event.role == "whole" for event in events):
+        elif not any(event.phase == "whole" for event in events):
             self._compute(clock, computation, i, weight, idle_memory)
         for number, event in enumerate(events):
             key = event.key
-            if event.role == "whole" and event.collective:
+            if event.phase == "whole" and event.collective:
                 key = SYNCHRONOUS
                 self._start(clock, (computation.name, i.name, number), event.collective, key, weight)
-            if event.role != "start":
+            if event.phase != "start":
                 idle_memory.left_us += self._wait(clock, key, weight)
 
     def _compute(

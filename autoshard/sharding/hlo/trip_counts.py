@@ -63,7 +63,7 @@ class Loops:
             end = first if first is not None and self.step(loop, end) == 0 else None
         if start is None or step is None or end is None:
             return None
-        return count(start[1], end[1], step, direction)
+        return trip_count(start[1], end[1], step, direction)
 
     def _comparison(
         self, computation: Computation, root: Instruction, given: Given
@@ -148,7 +148,7 @@ def _sum(left: Scalar, right: Scalar, sign: int) -> Scalar:
     return (right[0] if left[0] is None else left[0]), left[1] + sign * right[1]
 
 
-def count(start: int, end: int, step: int, direction: str) -> int | None:
+def trip_count(start: int, end: int, step: int, direction: str) -> int | None:
     """The number of iterations of a loop that runs while `start + n step` compares with `end`; None if it never ends.
 
     Args:

@@ -16,3 +16,7 @@ LEAST_INPUT_FEATURES = 16
 # Relative difference in cost below which two strategies of an operator tie (`operator_strategy.choose_strategy`). It
 # absorbs rounding errors of floats. Source: chosen.
 STRATEGY_TIE = 1e-9
+
+# Least size, in bytes, of an array of state for which storing it in shards is worth padding. Source: chosen, not
+# measured.
+LARGE_STATE_BYTES = 2**20

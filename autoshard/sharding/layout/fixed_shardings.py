@@ -16,7 +16,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.program.path_patterns import first_few, suggestions
 from autoshard.sharding.program.tracing import Traced
-from autoshard.spmdrules.core.placement import Spec, from_partition_spec, names_axes
+from autoshard.spmdrules.core.placement import Spec, from_partition_spec, is_spec_entry
 from autoshard.spmdrules.ir.program import Op
 
 Named = tuple[str, Layout]  # a candidate's strategy and its layout
@@ -231,7 +231,7 @@ def _malformed(fixed: Any, word: str) -> list[str]:
 def is_sharding_wish(what: Any) -> bool:
     """Whether this is a `PartitionSpec` or a sequence of names of logical axes and None."""
     if isinstance(what, PartitionSpec):
-        return all(map(names_axes, what.partitions))
+        return all(map(is_spec_entry, what.partitions))
     return isinstance(what, (tuple, list)) and all(name is None or isinstance(name, str) for name in what)
 
 

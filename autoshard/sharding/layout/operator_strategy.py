@@ -103,7 +103,7 @@ def choose_strategy(
     shards: dict[str, int] = {}
     for axis, n in mesh.items():
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
-        dividing = [f for f in options if rule.factor(f).cuts_into(shards.get(f, 1) * n)]
+        dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         best: tuple[float, str | None] | None = None
         for factor in [*dividing, None] if options else [None]:
             cost = sum(m.wire_bytes for m in _moves(rule, operands, results, mesh, {**chosen, axis: factor}))

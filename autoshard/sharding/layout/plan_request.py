@@ -121,7 +121,7 @@ def is_request(words: str) -> bool:
         return False
 
 
-def may_name(axis: str, mesh: Mapping[str, int] | None, words: str | None = None) -> bool:
+def may_be_mesh_axis(axis: str, mesh: Mapping[str, int] | None, words: str | None = None) -> bool:
     """Whether the mesh of a plan may have an axis of this name.
 
     Args:

@@ -27,7 +27,7 @@ from autoshard.sharding.layout.operator_sharding import (
     strategy_in_layout,
 )
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
-from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, declared, is_decision_point
+from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
@@ -105,7 +105,7 @@ class Lowering:
         assert rule is not None
         chosen = strategy_in_layout(self.layout, op, self.flops_per_byte)
         wants = [result_spec(self.layout, op, v) for v in op.results]
-        if declared(op):
+        if is_declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, chosen, self.layout.mesh):
             factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]

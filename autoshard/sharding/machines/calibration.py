@@ -29,7 +29,7 @@ from autoshard.sharding.machines.topology import Dim, Topology
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasurementSizes:
     """The sizes of the measurements.
 
     Attributes:
@@ -46,13 +46,13 @@ class Effort:
 
 
 EFFORT = {
-    "cpu": Effort(constants.CPU_MATRIX, constants.CPU_ARRAY_BYTES, constants.CPU_SHARD_BYTES),
-    "tpu": Effort(),
-    "gpu": Effort(),
+    "cpu": MeasurementSizes(constants.CPU_MATRIX, constants.CPU_ARRAY_BYTES, constants.CPU_SHARD_BYTES),
+    "tpu": MeasurementSizes(),
+    "gpu": MeasurementSizes(),
 }
 
 
-def calibrate(devices: Sequence[Any] | None = None, effort: Effort | None = None) -> Target:
+def calibrate(devices: Sequence[Any] | None = None, effort: MeasurementSizes | None = None) -> Target:
     """Measures the attached devices and returns the target that they form.
 
     Args:
@@ -108,14 +108,14 @@ def _sharded(devices: Sequence[Any]) -> NamedSharding:
     return NamedSharding(device_mesh({"all": len(devices)}, list(devices)), PartitionSpec("all"))
 
 
-def _flops(devices: Sequence[Any], effort: Effort, dtype: Any) -> float:
+def _flops(devices: Sequence[Any], effort: MeasurementSizes, dtype: Any) -> float:
     n = effort.matrix
     x = jax.device_put(jnp.ones((len(devices), n, n), dtype), _sharded(devices))
     product = jax.jit(lambda a, b: a @ b)
     return 2.0 * n**3 / _fastest_s(lambda: product(x, x), effort.runs)
 
 
-def _memory_bandwidth(devices: Sequence[Any], effort: Effort) -> float:
+def _memory_bandwidth(devices: Sequence[Any], effort: MeasurementSizes) -> float:
     x = jax.device_put(jnp.ones((len(devices), effort.array_bytes // 4), jnp.float32), _sharded(devices))
     add = jax.jit(lambda a, b: a + b)
     return 3.0 * effort.array_bytes / _fastest_s(lambda: add(x, x), effort.runs)
@@ -127,7 +127,7 @@ def _memory_bytes(device: Any) -> int | None:
     return (stats or {}).get("bytes_limit")
 
 
-def _links(devices: Sequence[Any], effort: Effort) -> tuple[float, float]:
+def _links(devices: Sequence[Any], effort: MeasurementSizes) -> tuple[float, float]:
     """Bytes per second and latency in microseconds of an all-gather over all devices."""
     n = len(devices)
     sharded = _sharded(devices)

@@ -48,7 +48,7 @@ class Chip:
         flops_8bit: peak FLOP/s at 8 bits (float8, or int8 where there is no float8); 0 if 8-bit products are no faster.
         memory_bytes: bytes of memory.
         memory_bandwidth: bytes per second between memory and the compute units.
-        link_bandwidth: bytes per second that one link sends in one direction.
+        link_bandwidth: bytes per second that one link (ICI, NVLink) sends in one direction.
         network_bandwidth: bytes per second that one device sends to other hosts (on a TPU, to other slices).
         link_latency_us: microseconds of one hop.
         network_latency_us: microseconds of one message between hosts or slices.
@@ -107,11 +107,11 @@ _OFFLOADED = _NO_WINDOWED_EINSUM | {
 
 
 def _tpu(
+    *,
     tflops: float,
     gib: float,
     hbm_gb: float,
     link_gb: float,
-    *,
     torus: int,
     pod: int,
     kinds: str,
@@ -129,21 +129,32 @@ def _tpu(
     )  # fmt: skip
 
 
-def _gpu(tflops: float, gb: float, hbm_gb: float, link_gb: float, net_gb: float, *, domain: int, kinds: str) -> Chip:
+def _gpu(*, tflops: float, gb: float, hbm_gb: float, nvlink_gb: float, net_gb: float, domain: int, kinds: str) -> Chip:
+    # No compiler options: XLA:GPU's defaults are kept.
     return Chip(
-        "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, link_gb * GB, net_gb * GB,
+        "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, nvlink_gb * GB, net_gb * GB,
         constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, domain=domain, tile=constants.GPU_TILE,
         hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
     )  # fmt: skip
 
 
 CHIPS: Mapping[str, Chip] = {
-    "v4": _tpu(275, 30.75, 1228, 45, torus=3, pod=4096, kinds="v4", clock_hz=1.05e9, options=_NO_WINDOWED_EINSUM),
+    "v4": _tpu(
+        tflops=275,
+        gib=30.75,
+        hbm_gb=1228,
+        link_gb=45,
+        torus=3,
+        pod=4096,
+        kinds="v4",
+        clock_hz=1.05e9,
+        options=_NO_WINDOWED_EINSUM,
+    ),
     "v5e": _tpu(
-        197,
-        15.75,
-        819,
-        45,
+        tflops=197,
+        gib=15.75,
+        hbm_gb=819,
+        link_gb=45,
         torus=2,
         pod=256,
         kinds="v5 lite|v5e|v5litepod",
@@ -153,10 +164,10 @@ CHIPS: Mapping[str, Chip] = {
         options=_NO_WINDOWED_EINSUM,
     ),
     "v5p": _tpu(
-        459,
-        95.74,
-        2765,
-        90,
+        tflops=459,
+        gib=95.74,
+        hbm_gb=2765,
+        link_gb=90,
         torus=3,
         pod=8960,
         kinds="v5p|v5",
@@ -166,10 +177,10 @@ CHIPS: Mapping[str, Chip] = {
         options=_OFFLOADED,
     ),
     "v6e": _tpu(
-        918,
-        31.25,
-        1640,
-        90,
+        tflops=918,
+        gib=31.25,
+        hbm_gb=1640,
+        link_gb=90,
         torus=2,
         pod=256,
         kinds="v6 lite|v6e",
@@ -180,10 +191,10 @@ CHIPS: Mapping[str, Chip] = {
         options=_OFFLOADED,
     ),
     "tpu7x": _tpu(
-        1154,
-        96,
-        3690,
-        90,
+        tflops=1154,
+        gib=96,
+        hbm_gb=3690,
+        link_gb=90,
         torus=3,
         pod=9216,
         kinds="tpu7x|v7x",
@@ -195,12 +206,14 @@ CHIPS: Mapping[str, Chip] = {
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
     ),
-    "a100-40": _gpu(312, 40, 1555, 300, 25, domain=8, kinds="a100-sxm4-40gb|a100 40gb"),
-    "a100-80": _gpu(312, 80, 2039, 300, 25, domain=8, kinds="a100"),
-    "h100": _gpu(989, 80, 3350, 450, 50, domain=8, kinds="h100"),
-    "h200": _gpu(989, 141, 4800, 450, 50, domain=8, kinds="h200"),
-    "b200": _gpu(2250, 180, 8000, 900, 50, domain=8, kinds="b200"),
-    "gb200": _gpu(2500, 186, 8000, 900, 50, domain=72, kinds="gb200"),
+    "a100-40": _gpu(
+        tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, domain=8, kinds="a100-sxm4-40gb|a100 40gb"
+    ),
+    "a100-80": _gpu(tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, domain=8, kinds="a100"),
+    "h100": _gpu(tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, domain=8, kinds="h100"),
+    "h200": _gpu(tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, domain=8, kinds="h200"),
+    "b200": _gpu(tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, domain=8, kinds="b200"),
+    "gb200": _gpu(tflops=2500, gb=186, hbm_gb=8000, nvlink_gb=900, net_gb=50, domain=72, kinds="gb200"),
     "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, domain=1 << 20),
 }
 ALIASES: Mapping[str, str] = {"a100": "a100-80", "v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}

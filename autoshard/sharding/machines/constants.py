@@ -66,7 +66,7 @@ MOST_HOSTS = 128
 MOST_ON_A_SWITCH = 1024
 
 # Largest factor by which the number of devices of a target from a file is multiplied. Source: chosen.
-MOST_TIMES = 64
+MAX_FILE_TARGET_GROWTH = 64
 
 # Factors by which the number of slices of a target is multiplied. Source: chosen.
 SLICE_MULTIPLES = (2, 4, 8)

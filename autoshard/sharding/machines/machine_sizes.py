@@ -14,10 +14,10 @@ from dataclasses import replace
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, Chip
 from autoshard.sharding.machines.constants import (
     LARGEST_TORUS_SIDE,
+    MAX_FILE_TARGET_GROWTH,
     MOST_DEVICES,
     MOST_HOSTS,
     MOST_ON_A_SWITCH,
-    MOST_TIMES,
     SLICE_MULTIPLES,
 )
 from autoshard.sharding.machines.targets import Target, find_target
@@ -29,7 +29,7 @@ def larger_machines(target: Target) -> list[Target]:
     name, _, shape = target.name.partition(":")
     key = ALIASES.get(name, name)
     if key not in CHIPS:
-        return [_stretched(target, 2**n) for n in range(1, MOST_TIMES.bit_length())]
+        return [_stretched(target, 2**n) for n in range(1, MAX_FILE_TARGET_GROWTH.bit_length())]
     if "*" in shape:
         slice_shape, _, slices = shape.partition("*")
         multiples = [n for n in SLICE_MULTIPLES if target.devices * n <= MOST_DEVICES]

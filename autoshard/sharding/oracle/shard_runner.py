@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from autoshard.sharding.oracle.cases import Case, from_numpy, to_numpy
 from autoshard.sharding.oracle.shards import Disagreement, Grid, shard_indices, split_shards
 from autoshard.spmdrules.core.rule import Rule, Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import flat
+from autoshard.spmdrules.custom_ops.opaque_primitive import returning_list
 
 # The oracle compiles many programs and runs each of them once.
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
@@ -105,7 +105,7 @@ def _on_shard(case: Case, rule: Rule, counts: Mapping[str, int]) -> Any:
         shard = Shard(rule, counts, {})
         params = rule.local(case.eqn.params, shard) if rule.local else case.eqn.params
         return lambda position, *shards: case.call(shards, params)
-    body = flat(rule.body)
+    body = returning_list(rule.body)
     return lambda position, *shards: body(Shard(rule, counts, dict(zip(counts, position, strict=True))), *shards)
 
 
@@ -148,7 +148,7 @@ def _run_mapped(
 
     def run(*stacked: Any) -> list[Any]:
         index = {f: jax.lax.axis_index(axis) for f, axis in axes.items()}
-        return [x[None] for x in flat(body)(Shard(rule, counts, index, axes), *(x[0] for x in stacked))]
+        return [x[None] for x in returning_list(body)(Shard(rule, counts, index, axes), *(x[0] for x in stacked))]
 
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     outcomes = []

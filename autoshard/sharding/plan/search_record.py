@@ -28,12 +28,12 @@ class PricedPlan:
         changed: whether local search made it from a known plan; false for the plans that were proposed.
     """
 
-    words: str
+    strategy: str
     step_time_us: float
     peak_bytes: float
     compute_us: float = 0.0
-    waits_for: str = ""
-    waits_us: float = 0.0
+    most_exposed_kind: str = ""
+    most_exposed_us: float = 0.0
     changed: bool = False
 
 

@@ -171,7 +171,7 @@ def _best_on(problem: PlanningProblem, target: Target, of_all: bool = False) -> 
     """The best plan on another machine; None where none fits, or (unless `of_all`) where no lean plan fits."""
     cost = CostModel(problem.axes, problem.roles, target, problem.cost.fusion, problem.state)
     limit, mesh = _limit(problem, target), problem.machine.sizes
-    pin = partial(problem.pinned, existing=problem.existing, fixed=problem.fixed)
+    pin = partial(problem.with_fixed_shardings, existing=problem.existing, fixed=problem.fixed)
     try:
         lean = [] if of_all else pin(list(_lean(problem, target)))
         if not of_all and not any(price(name, layout, cost, problem.memory).fits(limit) for name, layout in lean):

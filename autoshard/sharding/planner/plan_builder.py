@@ -11,6 +11,7 @@ from typing import Any
 from autoshard._units import bytes_text
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.cost.exposed_communication import traffic
+from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
@@ -24,7 +25,7 @@ from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import idle_layouts
-from autoshard.sharding.search.padding import multiple, padding_gains, undivided
+from autoshard.sharding.search.padding import padding_gains
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 
 
@@ -103,7 +104,7 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
         )
     found = undivided(layout)
     why = "; ".join(map(problem.undivided_text, found))
-    idle = problem.is_idle(layout)
+    idle = problem.shards_nothing(layout)
     if idle or (found and problem.machine.target.devices > 1 and not layout.sharded_classes()):
         notes.append(
             f"nothing is {'sharded' if idle else 'computed in shards'}: each of the "

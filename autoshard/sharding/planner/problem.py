@@ -14,13 +14,13 @@ from autoshard.sharding.cost.fusion import fuse
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout import plan_request
+from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import Machine
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
 from autoshard.sharding.search.layout_search import search
-from autoshard.sharding.search.padding import Undivided, multiple, undivided
 from autoshard.spmdrules.core.placement import Spec
 
 
@@ -116,7 +116,7 @@ class PlanningProblem:
         if layouts is None:
             best, others = self.search(existing, fixed, self.search_counts)
         else:
-            layouts = self.pinned(layouts, existing, fixed)
+            layouts = self.with_fixed_shardings(layouts, existing, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
             fitting = [c for c in others if c.fits(self.limit)]
             by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
@@ -129,11 +129,11 @@ class PlanningProblem:
         self, existing: Mapping[int, Spec], fixed: Mapping[str, Any], counts: SearchCounts | None = None
     ) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that have the existing and fixed shardings, and all of them; see `search`."""
-        pin = partial(self.pinned, existing=existing, fixed=fixed)
+        pin = partial(self.with_fixed_shardings, existing=existing, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
                       self.machine.sizes, pin, counts)  # fmt: skip
 
-    def pinned(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
+    def with_fixed_shardings(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those layouts in which the existing and fixed shardings are possible, with these written into them."""
         pin = partial(self._pin, existing=existing, fixed=fixed)
         return with_fixed_shardings(layouts, pin, mesh_is_given=self.machine.sizes is not None)
@@ -141,7 +141,7 @@ class PlanningProblem:
     def _check_shards_something(self, strategy: str, layout: Layout) -> None:
         """Raises a `PlanError` if a requested plan shards nothing because it divides no size."""
         found = undivided(layout)
-        if found and self.is_idle(layout):
+        if found and self.shards_nothing(layout):
             pad = " or ".join(
                 f"{self.axes.name(u.cls)} to {multiple(self.axes.sizes[u.cls], u.wanted_shards)}" for u in found
             )
@@ -150,7 +150,7 @@ class PlanningProblem:
                 f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request a plan that divides"
             )
 
-    def is_idle(self, layout: Layout) -> bool:
+    def shards_nothing(self, layout: Layout) -> bool:
         """Whether a layout shards nothing at all, neither compute nor stored inputs."""
         if self.machine.target.devices == 1 or layout.sharded_classes() or self.is_empty(layout):
             return False

@@ -21,7 +21,7 @@ from autoshard import _compat
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Dims
-from autoshard.spmdrules.custom_ops.opaque_primitive import flat, is_operator
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
 from autoshard.spmdrules.families.cudnn import KERNELS, kernel_flops
 from autoshard.spmdrules.ir.program import Op, Program, build
 
@@ -71,7 +71,7 @@ def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program | None:
     """
     with _compat.unchecked_varying():
         try:
-            traced = jax.make_jaxpr(flat(fn))(*(jax.ShapeDtypeStruct(*each) for each in operands))
+            traced = jax.make_jaxpr(returning_list(fn))(*(jax.ShapeDtypeStruct(*each) for each in operands))
         except Exception:  # user code may raise any error
             return None
     return build(_compat.dce(traced))

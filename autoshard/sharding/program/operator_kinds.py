@@ -21,7 +21,7 @@ def is_decision_point(op: Op) -> bool:
         return False
     if op.name in REDUCTIONS:
         return any(f.kind == "reduce" and f.size != 1 for f in op.rule.factors)
-    return constrained(op) or op.name in MISPARTITIONED or declared(op)
+    return constrained(op) or op.name in MISPARTITIONED or is_declared(op)
 
 
 def constrained(op: Op) -> bool:
@@ -29,6 +29,6 @@ def constrained(op: Op) -> bool:
     return any(op.name in names for names in (CONTRACTIONS, INDEXED, NEEDS_GATHERED, REDUCTIONS, KERNELS))
 
 
-def declared(op: Op) -> bool:
+def is_declared(op: Op) -> bool:
     """Whether the operator is opaque code with a declared rule, which XLA cannot partition."""
     return is_operator(op.eqn.primitive)

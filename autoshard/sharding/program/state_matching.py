@@ -59,7 +59,7 @@ class Matches:
     """
 
     state: list[tuple[int, int]]
-    alike: list[tuple[int, int]]
+    state_like: list[tuple[int, int]]
     mismatches: list[StateMismatch]
 
 

@@ -181,6 +181,6 @@ def trace(
         donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),
         annotated={i: spec for i, spec in enumerate(annotations) if spec is not None},
         flags=trace_flags(),
-        state_like=found.alike,
+        state_like=found.state_like,
         mismatches=mismatches,
     )

@@ -22,10 +22,10 @@ from autoshard.sharding.report.summary import (
     AxisNames,
     Group,
     axis_traffic,
-    by_role,
     collectives,
     devices,
     exposed_us,
+    groups_by_role,
     memory_rows,
     mesh_sizes,
     mesh_text,
@@ -104,7 +104,7 @@ def _state(plan: ShardingPlan, names: AxisNames) -> list[str]:
     """The inputs in groups, the largest first."""
     lines: list[str] = []
     like_parameters: set[tuple[tuple[str, ...], str]] = set()
-    for role, of_role in by_role(plan):
+    for role, of_role in groups_by_role(plan):
         if role == "parameter":
             like_parameters = {(g.first.axes, spec_text(g.first.spec)) for g in of_role}
         some = [g for g in of_role if g.first.shape]

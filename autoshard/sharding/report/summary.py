@@ -160,7 +160,7 @@ def groups(plan: ShardingPlan, leaves: Iterable[Leaf]) -> list[Group]:
     return sorted(made, key=lambda g: -g.whole_bytes)  # stable: groups of equal size keep the order of the inputs
 
 
-def by_role(plan: ShardingPlan) -> list[tuple[str, list[Group]]]:
+def groups_by_role(plan: ShardingPlan) -> list[tuple[str, list[Group]]]:
     """The groups of inputs of each role, the largest group first."""
     of_inputs = groups(plan, plan.inputs)
     roles = dict.fromkeys([*ROLES, *(g.first.role for g in of_inputs)])

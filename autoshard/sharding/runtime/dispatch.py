@@ -110,7 +110,9 @@ class PureFunction:
         self.by_placement: dict[Any, PlannedSignature] = {}
         self.last: PlannedSignature | None = None  # called last
         self.planned: PlannedSignature | None = None  # planned last
-        self.originals: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # nnx objects behind the pure arguments
+        self.graph_arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (
+            None  # nnx objects behind the pure arguments
+        )
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -200,7 +202,7 @@ class PureFunction:
         key = self.signature(args, kwargs)
         entry = self.entries.get(key)
         if entry is None:
-            if self.originals is None and _compat.has_graph_nodes((args, kwargs)):
+            if self.graph_arguments is None and _compat.has_graph_nodes((args, kwargs)):
                 raise GraphArguments
             entry = self.entries[key] = self.make(args, kwargs)
         self.planned = entry
@@ -209,9 +211,9 @@ class PureFunction:
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
         made, errors, warnings_of = [], [], {}
-        originals = self.originals
+        originals = self.graph_arguments
         names = _compat.nnx_paths(*originals) if originals is not None else None
-        written = _compat.written_specs(*(originals or (args, kwargs)), graph=originals is not None)
+        written = _compat.annotated_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
         shortlist = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
@@ -277,18 +279,18 @@ class GraphFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function under the plan for these arguments."""
-        self.pure.originals = (args, kwargs)
+        self.pure.graph_arguments = (args, kwargs)
         try:
             return self.wrapped(*args, **kwargs)
         finally:
-            self.pure.originals = None
+            self.pure.graph_arguments = None
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Return the planned signature of these arguments. Plans it if it is new."""
-        self.pure.originals = (args, kwargs)
+        self.pure.graph_arguments = (args, kwargs)
         try:
             entry = _compat.nnx_pure_call(self.wrapped, self.pure.entry, args, kwargs)
         finally:
-            self.pure.originals = None
+            self.pure.graph_arguments = None
         entry.bound.executable.wrap = lambda jitted: _compat.nnx_jit(self.fn, lambda _: jitted)[0]
         return entry

@@ -51,7 +51,3 @@ MOST_RIVAL_PADDING = 1.125
 
 # Least relative gain that is reported. Source: chosen, not measured; smaller gains are noise.
 LEAST_PADDING_GAIN = 0.005
-
-# Least size, in bytes, of an array of state for which storing it in shards is worth padding. Source: chosen, not
-# measured.
-LARGE_STATE_BYTES = 2**20

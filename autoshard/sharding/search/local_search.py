@@ -69,7 +69,7 @@ def _best_change(
         seen: keys of layouts that were priced; is extended.
     """
     tried = []
-    for change in changes(now.layout):
+    for change in single_changes(now.layout):
         layout = changed(now.layout, change)
         key = _key(layout)
         if key not in seen:
@@ -85,7 +85,7 @@ def _work(candidate: Candidate) -> tuple[float, float, float]:
     return candidate.cost.compute_us, candidate.cost.comm_us, candidate.cost.comm_bytes
 
 
-def changes(layout: Layout) -> Iterator[Change]:
+def single_changes(layout: Layout) -> Iterator[Change]:
     """All single changes of a layout."""
     roles = layout.roles
     classes = _distinct(roles.batch, *roles.parallel, *roles.experts, *roles.sequence, roles.residual)

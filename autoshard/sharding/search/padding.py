@@ -3,7 +3,7 @@
     padded  = the least multiple of the number of shards that is at least the size
     gain    = 1 - step_us(layout of the padded program) / step_us(the plan)
 
-The padded program is the same program with a larger axis in every value and every rule (`lengthened`). Its layouts
+The padded program is the same program with a larger axis in every value and every rule (`with_axis_size`). Its layouts
 have the same table, and the same models price them. Only gains are reported. No plan is chosen by them, because only
 the user can pad.
 """
@@ -12,92 +12,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 
-from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
+from autoshard.sharding.layout.divisibility import multiple, undivided, undivided_in_storage
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.tensors import Padding
-from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.search.candidate import Candidate, best_assigned, price
 from autoshard.sharding.search.constants import (
-    LARGE_STATE_BYTES,
     LEAST_PADDING_GAIN,
     MOST_RIVAL_PADDING,
     PADDED_PROGRAMS,
     PADDED_RIVALS,
 )
-from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Block, Op, Program
 
 Case = tuple[str, Layout, int]  # a layout to price with padding: strategy, layout, number of shards of the padded axis
-
-
-@shown
-@dataclass(frozen=True)
-class Undivided:
-    """A logical axis that mesh axes should shard, but whose size they do not divide.
-
-    Attributes:
-        cls: the logical axis.
-        over: the mesh axes.
-        shards: the number of shards that it has.
-        wanted_shards: the number of shards that it should have.
-    """
-
-    cls: int
-    over: tuple[str, ...]
-    shards: int
-    wanted_shards: int
-
-
-def undivided(layout: Layout) -> list[Undivided]:
-    """The logical axes in a layout's table whose sizes are not divisible by their mesh axes.
-
-    A mesh axis does not count for a logical axis if it already shards an earlier logical axis that occurs in all values
-    of this one.
-    """
-    found: list[Undivided] = []
-    sharded_over: dict[int, tuple[str, ...]] = {}
-    for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
-        over = tuple(a for a, classes in layout.table.items() if c in classes)
-        taken = {a for d, axes in sharded_over.items() if d in layout.axes.co_occurring.get(c, ()) for a in axes}
-        sharded_over[c] = tuple(layout.spec_of(((c,),))[0])
-        shards, wanted = layout.shard_count(sharded_over[c]), layout.shard_count([a for a in over if a not in taken])
-        if layout.axes.sizes[c] % wanted and shards < wanted:
-            found.append(Undivided(c, over, shards, wanted))
-    return found
-
-
-def unstored(layout: Layout) -> list[Undivided]:
-    """The logical axes to pad so that the storage axes can shard the large arrays of state.
-
-    An array counts if storage axes are free that divide none of its dimensions. Its axis is the one whose shards are
-    the largest. Each logical axis occurs once, for the first such array.
-    """
-    found: dict[int, Undivided] = {}
-    for v, role in layout.roles.inputs.items():
-        leaves, spec, aval = layout.axes.of_value[v], layout.stored_spec(v), layout.axes.program.avals[v]
-        free = [a for a in layout.storage.get(role, ()) if a not in axes_of(spec)]
-        able = [d for d, dim in enumerate(leaves) if len(dim) == 1 and dim[0] not in layout.axes.stacked]
-        if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_STATE_BYTES:
-            d = max(able, key=lambda d: (aval.shape[d] / layout.shard_count(spec[d]), -d))
-            (c,), shards = leaves[d], layout.shard_count(spec[d])
-            if aval.shape[d] % (shards * layout.shard_count(free)):
-                found.setdefault(c, Undivided(c, tuple(free), shards, shards * layout.shard_count(free)))
-    return list(found.values())
-
-
-def multiple(size: int, n: int) -> int:
-    """The least multiple of `n` that is at least `size`."""
-    return -(-size // n) * n
 
 
 def padding_gains(
@@ -123,7 +60,7 @@ def padding_gains(
     rivals += [(name, layout, 0.0) for name, layout in idle if all(name != c.name for c in others)]
     found: dict[int, list[Padding]] = {}
     for (cls, size), cases in _cases(chosen, rivals).items():
-        longer = lengthened(axes, cls, size)
+        longer = with_axis_size(axes, cls, size)
         longer_cost, longer_memory = cost.resized(longer), memory.resized(longer)
         for words, layout, ways in cases:
             padded = best_assigned(price(words, _on(longer, layout), longer_cost, longer_memory), longer_cost)
@@ -146,7 +83,7 @@ def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> di
     """
     sizes = chosen.layout.axes.sizes
     cases: dict[tuple[int, int], list[Case]] = {}
-    for one in [*undivided(chosen.layout), *unstored(chosen.layout)]:
+    for one in [*undivided(chosen.layout), *undivided_in_storage(chosen.layout)]:
         size = multiple(sizes[one.cls], one.wanted_shards)
         cases.setdefault((one.cls, size), []).append((chosen.name, chosen.layout, one.wanted_shards))
     by_ways: dict[int, dict[int, list[Case]]] = {}
@@ -176,7 +113,7 @@ def _gains(padded: Candidate, chosen: Candidate, limit: float) -> bool:
     return padded.fits(limit) and padded.cost.step_time_us < most_us
 
 
-def lengthened(axes: LogicalAxes, cls: int, size: int) -> LogicalAxes:
+def with_axis_size(axes: LogicalAxes, cls: int, size: int) -> LogicalAxes:
     """The logical axes of the same program with another size of the logical axis `cls`."""
     before = axes.sizes[cls]
     sizes = [size if c == cls else n for c, n in enumerate(axes.sizes)]

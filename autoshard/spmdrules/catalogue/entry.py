@@ -38,7 +38,7 @@ class Operator:
         return Operator(f"{self.name}_grad", self._vjp, (*self.args, *floats), (), f"the gradient of {self.name}")
 
     @property
-    def forward(self) -> Operator | None:
+    def forward_derivative(self) -> Operator | None:
         """The Jacobian-vector product. It takes the arguments, then tangents of the arguments at `wrt`."""
         if not self.wrt:
             return None

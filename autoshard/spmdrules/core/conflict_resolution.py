@@ -234,7 +234,7 @@ class _Resolver:
     def is_feasible(self, axes: Mapping[str, Sequence[str]]) -> bool:
         """Whether every factor divides evenly, and the factors major to a sharded one are fully sharded."""
         pieces = {f: math.prod(self.mesh[a] for a in over) for f, over in axes.items()}
-        if any(not self.factors[f].cuts_into(n) for f, n in pieces.items()):
+        if any(not self.factors[f].shardable_into(n) for f, n in pieces.items()):
             return False
         for dims in (*self.rule.operands, *self.rule.results):
             for dim in dims:

@@ -20,7 +20,7 @@ def project(rule: Rule, dims: Dims, spec: Spec, mesh: Mapping[str, int]) -> dict
         for axis in axes:
             while parts and count == factors[parts[0]].size and mesh[axis] > 1:
                 parts, count = parts[1:], 1
-            if not parts or not factors[parts[0]].cuts_into(count * mesh[axis]):
+            if not parts or not factors[parts[0]].shardable_into(count * mesh[axis]):
                 break  # a shard of a minor factor is contiguous only if the major factors are fully sharded
             found[axis] = parts[0]
             count *= mesh[axis]

@@ -199,7 +199,7 @@ def from_partition_spec(spec: Any, rank: int) -> Spec:
     return tuple([*entries, *[()] * (rank - len(entries))])
 
 
-def names_axes(entry: Any) -> bool:
+def is_spec_entry(entry: Any) -> bool:
     """Whether a value is a valid entry of a `PartitionSpec`: None, UNCONSTRAINED, a name or a tuple of names."""
     names = entry if isinstance(entry, tuple) else (entry,)
     return entry is None or entry is PartitionSpec.UNCONSTRAINED or all(isinstance(name, str) for name in names)

@@ -73,7 +73,7 @@ class Factor:
         """Whether one shard of this factor can be computed without the others."""
         return self.kind != "whole"
 
-    def cuts_into(self, pieces: int) -> bool:
+    def shardable_into(self, pieces: int) -> bool:
         """Whether a plan may shard it into this many pieces: they are equal and exchange no borders."""
         return self.kind not in ("whole", "halo") and bool(self.size) and self.size % pieces == 0
 

@@ -24,7 +24,7 @@ _PRIMITIVES: set[Primitive] = set()
 _compat.exclude_from_user_code(__file__)
 
 
-def flat(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+def returning_list(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Wraps `fn` so that it returns a list, whether it has one result or several.
 
     Raises:
@@ -93,7 +93,7 @@ def make_primitive(name: str) -> Primitive:
     def lowered(context: Any, *args: Any, fn: Any, **_: Any) -> Any:
         plain = [_compat.result_type(a.shape, a.dtype, ()) for a in context.avals_in]
         with _compat.unchecked_varying():
-            return mlir.lower_fun(flat(fn), multiple_results=True)(context.replace(avals_in=plain), *args)
+            return mlir.lower_fun(returning_list(fn), multiple_results=True)(context.replace(avals_in=plain), *args)
 
     primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, lowered)
@@ -123,7 +123,7 @@ def result_types(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
     """Returns the shapes and types of the results for operands of these shapes and types, without their shardings."""
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     with _compat.unchecked_varying():
-        return jax.eval_shape(flat(fn), *plain)
+        return jax.eval_shape(returning_list(fn), *plain)
 
 
 def check_fit(name: str, text: str, avals: Sequence[Any], results: Sequence[Any]) -> None:
@@ -164,7 +164,7 @@ def _jvp(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], 
 
     def fn_of_live(*xs: Any) -> list[Any]:
         given = dict(zip(live, xs, strict=True))
-        return flat(params["fn"])(*(given.get(i, x) for i, x in enumerate(primals)))
+        return returning_list(params["fn"])(*(given.get(i, x) for i, x in enumerate(primals)))
 
     _, out_tangents = jax.jvp(fn_of_live, [primals[i] for i in live], [tangents[i] for i in live])
     pairs = zip(out, out_tangents, strict=True)

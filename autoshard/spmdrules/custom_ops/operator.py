@@ -19,7 +19,7 @@ from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import rule as register
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, flat, make_primitive, result_types
+from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, make_primitive, result_types, returning_list
 from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
 _compat.exclude_from_user_code(__file__)
@@ -138,7 +138,7 @@ def _rule_function(name: str, text: str, module: str) -> Callable[..., Rule]:
     """Returns the rule function of an operator. Each equation has its own text, which was checked when it was bound."""
 
     def declared(*avals: Any, fn: Any, text: str, **_: Any) -> Rule:
-        return Rule.parse(text, *avals, body=lambda shard, *shards: flat(fn)(*shards))
+        return Rule.parse(text, *avals, body=lambda shard, *shards: returning_list(fn)(*shards))
 
     declared.__doc__ = f"``{text}``: the declared rule of `{name}`."
     declared.__module__ = module

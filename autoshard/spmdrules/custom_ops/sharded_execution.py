@@ -20,7 +20,7 @@ from autoshard import _compat
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, RuleError, Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import flat, unify_varying_axes
+from autoshard.spmdrules.custom_ops.opaque_primitive import returning_list, unify_varying_axes
 
 
 def body_of(eqn: Any, rule: Rule) -> Body:
@@ -84,7 +84,7 @@ def run_on_shards(
         None if r is None else from_partition_spec(r, len(d)) for r, d in zip(requested, rule.results, strict=True)
     ]
     final_specs = [_spec_after_reduction(*each, sizes) for each in zip(places, goals, results, strict=True)]
-    flat_body = flat(body)
+    flat_body = returning_list(body)
 
     def run(*shards: Any) -> list[Any]:
         index = {f: lax.axis_index(over) for f, over in axes.items()}

@@ -11,7 +11,7 @@ from autoshard._compat import primitive
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Dims, Rule, Shard
 from autoshard.spmdrules.core.rule_builder import Dim, RuleBuilder, drops_sharding, without_sharding
-from autoshard.spmdrules.families.window import slide
+from autoshard.spmdrules.families.window import window_dims
 
 EITHER = ((0,), (1,))
 
@@ -157,7 +157,7 @@ def _spatial(
     if window > 1 and window * dilation == size and (*padding, base) == (0, 0, 1) and (stride == 1 or dilation == 1):
         summed, rest = build.dim("r", window, "reduce", "sum"), build.whole(dilation, "x")
         return summed + rest, summed, rest
-    return slide(build, size, window, stride, padding, base, dilation, stem="s")
+    return window_dims(build, size, window, stride, padding, base, dilation, stem="s")
 
 
 def _arrange(spec: Sequence[int], dims: Sequence[Dim]) -> Dims:

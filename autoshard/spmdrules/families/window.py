@@ -23,7 +23,7 @@ def window_count(
     return 0 if padded < extent else (padded - extent) // stride + 1
 
 
-def slide(
+def window_dims(
     build: RuleBuilder,
     size: int,
     window: int,
@@ -81,7 +81,7 @@ def _windows(
     ones = (1,) * len(shape)
     build = RuleBuilder()
     slid = [
-        slide(build, *each)
+        window_dims(build, *each)
         for each in zip(
             shape, window_dimensions, window_strides, padding, base_dilation or ones, window_dilation or ones,
             strict=True,

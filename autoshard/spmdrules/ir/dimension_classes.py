@@ -45,7 +45,7 @@ def unify(program: Program) -> DimensionClasses:
             groups = factors[-1][GROUPS]
             nodes.join(groups_of.setdefault(op.operands[2], groups), groups)
         steps: int | None = None
-        for edge in op.ties:
+        for edge in op.edges:
             outer = dims[edge.outer]
             if edge.stacked:
                 steps = outer[0] if steps is None else steps

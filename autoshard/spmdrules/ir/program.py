@@ -56,7 +56,7 @@ class Op:
     rule: Rule | None
     trips: float
     blocks: tuple[Block, ...] = ()
-    ties: tuple[LoopEdge, ...] = ()
+    edges: tuple[LoopEdge, ...] = ()
     name: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ class Loop:
         return cls(carries, xs, list(zip(op.results[count:], block.outputs[count:], strict=True)), trips)
 
 
-def loop(state: WalkState, op: Op, forward: Forward) -> None:
+def walk_loop(state: WalkState, op: Op, forward: Forward) -> None:
     """Finds the placements of a loop's values: first the fixed point of its carries, then one walk over its body."""
     parts = Loop.of(op)
     if op.name == "scan":
@@ -170,7 +170,7 @@ def _run_body(state: WalkState, op: Op, forward: Forward) -> None:
         state.move(op, -1, test, Placement(()))
 
 
-def branches(state: WalkState, op: Op, forward: Forward) -> None:
+def walk_branches(state: WalkState, op: Op, forward: Forward) -> None:
     """Finds the placements of a cond's values: each branch separately, then their results meet."""
     state.move(op, 0, op.operands[0], Placement(()))
     shared = [v for v in op.operands if v >= 0]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import AutoshardError
-from autoshard.spmdrules.core.placement import Placement, Spec, from_partition_spec, names_axes
+from autoshard.spmdrules.core.placement import Placement, Spec, from_partition_spec, is_spec_entry
 from autoshard.spmdrules.core.rule import POSITIONS, REDUCTIONS
 
 PARTIALS = tuple(op for op in REDUCTIONS if op not in POSITIONS)
@@ -177,7 +177,7 @@ def placement_of(
     """
     rank = len(aval.shape)
     what = f"{where} ({aval.str_short() if hasattr(aval, 'str_short') else tuple(aval.shape)})"
-    if strange := [e for e in getattr(spec, "partitions", ()) if not names_axes(e)]:
+    if strange := [e for e in getattr(spec, "partitions", ()) if not is_spec_entry(e)]:
         errors.add(
             f"{what}: {spec} has the entry {strange[0]!r}, which is not an axis name or a tuple of axis names. Write "
             "P('data') or P(('data', 'model')), for example."

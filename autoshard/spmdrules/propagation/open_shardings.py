@@ -57,12 +57,12 @@ def find_open(program: Program, open_inputs: set[int]) -> set[int]:
             if op.rule is not None:
                 _mark_decided(op, decided)
                 continue
-            for edge in op.ties:  # into the blocks
+            for edge in op.edges:  # into the blocks
                 if edge.outer in decided and edge.outer in op.operands:
                     decided.add(edge.inner)
             for inner in op.blocks:
                 visit(inner)
-            for edge in op.ties:  # out of the blocks
+            for edge in op.edges:  # out of the blocks
                 if edge.inner in decided and edge.outer in op.results:
                     decided.add(edge.outer)
 

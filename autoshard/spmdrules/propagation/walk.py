@@ -101,9 +101,9 @@ class Walk(WalkState):
                 continue
             self._callers.append(op.eqn)
             if op.name in ("scan", "while"):
-                control_flow.loop(self, op, self.forward)
+                control_flow.walk_loop(self, op, self.forward)
             elif op.name == "cond":
-                control_flow.branches(self, op, self.forward)
+                control_flow.walk_branches(self, op, self.forward)
             else:
                 self.enter(op, op.blocks[0])
                 self.forward(op.blocks[0])

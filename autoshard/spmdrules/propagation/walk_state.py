@@ -145,7 +145,7 @@ class WalkState:
 
     def infer_across_edges(self, op: Op) -> None:
         """Passes inferred specs between the inner and outer values of a loop or branch."""
-        for edge in op.ties:
+        for edge in op.edges:
             head: Spec = ((),) if edge.stacked else ()
             outer, inner = self.inferred.specs.get(edge.outer), self.inferred.specs.get(edge.inner)
             if outer is not None:

@@ -39,7 +39,7 @@ class DerivedFactor:
     because: tuple[str, ...] = ()
 
     @property
-    def cuttable(self) -> bool:
+    def shardable(self) -> bool:
         """Whether it can be sharded without gathering anything."""
         return self.kind not in ("halo", "whole")
 
@@ -64,9 +64,9 @@ class Derived:
     factors: tuple[DerivedFactor, ...]
 
     @property
-    def cuttable(self) -> tuple[DerivedFactor, ...]:
+    def shardable_factors(self) -> tuple[DerivedFactor, ...]:
         """The factors that can be sharded without gathering anything."""
-        return tuple(f for f in self.factors if f.cuttable)
+        return tuple(f for f in self.factors if f.shardable)
 
     @cached_property
     def rule(self) -> Rule:

@@ -81,14 +81,14 @@ def operator_rows(family: str, op: Operator) -> Iterator[OperatorRow]:
 
 def _note(notes: Sequence[str], name: str, rule: Derived) -> str:
     notes = [note for note in notes if note]
-    if not rule.cuttable:
-        notes.append(why_nothing(rule))
+    if not rule.shardable_factors:
+        notes.append(why_unshardable(rule))
     if name in UNCHECKED:
         notes.append(f"not checked: {UNCHECKED[name]}")
     return "; ".join(notes)
 
 
-def why_nothing(rule: Derived) -> str:
+def why_unshardable(rule: Derived) -> str:
     """Explains why nothing can be sharded by a rule: the primitives that need each factor whole."""
     needs = [f"{', '.join(f.because)} needs factor {f.name} whole" for f in rule.factors if f.because]
     otherwise = "its results are replicated" if rule.factors else "it has no dimensions"

@@ -32,7 +32,7 @@ from autoshard.ckpt.exchange.export import INFERENCE_FILE, INFERENCE_FORMAT, MOD
 from autoshard.ckpt.state.target_shardings import with_shardings
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
-from autoshard.models.sample import written
+from autoshard.models.sample import sample_tokens
 from autoshard.train.config.run_directory import checkpoints_in
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import Codec, load_codec
@@ -222,7 +222,7 @@ class TextGenerator:
 
         def continued(params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
             model: Any = nnx.merge(graph, params)
-            return written(model, prompt, key, temperature, n=tokens, top_k=top_k, greedy=greedy)
+            return sample_tokens(model, prompt, key, temperature, n=tokens, top_k=top_k, greedy=greedy)
 
         params = nnx.to_pure_dict(abstract)
         rest = (

@@ -69,7 +69,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def agree(value: int) -> int:
+def value_of_main_process(value: int) -> int:
     """Return the main process's value in every process."""
     return int(exchange("agree on a value", str(int(value)))[0])
 
@@ -92,7 +92,7 @@ def check_same(what: str, value: str) -> None:
         )
 
 
-def largest(what: str, values: Sequence[float]) -> list[float]:
+def maximum_over_processes(what: str, values: Sequence[float]) -> list[float]:
     """Return the maximum of each value over all processes. Every process must call this at the same step.
 
     Args:

@@ -75,7 +75,7 @@ class StopAgreement:
             return False
         step_seconds = (time.perf_counter() - self._since) / max(step - self._exchanged, 1)
         own = self._interrupts.number
-        number, slowest = distributed.largest(f"step {step}: whether to stop", (own, step_seconds))
+        number, slowest = distributed.maximum_over_processes(f"step {step}: whether to stop", (own, step_seconds))
         if number and not own:
             self._interrupts.received = f"{signal.Signals(int(number)).name} in another process"
         self._exchanged, self._since = step, time.perf_counter()

@@ -140,7 +140,7 @@ class Trainer:
 
     def _claim_run_dir(self) -> Path:
         run_dir = self.config.run_dir or run_directory.new_run_dir(
-            self.config.preset, distributed.agree(int(time.time()))
+            self.config.preset, distributed.value_of_main_process(int(time.time()))
         )
         # Waits for all processes, so that each has checked the folder before the main process writes to it.
         distributed.check_same("the data", self._data_digest or "")
@@ -232,7 +232,7 @@ class Trainer:
         every = SaveEvery(
             config.checkpoint_every,
             config.checkpoint_minutes,
-            agreed=lambda due: bool(distributed.agree(due)),
+            agreed=lambda due: bool(distributed.value_of_main_process(due)),
             asked_every=config.log_every if jax.process_count() > 1 else 1,
         )
         clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())

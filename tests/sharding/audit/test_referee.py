@@ -34,7 +34,7 @@ def both_estimates(plan, referee, referee_target=None):
     target = compile_target(plan.target)
     compiled = compile_job(export_plan(bound_or_error(plan.bound).executable))
     text = compiled.text
-    program = parser.read(text)
+    program = parser.parse_program(text)
     schedule = Schedule(program, Kernels(program, target.chip), ProgramLinks(target.topology, plan.device_order))
     coordinates = compiled.coordinates if target.platform != "cpu" else None
     return schedule, schedule.run(), referee.estimate(text, referee_target or plan.target, coordinates)

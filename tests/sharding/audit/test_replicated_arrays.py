@@ -6,7 +6,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.sharding.audit.replicated_arrays import local_shape, replicated, sharded_shapes
-from autoshard.sharding.hlo.parser import read
+from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.hlo.texts import text_of
 
@@ -50,7 +50,7 @@ def replicated_in(two_layer_plan, x=f"f32[{ROWS // 2},{WIDTH}]", out=f"f32[{ROWS
         %r = {out} get-tuple-element(%all), index=0
         ROOT %o = ({out}) tuple(%r)
     """
-    program = read(text_of(entry, tables=TABLES.replace("LINE", str(line))))
+    program = parse_program(text_of(entry, tables=TABLES.replace("LINE", str(line))))
     arrays = replicated(bound_or_error(two_layer_plan.bound).executable, program, 1e3)
     return [(a.what, a.name, a.shape, a.bytes, a.planned_bytes) for a in arrays]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoshard.sharding.audit.traffic_diff import WIDENED, CompiledCollective, Context, compare, place
+from autoshard.sharding.audit.traffic_diff import WIDENED, CompiledCollective, Context, compare, file_and_line
 
 SIZES = {"dp": 2, "one": 1, "tp": 4}
 LINE, OTHER = "/home/me/model.py:12:4 (loss)", "/home/me/model.py:40:4 (step)"
@@ -92,7 +92,7 @@ def test_more_than_planned():
 
 
 def test_operators_without_a_rule_and_rematerializations_are_causes():
-    context = Context(SIZES, {place(LINE): "cumsum"}, ())
+    context = Context(SIZES, {file_and_line(LINE): "cumsum"}, ())
     assert "no rule for 'cumsum'" in compared([compiled("all-gather", ("tp",), 500)], [], context)[0][0][3]
     context = Context(SIZES, {}, {"jit(step)/dot_general"})
     cause = "involuntary full rematerialization at dot_general"
@@ -152,4 +152,4 @@ def test_equal_findings_are_combined():
     ],
 )
 def test_places_of_lines(line, expected):
-    assert place(line) == expected
+    assert file_and_line(line) == expected

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.sharding.cost.constants import HIDING_SHARE
-from autoshard.sharding.cost.step_time import filled
+from autoshard.sharding.cost.step_time import filled_tile_fraction
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, CHIPS, PEAK_REACHED
@@ -123,8 +123,8 @@ def test_every_device_reads_all_of_a_replicated_weight():
 )
 def test_a_shard_smaller_than_a_tile_wastes_the_rest_of_the_tile(factors, fraction):
     rule = Rule.parse("m k, k n -> m n; reduce k; where m=65536 k=512 n=256")
-    assert filled(rule, OperatorStrategy(factors, ()), {"h": 8, "d": 8}, tile=128) == fraction
-    assert filled(rule, OperatorStrategy(factors, ()), {"h": 8, "d": 8}, tile=1) == 1.0
+    assert filled_tile_fraction(rule, OperatorStrategy(factors, ()), {"h": 8, "d": 8}, tile=128) == fraction
+    assert filled_tile_fraction(rule, OperatorStrategy(factors, ()), {"h": 8, "d": 8}, tile=1) == 1.0
 
 
 def test_small_values_that_are_read_soon_stay_in_on_chip_memory():

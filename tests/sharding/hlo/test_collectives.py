@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.sharding.hlo.collectives import Collectives
-from autoshard.sharding.hlo.parser import read
+from autoshard.sharding.hlo.parser import parse_program
 from tests.sharding.hlo.texts import text_of
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
@@ -11,7 +11,7 @@ META = 'metadata={op_name="jit(step)/dot_general" stack_frame_id=1}'
 
 
 def events(entry, *computations, cross_slice_groups=()):
-    program = read(text_of(entry, *computations))
+    program = parse_program(text_of(entry, *computations))
     collectives = Collectives(program, cross_slice_groups)
     return [(i.name, event) for i in program.entry.instructions for event in collectives.events(program.entry, i)]
 
@@ -64,7 +64,7 @@ def test_a_group_of_one_device_sends_nothing():
 
 
 def roles(entry, *computations):
-    return [(name, event.role) for name, event in events(entry, *computations)]
+    return [(name, event.phase) for name, event in events(entry, *computations)]
 
 
 def test_a_start_and_its_end():
@@ -74,7 +74,7 @@ def test_a_start_and_its_end():
         ROOT %d = f32[64,32] all-gather-done(%s)
     """
     collectives = events(entry)
-    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
+    assert [(n, e.phase) for n, e in collectives] == [("s", "start"), ("d", "done")]
     assert collectives[0][1].key == collectives[1][1].key
     assert only_collective(entry).wire_bytes == 6144
 
@@ -110,7 +110,7 @@ def test_an_asynchronous_computation_with_a_collective(start, end):
         ROOT %d = f32[4,32] {end}
     """
     collectives = events(entry, wrapped)
-    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
+    assert [(n, e.phase) for n, e in collectives] == [("s", "start"), ("d", "done")]
     assert collectives[0][1].key == collectives[1][1].key
     collective = only_collective(entry, wrapped)
     assert (collective.kind, collective.wire_bytes) == ("reduce-scatter", 1536)
@@ -142,7 +142,7 @@ def test_a_collective_in_several_asynchronous_fusions_counts_once():
         ROOT %d = f32[64,32] fusion(%a), kind=kCustom, calls=%finish
     """
     collectives = events(entry, begin, carry, finish)
-    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("d", "done")]
+    assert [(n, e.phase) for n, e in collectives] == [("s", "start"), ("d", "done")]
     assert collectives[0][1].key == collectives[1][1].key
     collective = only_collective(entry, begin, carry, finish)
     assert (collective.kind, collective.wire_bytes, collective.name) == ("all-gather", 6144, "s")
@@ -174,7 +174,7 @@ def test_send_and_recv_are_a_permute():
         %sd = token[] send-done(%s), channel_id=3
         ROOT %rd = (f32[16,32], token[]) recv-done(%r), channel_id=3
     """)
-    assert [(n, e.role) for n, e in collectives] == [("s", "start"), ("sd", "done"), ("rd", "done")]
+    assert [(n, e.phase) for n, e in collectives] == [("s", "start"), ("sd", "done"), ("rd", "done")]
     assert len({e.key for _, e in collectives}) == 1
     collective = collectives[0][1].collective
     assert collective is not None
@@ -193,11 +193,11 @@ def test_a_collective_between_slices():
         ROOT %rd = (f32[32,32], token[]) recv-done(%r), channel_id=3, is_host_transfer=true
     """
     cross_slice_groups = ((0, 4), (1, 5), (2, 6), (3, 7))
-    program = read(text_of(entry))
+    program = parse_program(text_of(entry))
     collectives = [
         e for i in program.entry.instructions for e in Collectives(program, cross_slice_groups).events(program.entry, i)
     ]
-    assert [e.role for e in collectives] == ["start", "done"]  # it ends at the recv
+    assert [e.phase for e in collectives] == ["start", "done"]  # it ends at the recv
     assert collectives[0].key == collectives[1].key
     collective = only_collective(entry, cross_slice_groups=cross_slice_groups)
     assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", cross_slice_groups, 4096)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, flops_of
-from autoshard.sharding.hlo.parser import read
+from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.machines.chips import CHIPS
 from tests.sharding.hlo.texts import text_of
 
 
 def price(entry, *computations, chip="v5e"):
     """The entry computation, its instruction `%i`, and the prices of the program."""
-    program = read(text_of(entry, *computations))
+    program = parse_program(text_of(entry, *computations))
     return program.entry, program.entry.by_name["i"], Kernels(program, CHIPS[chip])
 
 

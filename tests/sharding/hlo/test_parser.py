@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoshard.sharding.hlo.parser import Array, arrays_of, instruction, read
+from autoshard.sharding.hlo.parser import Array, arrays_of, instruction, parse_program
 from tests.sharding.hlo.texts import text_of
 
 
@@ -60,7 +60,7 @@ def test_a_line_that_is_not_an_instruction_raises(line):
 
 
 def test_a_program():
-    program = read(text_of("%a = f32[] constant(1)\nROOT %b = f32[] negate(%a)", partitions=16))
+    program = parse_program(text_of("%a = f32[] constant(1)\nROOT %b = f32[] negate(%a)", partitions=16))
     assert (program.partitions, program.entry.name, program.entry.root.name) == (16, "main", "b")
     assert set(program.computations) == {"add", "main"}
     assert [i.name for i in program.entry.users["a"]] == ["b"]
@@ -68,7 +68,7 @@ def test_a_program():
 
 def test_a_text_that_is_not_a_program_raises():
     with pytest.raises(ValueError, match="no ENTRY"):
-        read("not a program")
+        parse_program("not a program")
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_a_text_that_is_not_a_program_raises():
     ],
 )
 def test_source_lines_in_every_form(metadata, line):
-    program = read(text_of(f"ROOT %a = f32[] constant(1), metadata={{{metadata}}}"))
+    program = parse_program(text_of(f"ROOT %a = f32[] constant(1), metadata={{{metadata}}}"))
     assert program.line(program.entry.root) == line

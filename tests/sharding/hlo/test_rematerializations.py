@@ -3,7 +3,7 @@
 import pytest
 
 from autoshard.sharding.hlo.link_times import ProgramLinks
-from autoshard.sharding.hlo.parser import read
+from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.hlo.rematerializations import read_remarks, shard_count
 from autoshard.sharding.machines.targets import find_target
 from tests.sharding.hlo.texts import text_of
@@ -40,7 +40,7 @@ def test_the_number_of_shards_of_a_sharding(sharding, count):
 
 @pytest.mark.parametrize(("old", "new"), [(OLD, NEW), (OLD_NAMED, NEW_NAMED)])
 def test_a_remark(old, new):
-    program = read(text_of('ROOT %a = f32[] constant(0), metadata={op_name="jit(step)/add" stack_frame_id=1}'))
+    program = parse_program(text_of('ROOT %a = f32[] constant(0), metadata={op_name="jit(step)/add" stack_frame_id=1}'))
     target = find_target("h100:8")
     text = REMARK.format(old=old, new=new)
     (remark,) = read_remarks(

@@ -4,7 +4,7 @@ import pytest
 
 from autoshard.sharding.hlo.kernel_costs import Kernels
 from autoshard.sharding.hlo.link_times import ProgramLinks
-from autoshard.sharding.hlo.parser import read
+from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.hlo.schedule import Schedule
 from autoshard.sharding.machines.targets import find_target
 from tests.sharding.hlo.texts import loop, text_of
@@ -23,7 +23,7 @@ def work(name, us, operand="a"):
 
 
 def run(entry, *computations):
-    program = read(text_of(entry, *computations))
+    program = parse_program(text_of(entry, *computations))
     schedule = Schedule(program, Kernels(program, TARGET.chip), ProgramLinks(TARGET.topology, tuple(range(8))))
     return schedule, schedule.run()
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from autoshard.sharding.hlo.parser import read
-from autoshard.sharding.hlo.trip_counts import COMPARISONS, Loops, count
+from autoshard.sharding.hlo.parser import parse_program
+from autoshard.sharding.hlo.trip_counts import COMPARISONS, Loops, trip_count
 from tests.sharding.hlo.texts import loop, text_of
 
 ENTRY = """
@@ -28,7 +28,7 @@ ROOT %after = (s32[], f32[64]) tuple(%next, %x)
 
 
 def trips(text):
-    program = read(text)
+    program = parse_program(text)
     loops = Loops(program)
     return [loops.trips(c, i) for c in program.computations.values() for i in c.instructions if i.opcode == "while"]
 
@@ -200,4 +200,4 @@ def test_counts_equal_those_of_running_the_loop(direction, step):
             i, n = start, 0
             while COMPARISONS[direction](i, end) and n < 50:
                 i, n = i + step, n + 1
-            assert count(start, end, step, direction) == (n if n < 50 else None)
+            assert trip_count(start, end, step, direction) == (n if n < 50 else None)

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
-from autoshard.sharding.layout.plan_request import may_name
+from autoshard.sharding.layout.plan_request import may_be_mesh_axis
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
@@ -63,4 +63,4 @@ def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
     ],
 )
 def test_which_mesh_axes_a_plan_may_have(axis, mesh, words, may):
-    assert may_name(axis, mesh, words) is may
+    assert may_be_mesh_axis(axis, mesh, words) is may

@@ -114,6 +114,6 @@ def test_paths_are_in_the_order_of_nnx_jit(mesh8):
     paths = _compat.nnx_paths(args, {})
     assert [s for s, p in zip(shapes, paths, strict=True) if p.startswith("0/many/")] == [(n + 1,) for n in range(12)]
     assert paths[-3:] == ["2/b", "3/box/value", "4"] and shapes[-3:] == [(3,), (64, 4), (7,)]
-    written = _compat.written_specs(args, {}, graph=True)
+    written = _compat.annotated_specs(args, {}, graph=True)
     annotated = {p: s for p, s in zip(paths, written, strict=True) if s is not None}
     assert annotated == {"0/layer/kernel": P(None, "model"), "3/box/value": P(None, "model")}

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import autoshard
-from autoshard.sharding.machines.calibration import Effort, calibrate
+from autoshard.sharding.machines.calibration import MeasurementSizes, calibrate
 from autoshard.sharding.machines.chips import CHIPS, chip_name
 from autoshard.sharding.machines.targets import TargetError, find_target, target_for, write_target
 
@@ -177,7 +177,7 @@ def test_the_chip_of_a_device_kind(kind, name):
 
 
 def test_a_calibrated_target_can_be_planned_for(tmp_path):
-    small = Effort(matrix=128, array_bytes=1 << 20, shard_bytes=1 << 16, runs=2)
+    small = MeasurementSizes(matrix=128, array_bytes=1 << 20, shard_bytes=1 << 16, runs=2)
     target = calibrate(effort=small)
     assert (target.devices, target.platform) == (8, "cpu") and target.name == "cpu:8"
     chip = target.chip

@@ -30,8 +30,8 @@ def test_every_proposed_plan_is_counted():
     (record,) = planned().history
     known = [t for t in record.tried if not t.changed]
     assert record.proposed == len(known) + record.alike + record.idle and record.alike > 0
-    tried = {(t.words, t.step_time_us, t.peak_bytes) for t in record.tried}
-    assert tried >= set(planned().candidates) >= {(t.words, t.step_time_us, t.peak_bytes) for t in known}
+    tried = {(t.strategy, t.step_time_us, t.peak_bytes) for t in record.tried}
+    assert tried >= set(planned().candidates) >= {(t.strategy, t.step_time_us, t.peak_bytes) for t in known}
     assert [t.step_time_us for t in record.tried] == sorted(t.step_time_us for t in record.tried)
     assert len(planned(plan="fsdp:8").history[0].tried) == 1
 
@@ -46,8 +46,8 @@ def test_plans_that_leave_devices_idle_are_counted():
 def test_changed_plans_are_recorded_too():
     (record,) = planned().history
     changed = [t for t in record.tried if t.changed]
-    assert changed and all("+" in t.words or "-" in t.words for t in changed)
-    assert len({t.words for t in record.tried}) == len(record.tried)  # no duplicates
+    assert changed and all("+" in t.strategy or "-" in t.strategy for t in changed)
+    assert len({t.strategy for t in record.tried}) == len(record.tried)  # no duplicates
     faster = [t for t in changed if t.step_time_us < planned().estimate.step_time_us * 0.999]
     assert all(why_not_chosen(planned(), t).startswith("faster, but repeats work") for t in faster)
 
@@ -57,7 +57,7 @@ def test_a_page_does_not_call_a_plan_the_fastest_if_a_faster_one_is_listed():
     (record,) = plan.history
     slower = tuple(t for t in record.tried if t.step_time_us >= plan.estimate.step_time_us)
     assert "is the fastest of those" in search_section(replace(plan, history=(replace(record, tried=slower),)))
-    quicker = replace(record.tried[0], words="quicker", step_time_us=plan.estimate.step_time_us / 2, changed=True)
+    quicker = replace(record.tried[0], strategy="quicker", step_time_us=plan.estimate.step_time_us / 2, changed=True)
     section = search_section(replace(plan, history=(replace(record, tried=(quicker, *record.tried)),)))
     assert "fastest" not in section.split("</p>")[0] and "the table says why" in section
 
@@ -67,7 +67,7 @@ def test_each_variant_has_its_own_record():
     assert [dict(each.variant) for each in plan.history] == [{"twice": False}, {"twice": True}]
     for each, (variant, words, us, peak) in zip(plan.history, plan.variants, strict=True):
         assert dict(each.variant) == dict(variant)
-        assert next((t.step_time_us, t.peak_bytes) for t in each.tried if t.words == words) == (us, peak)
+        assert next((t.step_time_us, t.peak_bytes) for t in each.tried if t.strategy == words) == (us, peak)
     assert plan.history[1].tried[0].step_time_us > plan.history[0].tried[0].step_time_us
 
 
@@ -82,7 +82,7 @@ def test_the_record_is_deterministic_and_survives_json():
 def test_json_has_one_line_for_each_priced_plan():
     lines = [line.strip() for line in planned().to_json().splitlines()]
     for t in planned().history[0].tried:
-        assert any(line.startswith(f'["{t.words}", {t.step_time_us}, {t.peak_bytes}, ') for line in lines)
+        assert any(line.startswith(f'["{t.strategy}", {t.step_time_us}, {t.peak_bytes}, ') for line in lines)
     odd = planned().where(chosen="[\n]", notes=("a [ b\n c ] d", "e"))
     read = Plan.from_json(odd.to_json())
     assert (read.chosen, read.notes) == (odd.chosen, odd.notes)
@@ -96,7 +96,7 @@ def test_times_of_collectives_sum_to_the_communication_time_of_the_step(words):
     assert sum(exposed for _, exposed in plan.traffic_us) == pytest.approx(exposed_us(plan))
     assert all(0 <= exposed <= us * (1 + 1e-9) for us, exposed in plan.traffic_us)
     tried = plan.history[0].tried[0]
-    assert tried.compute_us == plan.estimate.compute_us and 0 < tried.waits_us <= exposed_us(plan) * (1 + 1e-9)
+    assert tried.compute_us == plan.estimate.compute_us and 0 < tried.most_exposed_us <= exposed_us(plan) * (1 + 1e-9)
 
 
 def test_only_asynchronous_collectives_are_hidden():

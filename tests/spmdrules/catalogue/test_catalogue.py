@@ -107,8 +107,8 @@ def test_every_operator_on_the_page_can_be_sharded():
 @pytest.mark.parametrize("op", [op for _, op in CATALOGUE], ids=[op.name for _, op in CATALOGUE])
 def test_every_operator_can_be_sharded(op):
     for row in rows_of(op.name):
-        assert bool(row.rule.cuttable) != (row.name in UNSHARDABLE), f"{row.name}: {row.rule} {row.note}"
-        assert row.rule.cuttable or "nothing to shard" in row.note
+        assert bool(row.rule.shardable_factors) != (row.name in UNSHARDABLE), f"{row.name}: {row.rule} {row.note}"
+        assert row.rule.shardable_factors or "nothing to shard" in row.note
 
 
 # Equations on shards -------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ def test_tangents_are_those_of_the_operator():
     op = next(op for _, op in CATALOGUE if op.name == "layer_norm")
     args, tangents = ([sample_values(k + n, x) for k, x in enumerate(op.args)] for n in (0, 10))
     expected = jax.jvp(op.fn, args, tangents)[1]
-    assert op.wrt == (0, 1, 2) and op.forward is not None
-    assert difference(to_numpy(expected), to_numpy(op.forward.fn(*args, *tangents)[0])) is None
+    assert op.wrt == (0, 1, 2) and op.forward_derivative is not None
+    assert difference(to_numpy(expected), to_numpy(op.forward_derivative.fn(*args, *tangents)[0])) is None
 
 
 # The whole operator on devices ---------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_compiled_for_devices(op, gradient):
 
     expected = [to_numpy(x) for x in jax.jit(run, compiler_options=FAST_COMPILE)(*leaves)]
     errors = []
-    for f in rule.cuttable:
+    for f in rule.shardable_factors:
         if (where := mesh_and_specs(rule, f)) is None:
             continue
         mesh, inputs, outputs = where

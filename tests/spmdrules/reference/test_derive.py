@@ -12,7 +12,7 @@ from autoshard.spmdrules.catalogue import Operator, f32
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.reference.derive import derive, derive_gradient
 from autoshard.spmdrules.reference.derived_rule import Derived, DerivedFactor
-from autoshard.spmdrules.reference.operator_table import OperatorRow, operator_rows, why_nothing
+from autoshard.spmdrules.reference.operator_table import OperatorRow, operator_rows, why_unshardable
 
 X, CUBE = f32(4, 8), f32(4, 8, 16)
 
@@ -125,7 +125,7 @@ def test_the_oracle_confirms_derived_rules(fn, args):
 
 def test_a_factor_reduced_inside_is_whole_in_a_plain_rule():
     derived = derive(layer_norm, *NORM.args)
-    assert [f.name for f in derived.cuttable] == ["a", "b", "c"]
+    assert [f.name for f in derived.shardable_factors] == ["a", "b", "c"]
     assert derived.rule.text == "a b c, c, c -> a b c; whole c"
 
 
@@ -135,7 +135,7 @@ def test_fields_of_derived_factors():
         DerivedFactor("b", 8, "reduce", (None, None, "sum")),
     )
     (merged,) = derive(lambda x: jnp.sort(x.reshape(2, 3)).reshape(6), f32(6)).factors[1:]
-    assert (merged.kind, merged.size, merged.because, merged.cuttable) == ("whole", 3, ("sort",), False)
+    assert (merged.kind, merged.size, merged.because, merged.shardable) == ("whole", 3, ("sort",), False)
 
 
 def test_unused_arguments_require_nothing():
@@ -155,4 +155,4 @@ def test_rows_of_an_operator():
 
 
 def test_why_nothing_can_be_sharded():
-    assert why_nothing(derive(jnp.sin, f32())) == "nothing to shard: it has no dimensions"
+    assert why_unshardable(derive(jnp.sin, f32())) == "nothing to shard: it has no dimensions"

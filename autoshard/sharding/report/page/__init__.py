@@ -21,7 +21,7 @@ from autoshard._units import (
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
 from autoshard.sharding.report.page.mesh import legend, mesh_section
-from autoshard.sharding.report.page.parts import Paint, folded, section
+from autoshard.sharding.report.page.parts import AxisLabels, folded, section
 from autoshard.sharding.report.page.script import DIGEST, SCRIPT
 from autoshard.sharding.report.page.search import search_section
 from autoshard.sharding.report.page.style import STYLE
@@ -43,7 +43,7 @@ def to_html(plan: ShardingPlan, path: Any) -> None:
 
 def page(plan: ShardingPlan) -> str:
     """Return the HTML of the page."""
-    paint = Paint(plan)
+    paint = AxisLabels(plan)
     parts = [
         ("mesh", "Mesh", mesh_section(plan, paint),
          "The devices of the machine, once for each mesh axis: one group along the axis is blue."),

@@ -8,7 +8,7 @@ from html import escape
 
 from autoshard._units import bytes_text, line_text, percent_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.page.parts import Paint, bar, folded, key, kind_class, search_box, stack, table
+from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, key, kind_class, search_box, stack, table
 from autoshard.sharding.report.summary import exposed_us, memory_rows
 
 COLLECTIVES_SHOWN = 12
@@ -111,7 +111,7 @@ def time_section(plan: ShardingPlan) -> str:
     return f'<p class="figure">{time_text(step)} <small>{words}</small></p>{lanes}{listed}'
 
 
-def collectives_section(plan: ShardingPlan, paint: Paint) -> str:
+def collectives_section(plan: ShardingPlan, paint: AxisLabels) -> str:
     """Every collective with the source line that causes it."""
     traffic: dict[tuple[str, str, str], Traffic] = defaultdict(Traffic)
     full: dict[tuple[str, str, str], str] = {}

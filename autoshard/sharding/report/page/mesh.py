@@ -9,7 +9,7 @@ from html import escape
 
 from autoshard._units import bytes_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.page.parts import Paint, folded
+from autoshard.sharding.report.page.parts import AxisLabels, folded
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
 
 DEVICES_SHOWN = 1024
@@ -52,7 +52,7 @@ class Grid:
         return {name: at[name] for name, _ in self.dims}
 
 
-def mesh_section(plan: ShardingPlan, paint: Paint) -> str:
+def mesh_section(plan: ShardingPlan, paint: AxisLabels) -> str:
     """The machine in words, and a drawing for each mesh axis."""
     grid, places = _grid(plan), _places(plan)
     panels = "".join(_panel(plan, paint, grid, places, axis) for axis in paint.sizes) or "<p>One device.</p>"
@@ -63,7 +63,7 @@ def mesh_section(plan: ShardingPlan, paint: Paint) -> str:
     return f'{words}<div class="panels">{panels}</div>{tip if paint.sizes else ""}'
 
 
-def legend(paint: Paint) -> str:
+def legend(paint: AxisLabels) -> str:
     """Every logical axis as a button in its colour; a click shows the tensors that have it."""
     sharded = [name for name in paint.number if name not in paint.names.unsharded and name in paint.names.all]
     rest = [name for name in paint.number if name not in sharded]
@@ -109,7 +109,7 @@ def _machine(plan: ShardingPlan, grid: Grid) -> str:
     return f"{plan.target or 'the machine'}: {'; '.join(parts)}." if parts else ""
 
 
-def _panel(plan: ShardingPlan, paint: Paint, grid: Grid, places: dict[int, dict[str, int]], axis: str) -> str:
+def _panel(plan: ShardingPlan, paint: AxisLabels, grid: Grid, places: dict[int, dict[str, int]], axis: str) -> str:
     size = paint.sizes[axis]
     others = [a for a in paint.sizes if a != axis]
     group = {d: _number([where[a] for a in others], [paint.sizes[a] for a in others]) for d, where in places.items()}

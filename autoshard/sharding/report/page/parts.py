@@ -14,7 +14,7 @@ HUES = (212, 28, 142, 335, 268, 182, 52, 0, 92, 300, 238, 160)  # the most disti
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
-class Paint:
+class AxisLabels:
     """Logical axes as coloured labels. Each axis has its own colour, the same on the whole page."""
 
     def __init__(self, plan: ShardingPlan):

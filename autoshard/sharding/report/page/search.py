@@ -58,7 +58,7 @@ def _rows(plan: ShardingPlan, history: Sequence[SearchRecord]) -> Iterator[Row]:
     rows, won = [], False
     for number, each in enumerate(history):
         for tried in each.tried:
-            chosen = not won and tried.words == plan.chosen and dict(each.variant) == dict(plan.variant)
+            chosen = not won and tried.strategy == plan.chosen and dict(each.variant) == dict(plan.variant)
             won = won or chosen
             rows.append(Row(tried, number, tried.peak_bytes <= limit, chosen))
     yield from sorted(rows, key=lambda r: (not r.chosen, not r.fits, r.tried.step_time_us))
@@ -102,7 +102,7 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
     compute = tried.compute_us - here.compute_us
     exposed = tried.step_time_us - tried.compute_us - exposed_us(plan)
     least = EQUALLY_FAST * here.step_time_us
-    kind = f" (mostly {tried.waits_for})" if tried.waits_for else ""
+    kind = f" (mostly {tried.most_exposed_kind})" if tried.most_exposed_kind else ""
     parts = [
         (compute, f"{time_text(compute)} more compute"),
         (exposed, f"{time_text(exposed)} more exposed communication{kind}"),
@@ -116,7 +116,7 @@ def _class(row: Row) -> str:
 
 def _title(plan: ShardingPlan, history: Sequence[SearchRecord], row: Row) -> str:
     tried, variant = row.tried, history[row.variant].variant
-    words = f"{tried.words}{f' ({variant_text(variant)})' if variant else ''}"
+    words = f"{tried.strategy}{f' ({variant_text(variant)})' if variant else ''}"
     outcome = "chosen" if row.chosen else why_not_chosen(plan, tried)
     return f"{words}: {time_text(tried.step_time_us)}, {bytes_text(tried.peak_bytes)}; {outcome}"
 
@@ -153,7 +153,7 @@ def _variants(plan: ShardingPlan, history: Sequence[SearchRecord]) -> str:
 
 def _tried_of(history: Sequence[SearchRecord], variant: Mapping[str, Any], words: str) -> PricedPlan | None:
     same = (each for each in history if dict(each.variant) == dict(variant))
-    return next((t for each in same for t in each.tried if t.words == words), None)
+    return next((t for each in same for t in each.tried if t.strategy == words), None)
 
 
 def _outcome(plan: ShardingPlan, tried: PricedPlan, chosen: bool) -> str:
@@ -171,7 +171,7 @@ def _plans(plan: ShardingPlan, history: Sequence[SearchRecord], rows: Sequence[R
         kind = "k-chosen" if r.chosen else "k-rival" if r.fits else "k-unfit"
         variant = [escape(variant_text(history[r.variant].variant))] if len(history) > 1 else []
         cells.append([
-            f"<b>{escape(r.tried.words)}</b>", *variant, bar(kind, r.tried.step_time_us, most, "wide"),
+            f"<b>{escape(r.tried.strategy)}</b>", *variant, bar(kind, r.tried.step_time_us, most, "wide"),
             time_text(r.tried.step_time_us), ratio_text(r.tried.step_time_us, here), bytes_text(r.tried.peak_bytes),
             _outcome(plan, r.tried, r.chosen),
         ])  # fmt: skip

@@ -9,17 +9,17 @@ from autoshard._units import bytes_text, line_text, spec_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Activation
 from autoshard.sharding.report.explanation import group_reasons
-from autoshard.sharding.report.page.parts import Paint, bar, folded, search_box, share, table
-from autoshard.sharding.report.summary import Group, by_role, groups, local_bytes, totals
+from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, search_box, share, table
+from autoshard.sharding.report.summary import Group, groups, groups_by_role, local_bytes, totals
 
 ACTIVATIONS_SHOWN = 10
 OPEN_ROWS = 60  # a longer table starts closed
 NAMES = {"parameter": "Parameters", "optimizer": "Optimizer state", "data": "Data", "other": "Counters and keys"}
 
 
-def tensors_section(plan: ShardingPlan, paint: Paint) -> str:
+def tensors_section(plan: ShardingPlan, paint: AxisLabels) -> str:
     """All tensors in groups, with a search field."""
-    roles = by_role(plan)
+    roles = groups_by_role(plan)
     most = max((g.whole_bytes for _, some in roles for g in some), default=1.0) or 1.0
     parts = [
         _table_of(plan, paint, NAMES.get(role, role) or "Inputs", some, most, is_open=role in ("parameter", "data"))
@@ -32,7 +32,9 @@ def tensors_section(plan: ShardingPlan, paint: Paint) -> str:
     return f'{filters}<div id="tensors-list">{"".join(parts)}</div>'
 
 
-def _table_of(plan: ShardingPlan, paint: Paint, name: str, some: Sequence[Group], most: float, is_open: bool) -> str:
+def _table_of(
+    plan: ShardingPlan, paint: AxisLabels, name: str, some: Sequence[Group], most: float, is_open: bool
+) -> str:
     if not some:
         return ""
     count, whole, local = totals(some)
@@ -43,7 +45,7 @@ def _table_of(plan: ShardingPlan, paint: Paint, name: str, some: Sequence[Group]
     return folded(head, table(columns, rows, right=(1, 3, 4)), is_open and len(rows) <= OPEN_ROWS)
 
 
-def _row(plan: ShardingPlan, group: Group, paint: Paint, most: float) -> list[str]:
+def _row(plan: ShardingPlan, group: Group, paint: AxisLabels, most: float) -> list[str]:
     leaf = group.first
     paths = "".join(f"<li>{escape(x.path)}</li>" for x in group.leaves)
     reasons = "".join(f"<li>{escape(line)}</li>" for line in group_reasons(plan, group, paint.names))
@@ -67,7 +69,7 @@ def _both(whole: float, local: float, most: float) -> str:
             f'<span class="local" style="width:{share(local, most):.3f}%"></span></span>')  # fmt: skip
 
 
-def _activations(plan: ShardingPlan, paint: Paint) -> str:
+def _activations(plan: ShardingPlan, paint: AxisLabels) -> str:
     """The largest activations and gradients, and how much of them is live at peak memory."""
     parts = []
     for role, name in (("activation", "Activations"), ("gradient", "Gradients")):
@@ -86,7 +88,7 @@ def _activations(plan: ShardingPlan, paint: Paint) -> str:
     return "".join(parts)
 
 
-def _activation_row(one: Activation, paint: Paint, most: float) -> list[str]:
+def _activation_row(one: Activation, paint: AxisLabels, most: float) -> list[str]:
     line = f'<code title="{escape(one.line)}">{escape(line_text(one.line))}</code>'
     return [
         f"{line}<br/><small>{escape(one.path)}, {escape(one.dtype)}</small>",

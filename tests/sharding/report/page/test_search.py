@@ -25,7 +25,7 @@ def test_the_chart_shows_time_against_memory(shown):
     by_title = {p[4]: (p[0] + p[2] / 2, p[1] + p[3] / 2) for p in points}
     placed = []
     for n, t in tried:
-        start = f"{t.words} ({variant_text(plan.history[n].variant)}): "
+        start = f"{t.strategy} ({variant_text(plan.history[n].variant)}): "
         placed += [(t, *by_title[title]) for title in by_title if title.startswith(start)]
     assert len(placed) == len(points)
     for a, b in itertools.pairwise(sorted(placed, key=lambda p: p[0].peak_bytes)):
@@ -46,7 +46,7 @@ def test_the_search_shows_why_other_plans_were_not_chosen(shown):
     assert "chosen" in rows[0] and not any("chosen" in row for row in rows[1:])
     for each in plan.history:
         for t in each.tried:
-            row = next(r for r in rows if r.startswith(t.words + variant_text(each.variant)))
+            row = next(r for r in rows if r.startswith(t.strategy + variant_text(each.variant)))
             if t.peak_bytes > plan.limit_bytes:
                 assert f"does not fit: {bytes_text(t.peak_bytes - plan.limit_bytes)} over the limit" in row
             elif t.step_time_us > plan.estimate.step_time_us * 1.001:

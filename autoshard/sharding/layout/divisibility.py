@@ -1,0 +1,71 @@
+"""Logical axes whose sizes are not divisible by their mesh axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard.sharding.layout.constants import LARGE_STATE_BYTES
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.spmdrules.core.placement import axes_of
+
+
+@shown
+@dataclass(frozen=True)
+class Undivided:
+    """A logical axis that mesh axes should shard, but whose size they do not divide.
+
+    Attributes:
+        cls: the logical axis.
+        over: the mesh axes.
+        shards: the number of shards that it has.
+        wanted_shards: the number of shards that it should have.
+    """
+
+    cls: int
+    over: tuple[str, ...]
+    shards: int
+    wanted_shards: int
+
+
+def undivided(layout: Layout) -> list[Undivided]:
+    """The logical axes in a layout's table whose sizes are not divisible by their mesh axes.
+
+    A mesh axis does not count for a logical axis if it already shards an earlier logical axis that occurs in all values
+    of this one.
+    """
+    found: list[Undivided] = []
+    sharded_over: dict[int, tuple[str, ...]] = {}
+    for c in dict.fromkeys(c for classes in layout.table.values() for c in classes):
+        over = tuple(a for a, classes in layout.table.items() if c in classes)
+        taken = {a for d, axes in sharded_over.items() if d in layout.axes.co_occurring.get(c, ()) for a in axes}
+        sharded_over[c] = tuple(layout.spec_of(((c,),))[0])
+        shards, wanted = layout.shard_count(sharded_over[c]), layout.shard_count([a for a in over if a not in taken])
+        if layout.axes.sizes[c] % wanted and shards < wanted:
+            found.append(Undivided(c, over, shards, wanted))
+    return found
+
+
+def undivided_in_storage(layout: Layout) -> list[Undivided]:
+    """The logical axes to pad so that the storage axes can shard the large arrays of state.
+
+    An array counts if storage axes are free that divide none of its dimensions. Its axis is the one whose shards are
+    the largest. Each logical axis occurs once, for the first such array.
+    """
+    found: dict[int, Undivided] = {}
+    for v, role in layout.roles.inputs.items():
+        leaves, spec, aval = layout.axes.of_value[v], layout.stored_spec(v), layout.axes.program.avals[v]
+        free = [a for a in layout.storage.get(role, ()) if a not in axes_of(spec)]
+        able = [d for d, dim in enumerate(leaves) if len(dim) == 1 and dim[0] not in layout.axes.stacked]
+        if free and able and v not in layout.fixed and nbytes(aval) >= LARGE_STATE_BYTES:
+            d = max(able, key=lambda d: (aval.shape[d] / layout.shard_count(spec[d]), -d))
+            (c,), shards = leaves[d], layout.shard_count(spec[d])
+            if aval.shape[d] % (shards * layout.shard_count(free)):
+                found.setdefault(c, Undivided(c, tuple(free), shards, shards * layout.shard_count(free)))
+    return list(found.values())
+
+
+def multiple(size: int, n: int) -> int:
+    """The least multiple of `n` that is at least `size`."""
+    return -(-size // n) * n
