@@ -79,6 +79,13 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from visiting the collected tests again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # chosen: fewer collections while programs are traced
+
+
 _finished_tests = itertools.count(1)
 
 

@@ -36,10 +36,8 @@ def _shown(metrics: dict[str, Any]) -> tuple[float, float]:
     return float(metrics["loss"]), float(metrics["grad_norm"])
 
 
-QUICK = ("moe-tiny",)
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in STYLES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STYLES)
 def test_an_experts_step_computes_what_one_device_does(name):
     work = workload(name)
     runs = [(style, 1) for style in STYLES[name]]

@@ -362,6 +362,12 @@ def run_trials(saved: Path, tmp_path: Path, mesh: Mesh, root: Path, seed: int, c
 
 
 @pytest.mark.whole
+def test_seven_faults(saved: Path, tmp_path: Path, mesh8: Mesh, root: Path) -> None:
+    counts = {"damaged": 3, "killed": 1, "full": 1, "limited": 1, "overtaken": 1}
+    run_trials(saved, tmp_path, mesh8, root, 2026, counts)
+
+
+@pytest.mark.slow
 def test_twenty_faults(saved: Path, tmp_path: Path, mesh8: Mesh, root: Path) -> None:
     counts = {"damaged": 13, "killed": 1, "one of two killed": 1, "full": 2, "limited": 1}
     counts |= {"read-only": 1, "overtaken": 1}

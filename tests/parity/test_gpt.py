@@ -1,6 +1,7 @@
 """Under every plan, a GPT's gradients, parameters and losses equal those on one device."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from tests.parity.gpt import Case, run
 from tests.sharding.programs import assert_close
 
 PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "tp:8 seq", "dp:2 tp:4 seq"]
-ALWAYS = (None, "dp:2 tp:4 seq")  # the other plans run on one version of JAX
+ALWAYS = (None, "dp:2 tp:4 seq")
+ON_ONE_JAX = ("dp:2 fsdp:2 tp:2",)
 
 VARIANTS = {
     "unrolled": Case((("scan_layers", False),)),
@@ -25,7 +27,7 @@ VARIANTS = {
     "untied": Case((("tie_head", False),)),
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("unrolled", "grouped-queries", "microbatches", "dropout-remat", "remat-alternating", "gpt2")
+QUICK = ("microbatches", "remat-alternating", "gpt2")  # `test_every_variant_with_every_plan` runs the others
 
 
 def compare(case: Case, plan: str | None) -> None:
@@ -36,7 +38,12 @@ def compare(case: Case, plan: str | None) -> None:
     np.testing.assert_allclose(sharded.losses, single.losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("plan", [p if p in ALWAYS else pytest.param(p, marks=pytest.mark.whole) for p in PLANS])
+def marked(plan: str | None) -> Any:
+    marks = [] if plan in ALWAYS else [pytest.mark.whole if plan in ON_ONE_JAX else pytest.mark.slow]
+    return pytest.param(plan, marks=marks)
+
+
+@pytest.mark.parametrize("plan", map(marked, PLANS))
 def test_plans(plan):
     compare(Case(), plan)
 
@@ -63,7 +70,7 @@ def test_two_key_value_heads_over_four_devices():
     assert tuple(by_name["wq"].spec)[2] == tuple(tensor) and tuple(by_name["wk"].spec)[2] == tensor[0]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_key_value_heads_that_take_all_devices_split_no_axis():
     """With four key-value heads, `tp:4` gives each device one of them and its query heads. Only `tp:8` is split."""
     case = Case((("kv_heads", 4), ("scan_layers", True)))

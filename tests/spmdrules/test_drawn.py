@@ -145,7 +145,7 @@ def check_exchange(fn: Any, x: np.ndarray, mesh: Any) -> None:
     assert check_rule(both, x, partitioner=False) == []
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @few_examples(5)
 @given(exchanges())
 def test_an_exchange_in_a_planned_function(drawn):

@@ -1,5 +1,7 @@
 """Experts are sharded over the mesh axes of the batch, and the router's experts are a separate logical axis."""
 
+import pytest
+
 from autoshard import plan
 from autoshard.models.workloads import workload
 from autoshard.train.program.build import workload_step
@@ -37,6 +39,7 @@ def test_a_program_without_a_router_keeps_its_axes():
     assert "experts" not in planned.axis_sizes
 
 
+@pytest.mark.slow
 def test_ep_is_chosen_where_experts_are_most_of_the_weights():
     work = workload("moe-10b")
     planned = plan(*workload_step(work), target="v5e:4x4", donate_argnums=0)

@@ -106,7 +106,7 @@ def test_values_and_gradients_equal_one_device(strategy: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_kernel_is_gathered_once_and_its_gradient_is_reduce_scattered() -> None:
     """One gather serves the reversed kernel, too. A 1 x 1 kernel's gradient is reduced like that of a matrix."""
     x = jax.ShapeDtypeStruct((1024, 16, 16, 512), jnp.float32)

@@ -43,6 +43,7 @@ def test_the_fastest_variant_that_fits_is_chosen():
     assert times["full", 2] == (False, pytest.approx(alone.estimate.step_time_us))
 
 
+@pytest.mark.slow
 def test_less_memory_takes_another_variant():
     peaks = {tuple(v.values()): peak for v, _, _, peak in over_all_variants().variants}
     limit = (min(peaks.values()) + sorted(peaks.values())[1]) / 2

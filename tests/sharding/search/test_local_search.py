@@ -63,6 +63,7 @@ def with_few_rows(words: str | None = None) -> Plan:
     return plan(step, state, batch, target="v5e:8x8", plan=words, donate_argnums=0)
 
 
+@pytest.mark.slow
 def test_a_changed_plan_can_be_requested(monkeypatch):
     named = with_few_rows()
     assert "+" not in named.chosen and "-" not in named.chosen  # a changed plan gains less than the threshold

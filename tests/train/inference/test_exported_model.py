@@ -89,7 +89,7 @@ def test_a_mixture_of_experts_is_rebuilt(
     assert text == expected and plan.mesh.size == jax.device_count()
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_an_average_without_an_update(make_config: MakeConfig) -> None:
     """By default the parameters are used instead, as in the run's evaluations."""
     config = make_config(ema_decay=0.5, ema_every=100, steps=3)
@@ -101,7 +101,7 @@ def test_an_average_without_an_update(make_config: MakeConfig) -> None:
         open_generator(config.run_dir, use_ema=True).generate("the", 8)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_tokenizer_is_copied(make_config: MakeConfig, tmp_path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
         read_inference(folder)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_resumed_on_the_same_machine_keeps_its_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=3, plan="dp:2 fsdp:2 tp:2")
     train(config)

@@ -27,6 +27,7 @@ def losses(run_dir: Path | None) -> list[float]:
     return [line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
 
 
+@pytest.mark.slow
 def test_the_search_takes_the_fastest_variant_that_fits(make_config: MakeConfig) -> None:
     free, plan = search_variants(make_config(**SHAPE))
     assert plan_train_step(make_config(**SHAPE)).variants == plan.variants

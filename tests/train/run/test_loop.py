@@ -63,7 +63,7 @@ def test_a_run_learns_and_writes_all_its_files(make_config: MakeConfig, capsys: 
     assert load_trained(result.run_dir, step=20).step == 20
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     shape = dict(gpt=dict(width=32, heads=4, kv_heads=2, dropout=0.1), steps=3, microbatches=2)
     runs = []
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig) -> 
     assert steps == ["step_00000001", "step_00000002", "step_00000003"]
 
 
-@pytest.mark.parametrize("mesh", ["data=4", "data=1"])
+@pytest.mark.parametrize("mesh", ["data=4", pytest.param("data=1", marks=pytest.mark.slow)])
 def test_a_run_resumes_on_another_mesh(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture, mesh: str
 ) -> None:
@@ -295,7 +295,7 @@ def test_a_run_that_cannot_be_resumed_changes_nothing(make_config: MakeConfig, c
     assert contents(config.run_dir) == before
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_resumes_with_its_data_and_not_backwards(make_config: MakeConfig, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question\n" * 100)
@@ -370,7 +370,7 @@ def test_a_folder_that_cannot_be_created_is_refused_before_planning(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_every_plan_of_a_run_is_kept(make_config: MakeConfig) -> None:
     config = make_config(steps=3)
     train(config)
@@ -419,7 +419,7 @@ def test_non_finite_states_do_not_replace_checkpoints(make_config: MakeConfig) -
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state["params"]))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_damaged_last_step_is_saved_again(make_config: MakeConfig) -> None:
     config = make_config(steps=4, checkpoint_every=2)
     train(config)

@@ -78,7 +78,7 @@ def until_steps(run_dir: Path, processes: list[subprocess.Popen[str]], lines: in
 LONG = ["--steps", "1000000", "--log-every", "5", "--deadline-seconds", str(DEADLINE_S)]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_sigterm_in_one_process_saves_the_same_step_in_all(start: Start, tmp_path: Path) -> None:
     one, other = started = start(*LONG)
     until_steps(tmp_path / "run", started)

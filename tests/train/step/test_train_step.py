@@ -99,7 +99,7 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
         state = after
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_each_microbatch_has_its_own_dropout() -> None:
     """Two microbatches of the same rows have the loss of one of them only without dropout."""
     half = jax.tree.map(lambda rows: rows[:4], batch())
