@@ -24,7 +24,7 @@ class AutoshardWarning(UserWarning):
 
 
 class CheckpointError(AutoshardError):
-    """A checkpoint that cannot be written or read as asked; nothing on disk was changed by it."""
+    """A checkpoint cannot be written or read as requested. Nothing on disk was changed."""
 
 
 class MismatchError(CheckpointError):
@@ -71,4 +71,4 @@ class PlanError(AutoshardError):
 
 
 class PlanRequestError(AutoshardError):
-    """A plan that was asked for cannot be read or cannot hold."""
+    """A requested plan cannot be parsed or cannot be satisfied."""

@@ -76,7 +76,7 @@ class MemoryModel:
         self._classes: dict[frozenset[int], ValueClasses] = {}
 
     def resized(self, axes: LogicalAxes) -> MemoryModel:
-        """Return this model for the same operators with logical axes of other sizes (`padding.lengthened`)."""
+        """Return this model for the same operators with logical axes of other sizes (`padding.with_axis_size`)."""
         resized = copy(self)
         resized.axes = axes
         resized.whole = resized._whole()

@@ -97,7 +97,7 @@ class CostModel:
         self._original: CostModel | None = None  # the model that was resized to this one
 
     def resized(self, axes: LogicalAxes) -> CostModel:
-        """Return this model for the same operators with logical axes of other sizes (`padding.lengthened`)."""
+        """Return this model for the same operators with logical axes of other sizes (`padding.with_axis_size`)."""
         resized, ops = copy(self), list(axes.program.ops())
         resized.axes, resized._original = axes, self
         resized.classes = [replace(each, op=ops[each.numbers[0]]) for each in self.classes]

@@ -54,7 +54,7 @@ class Matches:
 
     Attributes:
         state: pairs (input leaf, output leaf) of the state; each result occurs once.
-        alike: pairs (input leaf, output leaf) of other results with the same leaves as an argument, such as gradients.
+        state_like: pairs (input leaf, output leaf) of other results with the same leaves as an argument, such as gradients.
         mismatches: arguments that are returned with some leaves changed.
     """
 
@@ -85,7 +85,7 @@ def match(
         for depth in range(min(MAX_STATE_DEPTH, len(words)) + 1):
             subtrees.setdefault(words[:depth], {})[words[depth:]] = n
     used: set[int] = set()
-    state, alike = [], []
+    state, state_like = [], []
     found: set[int] = set()
     for owner, leaves in sorted(arguments.items()):
         with_same_paths = [p for p in subtrees.values() if p.keys() == leaves.keys() and not used & set(p.values())]
@@ -103,7 +103,7 @@ def match(
         for subtree in subtrees.values():
             if len(leaves) > 1 and subtree.keys() == leaves.keys() and not used & set(subtree.values()):
                 if all(_same(avals[leaves[k]], out_avals[subtree[k]]) for k in leaves):
-                    alike += [(leaves[k], subtree[k]) for k in leaves]
+                    state_like += [(leaves[k], subtree[k]) for k in leaves]
                     used |= set(subtree.values())
     unused = {prefix: subtree for prefix, subtree in subtrees.items() if not used & set(subtree.values())}
     mismatches = [
@@ -112,7 +112,7 @@ def match(
         if owner not in found and len(leaves) > 1
         for mismatch in _nearest(owner, leaves, unused, avals, out_keys, out_avals, owner in donated)
     ]
-    return Matches(state, alike, mismatches)
+    return Matches(state, state_like, mismatches)
 
 
 def _nearest(
