@@ -54,7 +54,7 @@ class Matches:
 
     Attributes:
         state: pairs (input leaf, output leaf) of the state; each result occurs once.
-        state_like: pairs (input leaf, output leaf) of other results with the same leaves as an argument, such as gradients.
+        state_like: pairs (input leaf, output leaf) of other results with an argument's leaves, such as gradients.
         mismatches: arguments that are returned with some leaves changed.
     """
 

@@ -100,7 +100,7 @@ def frozen(value: Any, where: str) -> Any:
         if not where:
             return type(value), id(value)
         raise PlanError(
-            f"{where} contains an instance of {type(value).__name__}, which is neither an array nor hashable, so calls with "
-            "different values cannot be distinguished: give its class a __hash__, or make it an array"
+            f"{where} contains an instance of {type(value).__name__}, which is neither an array nor hashable, so "
+            "calls with different values cannot be distinguished: give its class a __hash__, or make it an array"
         ) from None
     return type(value), value

@@ -153,7 +153,7 @@ def test_an_argument_that_is_neither_array_nor_hashable_raises():
         __hash__ = None  # type: ignore[assignment]
 
     model = auto_shard(varied_class(), plan="dp:8")(64, 128, rngs=nnx.Rngs(0))
-    with pytest.raises(PlanError, match=r"auto_shard\(Net\): argument 'taps' contains a Odd"):
+    with pytest.raises(PlanError, match=r"auto_shard\(Net\): argument 'taps' contains an instance of Odd"):
         model(batch(), taps=[Odd()])
 
 
