@@ -38,9 +38,9 @@ def convert(
         The converted value; meaningless if a problem was added.
 
     >>> wrong = []
-    >>> fit([1, 2.5], tuple[float, ...], "rates", wrong), wrong
+    >>> convert([1, 2.5], tuple[float, ...], "rates", wrong), wrong
     ((1.0, 2.5), [])
-    >>> fit({"size": "8"}, Mapping[str, int], "mesh", wrong) and wrong
+    >>> convert({"size": "8"}, Mapping[str, int], "mesh", wrong) and wrong
     ["mesh 'size' is '8', it must be a whole number"]
     """
     origin, arguments = get_origin(kind) or kind, get_args(kind)
@@ -155,7 +155,7 @@ def short_repr(value: Any) -> str:
 def type_text(kind: Any) -> str:
     """Describes a type in messages.
 
-    >>> words(int | None), words(tuple[str, ...]), words(Literal["ring", "switch"])
+    >>> type_text(int | None), type_text(tuple[str, ...]), type_text(Literal["ring", "switch"])
     ('a whole number or nothing', 'a list', "'ring' or 'switch'")
     """
     origin, arguments = get_origin(kind) or kind, get_args(kind)

@@ -343,8 +343,8 @@ def trials(saved: Path, rng: random.Random, mesh: Mesh, root: Path, counts: dict
         "read-only": lambda folder: read_only(folder, rng, mesh),
         "overtaken": lambda folder: saved_in_succession(folder, rng, mesh),
     }
-    chosen = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(damages), counts["damaged"])]
-    return chosen + [(name, others[name]) for name in others for _ in range(counts[name])]
+    chosen = [("damaged", damage(*way)) for way in itertools.islice(itertools.cycle(damages), counts.get("damaged", 0))]
+    return chosen + [(name, others[name]) for name in others for _ in range(counts.get(name, 0))]
 
 
 def run_trials(saved: Path, tmp_path: Path, mesh: Mesh, root: Path, seed: int, counts: dict[str, int]) -> None:

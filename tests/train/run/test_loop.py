@@ -220,7 +220,7 @@ def test_processes_agree_on_stopping_from_time_to_time_and_after_the_last_step(m
         exchanged.append(int(what.split()[1].rstrip(":")))
         return [max(values[0], others["signal"]), max(values[1], others["seconds"])]
 
-    monkeypatch.setattr(interrupt.distributed, "largest", largest)
+    monkeypatch.setattr(interrupt.distributed, "maximum_over_processes", largest)
 
     def run(steps: int, seconds: float) -> list[Any]:
         exchanged.clear()
