@@ -58,7 +58,7 @@ def search(
     layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
     proposed = len(layouts)
     layouts = [named for named in layouts if named[1].sharded_classes()] or layouts  # drop those that shard nothing
-    sharding = len(layouts)
+    sharding_count = len(layouts)
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}
         for name, layout in layouts:
@@ -66,7 +66,7 @@ def search(
         layouts = list(first.values())
     priced = _without_idle([price(name, layout, cost, memory) for name, layout in layouts], limit)
     counts = counts or SearchCounts()
-    counts.proposed, counts.duplicates = proposed, sharding - len(layouts)
+    counts.proposed, counts.duplicates = proposed, sharding_count - len(layouts)
     counts.idle = proposed - counts.duplicates - len(priced)
 
     def price_changed(name: str, layout: Layout) -> Candidate | None:

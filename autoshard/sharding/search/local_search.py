@@ -114,5 +114,5 @@ def _objective(candidate: Candidate, limit: float) -> tuple[bool, float]:
 
 def _gains(one: Candidate, other: Candidate, limit: float, share: float) -> bool:
     """Whether one plan is better than another by at least this share."""
-    (one_exceeds, mine), (other_exceeds, yours) = _objective(one, limit), _objective(other, limit)
-    return one_exceeds < other_exceeds or (one_exceeds == other_exceeds and mine < yours * (1 - share))
+    (one_exceeds, one_value), (other_exceeds, other_value) = _objective(one, limit), _objective(other, limit)
+    return one_exceeds < other_exceeds or (one_exceeds == other_exceeds and one_value < other_value * (1 - share))
