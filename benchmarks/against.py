@@ -29,10 +29,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MEASURE = Path(__file__).with_name("against_measurements.py")
 NAMES = ("planning", "dispatch", "propagation")
-TOLERATED_RATIO = 1.03  # chosen: a smaller loss is not worth a failure
-MIN_TURNS = 5  # chosen: a median of fewer ratios follows single turns
-TIMEOUT_S = 600
-# Chosen: a call's time beyond the jitted one can be about zero. Ratios of what is below this are noise of the clock.
+TOLERATED_RATIO = 1.03  # chosen: a smaller slowdown is tolerated
+MIN_TURNS = 5  # chosen: single outliers move the median of fewer ratios
+TIMEOUT_S = 600  # of one measurement; chosen
+# Chosen: the dispatch time beyond that of `jax.jit` can be about zero. Ratios of shorter times are noise of the clock.
 FLOOR_US = 1.0
 
 

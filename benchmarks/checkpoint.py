@@ -10,7 +10,7 @@ The state is float32 matrices, sharded over eight virtual devices. One process m
     digests    of the state, alone. A save computes them in the background, as a part of the total
 
 Memory is measured in separate processes: the largest resident size during a save, a restore or an export, minus that
-before it. A small state is saved first, because imports and XLA's first programs take 60 to 100 MiB once a process.
+before it. A small state is saved first, because imports and XLA's first programs take 60 to 100 MiB once per process.
 Training steps, with and without a save in the background, change all of the state in place and multiply matrices for
 some tenths of a second.
 """

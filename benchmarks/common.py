@@ -24,7 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 if not os.environ.get("JAX_PLATFORMS"):
-    jax.config.update("jax_platforms", "cpu")  # a benchmark may import jax first, and then ignores the environment
+    jax.config.update("jax_platforms", "cpu")  # JAX ignores the environment if it was imported before
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

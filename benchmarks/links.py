@@ -9,8 +9,8 @@ On a torus (TPU). A group spans a dimension if its chips differ in that coordina
     width   ways / shared, links
 All its dimensions work at once, on different parts of the data: links = sum of widths. The device with the fewest links
 (the corner of a mesh without wrap-around) can receive at that rate, and rings in every order of the dimensions reach
-it. A group whose chips are no box in the torus counts as one line through its bounding box: links = 1 / the number of
-groups whose boxes overlap it. The slowest group counts.
+it. A group whose chips do not form a box in the torus counts as one line through its bounding box: links = 1 / the
+number of groups whose boxes overlap it. The slowest group counts.
     all-gather, reduce-scatter     (n - 1) / n x payload / (links x bandwidth)
     all-reduce                     2 (n - 1) / n x payload / (links x bandwidth)
     all-to-all                     the larger of (n - 1) / n x payload / (links x bandwidth) and, for each dimension

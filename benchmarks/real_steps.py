@@ -5,7 +5,7 @@
 The planner plans each model's step for the attached devices, twice: by the estimate alone, and with `measure=24`, which
 runs the 24 best by the estimate and takes the fastest. The expert's side is every style of `expert_plans.styles` on
 eight devices, on the same step function. All styles run for a few steps, and the fastest ones for more, so the best
-style is known by measurement. Then each of the planner's plans and the best style take turns for `ROUNDS` steps each.
+style is known by measurement. Then each of the planner's plans and the best style take turns for `ROUNDS` steps each,
 from separate states. Each pair of steps gives one ratio, and the median ratio should be at most 1.03.
 
 Memory is not limited, so neither side recomputes or splits the batch: both have remat `none` and one microbatch. The

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # on a CPU, where `common` sets eight
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # `common` would set eight
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Full-state checkpoints on Orbax: digests per leaf, strict restores, any mesh to any mesh."""
 
-if __name__ != "autoshard.ckpt":  # through the link at the root: no second copy may come to be
+if __name__ != "autoshard.ckpt":  # through the link at the root, which would load a second copy
     raise ImportError("'ckpt' at the root is only a link: import autoshard.ckpt instead")
 
 import warnings

@@ -127,7 +127,7 @@ class Checkpointer:
 
         The state may be donated as soon as this returns: it is copied on the devices, and the copy is written. With
         `block=True` nothing is copied, and this returns when the step is committed. First waits for the previous save.
-        The next `save`, `wait` or `close` raises the errors of the background.
+        The next `save`, `wait` or `close` raises the errors of the save in the background.
 
         Args:
             step: the number of the step, not negative. It must not exist yet.

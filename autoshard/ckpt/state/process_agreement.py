@@ -18,7 +18,7 @@ def in_all_processes(what: str, action: Callable[[], T], otherwise: Callable[[st
 
     Args:
         what: the name of the action and its step, for errors.
-        action: the action; other processes learn of its `CheckpointError`s only.
+        action: the action; other processes learn only of its `CheckpointError`s.
         otherwise: makes the error of a process whose own action succeeded, from a text that names the failed ones.
 
     Raises:

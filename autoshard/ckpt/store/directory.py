@@ -6,7 +6,7 @@ DIR/step_...-tmp...       an unfinished save; the next writer removes it
 DIR/copy.step_...         an unfinished copy; the next writer removes it
 DIR/damaged.step_...      a damaged step that a run skipped; never removed
 DIR/removed.step_...      a step that is being removed. Renaming it first makes the removal atomic
-DIR/try.step_...          probe whether folders can be created; the next writer removes it
+DIR/try.step_...          tests whether folders can be created; the next writer removes it
 """
 
 from __future__ import annotations

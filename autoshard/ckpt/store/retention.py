@@ -131,7 +131,7 @@ def expired_steps(
         steps: all committed steps.
         metrics_of: returns the metrics of a step; called only if the policy needs them.
         own: the steps that this run saved. The policy also applies to them alone: after a run went back to an earlier
-            step, they have lower numbers than the steps before.
+            step, they have lower numbers than steps that were saved before.
     """
     metrics = {step: metrics_of(step) if keep.best else {} for step in steps}
     kept = keep.of(metrics) | keep.of({step: values for step, values in metrics.items() if step in own})

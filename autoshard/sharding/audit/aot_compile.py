@@ -84,7 +84,8 @@ class Compiled:
         """Peak memory of one device, as the compiler reports it; None if it did not compile the program.
 
         If it reports no peak: arguments + temporaries + results that do not use donated memory. On a TPU this is an
-        upper bound, since not all temporaries are alive at once. Programs run although it exceeds the device's memory.
+        upper bound, since not all temporaries are alive at once. A program can run although
+        this bound exceeds the device's memory.
         """
         if self.kind == "oom":
             return self.needed_bytes

@@ -92,7 +92,7 @@ class Substitute:
     Attributes:
         share: bytes of the planned collective per byte of the compiled one, in groups of n devices.
         loss: why it sends more bytes; empty if it does not.
-        any_line: whether they match across lines. The compiler combines reductions and takes them apart.
+        any_line: whether they match across lines. The compiler combines and splits reductions.
     """
 
     share: Callable[[int], float]

@@ -172,7 +172,7 @@ def _turn(run: _Run) -> Sequence[float]:
 
 
 def _has_another_step(run: _Run, timed: int, begun: float) -> bool:
-    """Whether a turn has another step. Over several processes it has not, because their clocks would disagree."""
+    """Whether a turn has another step. With several processes it never has, because their clocks disagree."""
     return timed < MOST_STEPS and not _spans_processes(run.mesh) and time.perf_counter() - begun < TURN_S
 
 

@@ -190,7 +190,7 @@ def _how(plan: ShardingPlan, choice: Alternative, as_planned: bool) -> str:
     shown = {path: spec_text(w) if isinstance(w, PartitionSpec) else str(tuple(w)) for path, w in choice.fixed.items()}
     fixed = ", ".join(f"'{path}': {text}" for path, text in list(shown.items())[:FIXED_SHOWN])
     rest = f", and {len(shown) - FIXED_SHOWN} more" if len(shown) > FIXED_SHOWN else ""
-    around = ""
+    plan_argument = ""
     if as_planned:
-        around = f"plan={plan.chosen!r}, " if is_request(plan.chosen) else f"mesh={mesh_sizes(plan)}, "
-    return f"{around}fixed={{{fixed}{rest}}}"
+        plan_argument = f"plan={plan.chosen!r}, " if is_request(plan.chosen) else f"mesh={mesh_sizes(plan)}, "
+    return f"{plan_argument}fixed={{{fixed}{rest}}}"

@@ -242,7 +242,7 @@ class PureFunction:
         def replan(bound: BoundPlan, strategy: str) -> BoundPlan | None:
             try:
                 return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy})
-            except (PlanError, PlanRequestError):  # a candidate that shards nothing is an error as an explicit request
+            except (PlanError, PlanRequestError):  # a requested plan that shards nothing is an error
                 return None
 
         chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)

@@ -51,8 +51,8 @@ def check_same_plan(plan: ShardingPlan, timeout_s: float = TIMEOUT_S) -> None:
     if verdict != _SAME:
         raise PlanError(
             verdict
-            or f"auto_shard({plan.function}): process 0 has not compared the plans of all processes: it failed before. "
-            "See its log"
+            or f"auto_shard({plan.function}): process 0 has not compared the plans of all processes: it failed "
+            "earlier. See its log"
         )
 
 
@@ -60,7 +60,7 @@ def _verdict(key: str, timeout_s: float) -> str:
     texts = [_compat.wait_for_text(f"{key}/{p}", timeout_s) for p in range(jax.process_count())]
     if None in texts:
         return (
-            f"process {texts.index(None)} has not planned after {timeout_s:.0f} s: it failed before, or runs other "
+            f"process {texts.index(None)} has not planned after {timeout_s:.0f} s: it failed earlier, or runs other "
             "code. See its log"
         )
     plans: dict[str, list[int]] = {}

@@ -1,6 +1,6 @@
 """Thresholds of the search for a plan. Unless said otherwise, the chosen plan depends on them.
 
-Each comment gives the source. No record says that any was fitted to the models of the benchmark.
+Each comment gives the source. There is no record of any being fitted to the models of the benchmark.
 """
 
 # --- Candidates (`layout_search`)

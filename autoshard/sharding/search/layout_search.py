@@ -58,7 +58,7 @@ def search(
     layouts = pin(list(on_mesh(axes, roles, mesh) if mesh is not None else _from_seeds(axes, roles, devices)))
     proposed = len(layouts)
     layouts = [named for named in layouts if named[1].sharded_classes()] or layouts  # drop those that shard nothing
-    sharding = len(layouts)
+    sharding_count = len(layouts)
     if mesh is None:
         first: dict[Any, tuple[str, Layout]] = {}
         for name, layout in layouts:
@@ -66,7 +66,7 @@ def search(
         layouts = list(first.values())
     priced = _without_idle([price(name, layout, cost, memory) for name, layout in layouts], limit)
     counts = counts or SearchCounts()
-    counts.proposed, counts.duplicates = proposed, sharding - len(layouts)
+    counts.proposed, counts.duplicates = proposed, sharding_count - len(layouts)
     counts.idle = proposed - counts.duplicates - len(priced)
 
     def price_changed(name: str, layout: Layout) -> Candidate | None:
@@ -86,7 +86,17 @@ def search(
 def _best_fitting(
     known: Sequence[Candidate], priced: Sequence[Candidate], changed: Sequence[Candidate], cost: CostModel, limit: float
 ) -> tuple[Candidate, list[Candidate]]:
-    """The best of the known plans (`known`: best first, `priced`: in their order) and of the changed ones; and all."""
+    """The best candidate that fits, or the one with the smallest peak if none fits; and the candidates, fastest first.
+
+    If a plan fits, a changed plan is a candidate only if it gains enough over every known plan.
+
+    Args:
+        known: the known plans, best first.
+        priced: the same plans, in the order in which they were proposed.
+        changed: the plans that the local search made, best first.
+        cost: prices time.
+        limit: memory of one device, in bytes.
+    """
     fitting = [c for c in [*priced, *changed] if c.fits(limit)]
     if not fitting:
         every = [*priced, *changed]
@@ -122,7 +132,7 @@ def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple
 
 
 def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterable[tuple[str, Layout]]:
-    """The layouts of all assignments of kinds of parallelism, those that the program can use, to the axes of a mesh."""
+    """The layouts of all assignments to a mesh's axes of the kinds of parallelism that the program can use."""
     useful = [k for k in KINDS if classes_for(k, roles, frozenset())] or ["dp"]
     for kinds in product(useful, repeat=len(mesh)):
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]

@@ -7,7 +7,7 @@ A word adds something to a mesh axis or removes it (`plan_edits.Change`):
     dp+optimizer, fsdp-parameter    a mesh axis stores this part of the state, or does not
 
 From each start, the best change is made until none gains enough (`LEAST_CHANGE_GAIN`). The gain is in time, or in
-memory while the plan does not fit. A changed plan may compute and communicate little more than its start
+memory while the plan does not fit. A changed plan may compute and communicate only a little more than its start
 (`MOST_EXTRA_WORK`). So it cannot repeat work to save communication, or send more and rely on overlap. It must gain
 `LEAST_GAIN_OVER_KNOWN` over every known plan. The comments of these constants give the measurements.
 """
@@ -114,5 +114,5 @@ def _objective(candidate: Candidate, limit: float) -> tuple[bool, float]:
 
 def _gains(one: Candidate, other: Candidate, limit: float, share: float) -> bool:
     """Whether one plan is better than another by at least this share."""
-    (one_exceeds, mine), (other_exceeds, yours) = _objective(one, limit), _objective(other, limit)
-    return one_exceeds < other_exceeds or (one_exceeds == other_exceeds and mine < yours * (1 - share))
+    (one_exceeds, one_value), (other_exceeds, other_value) = _objective(one, limit), _objective(other, limit)
+    return one_exceeds < other_exceeds or (one_exceeds == other_exceeds and one_value < other_value * (1 - share))

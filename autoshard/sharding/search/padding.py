@@ -60,10 +60,10 @@ def padding_gains(
     rivals += [(name, layout, 0.0) for name, layout in idle if all(name != c.name for c in others)]
     found: dict[int, list[Padding]] = {}
     for (cls, size), cases in _cases(chosen, rivals).items():
-        longer = with_axis_size(axes, cls, size)
-        longer_cost, longer_memory = cost.resized(longer), memory.resized(longer)
+        padded_axes = with_axis_size(axes, cls, size)
+        padded_cost, padded_memory = cost.resized(padded_axes), memory.resized(padded_axes)
         for words, layout, ways in cases:
-            padded = best_assigned(price(words, _on(longer, layout), longer_cost, longer_memory), longer_cost)
+            padded = best_assigned(price(words, _on(padded_axes, layout), padded_cost, padded_memory), padded_cost)
             if _gains(padded, chosen, limit):
                 step = padded.cost.step_time_us
                 padding = Padding(axes.name(cls), axes.sizes[cls], ways, size, words, step, padded.peak_bytes)

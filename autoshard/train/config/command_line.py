@@ -110,7 +110,7 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:
-    """Shorten a preset's warm-up to the same fraction of the run if the run is not longer than it.
+    """Shorten a preset's warm-up to the same fraction of the run if the run is not longer than the warm-up.
 
     A warm-up set by an option or a file stays.
     """
