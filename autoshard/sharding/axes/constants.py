@@ -1,7 +1,7 @@
 """Heuristic bounds in the analysis of logical axes.
 
-None of them is known to have been fitted to the benchmark's models. The plans of these models (`tests/golden`) depend
-on the constants that choose axes and roles.
+There is no record that any of them was fitted to the benchmark's models. The plans of these models (`tests/golden`)
+depend on the constants that choose axes and roles.
 """
 
 # Number of rounds of colour refinement with which `logical_axes` merges the axes of repeated layers. Each round lets

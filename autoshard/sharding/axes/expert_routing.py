@@ -17,7 +17,7 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def split_expert_axes(axes: LogicalAxes, roles: Roles) -> None:
-    """Gives the router's experts a class of their own, in place, if the program has a router.
+    """Gives the router's experts a logical axis of their own, in place, if the program has a router.
 
     Args:
         axes: the logical axes. `sizes` and `of_value` are changed.

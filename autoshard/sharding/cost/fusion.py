@@ -8,7 +8,7 @@ operators, slices and other data movement run inside the kernels that take their
     writes(kernel) = its results that are written
 
 On TPU a contraction computes its elementwise operands itself. A value that several contractions take is written once,
-in 16 bits, because products read no more at JAX's default precision. Convolutions each compute it again if its sources
+in 16 bits, because products read no more at JAX's default precision. But convolutions compute it again if its sources
 are not larger than one activation (a norm and `relu` after a convolution). A contraction does not write its result if a
 single chain of elementwise operators, with no loop on the way, leads to a value that is written instead. On other
 platforms contractions read their operands from memory.
@@ -19,9 +19,9 @@ bytes (a residual stream), unless a function of it alone, such as its `relu`, is
 broadcast from little data (a mask) is computed again in every loop and kernel. A slice is read without the rest of its
 operand. An update in place costs the bytes of the update.
 
-A value that is read soon, in the same run of its block, can stay in on-chip memory if it fits there together with all
-such values that are live at once: its bytes on a device are at most its share of that memory. This share, its fraction
-of the bytes of all these values, is the same for every layout.
+A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
+that memory: its fraction of the bytes of all such values that are live with it. It stays there if its bytes on a device
+are at most its share. The shares are the same for every layout.
 """
 
 from __future__ import annotations

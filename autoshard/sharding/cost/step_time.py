@@ -165,7 +165,7 @@ class CostModel:
         return {*self.axes.parameter_aliases, *self.axes.program.inputs}
 
     def _price(self, number: int, op_class: OperatorClass, canonical: CanonicalLayout) -> tuple[Price, Names]:
-        """Return the cost of one run of a class's operator, and the mesh axes behind the numbers in its moves."""
+        """Return the cost of one run of a class's operator, and the mesh axes that its moves name by number."""
         names, mesh, specs = canonical(self.queries.of_class[number])
         key = (number, specs, tuple(mesh.items()))
         found = self._memo.get(key)

@@ -119,7 +119,7 @@ class Search:
         return outcome
 
     def accept(self, outcome: Outcome) -> bool:
-        """Makes a factor of an outcome, unless its places overlap those of another factor. Returns whether it did."""
+        """Makes a factor from an outcome, unless its places overlap those of another factor. Returns whether it did."""
         results = tuple(way for way in outcome.joins if isinstance(way, Place))
         places = [(False, p) for p in outcome.places] + [(True, p) for p in results]
         outcomes, size = self.refined(outcome, math.gcd(*(self.size(*place) // place[1].major for place in places)))

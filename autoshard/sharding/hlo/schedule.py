@@ -9,8 +9,8 @@ collective at a time, or two permutes in opposite directions.
     while                     simulates its body twice. The second iteration counts for all further ones, so that a
                               collective that starts in one iteration and ends in the next is overlapped
     conditional               the branch that takes longest
-    asynchronous copies       use the memory bandwidth that compute leaves idle. What does not fit is exposed; it counts
-                              in the roofline only
+    asynchronous copies       use the memory bandwidth that compute leaves idle. The time that does not fit is exposed.
+                              It is added to the roofline time only, not to the time by compiler cycles
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def undivided(layout: Layout) -> list[Undivided]:
 def undivided_in_storage(layout: Layout) -> list[Undivided]:
     """The logical axes to pad so that the storage axes can shard the large arrays of state.
 
-    An array counts if storage axes are free that divide none of its dimensions. Its axis is the one whose shards are
-    the largest. Each logical axis occurs once, for the first such array.
+    An array counts if it leaves some storage axes unused, because they do not divide its dimensions. The axis to pad is
+    that of the dimension with the largest shards. Each logical axis occurs once, for the first such array.
     """
     found: dict[int, Undivided] = {}
     for v, role in layout.roles.inputs.items():

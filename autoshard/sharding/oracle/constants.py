@@ -18,8 +18,7 @@ SEARCH_TRIALS = 12
 # Number of sets of operands on which linearity is checked.
 LINEARITY_TRIALS = 3
 
-# Fraction of the sets of operands on which the results must not be constant, so that an undeclared kind of factor can
-# be reported.
+# An undeclared kind of factor is reported only if the results vary on at least this fraction of the sets of operands.
 INFORMATIVE_SHARE = 0.5
 
 # Allowed relative error (`probe_values.relative_error`) by bytes of a real number. It is wide enough for sums with

@@ -54,7 +54,7 @@ def missing_factors(case: Case, rule: Rule) -> list[tuple[str, str]]:
 
 
 def _how_to_join(case: Case, rule: Rule, name: str, operand_sets: Sequence[Sequence[np.ndarray]]) -> str | None:
-    """How the pieces' results are joined, one way per result that holds on all sets of operands; None if none does."""
+    """One way to join each result's pieces that holds on all sets of operands; None if some result has no such way."""
     axes = [_axis(rule, dims, name) for dims in rule.operands]
     if all(axis is None for axis in axes):
         return None

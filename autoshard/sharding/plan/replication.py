@@ -1,7 +1,7 @@
 """Over which mesh axes an array is replicated. Everything that counts replicas uses these functions.
 
-A sum over the devices that hold an array counts each element once per replica: a digest, a global norm under
-`shard_map`, a gradient reduced by hand. What all replicas write is written several times.
+A sum over all devices that hold an array counts each element once per replica. This affects digests, global norms
+under `shard_map`, and gradients reduced by hand. Likewise, if every replica writes its copy, it is written repeatedly.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def find_open(program: Program, open_inputs: set[int]) -> set[int]:
 
 
 def _mark_decided(op: Op, decided: set[int]) -> None:
-    """Adds the results of an operator whose every dimension a decided operand has."""
+    """Adds each result of an operator to `decided` if decided operands have all of its dimensions."""
     rule = op.rule
     assert rule is not None
     arrays = zip(op.operands, rule.operands, strict=True)

@@ -39,8 +39,8 @@ class Propagation:
     """The result of `propagate`.
 
     Attributes:
-        in_specs: shaped like the arguments: the given or chosen spec of each. If all uses of an argument need the same
-            other spec, it is that one.
+        in_specs: shaped like the arguments: the given or chosen spec of each. If all uses of an argument agree on
+            another spec, it is that spec.
         out_specs: shaped like the results: the spec of each.
         out_partial: shaped like the results: `{mesh axis: operation}` of each.
         reshards: the reshards in program order.
