@@ -141,6 +141,7 @@ def test_arrays_of_the_other_byte_order(tmp_path: Path, count: int) -> None:
 KEYS = ("", ".", "..", "%", "%packs", "%2E", "a/b", "/", "a\0b", "\n", " ", "\N{SNOWMAN}", "e\u0301", "\xe9", "x" * 300)
 
 
+@pytest.mark.slow
 def test_unusual_names(tmp_path: Path) -> None:
     """All names are used on two levels of one state."""
     state = {name: {other: np.float32(i * 100 + j) for j, other in enumerate(KEYS)} for i, name in enumerate(KEYS)}

@@ -110,6 +110,7 @@ def test_zero_3_costs_two_gathers_and_one_reduction_of_each_parameter():
     assert sent_bytes.get("all-reduce", 0) < 0.02 * sent_bytes["all-gather"]
 
 
+@pytest.mark.slow
 def test_a_convolutional_model_is_data_parallel():
     """All devices shard the batch of a Wide-ResNet, and no channel is sharded for compute."""
     planned = planned_for("wide-resnet-250m", "v5e:4x4", batch_size=1536)

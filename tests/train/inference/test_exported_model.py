@@ -122,7 +122,7 @@ def test_the_tokenizer_is_copied(make_config: MakeConfig, tmp_path: Path) -> Non
         open_generator(folder)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that Orbax drops
 def test_a_damaged_step_is_skipped(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=4, checkpoint_every=2)

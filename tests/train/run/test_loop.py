@@ -87,7 +87,7 @@ def test_evaluation_does_not_change_the_training(make_config: MakeConfig, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_average_is_sharded_evaluated_and_exported(make_config: MakeConfig, tmp_path: Path) -> None:
     """The average does not change the training. With `use_ema=False` the held-out loss is that of the parameters."""
     shape = dict(steps=4, optimizer=dict(learning_rate=0.1))
