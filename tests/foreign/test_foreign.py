@@ -21,8 +21,8 @@ PROGRAMS = {
 }
 MIXED = "dp:2 fsdp:2 tp:2"
 # Always run: the planner's own plan for some programs, and one plan with three mesh axes. Longer suites run the others.
-ALWAYS = [("nnx_transformer", None), ("linen_lstm", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
-ONE_JAX = [("nnx_cnn", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
+ALWAYS = [("nnx_transformer", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
+ONE_JAX = [("nnx_cnn", None), ("linen_lstm", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
 CASES = [(name, plan) for name in PROGRAMS for plan in (None, MIXED, "dp:8", "fsdp:8", "tp:8")]
 STEPS = 20
 
