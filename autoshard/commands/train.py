@@ -13,7 +13,8 @@ example: autoshard train --preset quick --data FILE.txt --steps 500 --plan fsdp:
 
 On SIGTERM the run saves a checkpoint and exits with code 75: start it again with --resume.
 
-Settings come from --preset, then from --config FILE.toml, then from the options; later ones take precedence."""
+Settings come from --preset, then from --config FILE.toml, then from the options; later ones take precedence.
+With --resume they come from the stored run first. The command line that started a run, plus --resume, resumes it."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -95,16 +95,21 @@ def find_target(name: str) -> Target:
     if name.endswith(".toml"):
         return _read(Path(name))
     name = name.strip().lower()
-    match = re.fullmatch(r"([a-z0-9-]+):([0-9]+(?:x[0-9]+)*)(?:\*([0-9]+))?", name)
-    chip = match and CHIPS.get(key := ALIASES.get(match[1], match[1]))
-    if not match or chip is None:
-        near = difflib.get_close_matches(name.partition(":")[0], CHIPS, n=1)
+    word, _, written = name.partition(":")
+    key = ALIASES.get(word, word)
+    chip = CHIPS.get(key)
+    if chip is None:
+        near = difflib.get_close_matches(word, CHIPS, n=1)
         raise TargetError(
             f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the path of a "
             f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")
         )
-    shape = [int(n) for n in match[2].split("x")]
-    slices = int(match[3] or 1)
+    match = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([0-9]+))?", written)
+    if not match:
+        wrong = f"{written!r} is not a shape" if written else "it has no shape"
+        raise TargetError(f"target '{name}': {wrong}; write {_shape_text(key, chip)}")
+    shape = [int(n) for n in match[1].split("x")]
+    slices = int(match[2] or 1)
     if min(*shape, slices, 1) < 1:
         raise TargetError(f"target '{name}' has no devices; write sizes of at least 1")
     if math.prod(shape) * slices * chip.cores > MOST_DEVICES:
@@ -133,6 +138,15 @@ def check_name(name: Any) -> None:
         raise TargetError(
             f"target is {short_repr(name)}; write its name as text, such as 'v5p:4x4x4', 'h100:4x8', 'cpu:8'"
         )
+
+
+def _shape_text(key: str, chip: Chip) -> str:
+    """How the shape of a chip's targets is written, with examples."""
+    if chip.torus:
+        example = f"{key}:{'x'.join(['4'] * chip.torus)}"
+        return f"the sizes of the {chip.torus} dimensions of the torus, such as {example}, or {example}*2 for 2 slices"
+    devices = "GPUs" if chip.platform == "cuda" else "devices"
+    return f"the number of {devices}, such as {key}:8, or hosts x {devices}, such as {key}:4x8"
 
 
 def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:

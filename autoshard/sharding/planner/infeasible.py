@@ -104,7 +104,7 @@ def _remedies_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str
     problem, plan = ranked[0][1].problem, ranked[0][1].plan
     peak = plan.estimate.peak_memory_bytes
     if not problem.searched:
-        return f"Give memory_limit_bytes={_rounded_up(peak)}, or a smaller batch{_padding_text(plan)}"
+        return f"Give {_limit_text(peak)} if each device has that much memory, or a smaller batch{_padding_text(plan)}"
     target, parts = problem.machine.target, []
     if problem.machine.sizes is None:
         parts.append(_larger_machine_text(ranked, target, peak))
@@ -115,8 +115,8 @@ def _remedies_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str
     text = "; ".join(parts)
     text = f"{text[:1].upper()}{text[1:]}. " if text else ""
     return (
-        f"{text}Or use a smaller batch{_padding_text(plan)}. memory_limit_bytes={_rounded_up(peak)} plans for this "
-        "machine all the same"
+        f"{text}Or use a smaller batch{_padding_text(plan)}. {_limit_text(peak)} plans for this machine as if each "
+        "device had that much memory"
     )
 
 
@@ -144,11 +144,10 @@ def _machine_text(fit: FeasibleMachine) -> str:
     return f"{fit.target.name} ({name}: {bytes_text(fit.plan.peak_bytes)} a device)"
 
 
-def _rounded_up(n: float) -> str:
-    """A number rounded up to three digits, `4.95e10`."""
-    power = max(int(math.log10(n)) - 2, 0)
-    digits = math.ceil(n / 10**power)
-    return f"{digits / 100:.2f}e{power + 2}" if power else str(digits)
+def _limit_text(peak: float) -> str:
+    """The limit with which a plan fits, rounded up to three digits: `memory_limit_bytes=4_740_000`."""
+    unit = 10 ** max(int(math.log10(peak)) - 2, 0)
+    return f"memory_limit_bytes={math.ceil(peak / unit) * unit:_}"
 
 
 def smallest(

@@ -182,13 +182,28 @@ class PlanningProblem:
             k for a, k in request.kinds.items()
             if request.sizes[a] > 1 and not plan_request.classes_for(k, self.roles, request.flags)
         ]  # fmt: skip
-        missing += ["seq"] if "seq" in request.flags and not self.roles.sequence else []
+        problems = []
         if missing:
             useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
             names = sorted(set(self.axes.names.values()))
-            raise PlanError(f"plan '{text}': the program has no axis for {', '.join(missing)}, it has some for "
+            problems.append(f"the program has no axis for {', '.join(missing)}, it has some for "
                             f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
+        if "seq" in request.flags and not self.roles.sequence:
+            problems.append(self._seq_text(request))
+        if problems:
+            raise PlanError(f"plan '{text}': {'. '.join(problems)}")
         return plan_request.layout_of(self.axes, self.roles, request)
+
+    def _seq_text(self, request: plan_request.Request) -> str:
+        """Why `seq` is not possible in a program without a sequence."""
+        has_tp, tp_axes = "tp" in request.kinds.values(), plan_request.classes_for("tp", self.roles, frozenset())
+        lacking = ["the plan has no tp"] if not has_tp else []
+        lacking += ["the program has no axis for tp"] if not tp_axes else []
+        lacking += ["the program has no sequence"]
+        return (
+            "'seq' needs tp in the plan and a sequence in the program, because tp then shards the sequence too; "
+            f"{', '.join(lacking)}. Leave 'seq' out"
+        )
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
         """All meshes with these axes over the devices."""

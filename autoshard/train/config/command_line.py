@@ -1,4 +1,8 @@
-"""Parse command-line arguments into a config: a preset or a stored run, then the TOML file, then the options."""
+"""Parse command-line arguments into a config: a preset or a stored run, then the TOML file, then the options.
+
+A resumed run starts from its stored settings. If its preset is named, the settings that may change on resume are the
+preset's. The others are not: some of them, such as the warm-up, were fitted to the run when it started.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,14 @@ import tyro
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config import run_directory
 from autoshard.train.config.presets import preset
-from autoshard.train.config.train_config import TrainConfig, from_dict, load_toml, replaced, suggestion
+from autoshard.train.config.train_config import (
+    RESUMABLE_CHANGES,
+    TrainConfig,
+    from_dict,
+    load_toml,
+    replaced,
+    suggestion,
+)
 from autoshard.train.old_names import current_options
 
 Command = TypeVar("Command", bound=TrainConfig)
@@ -101,12 +112,24 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
     if known.resume:
+        named = preset(known.preset) if known.preset else None
         run_dir = known.run_dir or run_directory.newest_run_dir(known.preset or "*")
-        base = preset(known.preset) if known.preset else from_dict(run_directory.read_config(run_dir), str(run_dir))
+        stored = from_dict(run_directory.read_config(run_dir), str(run_dir))
+        base = stored if named is None else _of_stored_run(named, stored)
         base = dataclasses.replace(base, run_dir=run_dir)
     else:
         base = preset(known.preset or "quick")
     return load_toml(base, known.config) if known.config else base
+
+
+def _of_stored_run(named: TrainConfig, stored: TrainConfig) -> TrainConfig:
+    """Return a preset with the stored values of all settings that must not change on resume.
+
+    If the run was started from another preset, the named one is returned as it is: its settings are requested ones.
+    """
+    if named.preset != stored.preset:
+        return named
+    return dataclasses.replace(stored, **{each: getattr(named, each) for each in RESUMABLE_CHANGES})
 
 
 def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:

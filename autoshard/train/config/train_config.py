@@ -80,7 +80,8 @@ class TrainConfig:
     """How parameters are updated."""
 
     plan: str | None = None
-    """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses."""
+    """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses. A run that is resumed with fewer or
+    more devices scales the plan that it was started with."""
     mesh: str | None = None
     """Mesh to plan for, such as 'data=4,model=2'. Default: the planner chooses."""
     target: str | None = None
@@ -258,13 +259,13 @@ def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
     return {"model": {"name": values["model"], **values["gpt"]}, "run": values}
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """List the settings in which two configs differ, as `name: a, now b`."""
-    found = []
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """List the settings in which two configs differ: name, value before, value now. A nested one is `gpt.layers`."""
+    found: list[tuple[str, Any, Any]] = []
     for name in sorted({*before, *now}):
         a, b = before.get(name), now.get(name)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += differences(a, b, f"{prefix}{name}.")
+            found += changed_settings(a, b, f"{prefix}{name}.")
         elif a != b:
-            found.append(f"{prefix}{name}: {a!r}, now {b!r}")
+            found.append((f"{prefix}{name}", a, b))
     return found

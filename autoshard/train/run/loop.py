@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from autoshard._shown import shown
-from autoshard.ckpt import Checkpointer, CheckpointError, Restored, RetentionPolicy, SaveEvery
-from autoshard.errors import AutoshardError, ConfigError, PlanError
+from autoshard.ckpt import Checkpointer, Restored, RetentionPolicy, SaveEvery
+from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
-from autoshard.sharding.api.plan import Plan
-from autoshard.sharding.machines.targets import target_for
 from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import (
     TrainConfig,
     checkpoint_config,
-    differences,
-    from_dict,
-    identity,
     to_dict,
 )
 from autoshard.train.data.prefetch import Prefetcher, place_batch
@@ -46,6 +41,7 @@ from autoshard.train.run import distributed
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loss_plot import plot_loss
 from autoshard.train.run.metrics import Reporter, peak_flops, read_metrics
+from autoshard.train.run.resumption import check_same_run, place_again, stored_config, with_searched_variant
 from autoshard.train.run.throughput import Clock
 from autoshard.train.run.watchdog import Watchdog
 from autoshard.train.step.train_state import Program, TrainState
@@ -79,9 +75,14 @@ class Trainer:
         Raises:
             AutoshardError: The config, the data or the folder cannot be used.
         """
+        stored = stored_config(config) if config.resume else None
+        if stored is not None:
+            config = with_searched_variant(config, stored)
         self.source: Source = make_source(config)
         self.config = config = fit_vocab(config, self.source.vocab_size)
         self._check_run_dir()
+        if stored is not None:
+            check_same_run(config, stored)
         searched = None
         if config.variants == "search" and not config.resume:
             self.config, searched = search_variants(config)
@@ -89,8 +90,13 @@ class Trainer:
                 self.source = make_source(self.config)
             config = self.config
         self.program: Program = make_program_of(config)
-        kept = saved_plan(config) or searched
-        self.placed: PlacedStep = place_step(train_step_of(config, self.program), self.program, config, kept)
+        place = partial(place_step, train_step_of(config, self.program), self.program)
+        self.placed: PlacedStep
+        self._planned_anew: str | None = None
+        if stored is None:
+            self.placed = place(config, searched)
+        else:
+            self.placed, self._planned_anew = place_again(place, config, stored)
         self._eval_step: PlacedEvalStep | None = None
         self._watchdog = Watchdog(config.deadline_seconds)
         self.run_dir = self._claim_run_dir()
@@ -121,22 +127,11 @@ class Trainer:
         return Result(self.run_dir, step, evaluation, interrupted_by)
 
     def _check_run_dir(self) -> None:
-        """Refuse a folder that has another run. Nothing is written before all checks pass."""
+        """Refuse a folder that is taken or cannot be written to. Nothing is written before all checks pass."""
         run_dir, config = self.config.run_dir, self.config
         if run_dir is not None and not config.resume:
             run_directory.check_free(run_dir)
         run_directory.check_writable(run_dir or run_directory.RUNS)
-        if not config.resume:
-            return
-        if run_dir is None or not run_directory.is_taken(run_dir):
-            raise ConfigError(f"--resume: {str(run_dir)!r} is not a run: give the folder of a run with --run-dir")
-        stored = identity(from_dict(run_directory.read_config(run_dir), str(run_dir)))
-        changed = differences(stored, identity(config))
-        if changed:
-            raise ConfigError(
-                f"{str(run_dir)!r} has a run with other settings ({'; '.join(changed)}): give its settings, or another "
-                "--run-dir"
-            )
 
     def _claim_run_dir(self) -> Path:
         run_dir = self.config.run_dir or run_directory.new_run_dir(
@@ -179,18 +174,19 @@ class Trainer:
         if other and not config.allow_other_data:
             problems.append(
                 f"it was trained on other data than {config.data or 'the standard library'!r} has now "
-                "(--allow-other-data accepts the new data)"
+                "(restore its data, or accept the new with --allow-other-data)"
             )
         if step > config.steps:
-            problems.append(f"it is at step {step}, but --steps is {config.steps}")
+            problems.append(f"it is at step {step}, but --steps is {config.steps} (give --steps {step} or more)")
         if problems:
             raise ConfigError(
-                f"{str(config.run_dir)!r} cannot be resumed: {'; '.join(problems)}. Restore its data and settings, or "
-                "give another --run-dir"
+                f"{str(config.run_dir)!r} cannot be resumed: {'; '.join(problems)}. Or give another --run-dir"
             )
 
     def _report_start(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
         reporter.print(str(self.placed.plan))
+        if self._planned_anew is not None:
+            reporter.print(self._planned_anew)
         parameters = sum(
             leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
         )
@@ -346,26 +342,6 @@ class Trainer:
         if peak is None or self.config.model != "gpt":
             return None
         return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * self.placed.plan.mesh.size)
-
-
-def saved_plan(config: TrainConfig) -> Plan | None:
-    """Return the plan of the newest readable checkpoint if a run resumes on the same kind of machine, else None.
-
-    A run that is resumed with a given mesh, target, memory limit or plan is planned again.
-    """
-    requested = (config.plan, config.mesh, config.target, config.memory_limit_bytes)
-    if not config.resume or config.run_dir is None or any(option is not None for option in requested):
-        return None
-    checkpoints = Checkpointer(config.run_dir / run_directory.CHECKPOINTS, keep=None)
-    for step in reversed(checkpoints.steps()):
-        try:
-            kept = checkpoints.describe(step).plan
-            plan = None if kept is None else Plan.from_json(json.dumps(kept))
-        except (CheckpointError, PlanError):  # damaged, or written by another version
-            continue
-        here = target_for(jax.devices(), jax.device_count()).name
-        return plan if plan is not None and plan.target == here and plan.mesh.size == jax.device_count() else None
-    return None
 
 
 def retention_policy(config: TrainConfig) -> RetentionPolicy:

@@ -128,7 +128,8 @@ def test_fixed_shardings_apply_on_the_named_machines(monkeypatch):
 def test_the_named_limit_is_enough():
     text = refused(target="v5e:2x2", memory_limit_bytes=1000)
     limit = re.search(r"memory_limit_bytes=(\S+) plans", text)
-    assert limit is not None
+    assert limit is not None and re.fullmatch(r"[1-9]\d{0,2}(_\d{3})*", limit[1])
+    assert text.endswith("plans for this machine as if each device had that much memory")
     plan = autoshard.plan(
         train_step, *shapes(), target="v5e:2x2", memory_limit_bytes=float(limit[1]), donate_argnums=0
     )  # fmt: skip

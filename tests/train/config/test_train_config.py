@@ -9,7 +9,7 @@ import pytest
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config.command_line import parse_config
 from autoshard.train.config.presets import PRESETS
-from autoshard.train.config.train_config import TrainConfig, differences, from_dict, identity, merge, to_dict
+from autoshard.train.config.train_config import TrainConfig, changed_settings, from_dict, identity, merge, to_dict
 from autoshard.train.step.optimizer import learning_rate_schedule
 
 
@@ -92,6 +92,19 @@ def test_a_warm_up_set_by_the_user_is_kept(tmp_path: Path) -> None:
     assert resumed.optimizer.warmup_steps == 25
 
 
+def test_a_resumed_run_keeps_what_was_fitted_to_it(tmp_path: Path) -> None:
+    """The preset is named again. Settings that may change on resume are the preset's, as in a new run."""
+    line = ["--preset", "shakespeare", "--gpt.layers=2", "--run-dir", str(tmp_path)]
+    with pytest.warns(AutoshardWarning, match="it is shortened to 2"):
+        started = parse(*line, "--steps=50")
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(started)))
+    assert parse(*line, "--steps=50", "--resume") == dataclasses.replace(started, resume=True)
+    longer = parse(*line, "--resume", "--optimizer.beta1=0.5")
+    assert (longer.steps, longer.optimizer.warmup_steps, longer.optimizer.beta1) == (2000, 2, 0.5)
+    other = parse("--preset", "quick", "--run-dir", str(tmp_path), "--resume")  # refused when the run starts
+    assert other.gpt == PRESETS["quick"].gpt
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -126,7 +139,7 @@ def test_settings_of_the_training_may_not_change_on_resume() -> None:
     longer = merge(config, {"steps": 5, "plan": "fsdp:8", "log_every": 1}, "here")
     assert identity(longer) == identity(config)
     other = merge(config, {"seed": 1, "gpt": {"layers": 3}}, "here")
-    assert differences(identity(config), identity(other)) == ["gpt.layers: 4, now 3", "seed: 0, now 1"]
+    assert changed_settings(identity(config), identity(other)) == [("gpt.layers", 4, 3), ("seed", 0, 1)]
     trained = {"model", "data", "tokenizer", "batch_size", "microbatches", "seed", "freeze", "gpt"}
     averaged = {"ema_decay", "ema_every", "ema_spike"}
     assert identity(config).keys() == trained | averaged | {"optimizer"}

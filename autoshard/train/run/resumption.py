@@ -1,0 +1,181 @@
+"""What a resumed run keeps: its settings, its searched variant, and its plan as far as the devices allow.
+
+If the run had other devices, its plan is made anew:
+
+    the plan and the mesh that it requested     scaled in their own words, `fsdp:8` to `fsdp:4`
+    if no scaling divides, or fits in memory    searched
+    a plan that it searched                     searched
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autoshard.ckpt import Checkpointer
+from autoshard.errors import AutoshardWarning, CheckpointError, ConfigError, PlanError, PlanRequestError
+from autoshard.sharding.api.plan import Plan
+from autoshard.sharding.layout.plan_request import is_request, parse_request
+from autoshard.sharding.layout.request_scaling import scaled_meshes, scaled_requests
+from autoshard.sharding.machines.targets import find_target, target_for
+from autoshard.train.config import run_directory
+from autoshard.train.config.train_config import TrainConfig, changed_settings, from_dict, identity
+from autoshard.train.program.planned_step import PlacedStep, parse_mesh
+
+Place = Callable[[TrainConfig, Plan | None], PlacedStep]
+"""Plans the train step with the options of a config, or binds a given plan to it."""
+
+
+def stored_config(config: TrainConfig) -> TrainConfig:
+    """Read the settings of the run that a config resumes.
+
+    Raises:
+        ConfigError: The folder has no run, or its settings are damaged.
+    """
+    run_dir = config.run_dir
+    if run_dir is None or not run_directory.is_taken(run_dir):
+        raise ConfigError(f"--resume: {str(run_dir)!r} is not a run: give the folder of a run with --run-dir")
+    return from_dict(run_directory.read_config(run_dir), str(run_dir))
+
+
+def with_searched_variant(config: TrainConfig, stored: TrainConfig) -> TrainConfig:
+    """Return the config with the remat policy and microbatches that the run searched at its start, if it did so."""
+    if not config.variants == stored.variants == "search":
+        return config
+    kept = replace(config, microbatches=stored.microbatches, gpt=replace(config.gpt, remat=stored.gpt.remat))
+    if kept != config:
+        warnings.warn(
+            f"the run keeps the variant that it searched at its start: --gpt.remat {kept.gpt.remat} --microbatches "
+            f"{kept.microbatches}, not --gpt.remat {config.gpt.remat} --microbatches {config.microbatches}",
+            AutoshardWarning,
+            stacklevel=2,
+        )
+    return kept
+
+
+def check_same_run(config: TrainConfig, stored: TrainConfig) -> None:
+    """Refuse settings that differ from those of the run and that define what is trained.
+
+    Raises:
+        ConfigError: Settings differ; the message has each option with its value and that of the run.
+    """
+    changed = changed_settings(identity(stored), identity(config))
+    if not changed:
+        return
+    problems = [f"{_option(name)} is {_value(now)}, the run has {_value(before)}" for name, before, now in changed]
+    # A setting without a value, such as no --data, cannot be given as an option.
+    given = [_setting(name, before) for name, before, _ in changed if before not in (None, [])]
+    left_out = [_option(name) for name, before, _ in changed if before in (None, [])]
+    verbs = {"give": given, "leave out": left_out}
+    remedy = " and ".join(f"{verb} {' '.join(options)}" for verb, options in verbs.items() if options)
+    raise ConfigError(
+        f"{str(config.run_dir)!r} cannot be resumed with other settings: {'; '.join(problems)}. "
+        f"{remedy[0].upper()}{remedy[1:]}, or give another --run-dir"
+    )
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _setting(name: str, value: Any) -> str:
+    """A setting as an option with its value: `--gpt.layers 2`, `--gpt.no-bias`."""
+    if isinstance(value, bool):
+        table, dot, last = name.rpartition(".")
+        return _option(name if value else f"{table}{dot}no_{last}")
+    return f"{_option(name)} {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value in (None, []):
+        return "none"
+    return shlex.join(map(str, value)) if isinstance(value, list) else shlex.quote(str(value))
+
+
+def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple[PlacedStep, str | None]:
+    """Plan the train step of a resumed run.
+
+    Args:
+        place: Plans the step.
+        config: The settings of the resumed run.
+        stored: The settings that it had.
+
+    Returns:
+        The planned step, and one line on why the plan is another one than the run had; None if it is not.
+    """
+    count = jax.device_count()
+    if config.plan is None and config.mesh is None and config.target is None:
+        saved, here = newest_plan(config), target_for(jax.devices(), count).name
+        if saved is None or (saved.target == here and saved.mesh.size == count):
+            return place(config, saved if config.memory_limit_bytes is None else None), None
+        placed = place(config, None)
+        return placed, (
+            f"planned anew: the checkpoint's plan, {saved.chosen}, is for {saved.target}; on {here} the plan is "
+            f"{placed.plan.chosen}"
+        )
+    if not _lacks_devices(config, count) or _requested(config) != _requested(stored):
+        return place(config, None), None
+    before = " ".join(f"--{name} {_value(value)}" for name, value in _requested(config).items() if value is not None)
+    why = f"planned anew: the run was started with {before}; on {count} device{'s' * (count > 1)} the plan is"
+    for scaled in scalings(config, count):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                placed = place(scaled, None)
+            except (PlanError, PlanRequestError):
+                continue
+        if placed.plan.fits:
+            for each in caught:
+                warnings.warn(each.message, each.category, stacklevel=2)
+            return placed, f"{why} {placed.plan.chosen}"
+    placed = place(replace(config, plan=None, mesh=None, target=None), None)
+    return placed, f"{why} {placed.plan.chosen}, from a search, because no scaling of the request fits"
+
+
+def _requested(config: TrainConfig) -> dict[str, str | None]:
+    return {"plan": config.plan, "mesh": config.mesh, "target": config.target}
+
+
+def _lacks_devices(config: TrainConfig, count: int) -> bool:
+    """Whether the requested plan, mesh or target cannot be used with this number of attached devices."""
+    if config.mesh is not None:
+        return math.prod((parse_mesh(config.mesh) or {}).values()) > count
+    if config.target is not None:
+        return find_target(config.target).devices > count
+    return config.plan is not None and is_request(config.plan) and parse_request(config.plan).devices != count
+
+
+def scalings(config: TrainConfig, count: int) -> Iterator[TrainConfig]:
+    """Yield the config with its plan and its mesh scaled to a number of devices, the smallest change first."""
+    if config.plan is not None:
+        for request in scaled_requests(parse_request(config.plan), count, config.microbatch_size):
+            mesh = _mesh_text(request.sizes) if config.mesh is not None else None
+            yield replace(config, plan=str(request), mesh=mesh, target=None)
+    elif config.mesh is not None:
+        for sizes in scaled_meshes(parse_mesh(config.mesh) or {}, count):
+            yield replace(config, mesh=_mesh_text(sizes), target=None)
+
+
+def _mesh_text(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
+
+
+def newest_plan(config: TrainConfig) -> Plan | None:
+    """Read the plan of the newest readable checkpoint of a run; None if it has none."""
+    assert config.run_dir is not None
+    checkpoints = Checkpointer(config.run_dir / run_directory.CHECKPOINTS, keep=None)
+    for step in reversed(checkpoints.steps()):
+        try:
+            kept = checkpoints.describe(step).plan
+            return None if kept is None else Plan.from_json(json.dumps(kept))
+        except (CheckpointError, PlanError):  # damaged, or written by another version
+            continue
+    return None
