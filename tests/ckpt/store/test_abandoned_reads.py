@@ -27,7 +27,8 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def report(error: BaseException, source: Any = None) -> None:
-    sys.unraisablehook(SimpleNamespace(exc_value=error, object=source))
+    unraisable: Any = SimpleNamespace(exc_value=error, object=source)
+    sys.unraisablehook(unraisable)
 
 
 def coroutine_in(file: str) -> Any:

@@ -106,7 +106,7 @@ def test_it_is_the_mean_of_the_stored_parameters(where: str, dtype: Any, mesh8: 
     sizes = np.exp2(rng.integers(-22, 2, (256, 64)))  # in float16, the smaller ones are subnormal
     old, gradient = (jnp.asarray(rng.normal(size=(256, 64)) * sizes, dtype) for _ in range(2))
 
-    def step(old: jax.Array, average: Average, gradient: jax.Array) -> tuple[jax.Array, Average]:
+    def step(old: jax.Array, average: Average, gradient: jax.Array) -> tuple[Any, Average]:
         new = optax.apply_updates(old, jnp.asarray(-1e-3, dtype) * gradient)
         return new, updated(average, new, jnp.float32(1), jnp.array(True), jnp.int32(1), EmaConfig(0.5))
 
