@@ -85,7 +85,7 @@ def slow_every(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], lis
 def test_readers_get_the_newest_step(
     run: Run, slow_every: Callable[[int], list[str]], capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steps = slow_every(10)
+    steps = slow_every(15)
     reader, like = Checkpointer(run.directory), state_of(0)
     for _ in range(READS):
         newest = run.saved
