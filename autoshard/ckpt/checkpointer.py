@@ -197,7 +197,7 @@ class Checkpointer:
                 warnings.warn(text, CheckpointWarning, stacklevel=6)
 
     def wait(self) -> None:
-        """Wait until the last save is committed, then remove the steps that `keep` does not retain.
+        """Wait until the last save is committed, then remove the steps that `keep` does not retain and nobody reads.
 
         Raises:
             CheckpointError: the step could not be written; the committed steps are unchanged.
@@ -215,10 +215,10 @@ class Checkpointer:
             ) from error
         self._saved.add(step)
         if jax.process_index() == 0:  # the step just written is intact, and stays
-            self._remove(self._expired(self.keep))
+            self._directory.remove(*self._expired(self.keep))
 
     def prune(self, keep: RetentionPolicy) -> list[int]:
-        """Remove and return the steps that `keep` does not retain. The newest intact step always stays.
+        """Remove and return the steps that `keep` does not retain, except the newest intact step and steps in use.
 
         If there are steps to remove, reads the newest step and compares its digests, as `verify` does. Reads earlier
         steps only if that one is damaged.
@@ -228,8 +228,9 @@ class Checkpointer:
         """
         self._directory.claim()
         removable = self.would_prune(keep)
-        self._remove(removable)
-        return removable
+        removed = self._directory.remove(*removable)
+        self._reader.warn_of_readers([step for step in removable if step not in removed])
+        return removed
 
     def would_prune(self, keep: RetentionPolicy) -> list[int]:
         """Return the steps that `prune` would remove. Reads the same steps as `prune`.
@@ -241,10 +242,6 @@ class Checkpointer:
 
     def _expired(self, keep: RetentionPolicy) -> list[int]:
         return expired_steps(keep, self.steps(), self._reader.metrics_of, self._saved)
-
-    def _remove(self, steps: Sequence[int]) -> None:
-        for step in steps:
-            self._directory.remove(step)
 
     def copy(self, step: int | None, directory: Any) -> None:
         """Copy a step unchanged to another directory, by default the newest, and compare the copy with its digests.
@@ -288,11 +285,15 @@ class Checkpointer:
             CheckpointError: the step does not exist, the folder is not empty, or there is no moving average.
             DamagedCheckpointError: a tensor differs from its digest; the files written so far are removed.
         """
-        model = self.model(step, use_ema=use_ema, dtype=dtype)
-        return write_model(model, Path(folder), shard_bytes=shard_bytes)
+
+        def write(path: Any, number: int) -> Exported:
+            model = step_model(path, number, use_ema=use_ema, dtype=dtype)
+            return write_model(model, Path(folder), shard_bytes=shard_bytes)
+
+        return self._reader.read(step, write)
 
     def model(self, step: int | None = None, *, use_ema: bool = False, dtype: str | None = None) -> Model:
-        """Return the model of a step, as tensors that are read one at a time; see `export`."""
+        """Return the model of a step, as tensors that are read one at a time while the step stays; see `export`."""
         return self._reader.read(step, lambda path, number: step_model(path, number, use_ema=use_ema, dtype=dtype))
 
     def close(self) -> None:

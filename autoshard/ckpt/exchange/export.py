@@ -117,7 +117,7 @@ class Model:
 
 
 def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None = None) -> Model:
-    """Return the model of a step. Each tensor is compared with its digest when it is read.
+    """Return the model of a step. Each tensor is compared with its digest when it is read. The step stays meanwhile.
 
     The name of a tensor is its `.`-joined path, without the part of the train state. Reading a tensor with values out
     of the range of `dtype` raises `CheckpointError`.
@@ -141,7 +141,8 @@ def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None
     specs = {spec.key: spec for spec in manifest.leaves}
     where = f"step {step} in {path.parent}"
     sources = model_leaves(specs, use_ema, where)
-    leaves = orbax_storage.LeafReader(path, manifest)
+    with reading(path, step):
+        leaves = orbax_storage.LeafReader(path, manifest)
 
     def read(spec: LeafSpec) -> np.ndarray:
         if not spec.stored:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -72,20 +72,27 @@ class Change:
     def apply(self, array: Any, leaf: Any) -> Any:
         """Return the changed values of a saved array, with the sharding of the requested leaf."""
         if not isinstance(array, jax.Array):
-            return self._changed(np, array)
+            return self.changed(np, array)
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh.are_all_axes_auto:
-            return jax.jit(partial(self._changed, jnp), out_shardings=sharding)(array)
+            return _program(self, sharding)(array)
         # With explicit axes, `take` along a sharded dimension would need an output sharding.
         with _compat.auto_axes():
             array = jax.device_put(array, _with_auto_axes(array.sharding))
-            changed = jax.jit(partial(self._changed, jnp), out_shardings=_with_auto_axes(sharding))(array)
+            changed = _program(self, _with_auto_axes(sharding))(array)
         return jax.device_put(changed, sharding)
 
-    def _changed(self, library: Any, array: Any) -> Any:
+    def changed(self, library: Any, array: Any) -> Any:
+        """Return the changed values of an array of NumPy or `jax.numpy`, the `library`."""
         if self.numbers is not None:
             return library.take(array, np.array(self.numbers), axis=self.dim)
         return library.repeat(library.expand_dims(array, self.dim), self.count, axis=self.dim)
+
+
+@lru_cache(maxsize=64)
+def _program(change: Change, sharding: Any) -> Any:
+    """Return the program of a change. Leaves of the same shape, dtype and sharding share it, so it is compiled once."""
+    return jax.jit(partial(change.changed, jnp), out_shardings=sharding)
 
 
 def _with_auto_axes(sharding: Any) -> NamedSharding:

@@ -257,7 +257,8 @@ def _find_damaged_alone(path: Any, step: int, manifest: Manifest, saved: Mapping
 
 def _find_damaged(path: Any, step: int, manifest: Manifest, expected: Mapping[Key, int]) -> list[Key]:
     """Return the leaves that cannot be read by themselves or differ from their digests."""
-    leaves = orbax_storage.LeafReader(path, manifest)
+    with reading(path, step):
+        leaves = orbax_storage.LeafReader(path, manifest)
     wrong: set[Key] = set()
     for spec in leaves.in_order(manifest.leaves):
         try:

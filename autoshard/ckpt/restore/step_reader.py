@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any, TypeVar
 
 import jax
 
-from autoshard.ckpt.restore.constants import MAX_READ_TRIES, STEPS_SHOWN
+from autoshard.ckpt.restore.constants import MIN_READ_TRIES, READ_PATIENCE_S, READ_PAUSE_S, STEPS_SHOWN
 from autoshard.ckpt.restore.restore import damaged_leaves, read_manifest, restore_step
 from autoshard.ckpt.restore.restore_request import Restored, RestoreRequest
 from autoshard.ckpt.store.argument_checks import step_number
 from autoshard.ckpt.store.directory import StepDirectory
+from autoshard.ckpt.store.step_lock import ReadLock
 from autoshard.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, MismatchError, RemovedStepError
 
 T = TypeVar("T")
@@ -36,21 +38,39 @@ class StepReader:
     def read(self, step: int | None, action: Callable[[Any, int], T]) -> T:
         """Return `action(path, step)`, by default of the newest step.
 
-        If another process removes the newest step meanwhile, try again with the step that is newest then.
+        A step is not removed while it is read, as far as files can be locked. If another process removes the newest
+        step before it is locked, or it cannot be locked, try again with the step that is newest then.
 
         Raises:
             CheckpointError: the step does not exist.
             RemovedStepError: the given step was removed, or the newest one was removed in each of many tries.
         """
+        start_s = time.monotonic()
         for tries in itertools.count(1):
             number = self._existing(step)
             try:
-                return action(self._directory.step_path(number), number)
+                return self._locked(number, action)
             except RemovedStepError:
                 # Several processes may see different steps, so they do not try again.
-                if step is not None or tries == MAX_READ_TRIES or jax.process_count() > 1:
+                enough = tries >= MIN_READ_TRIES and time.monotonic() - start_s > READ_PATIENCE_S
+                if step is not None or enough or jax.process_count() > 1:
                     raise
+                time.sleep(READ_PAUSE_S)
         raise AssertionError
+
+    def _locked(self, step: int, action: Callable[[Any, int], T]) -> T:
+        """Return `action(path, step)`. Nobody removes the step meanwhile.
+
+        Raises:
+            RemovedStepError: the step was removed.
+        """
+        path = self._directory.step_path(step)
+        try:
+            lock = ReadLock(path)
+        except FileNotFoundError as error:
+            raise RemovedStepError(step, path.parent) from error
+        with lock:
+            return action(path, step)
 
     def restore(self, step: int | None, request: RestoreRequest, fallback: bool) -> tuple[Any, Restored]:
         """Return the state of a step and a record of the restore; see `Checkpointer.restore`."""
@@ -81,6 +101,12 @@ class StepReader:
                 stacklevel=3,
             )
         return [one for one in expired if one != step]
+
+    def warn_of_readers(self, steps: Sequence[int]) -> None:
+        """Warn of steps that were to be removed and are being read."""
+        if steps:
+            text = f"steps {_last_few(steps)} in {self._directory.path} are being read and stay: prune again later"
+            warnings.warn(text, CheckpointWarning, stacklevel=3)
 
     def metrics_of(self, step: int) -> Mapping[str, float]:
         """Return the metrics of a step; none if the step cannot be read."""
@@ -124,7 +150,8 @@ class StepReader:
         skipped: list[int] = []
         for earlier in reversed([one for one in self._directory.steps() if one < step]):
             try:
-                return *restore_step(self._directory.step_path(earlier), earlier, request), skipped
+                state, restored = self._locked(earlier, lambda path, number: restore_step(path, number, request))
+                return state, restored, skipped
             except DamagedCheckpointError:
                 skipped.append(earlier)
             except (MismatchError, RemovedStepError):

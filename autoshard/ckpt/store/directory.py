@@ -1,4 +1,4 @@
-"""The directory of the steps: its format, the committed steps, the lock of its writer, removal.
+"""The directory of the steps: its format, the committed steps, the lock of its writer, removal of steps nobody reads.
 
 DIR/autoshard.json        marks the directory as created by autoshard; has its format
 DIR/step_00000100/        one committed step, as Orbax writes it
@@ -20,6 +20,7 @@ from typing import Any
 
 from etils import epath
 
+from autoshard.ckpt.store.step_lock import unread
 from autoshard.errors import CheckpointError
 
 try:
@@ -49,9 +50,12 @@ class StepDirectory:
         """Return the committed steps, ascending."""
         if not self.path.exists():
             return []
-        numbers = {int(match[1]) for entry in self.path.iterdir() if (match := _STEP.fullmatch(entry.name))}
+        names = {entry.name for entry in self.path.iterdir()}
+        numbers = {int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
         # step_000000003 has the number of step_00000003, but is not a step.
-        return [step for step in sorted(numbers) if is_committed(self.step_path(step))]
+        steps = [step for step in sorted(numbers) if self.step_path(step).name in names]
+        # On a local disk the name is enough. A second look could miss all steps, if a run replaces them meanwhile.
+        return [step for step in steps if is_committed(self.step_path(step))] if "://" in str(self.path) else steps
 
     def check(self) -> None:
         """Check that the directory is new, empty or created by autoshard. Write nothing.
@@ -168,18 +172,26 @@ class StepDirectory:
             raise CheckpointError(f"damaged step {step} of {self.path} cannot be renamed: {error}") from error
         return free
 
-    def remove(self, step: int) -> None:
-        """Remove a step. Renaming it first makes this atomic.
+    def remove(self, *steps: int) -> list[int]:
+        """Remove steps, except those that are being read. Return the removed ones.
 
         Raises:
-            CheckpointError: it cannot be removed.
+            CheckpointError: a step cannot be removed.
         """
-        renamed = self.path / f"removed.step_{step:08d}"
+        return [step for step in steps if self._remove(step)]
+
+    def _remove(self, step: int) -> bool:
+        """Remove a step if nobody reads it, and return whether it was removed. Renaming it first makes this atomic."""
+        path, renamed = self.step_path(step), self.path / f"removed.step_{step:08d}"
         try:
-            self.step_path(step).rename(renamed)
+            with unread(path) as removable:
+                if not removable:
+                    return False
+                path.rename(renamed)
             renamed.rmtree(missing_ok=True)
         except OSError as error:
             raise CheckpointError(f"step {step} cannot be removed from {self.path}: {error}") from error
+        return True
 
 
 def is_committed(path: epath.Path) -> bool:

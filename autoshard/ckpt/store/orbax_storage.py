@@ -20,8 +20,10 @@ from orbax.checkpoint import v1 as ocp
 
 from autoshard.ckpt.state.named_leaves import PACKS, Key, LeafSpec, bits_of, nest, unnest
 from autoshard.ckpt.state.snapshot import Snapshot
+from autoshard.ckpt.store import abandoned_reads
 from autoshard.ckpt.store.constants import CONCURRENT_BYTES, COPIES_WHILE_READING
 from autoshard.ckpt.store.manifest import Manifest
+from autoshard.ckpt.store.step_lock import ReadLock
 
 _STATE, _DIGESTS = "state", "digests"
 # Orbax numbers all operations of a process with one counter. A load that starts during a save breaks the save.
@@ -108,7 +110,8 @@ def _concurrent_bytes(arrays: Iterable[Any], copies: int = 1) -> int:
 
 def read_manifest(path: Any) -> Manifest:
     """Return the manifest of a step. Raises any error of Orbax or `Manifest.from_json`."""
-    with _ORBAX_LOCK, _deferred_log(drop=True):  # Orbax also reads the metadata of the arrays, which is not needed
+    # The log is about the metadata of the arrays, which Orbax reads too and which are not needed.
+    with _ORBAX_LOCK, abandoned_reads.silenced(), _deferred_log(drop=True):
         return Manifest.from_json(ocp.checkpointables_metadata(path).custom_metadata)
 
 
@@ -132,9 +135,18 @@ def read_arrays(path: Any, wanted: Mapping[Key, Any], *, partial: bool = False) 
 
 
 class LeafReader:
-    """Reads the leaves of a step one at a time into host memory. Keeps the last pack that was read."""
+    """Reads the leaves of a step one at a time into host memory. Keeps the last pack that was read.
+
+    The step is not removed as long as this object exists.
+    """
 
     def __init__(self, path: Any, manifest: Manifest) -> None:
+        """Lock the step.
+
+        Raises:
+            FileNotFoundError: the step was removed.
+        """
+        self._lock = ReadLock(path)
         self._path, self._places = path, manifest.places
         self._last: tuple[Key, np.ndarray | Exception] | None = None
 
@@ -219,13 +231,8 @@ def _load(path: Any, wanted: dict[str, Any], *, partial: bool = False) -> dict[s
         context.multiprocessing_options.primary_host = process
         context.multiprocessing_options.active_processes = {process}
         context.multiprocessing_options.barrier_sync_key_prefix = f"autoshard_process_{process}"
-    with contextlib.ExitStack() as on_failure:
-        # Orbax drops the failed tasks of the other leaves, and asyncio would log a traceback for each of them.
-        on_failure.callback(logging.getLogger("asyncio").addFilter, _keep_asyncio_record)
-        with _ORBAX_LOCK, context, _deferred_log():
-            loaded = ocp.load_checkpointables(path, wanted)
-        on_failure.pop_all()
-    return loaded
+    with _ORBAX_LOCK, abandoned_reads.silenced(), context, _deferred_log():
+        return ocp.load_checkpointables(path, wanted)
 
 
 @contextlib.contextmanager
@@ -253,7 +260,3 @@ def _deferred_log(*, drop: bool = False) -> Iterator[None]:
 def _keep_record(record: logging.LogRecord) -> bool:
     """Drop the tracebacks of Orbax's failed threads: `result` raises their errors."""
     return "_SignalingThread.run() raised" not in record.getMessage()
-
-
-def _keep_asyncio_record(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.getMessage()

@@ -1,6 +1,6 @@
 r"""An exponential moving average of the parameters, stored in the train state and sharded like the parameters.
 
-With decay :math:`d` and float32 parameters :math:`p_i` after the counted update :math:`i`,
+With decay :math:`d` and the stored parameters :math:`p_i` after the counted update :math:`i`, in float32,
 
 .. math:: m_i = d\,m_{i-1} + (1 - d)\,p_i,\quad w_i = d\,w_{i-1} + (1 - d),\quad m_0 = w_0 = 0,
     \qquad \bar p = m / w
@@ -92,7 +92,7 @@ def updated(average: Average, params: Tree, loss: jax.Array, sound: jax.Array, s
 
     def mix(mean: jax.Array, value: jax.Array, decay: float, when: jax.Array) -> jax.Array:
         # `where`, because multiplication by zero would keep values that are not finite.
-        return jnp.where(when, mean * decay + value.astype(jnp.float32) * (1.0 - decay), mean)
+        return jnp.where(when, mean * decay + _as_stored(value) * (1.0 - decay), mean)
 
     one = jnp.ones((), jnp.float32)
     return Average(
@@ -101,6 +101,18 @@ def updated(average: Average, params: Tree, loss: jax.Array, sound: jax.Array, s
         mix(average.loss, loss, LOSS_DECAY, counts),
         mix(average.loss_weight, one, LOSS_DECAY, counts),
     )
+
+
+def _as_stored(value: jax.Array) -> jax.Array:
+    """Return a value in float32, rounded to the dtype in which it is stored.
+
+    With `xla_allow_excess_precision`, the default, XLA drops the rounding of a value that is cast to bfloat16 and back:
+    the mean would be of parameters that exist nowhere. XLA keeps a `reduce_precision`.
+    """
+    if jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits == 16:
+        info = jnp.finfo(value.dtype)
+        value = jax.lax.reduce_precision(value, info.nexp, info.nmant)
+    return value.astype(jnp.float32)
 
 
 def averaged_params(average: Average, params: Tree) -> Tree:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,32 @@ def test_all_experts_on_another_degree_of_expert_parallelism(saved: Checkpointer
     restored = saved.restore(like=state, shardings=shardings_of_plan)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(shardings_of_plan)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_one_program_for_all_leaves_of_a_shape(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, explicit: bool
+) -> None:
+    axis_types = (AxisType.Explicit if explicit else AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("ep", "tp"), axis_types=axis_types)
+    sharding = NamedSharding(mesh, PartitionSpec("ep"))
+    rng = np.random.default_rng(0)
+    state = {f"up{i}": rng.normal(size=(8, 4)).astype(np.float32) for i in range(6)}
+    state |= {f"dense{i}": rng.normal(size=(4, 3)).astype(np.float32) for i in range(5)}
+    like = {name: jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding) for name in state if name[0] == "u"}
+    like |= {name: jax.ShapeDtypeStruct((8, 4, 3), np.float32, sharding=sharding) for name in state if name[0] == "d"}
+    numbers = [5, 0, 7, 0, 1, 2, 3, 6]
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state, expert_dims={"up*": 0}, block=True)
+        jax.clear_caches()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            restored = checkpoints.restore(like=like, experts=numbers, upcycle={"dense*": 0})
+        compiled = [one for one in caplog.messages if "Finished XLA compilation of jit(changed)" in one]
+    assert len(compiled) == 2, compiled
+    for name, leaf in restored.items():
+        want = state[name][numbers] if name[0] == "u" else np.broadcast_to(state[name], (8, 4, 3))
+        np.testing.assert_array_equal(leaf, want, err_msg=name)
+        assert leaf.sharding == sharding
 
 
 def test_experts_that_do_not_exist(saved: Checkpointer, tmp_path: Path, files_of: Any) -> None:

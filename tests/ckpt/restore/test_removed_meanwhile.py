@@ -1,4 +1,7 @@
-"""Reading while a run removes steps: readers use the steps that are left, and no step is reported as damaged."""
+"""Reading while a run removes steps: a step stays while it is read, where files can be locked.
+
+Where they cannot, readers use the steps that are left, and no step is reported as damaged.
+"""
 
 import json
 from collections.abc import Callable
@@ -10,7 +13,8 @@ import numpy as np
 import pytest
 
 from autoshard.ckpt import Checkpointer, CheckpointError, RemovedStepError
-from autoshard.ckpt.store import orbax_storage
+from autoshard.ckpt.restore import step_reader
+from autoshard.ckpt.store import orbax_storage, step_lock
 from autoshard.cli import main
 
 # Orbax drops the futures of a failed load's other leaves.
@@ -32,7 +36,13 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def removed_at(run: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps be removed while they are read, as on a file system without locks."""
+    monkeypatch.setattr(step_lock, "fcntl", None)
+
+
+@pytest.fixture
+def removed_at(run: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Remove steps just before a function of `orbax_storage` reads their files, and save others in their place."""
 
     def remove(function: str, *steps: int, saves: int | None = None) -> None:
@@ -90,7 +100,7 @@ def test_a_given_step_that_was_removed(run: Path, removed_at: Callable[..., None
         assert caught.value.step == step and "damaged" not in str(caught.value)
 
 
-def test_reading_a_tensor_of_a_removed_step(run: Path) -> None:
+def test_reading_a_tensor_of_a_removed_step(run: Path, without_locks: None) -> None:
     with Checkpointer(run, keep=None) as checkpoints:
         model = checkpoints.model(3)
         checkpoints._directory.remove(3)
@@ -112,6 +122,7 @@ def test_a_reader_gives_up_on_a_writer_that_is_too_fast(run: Path, monkeypatch: 
     monkeypatch.setattr(orbax_storage, "read_manifest", lambda path: (_ for _ in ()).throw(FileNotFoundError(path)))
     with monkeypatch.context() as patched:
         patched.setattr("autoshard.ckpt.restore.restore.is_committed", lambda path: False)
+        patched.setattr(step_reader, "READ_PATIENCE_S", 0.0)
         with pytest.raises(RemovedStepError, match="was removed while it was read"):
             Checkpointer(run).restore()
     with pytest.raises(CheckpointError, match="damaged"):

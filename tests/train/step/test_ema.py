@@ -5,8 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import autoshard
 from autoshard.train.step.ema import Average, EmaConfig, averaged_params, start, updated
 
 SHAPES = {"w": (3, 2), "b": (2,)}
@@ -93,3 +96,31 @@ def test_it_is_kept_in_float32() -> None:
     average = after(EmaConfig(0.99), [1.0] * 100, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(average)} == {jnp.dtype(jnp.float32)}
     check(average, list(range(1, 101)), 0.99, jnp.bfloat16, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("where", ["one device", "sharded", "planned"])
+def test_it_is_the_mean_of_the_stored_parameters(where: str, dtype: Any, mesh8: Mesh) -> None:
+    """XLA must not drop the rounding to the stored dtype between the optimizer's update and the average."""
+    rng = np.random.default_rng(0)
+    sizes = np.exp2(rng.integers(-22, 2, (256, 64)))  # in float16, the smaller ones are subnormal
+    old, gradient = (jnp.asarray(rng.normal(size=(256, 64)) * sizes, dtype) for _ in range(2))
+
+    def step(old: jax.Array, average: Average, gradient: jax.Array) -> tuple[Any, Average]:
+        new = optax.apply_updates(old, jnp.asarray(-1e-3, dtype) * gradient)
+        return new, updated(average, new, jnp.float32(1), jnp.array(True), jnp.int32(1), EmaConfig(0.5))
+
+    if where == "sharded":
+        old, gradient = jax.device_put((old, gradient), NamedSharding(mesh8, PartitionSpec("data", "model")))
+    compiled = autoshard.auto_shard(step, plan="fsdp:8") if where == "planned" else jax.jit(step)
+    new, average = compiled(old, start(old), gradient)
+    # With a decay of 0.5 the products are exact.
+    np.testing.assert_array_equal(average.mean / average.weight, np.asarray(new, np.float32))
+    np.testing.assert_array_equal(averaged_params(average, new), new)
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9, 0.999, 0.9999])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_after_one_update_it_equals_the_parameters(dtype: Any, decay: float) -> None:
+    average = after(EmaConfig(decay), [1.0], dtype=dtype)
+    jax.tree.map(np.testing.assert_array_equal, averaged_params(average, params(0, dtype)), params(1, dtype))

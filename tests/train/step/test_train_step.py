@@ -11,7 +11,9 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import autoshard
 from autoshard.models import GPT, GPTConfig, cross_entropy
+from autoshard.train.step.ema import EmaConfig
 from autoshard.train.step.train_state import Program, make_program
 from autoshard.train.step.train_step import make_eval_step, make_train_step
 
@@ -97,6 +99,20 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
         np.testing.assert_allclose(metrics["learning_rate"], expected, rtol=1e-6)
         np.testing.assert_allclose(update_norm, expected * metrics["grad_norm"], rtol=1e-4)
         state = after
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("plan", [None, "fsdp:8"])
+def test_the_average_is_that_of_the_stored_parameters(plan: str | None, dtype: str) -> None:
+    config = GPTConfig(**SHAPE, param_dtype=dtype)
+    program = make_program(lambda rngs: GPT(config, rngs=rngs), optax.adam(1e-2), ema=EmaConfig(0.5))
+    step = make_train_step(program, RATE)
+    planned = autoshard.auto_shard(step, plan=plan) if plan else jax.jit(step)
+    after = planned(jax.jit(program.create_state)(jax.random.key(0)), batch())[0]
+    assert after.ema.weight == 0.5  # so the products are exact
+    for mean, stored in zip(jax.tree.leaves(after.ema.mean), jax.tree.leaves(after.params), strict=True):
+        assert stored.dtype == dtype and mean.dtype == jnp.float32
+        np.testing.assert_array_equal(mean / after.ema.weight, np.asarray(stored, np.float32))
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""Silence about the reads that Orbax abandons.
+
+Orbax reads all arrays of a step at once. If one of them cannot be read, it raises that error, closes its event loop
+and abandons the other reads. Each of those would print a traceback when it ends or is freed, which can be seconds
+later. The raised error says all that a user needs, so these tracebacks are dropped, and no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_LOGGER = logging.getLogger("asyncio")
+_failed = False  # whether a read has failed, so that tracebacks can come at any time
+_hook: Callable[[Any], Any] | None = None
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Drop the tracebacks of abandoned reads in a block, and from then on if the block fails. For one thread only."""
+    global _failed
+    before = sys.unraisablehook
+    _LOGGER.addFilter(_keep_record)  # adding a filter again has no effect
+    _install_hook()
+    try:
+        yield
+    except BaseException:
+        _failed = True
+        raise
+    finally:
+        if not _failed:
+            _LOGGER.removeFilter(_keep_record)
+            if sys.unraisablehook is _hook:  # otherwise somebody has installed another one, which may call this one
+                sys.unraisablehook = before
+
+
+def _install_hook() -> None:
+    global _hook
+    previous = sys.unraisablehook
+    if previous is _hook:
+        return
+
+    def report(unraisable: Any) -> None:
+        if not _is_of_abandoned_read(unraisable):
+            previous(unraisable)
+
+    _hook = sys.unraisablehook = report
+
+
+def _is_of_abandoned_read(unraisable: Any) -> bool:
+    """Return whether an error that Python cannot raise is that of an abandoned read."""
+    error, source = unraisable.exc_value, unraisable.object
+    if source is None:  # a thread of TensorStore reports the end of a read to the event loop that is closed
+        return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    return inspect.iscoroutine(source) and _is_of_orbax(source.cr_code.co_filename)
+
+
+def _keep_record(record: logging.LogRecord) -> bool:
+    """Keep a record of asyncio that does not come from Orbax's tasks and futures."""
+    error = record.exc_info[1] if record.exc_info else None
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if error is not None else []
+    return not any(map(_is_of_orbax, [record.getMessage(), *files]))
+
+
+def _is_of_orbax(text: str) -> bool:
+    return "orbax" in text

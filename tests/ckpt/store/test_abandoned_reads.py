@@ -1,0 +1,89 @@
+"""Which tracebacks are dropped after a failed read: those of Orbax's abandoned reads, and no others."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autoshard.ckpt.store import abandoned_reads
+
+CLOSED = RuntimeError("Event loop is closed")
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Collect what is reported, as in a process in which no read has failed."""
+    seen: list[Any] = []
+    monkeypatch.setattr(abandoned_reads, "_failed", False)
+    monkeypatch.setattr(abandoned_reads, "_hook", None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(unraisable.exc_value))
+    logger = logging.getLogger("asyncio")
+    filters = [*logger.filters]
+    yield seen
+    logger.filters[:] = filters
+
+
+def report(error: BaseException, source: Any = None) -> None:
+    unraisable: Any = SimpleNamespace(exc_value=error, object=source)
+    sys.unraisablehook(unraisable)
+
+
+def coroutine_in(file: str) -> Any:
+    scope: dict[str, Any] = {}
+    exec(compile("async def read(): pass", file, "exec"), scope)
+    coroutine = scope["read"]()
+    coroutine.close()
+    return coroutine
+
+
+def test_the_tracebacks_of_abandoned_reads_are_dropped_after_a_failure(reported: list[Any]) -> None:
+    with pytest.raises(OSError), abandoned_reads.silenced():
+        raise OSError
+    for _ in range(2):
+        report(CLOSED)
+        report(ValueError("zarr.json does not exist"), coroutine_in("/site-packages/orbax/checkpoint/serialization.py"))
+        assert reported == []
+        others = [(ValueError("a"), None), (CLOSED, object()), (CLOSED, coroutine_in("/home/me/train.py"))]
+        for error, source in others:
+            report(error, source)
+        assert [reported.pop(0) for _ in others] == [error for error, _ in others]
+        with abandoned_reads.silenced():  # changes nothing
+            pass
+
+
+def test_a_read_that_succeeds_leaves_the_hook_of_the_user(reported: list[Any]) -> None:
+    hook = sys.unraisablehook
+    with abandoned_reads.silenced():
+        assert sys.unraisablehook is not hook
+    assert sys.unraisablehook is hook
+
+
+def test_a_hook_that_is_installed_later_is_called(reported: list[Any]) -> None:
+    with pytest.raises(OSError), abandoned_reads.silenced():
+        raise OSError
+    inner, later = sys.unraisablehook, []
+    sys.unraisablehook = lambda unraisable: later.append(unraisable.exc_value) or inner(unraisable)
+    with abandoned_reads.silenced():
+        pass
+    report(error := ValueError("a"))
+    assert later == reported == [error]
+
+
+def test_records_of_asyncio(reported: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSError), abandoned_reads.silenced():
+        raise OSError
+    scope: dict[str, Any] = {}
+    exec(compile("def read(): raise ValueError", "/site-packages/orbax/handlers.py", "exec"), scope)
+    for function, kept in ((scope["read"], 0), (lambda: int("a"), 1)):
+        caplog.clear()
+        try:
+            function()
+        except ValueError:
+            logging.getLogger("asyncio").exception("Future exception was never retrieved")
+        assert len(caplog.records) == kept
+    caplog.clear()
+    logging.getLogger("asyncio").error("Task was destroyed but it is pending! <Task at /site-packages/orbax/a.py>")
+    assert not caplog.records
