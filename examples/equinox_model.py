@@ -1,4 +1,4 @@
-"""An Equinox model, whose arrays are the state of the train step: `python examples/equinox_model.py`."""
+"""An Equinox model, unchanged in the state of the train step: `python examples/equinox_model.py`."""
 
 import os
 
@@ -22,25 +22,18 @@ def create_model(rng):
     return eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, depth=1, activation=jax.nn.gelu, key=rng)
 
 
-# An Equinox model contains arrays and functions, such as `gelu`. The arguments of a sharded function are arrays
-# only, so the train step takes the arrays and combines them with the rest inside. No array is allocated here.
-MODEL_SHAPES = eqx.filter_eval_shape(create_model, jax.random.key(0))
-_, STATIC = eqx.partition(MODEL_SHAPES, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-
-
 def create_state(rng):
-    arrays, _ = eqx.partition(create_model(rng), eqx.is_array)
-    return {"model": arrays, "opt": optimizer.init(arrays)}
+    model = create_model(rng)  # arrays, and functions such as `gelu`, which are static
+    return {"model": model, "opt": optimizer.init(eqx.filter(model, eqx.is_array))}
 
 
-def loss_fn(arrays, inputs, targets):
-    model = eqx.combine(arrays, STATIC)
+def loss_fn(model, inputs, targets):
     return jnp.mean((jax.vmap(model)(inputs) - targets) ** 2)
 
 
 def train_step(state, inputs, targets):
-    loss, grads = jax.value_and_grad(loss_fn)(state["model"], inputs, targets)
-    updates, opt = optimizer.update(grads, state["opt"], state["model"])
+    loss, grads = eqx.filter_value_and_grad(loss_fn)(state["model"], inputs, targets)
+    updates, opt = optimizer.update(grads, state["opt"], eqx.filter(state["model"], eqx.is_array))
     return {"model": eqx.apply_updates(state["model"], updates), "opt": opt}, loss
 
 
@@ -58,12 +51,12 @@ def main():
     targets = jnp.roll(inputs, 1, axis=1)
 
     sharded_step = auto_shard(train_step, donate_argnums=0)
-    print(sharded_step.plan(jax.eval_shape(create_state, rng), inputs, targets))  # nothing is allocated yet
+    print(sharded_step.plan(eqx.filter_eval_shape(create_state, rng), inputs, targets))  # nothing is allocated yet
     state = sharded_step.init(create_state, rng)  # each device creates its own shards
     losses = train(sharded_step, state, inputs, targets)
     print("sharded:   ", losses)
 
-    expected = train(jax.jit(train_step), create_state(rng), inputs, targets)
+    expected = train(eqx.filter_jit(train_step), create_state(rng), inputs, targets)
     print("one device:", expected)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     assert losses[-1] < losses[0]

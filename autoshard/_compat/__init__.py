@@ -18,6 +18,7 @@ from autoshard._compat.array_types import (
     weakly_typed,
 )
 from autoshard._compat.coordination import delete_text, publish_text, texts_under, wait_for_text
+from autoshard._compat.equinox_objects import equinox_module, is_filter_jit
 from autoshard._compat.flax_objects import (
     annotated_specs,
     has_graph_nodes,
@@ -65,12 +66,14 @@ __all__ = [
     "dce",
     "with_derivative_of",
     "element_shape",
+    "equinox_module",
     "expand_hijax",
     "delete_text",
     "has_graph_nodes",
     "wait_for_text",
     "defining_modules",
     "is_extended",
+    "is_filter_jit",
     "is_floating",
     "is_jaxpr",
     "is_tracer",

@@ -3,7 +3,8 @@
 A program is a module that does not mention autoshard. Its `make()` returns `(step, state, batches)`: a train step, the
 tuple of its state arguments and a list of tuples of its batch arguments. If `state` is one pytree, `step(*state,
 *batch)` returns `(new state, loss)`. If it is nnx objects, the step updates them in place and returns the loss. The
-program's `grad_fn` takes the same arguments and returns the gradients.
+program's `grad_fn` takes the same arguments and returns the gradients. Its `jit`, if it has one, is used in place of
+`jax.jit` on one device.
 """
 
 from __future__ import annotations
@@ -49,8 +50,13 @@ class Result:
 
 
 def run_single(program: ModuleType, steps: int) -> Result:
-    """Runs a program as its author would, on one device, under `nnx.jit` or `jax.jit`."""
-    return run(program, steps, nnx.jit if is_nnx(program) else jax.jit)
+    """Runs a program as its author would, on one device, under `nnx.jit`, `jax.jit` or its own `jit`."""
+    return run(program, steps, jit_of(program))
+
+
+def jit_of(program: ModuleType) -> Transform:
+    """Returns the transformation under which a program runs on one device."""
+    return nnx.jit if is_nnx(program) else getattr(program, "jit", jax.jit)
 
 
 def run_sharded(program: ModuleType, steps: int, **options: Any) -> Result:
@@ -113,12 +119,17 @@ def _tree(state: Any) -> Any:
 
 
 def arrays(tree: Any) -> Arrays:
-    """Converts a tree to `{path: array}`: floating-point leaves as float64, counters and random keys as integers."""
+    """Converts a tree to `{path: array}`: floating-point leaves as float64, counters and random keys as integers.
+
+    Leaves that are not arrays or numbers are left out.
+    """
     found = {}
     for path, leaf in jax.tree.leaves_with_path(_tree(tree)):
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         value = np.asarray(leaf)
+        if value.dtype.kind in "OSU":
+            continue
         if np.issubdtype(value.dtype, np.floating):
             value = value.astype(np.float64)
         found[jax.tree_util.keystr(path, simple=True, separator="/")] = value

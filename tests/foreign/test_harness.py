@@ -29,16 +29,15 @@ def place_by_hand(mesh, state, batches):
         for part in state:
             nnx.update(part, jax.device_put(nnx.state(part), replicated))
     else:
-        state = jax.device_put(state, replicated)
-    return state, jax.device_put(batches, sharded)
+        state = jax.tree.map(lambda x: jax.device_put(x, replicated) if isinstance(x, jax.Array) else x, state)
+    return state, jax.tree.map(lambda x: jax.device_put(x, sharded if x.ndim else replicated), batches)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     """Therefore a difference under `auto_shard` is not due to rounding in the program."""
     program = PROGRAMS[name]
-    transform = nnx.jit if harness.is_nnx(program) else jax.jit
-    result = harness.run(program, STEPS, transform, partial(place_by_hand, mesh_of(data=8)))
+    result = harness.run(program, STEPS, harness.jit_of(program), partial(place_by_hand, mesh_of(data=8)))
     assert result.devices == 8 and result.share == 1.0
     harness.compare(single(name), result, state=name not in ADAPTIVE)
 

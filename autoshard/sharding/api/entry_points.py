@@ -39,6 +39,9 @@ def auto_shard(
 
     Args:
         obj: a function of pytrees, which may contain nnx modules and optimizers; or an nnx or linen module class.
+            Leaves of its arguments and results that are neither arrays nor numbers, such as functions and text, are
+            static: they are hashed and compared, and new values are planned again. In Equinox modules, and in all
+            arguments of `equinox.filter_jit(...)`, numbers are static too.
         mesh: a `Mesh`, or sizes such as `{"data": 4, "model": 2}`; default: a mesh of all attached devices.
         target: a machine to plan for; default: the attached one.
         memory_limit_bytes: memory limit of one device.
@@ -97,8 +100,9 @@ def plan(
     """Plan how to shard a function.
 
     Args:
-        fn: a function of pytrees of arrays.
-        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+        fn: a function of pytrees.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s. Other leaves are static, as under `auto_shard`. Nothing
+            is computed.
         mesh: a `Mesh`, an `AbstractMesh`, or sizes such as `{"data": 4, "model": 2}`; default: the search chooses.
         target: a machine, such as "v5p:4x4x4"; default: the attached devices.
         memory_limit_bytes: memory limit of one device; default: its capacity.

@@ -34,10 +34,11 @@ from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.api.auto_sharded import AutoSharded
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.program.static_leaves import frozen
 from autoshard.sharding.program.tracing import OUTER_PLAN, path_of
 from autoshard.sharding.runtime.dispatch import PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
-from autoshard.sharding.runtime.static_arguments import Arguments, frozen, split_arguments
+from autoshard.sharding.runtime.static_arguments import Arguments, split_arguments
 
 
 def shard_class(

@@ -19,6 +19,7 @@ from autoshard.sharding.plan.serialization import plan_from_json, plan_json
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
 from autoshard.sharding.planner.variants import Variants
+from autoshard.sharding.program.static_leaves import reveal_static, with_static_leaves
 from autoshard.sharding.report import diff, explain, table, to_html
 from autoshard.sharding.runtime.plan_options import checked_options
 from autoshard.sharding.runtime.planned_function import PlannedFunction
@@ -45,18 +46,22 @@ class Plan(ShardingPlan):
     def in_specs(self) -> Any:
         """`PartitionSpec`s in the structure of the arguments: a tuple with one entry for each."""
         traced = bound_or_error(self.bound).traced
-        args, kwargs = jax.tree.unflatten(traced.in_tree, [leaf.spec for leaf in self.inputs])
+        args, kwargs = reveal_static(jax.tree.unflatten(traced.in_tree, [leaf.spec for leaf in self.inputs]))
         return (*args, kwargs) if kwargs else args
 
     @property
     def out_specs(self) -> Any:
         """`PartitionSpec`s in the structure of the results."""
-        return jax.tree.unflatten(bound_or_error(self.bound).traced.out_tree, [leaf.spec for leaf in self.outputs])
+        traced = bound_or_error(self.bound).traced
+        return reveal_static(jax.tree.unflatten(traced.out_tree, [leaf.spec for leaf in self.outputs]))
 
     def jit(self, devices: Any = None) -> Callable[..., Any]:
         """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones."""
         executable = self._executable()
-        return executable.wrap(executable.jit(devices))
+        jitted, traced = executable.jit(devices), executable.traced
+        if traced.static_arguments or traced.static_results:
+            jitted = with_static_leaves(jitted, f"{traced.name}: argument", traced.static_numbers)
+        return executable.wrap(jitted)
 
     def _executable(self) -> Executable:
         """The executable with this plan, because `where` may have changed attributes since the plan was bound."""

@@ -20,6 +20,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.program.state_matching import StateMismatch, match
+from autoshard.sharding.program.static_leaves import has_hidden, hide_static, reveal_static
 from autoshard.spmdrules.ir.program import Program, build
 
 # True while a planned function is traced. Decorated modules inside it then add no shardings of their own.
@@ -34,8 +35,8 @@ class Traced:
     Attributes:
         name: the function's name, for messages.
         closed: the closed jaxpr over flat inputs.
-        in_tree: pytree structure of `(args, kwargs)`.
-        out_tree: pytree structure of the results.
+        in_tree: pytree structure of `(args, kwargs)`, with `StaticLeaf`s.
+        out_tree: pytree structure of the results, with `StaticLeaf`s.
         in_paths: key path of each input leaf, joined by `/`: `0/layers/wq`.
         out_paths: key path of each result leaf.
         in_avals: shape and dtype of each input leaf.
@@ -48,6 +49,7 @@ class Traced:
         state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
             updated value, such as gradients or a second moment.
         mismatches: arguments that the function returns with some leaves changed.
+        static_numbers: whether Python numbers are static leaves.
     """
 
     name: str
@@ -65,11 +67,22 @@ class Traced:
     flags: tuple[Any, ...]
     state_like: list[tuple[int, int]]
     mismatches: list[StateMismatch]
+    static_numbers: bool = False
 
     @cached_property
     def program(self) -> Program:
         """The program of numbered values, after dead code elimination."""
         return build(_compat.dce(self.closed))
+
+    @cached_property
+    def static_results(self) -> bool:
+        """Whether the results have static leaves."""
+        return has_hidden(jax.tree.unflatten(self.out_tree, self.out_avals))
+
+    @cached_property
+    def static_arguments(self) -> bool:
+        """Whether the arguments have static leaves."""
+        return has_hidden(jax.tree.unflatten(self.in_tree, self.in_avals))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -128,16 +141,18 @@ def trace(
     donate_argnums: Sequence[int] = (),
     input_paths: list[str] | None = None,
     annotations: Sequence[Any] = (),
+    static_numbers: bool = False,
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
     Args:
-        fn: the function, over pytrees of arrays.
-        args: arrays or `ShapeDtypeStruct` pytrees.
+        fn: the function, over pytrees.
+        args: pytrees of arrays or `ShapeDtypeStruct`s, with `StaticLeaf`s in place of other leaves.
         kwargs: keyword arguments of the same types.
         donate_argnums: indices of arguments whose buffers the results may reuse.
         input_paths: paths of the input leaves, if their key paths are not meaningful.
         annotations: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
+        static_numbers: whether Python numbers among the results are static.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -146,8 +161,9 @@ def trace(
     out: list[Any] = []
 
     def run(*leaves: Any) -> Any:
-        a, k = jax.tree.unflatten(in_tree, leaves)
-        result, tree = jax.tree.flatten(fn(*a, **k))
+        a, k = reveal_static(jax.tree.unflatten(in_tree, leaves))
+        results = hide_static(fn(*a, **k), f"auto_shard({name}): result", static_numbers)
+        result, tree = jax.tree.flatten(results)
         out.append(tree)
         return result
 
@@ -183,4 +199,5 @@ def trace(
         flags=trace_flags(),
         state_like=found.state_like,
         mismatches=mismatches,
+        static_numbers=static_numbers,
     )

@@ -25,8 +25,10 @@ from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
+from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.process_agreement import check_same_plan
+from autoshard.sharding.runtime.static_changes import StaticChanges
 
 
 class GraphArguments(Exception):
@@ -83,8 +85,9 @@ class PlannedSignature:
         return out
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the jitted function with arguments of the planned signature."""
-        return self.jitted(*args, kwargs) if kwargs else self.jitted(*args)
+        """Call the jitted function with arguments of the planned signature, with their static leaves hidden."""
+        results = self.jitted(*args, kwargs) if kwargs else self.jitted(*args)
+        return reveal_static(results) if self.traced.static_results else results
 
 
 def _is_misplaced(x: jax.Array, planned: Any) -> bool:
@@ -95,7 +98,7 @@ def _is_misplaced(x: jax.Array, planned: Any) -> bool:
 
 
 class PureFunction:
-    """A function of pytrees of arrays that plans each signature once."""
+    """A function of pytrees that plans each signature once. Leaves that are no arrays or numbers are static."""
 
     def __init__(
         self,
@@ -103,9 +106,12 @@ class PureFunction:
         options: Mapping[str, Any],
         donate: tuple[int, ...],
         variants: Any = None,
+        static_numbers: bool = False,
     ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
+        self.static_numbers, self.has_static = static_numbers, static_numbers  # has_static: a call had static leaves
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
+        self.static_changes = StaticChanges(fn)
         self.entries: dict[Any, PlannedSignature] = {}
         self.by_placement: dict[Any, PlannedSignature] = {}
         self.last: PlannedSignature | None = None  # called last
@@ -117,6 +123,8 @@ class PureFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function under the plan for these arguments."""
+        if self.has_static:
+            args, kwargs = self.hide_static(args, kwargs)
         entry = self.last
         if len(self.entries) > 1:
             entry = self.entries.get(self.signature(args, kwargs))
@@ -127,10 +135,18 @@ class PureFunction:
         except NewSignature:
             return self.inspect_and_call(args, kwargs)
         except (ValueError, TypeError, AssertionError):
+            args, kwargs = self.hide_static(args, kwargs)
             known = self.entries.get(self.signature(args, kwargs)) is entry
             if known and not entry.misplaced(jax.tree.leaves((args, kwargs))):
                 raise  # the arguments are as planned, so the error is the function's own
             return self.inspect_and_call(args, kwargs)
+
+    def hide_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with their static leaves as parts of the structure."""
+        arguments = (args, kwargs)
+        hidden = hide_static(arguments, f"auto_shard({name_of(self.fn)}): argument", self.static_numbers, skip=1)
+        self.has_static |= hidden is not arguments
+        return hidden
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a plan depends on: structure, shapes, dtypes, JAX's settings and the current mesh."""
@@ -139,7 +155,10 @@ class PureFunction:
         try:
             types = tuple(map(_type_of, leaves))
         except TypeError:
-            raise self.bad_argument_error(args, kwargs) from None
+            hidden = self.hide_static(args, kwargs)
+            if hidden[0] is args and hidden[1] is kwargs:
+                raise self.bad_argument_error(args, kwargs) from None
+            return self.signature(*hidden)
         return tree, types, trace_flags(), mesh
 
     def bad_argument_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanError:
@@ -153,12 +172,13 @@ class PureFunction:
         else:
             problem = "an argument has a type that JAX does not support"
         return PlanError(
-            f"auto_shard({name_of(self.fn)}): {problem}: arguments are pytrees of arrays and numbers. Remove it, or "
-            "make the whole argument static with static_argnums"
+            f"auto_shard({name_of(self.fn)}): {problem}: JAX has no arrays of that type. Remove it, or make the whole "
+            "argument static with static_argnums"
         )
 
     def inspect_and_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function after an inspection of the arguments: plan new signatures and move misplaced arrays."""
+        args, kwargs = self.hide_static(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         traced = [i for i, x in enumerate(leaves) if _compat.is_tracer(x)]
         if traced and not _compat.under_trace():
@@ -171,7 +191,7 @@ class PureFunction:
         entry = self.entry(args, kwargs)
         if traced:  # inside another transformation: only add sharding constraints
             run = entry.bound.executable.constrained_program(entry.mesh)
-            return jax.tree.unflatten(entry.traced.out_tree, run(*leaves))
+            return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run(*leaves)))
         entry = self.entry_for_placement(entry, args, kwargs)
         entry.check_agreement()
         self.last = entry
@@ -199,11 +219,14 @@ class PureFunction:
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Return the planned signature of these arguments. Plans it if it is new."""
+        args, kwargs = self.hide_static(args, kwargs)
         key = self.signature(args, kwargs)
         entry = self.entries.get(key)
         if entry is None:
             if self.graph_arguments is None and _compat.has_graph_nodes((args, kwargs)):
                 raise GraphArguments
+            if self.has_static:
+                self.static_changes.note((args, kwargs), key[1:])
             entry = self.entries[key] = self.make(args, kwargs)
         self.planned = entry
         return entry
@@ -211,7 +234,7 @@ class PureFunction:
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
         made, errors, warnings_of = [], [], {}
-        originals = self.graph_arguments
+        originals = self.graph_arguments and self.hide_static(*self.graph_arguments)
         names = _compat.nnx_paths(*originals) if originals is not None else None
         written = _compat.annotated_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
@@ -219,7 +242,7 @@ class PureFunction:
         attempts: list[Attempt] = []
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, self.donate, names, written)
+            traced = trace(fn, args, kwargs, self.donate, names, written, self.static_numbers)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     bound = plan_traced(
@@ -252,6 +275,8 @@ class PureFunction:
 
 
 def _type_of(x: Any) -> tuple[Any, Any, bool]:
+    if isinstance(x, type):
+        raise TypeError(f"{x} is a class")
     if not hasattr(x, "dtype"):  # a Python number
         return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True
     if getattr(x.dtype, "kind", "") in tuple("OSU"):

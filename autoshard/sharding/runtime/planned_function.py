@@ -42,6 +42,7 @@ class PlannedFunction:
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
         donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
         self.donate = _without_static_positions(donated, self.static)
+        self.static_numbers = _compat.is_filter_jit(fn)  # of all arguments, as in the function itself
         self.functions: dict[Any, PureFunction | GraphFunction] = {}
         self._plain = self._make(fn)
         self._graph: GraphFunction | None = None
@@ -67,7 +68,7 @@ class PlannedFunction:
         return self if instance is None else functools.partial(self, instance)
 
     def _make(self, fn: Callable[..., Any]) -> PureFunction:
-        return PureFunction(fn, self.options, self.donate, self.variants)
+        return PureFunction(fn, self.options, self.donate, self.variants, self.static_numbers)
 
     def _graph_function(self) -> GraphFunction:
         if self._graph is None:

@@ -9,6 +9,7 @@ import jax
 
 from autoshard import _compat
 from autoshard.errors import PlanError
+from autoshard.sharding.program.static_leaves import hide_static, is_static, reveal_static
 from autoshard.sharding.program.tracing import Traced, path_of
 from autoshard.sharding.runtime.dispatch import PlannedSignature
 
@@ -26,7 +27,8 @@ def create_sharded(
         PlanError: no argument of the plan has the structure, shapes and dtypes of the result.
     """
     leaves, tree = jax.tree.flatten((args, dict(kwargs or {})), is_leaf=lambda x: x is None)
-    arrays = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]  # the other leaves are seeds, names and settings
+    # The other leaves are seeds, names and settings.
+    arrays = [i for i, x in enumerate(leaves) if not is_static(x, numbers=True)]
 
     def of_arrays(*values: Any) -> Any:
         merged = list(leaves)
@@ -37,13 +39,17 @@ def create_sharded(
 
     pure, rebuild = _compat.split_graph(of_arrays)
     values = [leaves[i] for i in arrays]
-    shapes = jax.eval_shape(pure, *values)
+
+    def arrays_of(*values: Any) -> Any:
+        return hide_static(pure(*values), f"auto_shard({name}).init: result", entry.traced.static_numbers)
+
+    shapes = jax.eval_shape(arrays_of, *values)
     results = jax.tree_util.tree_flatten_with_path(shapes)[0]
     inputs = _find_argument(entry.traced, [(path_of(k), s) for k, s in results])
     if inputs is not None:
         shardings = [entry.in_shardings[i] for i in inputs]
         out = jax.tree.unflatten(jax.tree.structure(shapes), shardings)
-        return rebuild(jax.jit(pure, out_shardings=out)(*values))
+        return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
     planned = ", ".join(sorted({p.partition("/")[0] for p in entry.traced.in_paths}))
     raise PlanError(
         f"auto_shard({name}).init: {getattr(create, '__name__', 'the function')} makes {len(results)} arrays "

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from flax import linen, nnx
+from flax import nnx
 
-from autoshard.errors import PlanError
+from autoshard.sharding.program.static_leaves import frozen
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,36 +71,3 @@ def _is_graph(value: Any) -> bool:
 
 def _is_array(value: Any) -> bool:
     return _is_graph(value) or (hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, type))
-
-
-def frozen(value: Any, where: str) -> Any:
-    """Return a hashable key of a static value. Keys are equal if values and types are; `True`, `1` and `1.0` differ.
-
-    Args:
-        value: a hashable value, or lists, mappings, sets, linen modules and other dataclasses of such values.
-        where: the value's name in messages; if it is empty, objects that are not hashable are compared by identity.
-
-    Raises:
-        PlanError: the value contains an object that is not hashable.
-    """
-    if isinstance(value, Mapping):
-        return type(value), tuple((frozen(k, where), frozen(v, where)) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(frozen(x, where) for x in value)
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(frozen(x, where) for x in value)
-    if isinstance(value, float):
-        return float, value.hex()  # NaN equals itself here, and 0.0 differs from -0.0
-    if isinstance(value, linen.Module) or (dataclasses.is_dataclass(value) and type(value).__hash__ is None):
-        fields = [f.name for f in dataclasses.fields(value) if f.name != "parent"]
-        return type(value), tuple((f, frozen(getattr(value, f, None), where)) for f in fields)
-    try:
-        hash(value)
-    except TypeError:
-        if not where:
-            return type(value), id(value)
-        raise PlanError(
-            f"{where} contains an instance of {type(value).__name__}, which is neither an array nor hashable, so "
-            "calls with different values cannot be distinguished: give its class a __hash__, or make it an array"
-        ) from None
-    return type(value), value

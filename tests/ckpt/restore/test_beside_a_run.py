@@ -82,6 +82,7 @@ def slow_every(run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], lis
     return slow
 
 
+@pytest.mark.slow
 def test_readers_get_the_newest_step(
     run: Run, slow_every: Callable[[int], list[str]], capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,6 +97,7 @@ def test_readers_get_the_newest_step(
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 
+@pytest.mark.slow
 def test_the_next_save_removes_a_step_that_was_read(run: Run, tmp_path: Path) -> None:
     reader = Checkpointer(run.directory)
     model = reader.model()
@@ -109,6 +111,7 @@ def test_the_next_save_removes_a_step_that_was_read(run: Run, tmp_path: Path) ->
     assert reader.export(None, tmp_path / "exported").tensors == 4
 
 
+@pytest.mark.slow
 def test_readers_without_locks_try_again(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
