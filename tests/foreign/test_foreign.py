@@ -36,13 +36,9 @@ PROGRAMS = {
 }
 MIXED = "dp:2 fsdp:2 tp:2"
 # Always run: the planner's own plan for some programs, and one plan with three mesh axes. Longer suites run the others.
-<<<<<<< HEAD
 ALWAYS = [("nnx_transformer", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
-=======
-ALWAYS = [("nnx_transformer", None), ("linen_transformer", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
 ALWAYS += [(name, "fsdp:8") for name in ("equinox_mlp", "linen_train_state")]
 ALWAYS += [(name, MIXED) for name in ("optax_multi_steps", "optax_inject_hyperparams")]
->>>>>>> slice-a
 ONE_JAX = [("nnx_cnn", None), ("linen_lstm", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
 CASES = [(name, plan) for name in PROGRAMS for plan in (None, MIXED, "dp:8", "fsdp:8", "tp:8")]
 STEPS = 20
