@@ -39,7 +39,7 @@ MIXED = "dp:2 fsdp:2 tp:2"
 ALWAYS = [("nnx_transformer", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
 ALWAYS += [(name, "fsdp:8") for name in ("equinox_mlp", "linen_train_state")]
 ALWAYS += [(name, MIXED) for name in ("optax_multi_steps", "optax_inject_hyperparams")]
-ONE_JAX = [("nnx_cnn", None), ("linen_lstm", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
+ONE_JAX = [("nnx_cnn", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
 CASES = [(name, plan) for name in PROGRAMS for plan in (None, MIXED, "dp:8", "fsdp:8", "tp:8")]
 STEPS = 20
 

@@ -61,7 +61,7 @@ def test_every_variant_with_every_plan(name, plan):
     compare(VARIANTS[name], plan)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_two_key_value_heads_over_four_devices():
     plan = run(VARIANTS["grouped-queries"], "dp:2 tp:4 seq").plan
     by_name = {leaf.path.rpartition("/")[2]: leaf for leaf in plan.inputs if leaf.role == "parameter"}

@@ -104,6 +104,7 @@ def test_a_wish_costs_what_its_plan_costs():
     assert f"to get it: plan='fsdp:8', fixed={{'{WQ}': P()}}" in text
 
 
+@pytest.mark.slow
 def test_a_search_around_the_wish_is_priced_too():
     spec = P(None, None, "tp")
     explanation = flat(planned("dp:2 tp:4").explain(WQ, spec))

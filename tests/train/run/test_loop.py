@@ -76,7 +76,7 @@ def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path
     np.testing.assert_allclose(runs[1], runs[2], rtol=1e-5)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_evaluation_does_not_change_the_training(make_config: MakeConfig, tmp_path: Path) -> None:
     shape = dict(gpt=dict(dropout=0.1), steps=4)
     for name, every in (("with", 1), ("without", 0)):
