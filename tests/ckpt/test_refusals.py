@@ -74,7 +74,7 @@ def test_a_config_of_another_model(saved: Path) -> None:
         assert "model.width: saved 8, wanted 16" in text and "differs in 3 keys" in text
         assert "model.layers: saved 2, wanted nothing" in text and "model.bias: saved nothing, wanted False" in text
         assert "tied" not in text
-        # Only the section `model` is compared if there is one, else the whole config.
+        # If the config has a section `model`, only that is compared. Otherwise the whole config is.
         checkpoints.restore(like=STATE, config=CONFIG | {"train": {"steps": 99}})
         with pytest.raises(MismatchError, match=r"train\.steps: saved 5, wanted 6"):
             checkpoints.restore(like=STATE, config={"train": {"steps": 6}})

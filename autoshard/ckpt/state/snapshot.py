@@ -160,8 +160,8 @@ def check_same_in_all_processes(step: int, snapshot: Snapshot) -> None:
 def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snapshot:
     """Return a snapshot of the leaves of `savable_leaves`; with `copy`, the leaves may be donated afterwards.
 
-    This dispatches the copy and does not wait for the devices: the runtime keeps a donated buffer until the copies and
-    programs that were dispatched before have read it. Packs are always copies.
+    The copy is dispatched, and nothing waits for the devices. A donated buffer is safe: the runtime keeps it until all
+    copies and programs that were dispatched earlier have read it. Packs are always copies.
     """
     specs = tuple(spec for spec, _ in leaves)
     stored = {spec.key: _storable(leaf) for spec, leaf in leaves if spec.stored}

@@ -69,7 +69,7 @@ class CanonicalLayout:
         self._known: dict[frozenset[int], tuple[Names, Sizes, Mapping[int, Spec]]] = {}
 
     def __call__(self, queries: Sequence[int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
-        """Return the specs of some queries in canonical form.
+        """Return the specs that answer the queries, in canonical form.
 
         Returns:
             number -> the mesh axes that it stands for; number -> size; the specs.

@@ -231,7 +231,7 @@ class _Derivation:
 def _classify(
     as_whole: DerivedFactor, walk: _RecordingWalk, results: Sequence[Placement], follows: bool, argument_has: bool
 ) -> DerivedFactor:
-    """Returns the factor, classified by the reshards of a walk and the placements of its results.
+    """Returns the factor with its kind, which follows from the reshards of a walk and the placements of its results.
 
     Args:
         as_whole: the factor as `whole`.
