@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autoshard._shown import shown
+from autoshard._tracebacks import hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.audit import Audit, verify
@@ -55,6 +56,7 @@ class Plan(ShardingPlan):
         traced = bound_or_error(self.bound).traced
         return reveal_static(jax.tree.unflatten(traced.out_tree, [leaf.spec for leaf in self.outputs]))
 
+    @hides_own_frames
     def jit(self, devices: Any = None) -> Callable[..., Any]:
         """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones."""
         executable = self._executable()
@@ -74,6 +76,7 @@ class Plan(ShardingPlan):
             return changed
         return replace(changed, bound=self.bound.where(**changes))
 
+    @hides_own_frames
     def bind(
         self,
         fn: Callable[..., Any],
@@ -117,11 +120,12 @@ class Plan(ShardingPlan):
         planned = PlannedFunction(fn, options, variants, donate_argnums, static_argnums)
         return Plan.of(planned.entry(args, kwargs).bound)
 
+    @hides_own_frames
     def explain(self, path: str, wish: Any = None) -> str:
         """Explain why an input or result is sharded as it is, and what the next best choices cost.
 
         Args:
-            path: a path (`0/params/wq`), the end of one (`wq`), or a glob (`*/mlp/*`).
+            path: a path (`0/params/wq`), a glob (`*/mlp/*`), or the end of a path (`wq`) that fits one input.
             wish: a sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`. The text says
                 whether it is cheaper, more expensive, infeasible or a tie.
 

@@ -70,6 +70,7 @@ class Executable:
             return jax.tree.unflatten(traced.out_tree, lowered(*leaves))
 
         run.__name__ = traced.name
+        _compat.with_names(run, traced.user_names)
         donated = sorted({int(traced.owners[i]) for i in traced.donated})
         device = mesh.devices.flat[0]
         options = supported_options(

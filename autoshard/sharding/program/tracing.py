@@ -19,6 +19,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard._tracebacks import call_users
 from autoshard.sharding.program.state_matching import StateMismatch, match
 from autoshard.sharding.program.static_leaves import has_hidden, hide_static, reveal_static
 from autoshard.spmdrules.ir.program import Program, build
@@ -49,6 +50,7 @@ class Traced:
         state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
             updated value, such as gradients or a second moment.
         mismatches: arguments that the function returns with some leaves changed.
+        user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         static_numbers: whether Python numbers are static leaves.
     """
 
@@ -67,6 +69,7 @@ class Traced:
     flags: tuple[Any, ...]
     state_like: list[tuple[int, int]]
     mismatches: list[StateMismatch]
+    user_names: Any
     static_numbers: bool = False
 
     @cached_property
@@ -162,15 +165,18 @@ def trace(
 
     def run(*leaves: Any) -> Any:
         a, k = reveal_static(jax.tree.unflatten(in_tree, leaves))
-        results = hide_static(fn(*a, **k), f"auto_shard({name}): result", static_numbers)
+        results = hide_static(call_users(fn, a, k), f"auto_shard({name}): result", static_numbers)
         result, tree = jax.tree.flatten(results)
         out.append(tree)
         return result
 
+    names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
     token = OUTER_PLAN.set(True)
     try:
         with _compat.auto_axes():
-            closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*(leaf for _, leaf in flat))
+            closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
+                *(leaf for _, leaf in flat)
+            )
     finally:
         OUTER_PLAN.reset(token)
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
@@ -199,5 +205,6 @@ def trace(
         flags=trace_flags(),
         state_like=found.state_like,
         mismatches=mismatches,
+        user_names=names,
         static_numbers=static_numbers,
     )

@@ -19,6 +19,7 @@ from autoshard import _compat
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
+from autoshard.sharding.machines.targets import is_made_of, target_for
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
@@ -57,6 +58,23 @@ class PlannedSignature:
     def in_shardings(self) -> list[Any]:
         """The sharding of each flat input."""
         return self.plan.shardings(self.mesh)[0]
+
+    @functools.cache  # noqa: B019  an entry lives as long as its function
+    def check_target(self) -> None:
+        """Check that the target that the user named is the machine that the plan is about to run on.
+
+        Raises:
+            PlanError: it is another machine.
+        """
+        target, devices = self.bound.problem.machine.target, list(self.mesh.devices.flat)
+        if self.bound.problem.target_given and not is_made_of(target, devices):
+            here = target_for(devices, len(devices)).name
+            raise PlanError(
+                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices that it "
+                f"would run on are '{here}' ({devices[0].device_kind}). Leave out target= to plan for these devices. "
+                "Without the target attached, .plan(...) and .lower(...) work; .plan(...).jit() runs its plan here "
+                "anyway"
+            )
 
     @functools.cache  # noqa: B019  an entry lives as long as its function
     def check_agreement(self) -> None:
@@ -193,6 +211,7 @@ class PureFunction:
             run = entry.bound.executable.constrained_program(entry.mesh)
             return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run(*leaves)))
         entry = self.entry_for_placement(entry, args, kwargs)
+        entry.check_target()
         entry.check_agreement()
         self.last = entry
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))

@@ -26,6 +26,7 @@ def create_sharded(
     Raises:
         PlanError: no argument of the plan has the structure, shapes and dtypes of the result.
     """
+    entry.check_target()
     leaves, tree = jax.tree.flatten((args, dict(kwargs or {})), is_leaf=lambda x: x is None)
     # The other leaves are seeds, names and settings.
     arrays = [i for i, x in enumerate(leaves) if not is_static(x, numbers=True)]
