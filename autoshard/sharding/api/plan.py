@@ -15,12 +15,13 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.audit import Audit, verify
 from autoshard.sharding.lower.executable import Executable
+from autoshard.sharding.lower.planned_call import PlannedCall
 from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.plan.serialization import plan_from_json, plan_json
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
 from autoshard.sharding.planner.variants import Variants
-from autoshard.sharding.program.static_leaves import reveal_static, with_static_leaves
+from autoshard.sharding.program.static_leaves import reveal_static
 from autoshard.sharding.report import diff, explain, table, to_html
 from autoshard.sharding.runtime.plan_options import checked_options
 from autoshard.sharding.runtime.planned_function import PlannedFunction
@@ -58,12 +59,12 @@ class Plan(ShardingPlan):
 
     @hides_own_frames
     def jit(self, devices: Any = None) -> Callable[..., Any]:
-        """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones."""
+        """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones.
+
+        It is called as the function itself, and has `.lower`. Arrays of other shapes or dtypes are an error.
+        """
         executable = self._executable()
-        jitted, traced = executable.jit(devices), executable.traced
-        if traced.static_arguments or traced.static_results:
-            jitted = with_static_leaves(jitted, f"{traced.name}: argument", traced.static_numbers)
-        return executable.wrap(jitted)
+        return executable.wrap(PlannedCall(executable.jit(devices, weak=True), executable.traced))
 
     def _executable(self) -> Executable:
         """The executable with this plan, because `where` may have changed attributes since the plan was bound."""

@@ -11,7 +11,7 @@ from autoshard.errors import AutoshardWarning
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.planner.problem import PlanningProblem
-from autoshard.spmdrules.core.placement import axes_of
+from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
 
 
 def idle_notes(problem: PlanningProblem, layout: Layout) -> list[str]:
@@ -28,10 +28,9 @@ def warn_of_idle_devices(problem: PlanningProblem, layout: Layout) -> None:
 def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
     """Why several devices of the mesh do the same work."""
     devices, found = problem.machine.target.devices, undivided(layout)
-    fixed = {a for spec in layout.fixed.values() for a in axes_of(spec)}  # the user gave these axes their use
-    idle = [a for a in layout.idle_axes() if a not in fixed or found]
-    if not idle or problem.is_empty(layout):
-        return ""
+    idle = [a for a in layout.idle_axes() if _should_shard(problem, layout, a)]
+    if not idle or problem.is_empty(layout) or any(op.name == "shard_map" for op in problem.program.ops()):
+        return ""  # a shard_map shards its own work
     why = "; ".join(map(problem.undivided_text, found))
     if not layout.sharded_classes():
         nothing = "sharded" if problem.shards_nothing(layout) else "computed in shards"
@@ -51,6 +50,14 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
     remedies += [] if problem.searched else ["request another plan"]
     remedy = ", or ".join([*remedies, f"use {useful} device{'s' * (useful > 1)}"])
     return f"{text}. {remedy[0].upper()}{remedy[1:]}"
+
+
+def _should_shard(problem: PlanningProblem, layout: Layout, axis: str) -> bool:
+    """Whether a mesh axis is there to shard work: the user does not use it, and what it would shard is not empty."""
+    if any(problem.axes.sizes[c] == 0 for c in layout.table.get(axis, ())):
+        return False
+    by_user = [*layout.fixed.values(), *(from_partition_spec(s.spec, len(s.spec)) for _, s in problem.constraints)]
+    return bool(undivided(layout)) or all(axis not in axes_of(spec) for spec in by_user)
 
 
 def _unused_note(problem: PlanningProblem) -> str:

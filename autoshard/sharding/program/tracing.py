@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Traced:
         state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
             updated value, such as gradients or a second moment.
         mismatches: arguments that the function returns with some leaves changed.
+        parameters: names of the function's positional parameters; None if it has no signature.
         user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         static_numbers: whether Python numbers are static leaves.
     """
@@ -69,6 +71,7 @@ class Traced:
     flags: tuple[Any, ...]
     state_like: list[tuple[int, int]]
     mismatches: list[StateMismatch]
+    parameters: list[str] | None
     user_names: Any
     static_numbers: bool = False
 
@@ -135,6 +138,16 @@ def name_of(fn: Any) -> str:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def positional_names(fn: Callable[..., Any]) -> list[str] | None:
+    """The names of the positional parameters, or None if the function has no signature."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]
 
 
 def trace(
@@ -205,6 +218,7 @@ def trace(
         flags=trace_flags(),
         state_like=found.state_like,
         mismatches=mismatches,
+        parameters=positional_names(fn),
         user_names=names,
         static_numbers=static_numbers,
     )

@@ -26,6 +26,7 @@ from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
+from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.process_agreement import check_same_plan
@@ -143,6 +144,8 @@ class PureFunction:
         """Call the function under the plan for these arguments."""
         if self.has_static:
             args, kwargs = self.hide_static(args, kwargs)
+        if has_donated((args, kwargs)):
+            raise donated_error(name_of(self.fn), self.paths(args, kwargs), jax.tree.leaves((args, kwargs)))
         entry = self.last
         if len(self.entries) > 1:
             entry = self.entries.get(self.signature(args, kwargs))
@@ -165,6 +168,12 @@ class PureFunction:
         hidden = hide_static(arguments, f"auto_shard({name_of(self.fn)}): argument", self.static_numbers, skip=1)
         self.has_static |= hidden is not arguments
         return hidden
+
+    def paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """Return the path of each leaf of the arguments; of nnx objects, its path in them."""
+        if self.graph_arguments is not None:
+            return _compat.nnx_paths(*self.graph_arguments)
+        return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a plan depends on: structure, shapes, dtypes, JAX's settings and the current mesh."""

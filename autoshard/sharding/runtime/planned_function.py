@@ -14,7 +14,7 @@ from autoshard import _compat
 from autoshard._tracebacks import hide_own_frames, hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
-from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
+from autoshard.sharding.program.tracing import OUTER_PLAN, name_of, positional_names
 from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
 
@@ -38,7 +38,7 @@ class PlannedFunction:
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
-        self.names = _positional_names(fn)
+        self.names = positional_names(fn)
         count, limit = len(self.names or ()), None if _takes_any_number(fn) else len(self.names or ())
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
         donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
@@ -163,16 +163,6 @@ class PlannedFunction:
 def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:
     """Return the donated argument numbers, counted without the static arguments."""
     return tuple(d - sum(s < d for s in statics) for d in donated)
-
-
-def _positional_names(fn: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the positional parameters, or None if the function has no signature."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
 
 
 def _takes_any_number(fn: Callable[..., Any]) -> bool:
