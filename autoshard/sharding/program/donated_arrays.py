@@ -23,6 +23,6 @@ def donated_error(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> Pla
     """The error that names the arrays among the arguments of `name` that were donated."""
     found = [f"'{path}'" for path, leaf in zip(paths, leaves, strict=True) if has_donated(leaf)]
     return PlanError(
-        f"auto_shard({name}): argument {first_few(found)} was donated to an earlier call, which reused its memory. Pass "
-        "what that call returned, or leave the argument out of donate_argnums"
+        f"auto_shard({name}): argument {first_few(found)} was donated to an earlier call, which reused its memory. "
+        "Pass what that call returned, or leave the argument out of donate_argnums"
     )
