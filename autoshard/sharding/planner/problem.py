@@ -92,8 +92,8 @@ class PlanningProblem:
         texts = [f"{_listed(on_host)} {NO_RULE[next(iter(on_host))]}"] if on_host else []
         if opaque:
             texts.append(
-                f"no rule for {_listed(opaque)}. Their operands are gathered and every device repeats the work. Write a "
-                "rule with @autoshard.rule"
+                f"no rule for {_listed(opaque)}. Their operands are gathered and every device repeats the work. Write "
+                "a rule with @autoshard.rule"
             )
         text = f"auto_shard({self.traced.name}): {'. '.join(texts)}"
         if strict:
