@@ -124,7 +124,7 @@ HOSTS = tuple(tuple(range(8 * i, 8 * i + 8)) for i in range(4))
     [
         ("all-gather", HOSTS, 7 / 8 * NVLINK),
         ("all-reduce", HOSTS, 2 * 7 / 8 * NVLINK),
-        ("all-gather", (tuple(range(32)),), 31 / 32 * NVLINK),  # the 8 ports of a host receive their 3/4 of it sooner
+        ("all-gather", (tuple(range(32)),), 31 / 32 * NVLINK),  # the network needs less time
         ("all-gather", ((0, 1, 8, 9, 16, 17, 24, 25),), 3 / 4 / 2 * NETWORK),
         ("all-gather", tuple(tuple(range(i, 32, 8)) for i in range(8)), 3 / 4 * NETWORK),
         ("all-to-all", (tuple(range(32)),), 24 / 32 * NETWORK),

@@ -20,7 +20,7 @@ class AxisUses:
 
     Attributes:
         weights: axis -> weights that have it.
-        made: axis -> weights whose first use, in the forward pass, produces it.
+        produced: axis -> weights whose first use, in the forward pass, produces it.
         contracted: axis -> weights whose first use contracts it.
         used: weights that have been used.
         reduced: axes over which an activation is summed, or its maximum taken (logits).
@@ -88,9 +88,9 @@ class _UseCollector:
         return {c for f in rule.factors if f.kind == kind for c in factors.get(f.name, ())}
 
     def record_operator(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
-        """Records the axes that a declared operator produces with one weight and contracts with another one inside.
+        """Records the axes that a declared operator internally produces with one weight and contracts with another.
 
-        An axis that leads each of several stacks of matrices is an axis of experts.
+        The leading axis of several stacks of matrices is an axis of experts.
         """
         uses, avals = self.uses, self.axes.program.avals
         matrices = [

@@ -5,8 +5,8 @@ parameter   an input without the batch axis that is an operand of an operator wi
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
             parallelism shards them. `residual` is the axis that these weights start from and return to
-sequence    axes of the data other than the batch. If a loop runs over blocks of one (the keys of attention), only the
-            axis that counts the blocks
+sequence    axes of the data other than the batch. If a loop runs over blocks of such an axis (the keys of attention),
+            only the axis that counts the blocks
 context     sequence axes that no loop runs over
 """
 
@@ -36,8 +36,8 @@ STATE: tuple[Role, ...] = ("parameter", "optimizer")
 class Roles:
     """The roles of inputs and axes.
 
-    `parallel`, `experts`, `vocabulary`, `classes` and `heads` are ordered by the parameter bytes that have the axis, in
-    descending order.
+    `parallel`, `experts`, `vocabulary`, `output_classes` and `heads` are ordered by the parameter bytes that have the
+    axis, in descending order.
 
     Attributes:
         inputs: program input -> its role.
@@ -48,7 +48,7 @@ class Roles:
         parallel: axes that tensor parallelism shards.
         experts: axes of experts.
         vocabulary: axes of the rows of tables that are indexed.
-        classes: parallel axes that a loss sums over.
+        output_classes: parallel axes that a loss sums over.
         heads: axes of attention heads, each followed by the query groups of a key-value head.
         gradients: values that are sums over the batch, and values computed from them without the batch.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
@@ -291,7 +291,7 @@ def _input_roles(
 
 
 def _reduced_outputs(use: AxisUses) -> set[int]:
-    """Axes that a weight produces and a reduction then sums over, such as the classes of a loss; no axes of heads."""
+    """Axes, except those of heads, that a weight produces and a reduction sums over, such as the classes of a loss."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
     return {c for c in use.produced if c in use.reduced and not use.weights[c] & beside_heads}
 
@@ -305,7 +305,7 @@ def _residual(use: AxisUses, candidates: set[int], parameter_bytes: Counter[int]
 
 
 def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -> list[int]:
-    """Reorders axes so that those of one dimension come major to minor, within the positions that they have."""
+    """Sorts the axes of each dimension major to minor, within the positions that they occupy in the list."""
     for v in values:
         for dim in axes.of_value[v]:
             places = sorted(ordered.index(c) for c in dim if c in ordered)

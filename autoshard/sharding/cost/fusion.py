@@ -241,7 +241,7 @@ class _Finder:
         return Kernel(op, self.sources(operands), tuple(v for v in writes if v >= 0))
 
     def sources(self, values: Iterable[int]) -> tuple[int, ...]:
-        """Return the values in memory from which others are computed."""
+        """Return the values in memory from which these values are computed."""
         found: set[int] = set()
         for v in values:
             found |= self.source(v)
@@ -272,7 +272,7 @@ class _Finder:
         return self.known_sources[value]
 
     def merged(self, stores: list[Op]) -> list[list[Op]]:
-        """Group elementwise operators that write: those of a group read the same value of their own shape."""
+        """Group elementwise operators that store results of the same shape and read the same value of that shape."""
         groups: list[list[Op]] = []
         group_of: dict[Any, int] = {}
         for op in stores:

@@ -242,7 +242,7 @@ class CostModel:
     def _plain_moves(
         self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], result_specs: Sequence[Spec]
     ) -> tuple[Move, ...]:
-        """Return the collectives of an operator that is no decision point: they reshard activations for its result."""
+        """Return the reshards of activations for the result of an operator that is not a decision point."""
         batch, moves = self.roles.batch, []
         if not op.results or not any(batch in dim for v in op.results for dim in self.axes.of_value[v]):
             return ()

@@ -1,4 +1,4 @@
-"""Plans as JSON. A plan that is read is checked against the field types, and for parts that contradict each other."""
+"""Plans as JSON. Reading a plan checks the types of its fields, and that its parts do not contradict each other."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class PlanningProblem:
         if sizes is not None:
             request = replace(request, sizes=sizes, fixed_mesh=True)
         if request.devices != self.machine.target.devices:
-            raise PlanError(f"plan '{text}' takes {request.devices} devices, {self.machine.target.name} has "
+            raise PlanError(f"plan '{text}' takes {request.devices} devices, but {self.machine.target.name} has "
                             f"{self.machine.target.devices}")  # fmt: skip
         missing = [
             k for a, k in request.kinds.items()
@@ -186,7 +186,7 @@ class PlanningProblem:
         if missing:
             useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
             names = sorted(set(self.axes.names.values()))
-            problems.append(f"the program has no axis for {', '.join(missing)}, it has some for "
+            problems.append(f"the program has no axis for {', '.join(missing)}; it has axes for "
                             f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
         if "seq" in request.flags and not self.roles.sequence:
             problems.append(self._seq_text(request))

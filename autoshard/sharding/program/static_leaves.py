@@ -1,9 +1,9 @@
 """Static leaves: leaves of arguments and results that are neither arrays nor numbers, such as an activation function.
 
-They are part of the structure of the tree: a `StaticLeaf` takes their place, which has no leaves. Two calls have the
-same plan if their static leaves are equal, in type and value. An object whose class does not define `==` equals only
-itself. Python numbers are data, as under `jax.jit`. In Equinox modules, and in all arguments of `equinox.filter_jit`,
-they are static.
+They are part of the structure of the tree: a `StaticLeaf`, a node without leaves, replaces each of them. Two calls have
+the same plan if their static leaves are equal, in type and value. An object whose class does not define `==` equals
+only itself. Python numbers are data, as under `jax.jit`. In Equinox modules, and in all arguments of
+`equinox.filter_jit`, they are static.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def has_hidden(tree: Any) -> bool:
 
 
 def with_static_leaves(jitted: Callable[..., Any], what: str, numbers: bool) -> Callable[..., Any]:
-    """Make a jitted function that was planned for `StaticLeaf`s take and return the leaves themselves."""
+    """Wrap a jitted function whose static leaves are `StaticLeaf`s, so that it takes and returns the leaves."""
 
     def hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return hide_static((args, kwargs), what, numbers, skip=1)

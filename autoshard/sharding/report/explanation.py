@@ -42,8 +42,8 @@ def explain(plan: ShardingPlan, bound: BoundPlan | None, path: str, wish: Any = 
     Args:
         plan: The plan.
         bound: The plan with its program. None for a plan from JSON, which has no traffic and no alternatives.
-        path: A path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. If an end fits several inputs, it
-            means the parameter.
+        path: A path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. If several inputs have this
+            end, it means the parameter.
         wish: A sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`.
 
     Raises:

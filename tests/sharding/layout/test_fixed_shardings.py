@@ -136,15 +136,15 @@ def test_a_plan_from_json_keeps_what_was_fixed():
 BAD = {
     "unknown word": (dict(plan="fdsp:8"), r"unknown word 'fdsp:8'.*Did you mean 'fsdp'"),
     "no size": (dict(plan="tp"), "needs a number of devices, such as tp:8"),
-    "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, cpu:8 has 8"),
-    "no such axis": (dict(plan="ep:8"), "no axis for ep, it has some for dp, zero1, fsdp, tp; its"),
+    "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, but cpu:8 has 8"),
+    "no such axis": (dict(plan="ep:8"), "no axis for ep; it has axes for dp, zero1, fsdp, tp; its"),
     "seq without tp": (
         dict(plan="dp:8 seq"),
         "plan 'dp:8 seq': 'seq' needs tp in the plan and a sequence in the program, .*; the plan has no tp, the "
         "program has no sequence. Leave 'seq' out",
     ),
     "seq without a sequence": (dict(plan="dp:4 tp:2 seq"), "tp then shards the sequence too; the program has no seq"),
-    "seq and no such axis": (dict(plan="ep:8 seq"), "no axis for ep, .*has no sequence. Leave 'seq' out"),
+    "seq and no such axis": (dict(plan="ep:8 seq"), "no axis for ep; .*has no sequence. Leave 'seq' out"),
     "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
     "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
     "plan of no kind": (dict(plan=8), "plan is 8; give a strategy such as 'fsdp:8'"),
