@@ -12,7 +12,11 @@ from autoshard._shown import shown
 @shown
 @dataclass(frozen=True)
 class Leaf:
-    """One input or result of the planned function: path, shape, dtype, sharding, logical axes and role."""
+    """One input or result of the planned function: path, shape, dtype, sharding, logical axes, role and memory.
+
+    Attributes:
+        memory_kind: `device`, or `pinned_host` for host memory.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -20,6 +24,7 @@ class Leaf:
     spec: PartitionSpec
     axes: tuple[str, ...] = ()
     role: str = ""
+    memory_kind: str = "device"
 
 
 @shown

@@ -149,7 +149,7 @@ class PureFunction:
         return hidden
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a plan depends on: structure, shapes, dtypes, JAX's settings and the current mesh."""
+        """Return what a plan depends on: structure, shapes, dtypes, memory kinds, JAX's settings, the current mesh."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         mesh = _compat.current_mesh() if self.takes_placement else None
         try:
@@ -274,15 +274,15 @@ class PureFunction:
         return PlannedSignature(chosen)
 
 
-def _type_of(x: Any) -> tuple[Any, Any, bool]:
+def _type_of(x: Any) -> tuple[Any, Any, bool, bool]:
     if isinstance(x, type):
         raise TypeError(f"{x} is a class")
     if not hasattr(x, "dtype"):  # a Python number
-        return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True
+        return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True, False
     if getattr(x.dtype, "kind", "") in tuple("OSU"):
         raise TypeError(f"JAX does not support {x.dtype}")
     dtype = x.dtype if _compat.is_extended(x.dtype) else jax.dtypes.canonicalize_dtype(x.dtype)
-    return x.shape, dtype, bool(getattr(x, "weak_type", False))
+    return x.shape, dtype, bool(getattr(x, "weak_type", False)), _compat.is_on_host(x)
 
 
 def _is_placed(x: Any) -> bool:

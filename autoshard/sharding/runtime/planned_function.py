@@ -116,7 +116,7 @@ class PlannedFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the planned function for these arguments (arrays or shapes), as `jax.jit(...).lower` does."""
         entry = self.entry(args, kwargs)
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in entry.traced.in_avals]
+        shapes = list(map(_compat.planned_shape, entry.traced.in_avals, entry.in_shardings))
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
         return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
 
