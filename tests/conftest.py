@@ -136,11 +136,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_warnings_are_errors() -> Iterator[None]:
-    """Fails a test if we warn unexpectedly (without `pytest.warns`)."""
+    """Fails a test if we warn unexpectedly: without `pytest.warns` or a mark `filterwarnings`."""
     from autoshard.errors import AutoshardWarning
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error", AutoshardWarning)
+        warnings.simplefilter("error", AutoshardWarning, append=True)  # marks come before it
         yield
 
 

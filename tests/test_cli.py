@@ -130,14 +130,17 @@ def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFi
         ("--explain 0/params/embd", "no input or result is called '0/params/embd'. Similar paths: "),
         ("--explain 1/loss=tp", "'1/loss' is a result, which cannot be fixed"),
         (
-            "--explain embed=-,model",
+            "--explain params/embed=-,model",
             "no plan has a mesh axis 'model'; without --mesh, axes are named dp, zero1, fsdp, cp, ep, tp",
         ),
         (
-            "--plan model=tp:8 --explain embed=-,modle",
+            "--plan model=tp:8 --explain params/embed=-,modle",
             "no plan has a mesh axis 'modle'; without --mesh, axes are named dp, ",
         ),
-        ("--mesh data=8 --explain embed=-,tp", "'embed=-,tp': no plan has a mesh axis 'tp'; --mesh has data"),
+        (
+            "--mesh data=8 --explain params/embed=-,tp",
+            "'params/embed=-,tp': no plan has a mesh axis 'tp'; --mesh has data",
+        ),
     ],
 )
 def test_what_cannot_be_explained_is_reported_before_the_search(

@@ -58,6 +58,7 @@ from autoshard._compat.memory_spaces import (
 )
 from autoshard._compat.meshes import all_axes_auto, auto_axes, current_mesh, no_mesh, under_trace
 from autoshard._compat.primitive_lookup import ELLIPSIS, defining_modules, primitive, primitives
+from autoshard._compat.user_names import user_names, with_names
 
 __all__ = [
     "ELLIPSIS",
@@ -111,7 +112,9 @@ __all__ = [
     "texts_under",
     "unchecked_varying",
     "under_trace",
+    "user_names",
     "varying_axes",
     "weakly_typed",
+    "with_names",
     "annotated_specs",
 ]

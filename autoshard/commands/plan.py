@@ -183,7 +183,7 @@ def _check_explain(
     from autoshard.sharding.layout.plan_request import KINDS, may_be_mesh_axis
     from autoshard.sharding.program.tracing import path_of
     from autoshard.sharding.report.alternatives import check_fixable
-    from autoshard.sharding.report.explanation import check_path
+    from autoshard.sharding.report.explanation import checked_path
     from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
 
     inputs, outputs = (
@@ -192,10 +192,10 @@ def _check_explain(
     )
     for text in requested:
         path, *spec = _parse_path_spec(text)
-        check_path(path, [*inputs, *outputs])
+        found = checked_path(path, inputs, outputs)
         if not spec:
             continue
-        check_fixable(path, inputs)
+        check_fixable(path, found.group == 0)
         named = axes_of(from_partition_spec(spec[0], len(spec[0])))
         unknown = [axis for axis in named if not may_be_mesh_axis(axis, mesh, strategy)]
         if unknown:
@@ -283,11 +283,13 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--explain", action="append", default=[], metavar="PATH[=AXES]",
-        help="explain a tensor's sharding; with mesh axes for each dimension (-,fsdp+tp), price that sharding",
+        help="explain the sharding of a path, a glob or the only end of a path; with mesh axes for each dimension "
+        "(-,fsdp+tp), price that sharding",
     )  # fmt: skip
     options.add_argument(
         "--fixed", action="append", default=[], metavar="PATH=AXES",
-        help="fix the sharding of tensors, by path or pattern: mesh axes for each dimension, '*/wq=-,fsdp,tp,-'",
+        help="fix the sharding of a path, a glob or the only end of a path: mesh axes for each dimension, "
+        "'*/wq=-,fsdp,tp,-'",
     )  # fmt: skip
     options.add_argument("--json", type=Path, help="write the plan as JSON to this file; - prints it")
     options.add_argument("--html", type=Path, help="write the plan as an HTML page to this file")

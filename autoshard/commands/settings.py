@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from autoshard.train.config.command_line import Command, parse_config
 from autoshard.train.run.distributed import set_virtual_devices
@@ -23,4 +24,8 @@ def read_settings(arguments: Sequence[str], kind: type[Command], command: str, d
     config = parse_config(arguments, kind, f"autoshard {command}", description)
     named = any(argument.replace("_", "-").startswith("--virtual-devices") for argument in arguments)
     set_virtual_devices(config.virtual_devices, explicit=named)
+    if config.resume:
+        from autoshard.train.run.resumption import with_newer_request
+
+        config = cast(Command, with_newer_request(config))
     return config

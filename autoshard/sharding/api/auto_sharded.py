@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autoshard._tracebacks import hides_own_frames
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.runtime.dispatch import PlannedSignature
 from autoshard.sharding.runtime.planned_function import PlannedFunction
@@ -12,6 +13,7 @@ from autoshard.sharding.runtime.planned_function import PlannedFunction
 class AutoSharded(PlannedFunction):
     """The result of `auto_shard(function)`."""
 
+    @hides_own_frames
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Return the plan for these arguments (arrays or shapes). Later calls use it."""
         return self.plan_of(self.entry(args, kwargs))

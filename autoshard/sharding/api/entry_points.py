@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoshard._tracebacks import hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.api.auto_sharded import AutoSharded
@@ -18,6 +19,7 @@ from autoshard.sharding.planner.variants import Variants
 from autoshard.sharding.runtime.plan_options import checked_options
 
 
+@hides_own_frames
 def auto_shard(
     obj: Any = None,
     /,
@@ -81,6 +83,7 @@ def auto_shard(
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)
 
 
+@hides_own_frames
 def plan(
     fn: Callable[..., Any],
     *args: Any,
@@ -106,8 +109,9 @@ def plan(
         mesh: a `Mesh`, an `AbstractMesh`, or sizes such as `{"data": 4, "model": 2}`; default: the search chooses.
         target: a machine, such as "v5p:4x4x4"; default: the attached devices.
         memory_limit_bytes: memory limit of one device; default: its capacity.
-        fixed: `{path glob: PartitionSpec}`, or `{path glob: names of logical axes}`. An exact path takes precedence
-            over patterns. Without a mesh, only meshes that have the axes of these specs are searched.
+        fixed: `{path: PartitionSpec}`, or `{path: names of logical axes}`, where path is a path (`0/params/wq`), a
+            glob (`*/wq`), or the end of a path (`wq`) that fits one input. Paths take precedence over globs. Without a
+            mesh, only meshes that have the axes of these specs are searched.
         plan: a plan to use: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
         variants: `{static keyword: values}`; all combinations are tried and the best is planned. Or a function from the
             `Attempt`s so far (at first none) to the keywords to try next.

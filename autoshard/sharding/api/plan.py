@@ -10,16 +10,18 @@ from typing import Any
 import jax
 
 from autoshard._shown import shown
+from autoshard._tracebacks import hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.audit import Audit, verify
 from autoshard.sharding.lower.executable import Executable
+from autoshard.sharding.lower.planned_call import PlannedCall
 from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.plan.serialization import plan_from_json, plan_json
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
 from autoshard.sharding.planner.variants import Variants
-from autoshard.sharding.program.static_leaves import reveal_static, with_static_leaves
+from autoshard.sharding.program.static_leaves import reveal_static
 from autoshard.sharding.report import diff, explain, table, to_html
 from autoshard.sharding.runtime.plan_options import checked_options
 from autoshard.sharding.runtime.planned_function import PlannedFunction
@@ -55,13 +57,14 @@ class Plan(ShardingPlan):
         traced = bound_or_error(self.bound).traced
         return reveal_static(jax.tree.unflatten(traced.out_tree, [leaf.spec for leaf in self.outputs]))
 
+    @hides_own_frames
     def jit(self, devices: Any = None) -> Callable[..., Any]:
-        """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones."""
+        """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones.
+
+        It is called as the function itself, and has `.lower`. Arrays of other shapes or dtypes are an error.
+        """
         executable = self._executable()
-        jitted, traced = executable.jit(devices), executable.traced
-        if traced.static_arguments or traced.static_results:
-            jitted = with_static_leaves(jitted, f"{traced.name}: argument", traced.static_numbers)
-        return executable.wrap(jitted)
+        return executable.wrap(PlannedCall(executable.jit(devices, weak=True), executable.traced))
 
     def _executable(self) -> Executable:
         """The executable with this plan, because `where` may have changed attributes since the plan was bound."""
@@ -74,6 +77,7 @@ class Plan(ShardingPlan):
             return changed
         return replace(changed, bound=self.bound.where(**changes))
 
+    @hides_own_frames
     def bind(
         self,
         fn: Callable[..., Any],
@@ -117,11 +121,12 @@ class Plan(ShardingPlan):
         planned = PlannedFunction(fn, options, variants, donate_argnums, static_argnums)
         return Plan.of(planned.entry(args, kwargs).bound)
 
+    @hides_own_frames
     def explain(self, path: str, wish: Any = None) -> str:
         """Explain why an input or result is sharded as it is, and what the next best choices cost.
 
         Args:
-            path: a path (`0/params/wq`), the end of one (`wq`), or a glob (`*/mlp/*`).
+            path: a path (`0/params/wq`), a glob (`*/mlp/*`), or the end of a path (`wq`) that fits one input.
             wish: a sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`. The text says
                 whether it is cheaper, more expensive, infeasible or a tie.
 

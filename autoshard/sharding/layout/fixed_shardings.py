@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +12,7 @@ from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.program.path_patterns import first_few, suggestions
+from autoshard.sharding.program.path_patterns import AmbiguousPathError, find_paths, first_few, suggestions
 from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, is_spec_entry
 from autoshard.spmdrules.ir.program import Op
@@ -155,19 +153,23 @@ def with_fixed_shardings(
 
 
 def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, problems: list[str]) -> dict[int, Any]:
-    """Index of an input -> what is fixed for it. An exact path takes precedence over patterns.
+    """Index of an input -> what is fixed for it. A path, or the end of one, takes precedence over globs.
 
-    Appends to `problems`: patterns that match no input, and patterns that match one input but differ.
+    Appends to `problems`: texts that name no input or are the end of several, and different shardings of one input.
     """
     exact: dict[int, list[str]] = {}
     by_pattern: dict[int, list[str]] = {}
     for pattern in fixed:
-        same = [i for i, path in enumerate(traced.in_paths) if pattern in (path, glob.escape(path))]
-        matching = same or [i for i, path in enumerate(traced.in_paths) if fnmatch.fnmatchcase(path, pattern)]
-        if not matching:
+        try:
+            found = find_paths(pattern, traced.in_paths)
+        except AmbiguousPathError as error:
+            problems.append(f"{word} {error}")
+            continue
+        if found is None:
             problems.append(f"{word} '{pattern}' matches no input. {suggestions(pattern, traced.in_paths)}")
-        for i in matching:
-            (exact if same else by_pattern).setdefault(i, []).append(pattern)
+            continue
+        for i in found.indices:
+            (by_pattern if found.is_glob else exact).setdefault(i, []).append(pattern)
     chosen = {i: (exact if i in exact else by_pattern)[i] for i in sorted({*exact, *by_pattern})}
     conflicts: dict[tuple[str, str], list[int]] = {}
     for i, patterns in chosen.items():

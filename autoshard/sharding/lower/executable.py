@@ -57,8 +57,16 @@ class Executable:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
         return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
 
-    def jit(self, devices: Any = None) -> Callable[..., Any]:
-        """See `Plan.jit`. This takes pure arguments only, without `wrap`."""
+    def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
+        """The program under `jax.jit`, for positional arguments; keyword arguments are one mapping after them.
+
+        Args:
+            devices: see `Plan.jit`.
+            weak: whether arrays may be weakly typed that were not when they were planned, or the reverse. They are cast.
+
+        Returns:
+            A function of pure arguments, without `wrap`. It raises `NewSignature` for other arrays.
+        """
         plan, mesh = self.plan, self.mesh_over(devices)
         ins, outs = plan.shardings(mesh)
         lowered, traced = self.constrained_program(mesh), self.traced
@@ -66,10 +74,13 @@ class Executable:
 
         def run(*args: Any) -> Any:
             leaves = traced.in_tree.flatten_up_to((args[: len(in_args)], args[-1] if in_kwargs else {}))
+            if weak:
+                leaves = [_with_weak_type_of(leaf, aval) for leaf, aval in zip(leaves, traced.in_avals, strict=True)]
             check_signature(traced, leaves)
             return jax.tree.unflatten(traced.out_tree, lowered(*leaves))
 
         run.__name__ = traced.name
+        _compat.with_names(run, traced.user_names)
         donated = sorted({int(traced.owners[i]) for i in traced.donated})
         device = mesh.devices.flat[0]
         options = supported_options(
@@ -107,6 +118,12 @@ def supported_options(options: Options, device: Any) -> dict[str, str | bool | i
             stacklevel=4,
         )
     return known
+
+
+def _with_weak_type_of(leaf: Any, aval: Any) -> Any:
+    if leaf.aval.weak_type == aval.weak_type or leaf.dtype != aval.dtype:
+        return leaf
+    return _compat.weakly_typed(leaf) if aval.weak_type else jax.lax.convert_element_type(leaf, aval.dtype)
 
 
 class NewSignature(Exception):

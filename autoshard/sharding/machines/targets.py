@@ -206,6 +206,15 @@ def target_for(devices: Sequence[Any], count: int) -> Target:
     return Target(text, chip, Topology(_switched(chip, count // per_host, per_host)))
 
 
+def is_made_of(target: Target, devices: Sequence[Any]) -> bool:
+    """Whether a target has the platform of `devices`, and their chip if both are known."""
+    device = devices[0]
+    platform = "cuda" if device.platform == "gpu" else device.platform
+    here, named = chip_name(device.device_kind), target.name.partition(":")[0]
+    known = here is not None and named in {*CHIPS, *ALIASES}
+    return target.platform == platform and (not known or ALIASES.get(named, named) == here)
+
+
 def _shape(devices: Sequence[Any], chip: Chip) -> list[int] | None:
     """The shape of the torus that the devices fill; None if they have no coordinates, leave gaps, or span slices."""
     coords = [getattr(d, "coords", None) for d in devices]

@@ -82,10 +82,17 @@ def _shortage_text(variant: Mapping[str, Any], bound: BoundPlan) -> str:
     name = plan.chosen + (f", {variant_text(variant)}" if variant else "")
     head = "the requested plan does not fit" if not problem.searched else "no plan fits"
     which = "the plan" if not problem.searched else "the smallest"
+    size_text = _exact_text if problem.limit_given else bytes_text
     return (
-        f"{head} {bytes_text(limit)} a device on {problem.machine.target.name}: {which} ({name}) needs "
-        f"{bytes_text(peak)}, {bytes_text(peak - limit)} too much ({_memory_text(bound)})"
+        f"{head} {'memory_limit_bytes=' * problem.limit_given}{size_text(limit)} a device on "
+        f"{problem.machine.target.name}: {which} ({name}) needs {size_text(peak)}, {size_text(peak - limit)} too much "
+        f"({_memory_text(bound)})"
     )
+
+
+def _exact_text(size: float) -> str:
+    """A number of bytes in the unit of the limit: `4_740_000 bytes (4.52 MiB)`."""
+    return f"{math.ceil(size):_} bytes" + (f" ({bytes_text(size)})" if size >= 1024 else "")
 
 
 def _memory_text(bound: BoundPlan) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from autoshard import _compat
 from autoshard._units import bytes_text
-from autoshard.errors import AutoshardWarning
 from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.layout.divisibility import multiple, undivided
@@ -23,6 +21,7 @@ from autoshard.sharding.plan.tensors import Leaf, Padding
 from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import LARGE_CONSTANTS_BYTES
+from autoshard.sharding.planner.idle_devices import idle_notes
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
 from autoshard.sharding.search.candidate import Candidate, price
@@ -41,9 +40,6 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
     """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
     notes = _notes(problem, layout)
-    for note in notes:
-        if note.startswith("nothing is "):
-            warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=5)
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*state_like, *problem.state])
     hides = target.chip.hides
@@ -108,16 +104,8 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
             f"the function closes over {bytes_text(problem.memory.constant_bytes)} of arrays, which are replicated on "
             "every device. Pass them as arguments"
         )
-    found = undivided(layout)
-    why = "; ".join(map(problem.undivided_text, found))
-    idle = problem.shards_nothing(layout)
-    if idle or (found and problem.machine.target.devices > 1 and not layout.sharded_classes()):
-        notes.append(
-            f"nothing is {'sharded' if idle else 'computed in shards'}: each of the "
-            f"{problem.machine.target.devices} devices does all of the work "
-            f"({why or 'this plan can shard no logical axis of the program'})"
-        )
-    for one in found:
+    notes += idle_notes(problem, layout)
+    for one in undivided(layout):
         size = problem.axes.sizes[one.cls]
         now = f"is sharded {one.shards} ways" if one.shards > 1 else "stays whole"
         notes.append(

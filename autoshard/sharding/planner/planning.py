@@ -16,6 +16,7 @@ from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
+from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
@@ -63,6 +64,7 @@ def plan_traced(
         made = best_of(problem, candidate, others, shortlist)
     else:
         made = build_plan(problem, candidate, others)
+    warn_of_idle_devices(problem, made.layout)
     problem.search_counts = SearchCounts()  # frees the candidates: a plan keeps its problem
     return made
 

@@ -188,22 +188,23 @@ class PlanningProblem:
             names = sorted(set(self.axes.names.values()))
             problems.append(f"the program has no axis for {', '.join(missing)}; it has axes for "
                             f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
-        if "seq" in request.flags and not self.roles.sequence:
-            problems.append(self._seq_text(request))
+        lacking = self._lacking_for_seq(request) if "seq" in request.flags else []
+        if lacking:
+            problems.append(
+                "'seq' needs tp in the plan and a sequence in the program, because tp then shards the sequence too; "
+                f"{', '.join(lacking)}. Leave 'seq' out"
+            )
         if problems:
             raise PlanError(f"plan '{text}': {'. '.join(problems)}")
         return plan_request.layout_of(self.axes, self.roles, request)
 
-    def _seq_text(self, request: plan_request.Request) -> str:
-        """Why `seq` is not possible in a program without a sequence."""
-        has_tp, tp_axes = "tp" in request.kinds.values(), plan_request.classes_for("tp", self.roles, frozenset())
-        lacking = ["the plan has no tp"] if not has_tp else []
-        lacking += ["the program has no axis for tp"] if not tp_axes else []
-        lacking += ["the program has no sequence"]
-        return (
-            "'seq' needs tp in the plan and a sequence in the program, because tp then shards the sequence too; "
-            f"{', '.join(lacking)}. Leave 'seq' out"
-        )
+    def _lacking_for_seq(self, request: plan_request.Request) -> list[str]:
+        """What the word `seq` needs and a plan or the program lacks."""
+        has_tp = any(kind == "tp" and request.sizes[a] > 1 for a, kind in request.kinds.items())
+        tp_axes = plan_request.classes_for("tp", self.roles, frozenset())
+        lacking = [] if has_tp else ["the plan has no tp"]
+        lacking += [] if tp_axes or self.roles.sequence else ["the program has no axis for tp"]
+        return lacking + ([] if self.roles.sequence else ["the program has no sequence"])
 
     def _meshes(self, names: Sequence[str]) -> list[dict[str, int]]:
         """All meshes with these axes over the devices."""

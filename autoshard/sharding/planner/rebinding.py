@@ -10,6 +10,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.plan_builder import leaf_of
 from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.program.argument_differences import differences_text
 from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.core.placement import from_partition_spec
 
@@ -62,7 +63,10 @@ def _assignment(problem: PlanningProblem, plan: ShardingPlan) -> DeviceAssignmen
 def _first_difference(plan: ShardingPlan, traced: Traced) -> str:
     """The first difference between the arrays of a plan and of a function; empty if there is none."""
     if len(plan.inputs) != len(traced.in_paths):
-        return f"the plan has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}"
+        different = differences_text(
+            {leaf.path: leaf for leaf in plan.inputs}, dict(zip(traced.in_paths, traced.in_avals, strict=True))
+        )
+        return f"the plan has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}: {different}"
     for leaf, path, aval in zip(plan.inputs, traced.in_paths, traced.in_avals, strict=True):
         if (leaf.path, leaf.shape, leaf.dtype) != (path, tuple(aval.shape), str(aval.dtype)):
             return (

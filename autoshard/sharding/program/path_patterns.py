@@ -1,18 +1,70 @@
-"""Matches path patterns against paths, and suggests corrections for mistyped ones."""
+"""Finds the paths that a user names, and suggests corrections for mistyped ones.
+
+One rule for `fixed=`, `--fixed`, `explain` and `--explain`:
+
+1. A path is that input.
+2. A glob means all paths that it matches.
+3. The end of a path (`wq` for `0/layers/wq`) is the one input that ends so. If several do, it is an error.
+"""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+import glob
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
+from autoshard.errors import PlanError
 from autoshard.sharding.program.constants import SHOWN, SUGGESTIONS, SUGGESTIONS_EACH
 
 
-def matches_any(pattern: str, paths: Iterable[str]) -> bool:
-    """Whether a pattern matches one of `paths`: it is the path, its last components, or a glob."""
-    text = pattern.strip("/")
-    return any(p == text or (text and p.endswith(f"/{text}")) or fnmatch.fnmatchcase(p, text) for p in paths)
+class AmbiguousPathError(PlanError):
+    """The end of a path fits several paths."""
+
+
+@dataclass(frozen=True)
+class FoundPaths:
+    """The paths that a user's text names.
+
+    Attributes:
+        group: index of the list of paths that has them.
+        indices: their indices in that list.
+        is_glob: whether the text is a glob. Otherwise it names one path.
+    """
+
+    group: int
+    indices: tuple[int, ...]
+    is_glob: bool
+
+
+def find_paths(text: str, *groups: Sequence[str]) -> FoundPaths | None:
+    """Find the paths that a text names, by the rule above; None if there are none.
+
+    Args:
+        text: a path, a glob, or the end of a path.
+        *groups: lists of paths. Of lists that match in the same way, the first counts.
+
+    Raises:
+        AmbiguousPathError: the text is the end of several paths of one list.
+    """
+    name = text.strip("/")
+    ways: tuple[tuple[Callable[[str], bool], bool], ...] = (
+        (lambda path: name in (path, path.strip("/"), glob.escape(path)), False),
+        (lambda path: fnmatch.fnmatchcase(path, name), True),
+        (lambda path: bool(name) and path.endswith(f"/{name}"), False),
+    )
+    for matches, is_glob in ways:
+        for group, paths in enumerate(groups):
+            found = tuple(i for i, path in enumerate(paths) if matches(path))
+            if len({paths[i] for i in found}) > 1 and not is_glob:
+                raise AmbiguousPathError(
+                    f"'{name}' is the end of {len(found)} paths: {first_few(paths[i] for i in found)}. Give a longer "
+                    "path, or a glob for all of them"
+                )
+            if found:
+                return FoundPaths(group, found, is_glob)
+    return None
 
 
 def suggestions(path: str, paths: Iterable[str]) -> str:

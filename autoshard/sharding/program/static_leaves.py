@@ -9,7 +9,7 @@ only itself. Python numbers are data, as under `jax.jit`. In Equinox modules, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -88,24 +88,6 @@ def reveal_static(tree: Any) -> Any:
 def has_hidden(tree: Any) -> bool:
     """Return whether a tree contains `StaticLeaf`s."""
     return any(map(_is_hidden, jax.tree.leaves(tree, is_leaf=_is_hidden)))
-
-
-def with_static_leaves(jitted: Callable[..., Any], what: str, numbers: bool) -> Callable[..., Any]:
-    """Wrap a jitted function whose static leaves are `StaticLeaf`s, so that it takes and returns the leaves."""
-
-    def hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return hide_static((args, kwargs), what, numbers, skip=1)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hidden(args, kwargs)
-        return reveal_static(jitted(*args, **kwargs))
-
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = hidden(args, kwargs)
-        return jitted.lower(*args, **kwargs)  # pyright: ignore[reportFunctionMemberAccess]
-
-    call.lower = lower  # pyright: ignore[reportFunctionMemberAccess]
-    return call
 
 
 def is_static(leaf: Any, numbers: bool) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard._tracebacks import call_users
 from autoshard.sharding.program.host_memory import mixed_memory_error
 from autoshard.sharding.program.state_matching import StateMismatch, match
 from autoshard.sharding.program.static_leaves import has_hidden, hide_static, reveal_static
@@ -50,6 +52,8 @@ class Traced:
         state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
             updated value, such as gradients or a second moment.
         mismatches: arguments that the function returns with some leaves changed.
+        parameters: names of the function's positional parameters; None if it has no signature.
+        user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         static_numbers: whether Python numbers are static leaves.
     """
 
@@ -68,6 +72,8 @@ class Traced:
     flags: tuple[Any, ...]
     state_like: list[tuple[int, int]]
     mismatches: list[StateMismatch]
+    parameters: list[str] | None
+    user_names: Any
     static_numbers: bool = False
 
     @cached_property
@@ -137,6 +143,16 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+def positional_names(fn: Callable[..., Any]) -> list[str] | None:
+    """The names of the positional parameters, or None if the function has no signature."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]
+
+
 def trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -165,15 +181,18 @@ def trace(
 
     def run(*leaves: Any) -> Any:
         a, k = reveal_static(jax.tree.unflatten(in_tree, leaves))
-        results = hide_static(fn(*a, **k), f"auto_shard({name}): result", static_numbers)
+        results = hide_static(call_users(fn, a, k), f"auto_shard({name}): result", static_numbers)
         result, tree = jax.tree.flatten(results)
         out.append(tree)
         return result
 
+    names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
     token = OUTER_PLAN.set(True)
     try:
         with _compat.auto_axes():
-            closed, out_shapes = jax.make_jaxpr(run, return_shape=True)(*(leaf for _, leaf in flat))
+            closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
+                *(leaf for _, leaf in flat)
+            )
     except ValueError as error:
         if mixed := mixed_memory_error(name, error, dict(zip(input_paths or keys, (x for _, x in flat), strict=True))):
             raise mixed from error
@@ -206,5 +225,7 @@ def trace(
         flags=trace_flags(),
         state_like=found.state_like,
         mismatches=mismatches,
+        parameters=positional_names(fn),
+        user_names=names,
         static_numbers=static_numbers,
     )

@@ -27,7 +27,6 @@ from autoshard.sharding.planner.what_if import (
     price_in_plan,
     price_replanned,
 )
-from autoshard.sharding.program.path_patterns import matches_any
 from autoshard.sharding.report.summary import mesh_sizes
 
 FIXED_SHOWN = 3
@@ -61,7 +60,7 @@ def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Lea
     if not is_sharding_wish(wish):
         raise PlanError(f"explain: wish is {wish!r:.60}; give a PartitionSpec, or a logical axis or None for each "
                         "dimension, such as ('ffn', None)")  # fmt: skip
-    check_fixable(leaves[0].path, [leaf.path for leaf in plan.inputs])
+    check_fixable(leaves[0].path, leaves[0] in plan.inputs)
     text = spec_text(wish) if isinstance(wish, PartitionSpec) else str(tuple(wish))
     name = leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
     now = "; ".join(dict.fromkeys(spec_text(x.spec) for x in leaves[:3]))
@@ -93,13 +92,13 @@ def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Lea
     return lines
 
 
-def check_fixable(path: str, inputs: Sequence[str]) -> None:
-    """Check that a path, the end of a path or a glob matches an input.
+def check_fixable(path: str, is_input: bool) -> None:
+    """Check that a path names an input, because a sharding can be fixed only for inputs.
 
     Raises:
-        PlanError: It matches no input, so it names a result.
+        PlanError: It names a result.
     """
-    if not matches_any(path, inputs):
+    if not is_input:
         raise PlanError(f"explain: '{path}' is a result, which cannot be fixed: returned state is sharded like its "
                         "input, other results as they are computed. Give the path of an input")  # fmt: skip
 

@@ -6,7 +6,6 @@ divides. Stored state is then sharded over further mesh axes. A fixed or existin
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import textwrap
 from collections.abc import Sequence
@@ -19,7 +18,14 @@ from autoshard.errors import PlanError
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan
-from autoshard.sharding.program.path_patterns import SHOWN, first_few, matches_any, suggestions
+from autoshard.sharding.program.path_patterns import (
+    SHOWN,
+    AmbiguousPathError,
+    FoundPaths,
+    find_paths,
+    first_few,
+    suggestions,
+)
 from autoshard.sharding.report.alternatives import alternative_lines, wish_lines
 from autoshard.sharding.report.input_traffic import traffic_of
 from autoshard.sharding.report.summary import (
@@ -42,8 +48,7 @@ def explain(plan: ShardingPlan, bound: BoundPlan | None, path: str, wish: Any = 
     Args:
         plan: The plan.
         bound: The plan with its program. None for a plan from JSON, which has no traffic and no alternatives.
-        path: A path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. If several inputs have this
-            end, it means the parameter.
+        path: A path, `0/params/wq`, a glob, `*/mlp/*`, or the end of a path, `wq`, that fits one input.
         wish: A sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`.
 
     Raises:
@@ -67,39 +72,29 @@ def _wrapped(line: str) -> str:
 
 
 def find_leaves(plan: ShardingPlan, path: str) -> list[Leaf]:
-    """The inputs, or else the results, that a path, the end of a path or a glob matches; see `explain`."""
-    check_path(path, [leaf.path for leaf in (*plan.inputs, *plan.outputs)])
-    path = path.strip("/")
-    for leaves in (plan.inputs, plan.outputs):
-        exact = [leaf for leaf in leaves if leaf.path == path]
-        if exact:
-            return exact
-        if any(c in path for c in "*?["):
-            matching = [leaf for leaf in leaves if fnmatch.fnmatchcase(leaf.path, path)]
-            if matching:
-                return matching
-        ending = [leaf for leaf in leaves if path and leaf.path.endswith(f"/{path}")]
-        chosen = [leaf for leaf in ending if leaf.role == "parameter"] or ending
-        if len(chosen) > 1:
-            raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: "
-                            f"{first_few(x.path for x in chosen)}. "
-                            "Give a longer path, or a glob for all of them")  # fmt: skip
-        if chosen:
-            return chosen
-    raise AssertionError(path)
+    """The inputs, or else the results, that a path, a glob or the end of a path names; see `path_patterns`."""
+    inputs, outputs = [leaf.path for leaf in plan.inputs], [leaf.path for leaf in plan.outputs]
+    found = checked_path(path, inputs, outputs)
+    return [(plan.inputs, plan.outputs)[found.group][i] for i in found.indices]
 
 
-def check_path(path: str, paths: Sequence[str]) -> None:
-    """Check that a path, the end of a path or a glob matches one of `paths`.
+def checked_path(path: str, inputs: Sequence[str], outputs: Sequence[str]) -> FoundPaths:
+    """Find the inputs (group 0) or results (group 1) that `explain` is to explain.
 
     Raises:
-        PlanError: It matches none.
+        PlanError: `path` names none, or is the end of several.
     """
     if not isinstance(path, str):
         raise PlanError(f"explain: {short_repr(path)} is not a path; give a string such as '0/params/wq'")
-    if not matches_any(path, paths):
+    try:
+        found = find_paths(path, inputs, outputs)
+    except AmbiguousPathError as error:
+        raise AmbiguousPathError(f"explain: {error}") from None
+    if found is None:
+        paths = [*inputs, *outputs]
         hint = suggestions(path.strip("/"), paths) if paths else "The plan has none"
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
+    return found
 
 
 def group_reasons(plan: ShardingPlan, group: Group, names: AxisNames) -> list[str]:

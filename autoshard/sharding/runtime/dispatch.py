@@ -19,12 +19,14 @@ from autoshard import _compat
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
+from autoshard.sharding.machines.targets import is_made_of, target_for
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
+from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.process_agreement import check_same_plan
@@ -57,6 +59,23 @@ class PlannedSignature:
     def in_shardings(self) -> list[Any]:
         """The sharding of each flat input."""
         return self.plan.shardings(self.mesh)[0]
+
+    @functools.cache  # noqa: B019  an entry lives as long as its function
+    def check_target(self) -> None:
+        """Check that the target that the user named is the machine that the plan is about to run on.
+
+        Raises:
+            PlanError: it is another machine.
+        """
+        target, devices = self.bound.problem.machine.target, list(self.mesh.devices.flat)
+        if self.bound.problem.target_given and not is_made_of(target, devices):
+            here = target_for(devices, len(devices)).name
+            raise PlanError(
+                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices that it "
+                f"would run on are '{here}' ({devices[0].device_kind}). Leave out target= to plan for these devices. "
+                "Without the target attached, .plan(...) and .lower(...) work; .plan(...).jit() runs its plan here "
+                "anyway"
+            )
 
     @functools.cache  # noqa: B019  an entry lives as long as its function
     def check_agreement(self) -> None:
@@ -125,6 +144,8 @@ class PureFunction:
         """Call the function under the plan for these arguments."""
         if self.has_static:
             args, kwargs = self.hide_static(args, kwargs)
+        if has_donated((args, kwargs)):
+            raise donated_error(name_of(self.fn), self.paths(args, kwargs), jax.tree.leaves((args, kwargs)))
         entry = self.last
         if len(self.entries) > 1:
             entry = self.entries.get(self.signature(args, kwargs))
@@ -147,6 +168,12 @@ class PureFunction:
         hidden = hide_static(arguments, f"auto_shard({name_of(self.fn)}): argument", self.static_numbers, skip=1)
         self.has_static |= hidden is not arguments
         return hidden
+
+    def paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """Return the path of each leaf of the arguments; of nnx objects, its path in them."""
+        if self.graph_arguments is not None:
+            return _compat.nnx_paths(*self.graph_arguments)
+        return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a plan depends on: structure, shapes, dtypes, memory kinds, JAX's settings, the current mesh."""
@@ -193,6 +220,7 @@ class PureFunction:
             run = entry.bound.executable.constrained_program(entry.mesh)
             return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run(*leaves)))
         entry = self.entry_for_placement(entry, args, kwargs)
+        entry.check_target()
         entry.check_agreement()
         self.last = entry
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))

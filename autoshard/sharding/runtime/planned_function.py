@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._tracebacks import hide_own_frames, hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
-from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
+from autoshard.sharding.program.tracing import OUTER_PLAN, name_of, positional_names
 from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
 
@@ -37,7 +38,7 @@ class PlannedFunction:
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
-        self.names = _positional_names(fn)
+        self.names = positional_names(fn)
         count, limit = len(self.names or ()), None if _takes_any_number(fn) else len(self.names or ())
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
         donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
@@ -54,15 +55,20 @@ class PlannedFunction:
         """Call the function under the plan for these arguments."""
         if OUTER_PLAN.get():
             return self.fn(*args, **kwargs)  # inside a planned function: the outer plan applies
-        if self.static:
-            target, args, kwargs = self._without_static(args, kwargs)
-            return target(*args, **kwargs)
-        if self._graph is not None:
-            return self._graph(*args, **kwargs)
         try:
-            return self._plain(*args, **kwargs)
-        except GraphArguments:
+            if self.static:
+                target, args, kwargs = self._without_static(args, kwargs)
+                return target(*args, **kwargs)
+            if self._graph is not None:
+                return self._graph(*args, **kwargs)
+            try:
+                return self._plain(*args, **kwargs)
+            except GraphArguments:
+                pass
             return self._graph_function()(*args, **kwargs)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -100,6 +106,10 @@ class PlannedFunction:
                 return fn(*merged, **by_name, **kwargs)
 
             functools.update_wrapper(call, fn)
+            static = {*by_name, *(self.names[n] for n in by_position if n < len(self.names))} if self.names else set()
+            if static:
+                named = inspect.signature(fn).parameters.values()
+                call.__signature__ = inspect.Signature([p for p in named if p.name not in static])
             function = self.functions[key] = GraphFunction(call, self._make) if graph else self._make(call)
         return function, rest, keywords
 
@@ -113,6 +123,7 @@ class PlannedFunction:
             target = self._plain
         return target.entry(args, kwargs)
 
+    @hides_own_frames
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the planned function for these arguments (arrays or shapes), as `jax.jit(...).lower` does."""
         entry = self.entry(args, kwargs)
@@ -120,6 +131,7 @@ class PlannedFunction:
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
         return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
 
+    @hides_own_frames
     def init(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `create(*args, **kwargs)` with its result sharded as this function's plan requires.
 
@@ -151,16 +163,6 @@ class PlannedFunction:
 def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:
     """Return the donated argument numbers, counted without the static arguments."""
     return tuple(d - sum(s < d for s in statics) for d in donated)
-
-
-def _positional_names(fn: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the positional parameters, or None if the function has no signature."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
 
 
 def _takes_any_number(fn: Callable[..., Any]) -> bool:

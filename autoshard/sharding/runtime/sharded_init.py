@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 
 from autoshard import _compat
 from autoshard.errors import PlanError
+from autoshard.sharding.program.argument_differences import differences
+from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.static_leaves import hide_static, is_static, reveal_static
 from autoshard.sharding.program.tracing import Traced, path_of
 from autoshard.sharding.runtime.dispatch import PlannedSignature
@@ -26,6 +29,7 @@ def create_sharded(
     Raises:
         PlanError: no argument of the plan has the structure, shapes and dtypes of the result.
     """
+    entry.check_target()
     leaves, tree = jax.tree.flatten((args, dict(kwargs or {})), is_leaf=lambda x: x is None)
     # The other leaves are seeds, names and settings.
     arrays = [i for i, x in enumerate(leaves) if not is_static(x, numbers=True)]
@@ -45,33 +49,57 @@ def create_sharded(
 
     shapes = jax.eval_shape(arrays_of, *values)
     results = jax.tree_util.tree_flatten_with_path(shapes)[0]
-    inputs = _find_argument(entry.traced, [(path_of(k), s) for k, s in results])
-    if inputs is not None:
-        shardings = [entry.in_shardings[i] for i in inputs]
-        out = jax.tree.unflatten(jax.tree.structure(shapes), shardings)
-        return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
-    planned = ", ".join(sorted({p.partition("/")[0] for p in entry.traced.in_paths}))
-    raise PlanError(
-        f"auto_shard({name}).init: {getattr(create, '__name__', 'the function')} makes {len(results)} arrays "
-        f"({', '.join(path_of(k) for k, _ in results[:4])}, ...), which match none of the planned arguments "
-        f"({planned}). It must return one of them, with the same structure, shapes and dtypes"
-    )
+    made = [(tuple(keys), shape) for keys, shape in results]
+    inputs = _find_arguments(entry.traced, made)
+    if inputs is None:
+        raise PlanError(f"auto_shard({name}).init: {_mismatch_text(entry.traced, made, create)}")
+    out = jax.tree.unflatten(jax.tree.structure(shapes), [entry.in_shardings[i] for i in inputs])
+    return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
 
 
-def _find_argument(traced: Traced, results: list[tuple[str, Any]]) -> list[int] | None:
-    """Find the inputs with the results' paths, shapes and dtypes: in one argument, or over all arguments."""
-    parts: dict[int, dict[str, int]] = {}
-    for i, (owner, path) in enumerate(zip(traced.owners, traced.in_paths, strict=True)):
-        parts.setdefault(owner, {})[path.partition("/")[2]] = i
-    everything = {path: i for i, path in enumerate(traced.in_paths)}
-    for part in (*parts.values(), everything):
-        inputs = [part.get(path, -1) for path, _ in results]
-        if inputs and all(
-            i >= 0 and _matches(traced.in_avals[i], s) for i, (_, s) in zip(inputs, results, strict=True)
-        ):
-            return inputs
-    return None
+Leaves = list[tuple[tuple[Any, ...], Any]]  # key path and shape of each array
 
 
-def _matches(aval: Any, shape: Any) -> bool:
-    return aval.shape == shape.shape and aval.dtype == shape.dtype
+def _find_arguments(traced: Traced, made: Leaves) -> list[int] | None:
+    """Find the inputs that have the results' paths, shapes and dtypes.
+
+    The results are one argument, or a tuple or list of arguments: all of them, or different ones in their order.
+    """
+    arguments = _arguments(traced)
+    for planned in arguments.values():
+        if not _differences(traced, planned, made):
+            return [planned[path_of(keys)] for keys, _ in made]
+    found: list[int] = []
+    free = list(arguments.values())
+    for _, part in itertools.groupby(made, key=lambda leaf: leaf[0][:1]):
+        rest = [(keys[1:], shape) for keys, shape in part]
+        planned = next((p for p in free if not _differences(traced, p, rest)), None)
+        if planned is None:
+            return None
+        free.remove(planned)
+        found += [planned[path_of(keys)] for keys, _ in rest]
+    return found or None
+
+
+def _arguments(traced: Traced) -> dict[str, dict[str, int]]:
+    """Each argument that has arrays, by number or keyword: path in it -> index of the input."""
+    arguments: dict[str, dict[str, int]] = {}
+    for i, path in enumerate(traced.in_paths):
+        name, _, inside = path.partition("/")
+        arguments.setdefault(name, {})[inside] = i
+    return arguments
+
+
+def _differences(traced: Traced, planned: dict[str, int], made: Leaves) -> list[str]:
+    avals = {path: traced.in_avals[i] for path, i in planned.items()}
+    return differences(avals, {path_of(keys): shape for keys, shape in made})
+
+
+def _mismatch_text(traced: Traced, made: Leaves, create: Callable[..., Any]) -> str:
+    """How the results differ from the argument that is most like them."""
+    creator = getattr(create, "__name__", "the function")
+    text = f"the state that {creator} makes is none of the planned arguments"
+    if arguments := _arguments(traced):
+        nearest, planned = min(arguments.items(), key=lambda one: len(_differences(traced, one[1], made)))
+        text += f". The most similar is '{nearest}', but {first_few(_differences(traced, planned, made), '; ')}"
+    return f"{text}. Return an argument, or a tuple of several, with the same structure, shapes and dtypes"

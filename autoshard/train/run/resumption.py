@@ -60,6 +60,34 @@ def with_searched_variant(config: TrainConfig, stored: TrainConfig) -> TrainConf
     return kept
 
 
+def with_newer_request(config: TrainConfig) -> TrainConfig:
+    """Return the config of a resumed run without stored settings of its plan that newer ones contradict.
+
+    `--mesh data=4,model=2` contradicts a stored `--plan fsdp:8`, because that plan has another mesh.
+    """
+    now, before = _requested(config), _requested(stored_config(config))
+    newer = {name: value for name, value in now.items() if value not in (None, before[name])}
+    kept = {name: value for name, value in now.items() if value is not None and name not in newer}
+    replaced = [name for name in kept if not all(_agree({name: kept[name]} | {n: v}) for n, v in newer.items())]
+    if not replaced:
+        return config
+    old, new = (
+        " ".join(f"--{name} {_value(value)}" for name, value in some.items())
+        for some in ({name: kept[name] for name in replaced}, newer)
+    )
+    warnings.warn(f"{new} replaces {old} of the resumed run: they do not fit together", AutoshardWarning, stacklevel=2)
+    return replace(config, **dict.fromkeys(replaced))
+
+
+def _agree(requested: Mapping[str, str]) -> bool:
+    """Whether two of a plan, a mesh and a target fit together: the same axes, or as many devices."""
+    plan, mesh, target = (requested.get(name) for name in ("plan", "mesh", "target"))
+    if plan is not None and mesh is not None:
+        return dict(parse_request(plan).sizes) == parse_mesh(mesh)
+    devices = parse_request(plan).devices if plan is not None else math.prod((parse_mesh(mesh) or {}).values())
+    return target is None or devices == find_target(target).devices
+
+
 def check_same_run(config: TrainConfig, stored: TrainConfig) -> None:
     """Refuse settings that differ from those of the run and that define what is trained.
 

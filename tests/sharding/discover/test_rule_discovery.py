@@ -291,6 +291,7 @@ def test_evidence():
     assert "not proof. @autoshard.operator(text) applies the rule." in text
 
 
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 def test_nothing_is_applied_and_the_oracle_agrees(own_registry):
     before = dict(registry._RULES)
     args = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32), np.ones(8, np.float32)

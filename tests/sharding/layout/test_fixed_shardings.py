@@ -35,6 +35,26 @@ def test_fixed_specs_are_kept():
     assert_close(sgd_step(mlp_state(), batch())[0], params)
 
 
+def test_the_end_of_a_path_names_the_one_input_that_ends_so():
+    fixed = {"*": P("model"), "w": P(None, "model")}  # a name takes precedence over a glob
+    planned_specs = spec_of_each_input(plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed))
+    assert planned_specs["0/w"] == P(None, "model") and planned_specs["0/v"] == P("model")
+    state = (mlp_state(), mlp_state())
+    with pytest.raises(
+        FixedError, match="fixed 'w' is the end of 2 paths: 0/0/w, 0/1/w. Give a longer path, or a glob"
+    ):
+        plan(lambda s, x: (s, mlp_loss(s[0], x)), state, batch(), mesh=MESH, fixed={"w": P("model")})
+
+
+def test_seq_needs_tp_where_there_is_a_sequence():
+    def loss(w, x):
+        return jnp.mean(jax.nn.softmax(jnp.einsum("bsd,btd->bst", x @ w, x)) @ x)
+
+    w, x = jnp.ones((16, 16)), jnp.ones((8, 32, 16))
+    with pytest.raises(AutoshardError, match="the plan has no tp. Leave 'seq' out"):
+        plan(jax.grad(loss), w, x, plan="dp:8 seq")
+
+
 def test_fixed_by_logical_axes():
     table = {"tp": ["ffn"]}
     free = spec_of_each_input(plan(sgd_step, mlp_state(), batch(), plan=table, mesh={"tp": 8}))
@@ -145,6 +165,7 @@ BAD = {
     ),
     "seq without a sequence": (dict(plan="dp:4 tp:2 seq"), "tp then shards the sequence too; the program has no seq"),
     "seq and no such axis": (dict(plan="ep:8 seq"), "no axis for ep; .*has no sequence. Leave 'seq' out"),
+    "seq without tp or a sequence": (dict(plan="dp:8 tp:1 seq"), "the plan has no tp, the program has no sequence"),
     "table": (dict(plan={"tp": ["fnn"]}), "no logical axis 'fnn'"),
     "table of another mesh": (dict(plan={"tp": ["ffn"]}, mesh={"data": 8}), "no axis 'tp'.*or give mesh= with axes tp"),
     "plan of no kind": (dict(plan=8), "plan is 8; give a strategy such as 'fsdp:8'"),
@@ -166,7 +187,7 @@ BAD = {
         dict(fixed={"0/w": ("ffn", "batch")}),
         r"'0/w' is \('ffn', 'batch'\), but dim 0 is embed, not ffn, dim 1 is ffn, not batch. Give each dimension",
     ),
-    "memory": (dict(memory_limit_bytes=1000), "KiB too much .*does not even fit cpu:1024. Or use a smaller batch"),
+    "memory": (dict(memory_limit_bytes=1000), r"KiB\) too much .*does not even fit cpu:1024. Or use a smaller batch"),
     "memory of a request": (
         dict(memory_limit_bytes=1000, plan="dp:8"),
         "requested plan does not fit .* Give memory_limit_bytes=[1-9][0-9_]+ if each device has that much memory, or a",
@@ -259,9 +280,11 @@ def test_a_dimension_that_does_not_divide():
     params = mlp_state(hidden=100)
     with pytest.raises(AutoshardError, match=r"dim 1 has size 100, not divisible.*\(8\). Pad it to 104"):
         plan(sgd_step, params, batch(), mesh={"data": 8}, fixed={"0/w": P(None, "data")})
-    planned = plan(sgd_step, params, batch(), plan="tp:8")  # requested: sharded where possible, and a note has the rest
+    with pytest.warns(AutoshardWarning, match=r"only 4 of the 8 .*\(ffn 100 is not divisible .*Pad ffn to 104"):
+        planned = plan(sgd_step, params, batch(), plan="tp:8")  # requested: sharded where possible
     assert any("(100) is not divisible by" in note and "104" in note for note in planned.notes)
-    odd = plan(sgd_step, mlp_state(hidden=101), batch(), plan="dp:2 tp:4")
+    with pytest.warns(AutoshardWarning, match=r"only 2 of the 8 .*\(ffn 101 is not"):
+        odd = plan(sgd_step, mlp_state(hidden=101), batch(), plan="dp:2 tp:4")
     assert (
         "ffn (101) is not divisible by mesh axes tp (4): it stays whole; a size of 104 would be sharded 4 ways"
         in odd.notes
@@ -282,7 +305,10 @@ def test_a_requested_strategy_that_shards_nothing_is_an_error(words, axis):
 
 
 def test_a_searched_plan_that_shards_nothing_is_a_warning():
-    with pytest.warns(AutoshardWarning, match=r"nothing is sharded: each of the 7 .* \(.* is not divisible by data 7"):
+    with (
+        pytest.warns(AutoshardWarning, match=r"nothing is sharded: each of the 7 .* \(.* is not divisible by data 7"),
+        pytest.warns(AutoshardWarning, match="1 of the 8 attached devices is idle"),
+    ):
         planned = plan(sgd_step, mlp_state(), batch(), mesh={"data": 7})
     assert_close(sgd_step(mlp_state(), batch())[0], planned.jit()(mlp_state(), batch())[0])
 

@@ -64,6 +64,7 @@ def expected(tokens):
 PLANS = ["ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2", "dp:8", None]
 
 
+@pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan or "chosen")
 def test_a_train_step_equals_one_device(plan, tokens, expected):
     step = autoshard.auto_shard(train_step, plan=plan)

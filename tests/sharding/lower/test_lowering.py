@@ -315,6 +315,7 @@ def test_a_gather_from_a_table_that_is_sharded_along_both_dimensions():
         assert_close(step(params, x), auto_shard(step, plan=plan)(params, x))
 
 
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 def test_the_dimension_of_a_fourier_transform_is_gathered_first():
     """XLA does not gather it by itself, and its program fails at run time."""
     fn = lambda x: jnp.fft.fft(x * 2.0).real  # noqa: E731

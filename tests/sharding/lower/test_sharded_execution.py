@@ -72,6 +72,7 @@ def test_keys_at_dynamic_positions():
     check(looped, normal(16, 16), normal(8, 16), plan="dp:8")
 
 
+@pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 @pytest.mark.parametrize("spec", PLACES, ids=str)
 @pytest.mark.parametrize("fill", [None, -1, 7])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float32])
@@ -114,6 +115,7 @@ def test_an_initial_value_of_windows_counts_once():
     check(lambda w, x: slide(jnp.tanh(x @ w)), w, x, plan="dp:8")
 
 
+@pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 def test_a_sharded_cache_is_written_and_read_without_a_gather():
     """Decoding: each row writes at its own position into a cache that is sharded by position."""
 

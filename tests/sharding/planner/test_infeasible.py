@@ -1,5 +1,6 @@
 """A program that no plan fits: the memory it needs, what takes it, and the smallest machine that would fit it."""
 
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -69,8 +70,9 @@ def test_the_error_names_the_smallest_machine_that_fits():
 def test_the_error_names_the_least_memory_and_what_takes_it():
     text = refused(target="v5e:2x2", memory_limit_bytes=1000)
     least = peaks("v5e:2x2")
-    assert "no plan fits 1000 B a device on v5e:2x2: the smallest (" in text
-    assert f"needs {bytes_text(least)}, {bytes_text(least - 1000)} too much (" in text
+    assert "no plan fits memory_limit_bytes=1_000 bytes a device on v5e:2x2: the smallest (" in text
+    needed, excess = math.ceil(least), math.ceil(least - 1000)
+    assert f"needs {needed:_} bytes ({bytes_text(least)}), {excess:_} bytes ({bytes_text(excess)}) too much (" in text
     kinds = re.search(r"too much \((.*?)\)\.", text)
     assert kinds is not None
     parts = dict(part.split(" ", 1) for part in kinds[1].split(", "))

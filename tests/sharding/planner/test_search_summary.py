@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 import autoshard
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
@@ -38,7 +39,8 @@ def test_every_proposed_plan_is_counted():
 
 def test_plans_that_leave_devices_idle_are_counted():
     state, batch = shapes(batch=2, seq=3)  # eight devices for two rows of the batch
-    plan = autoshard.plan(train_step, state, batch, target="cpu:8", donate_argnums=0)
+    with pytest.warns(AutoshardWarning, match="only 2 of the 8 devices have work of their own"):
+        plan = autoshard.plan(train_step, state, batch, target="cpu:8", donate_argnums=0)
     (record,) = plan.history
     assert record.idle > 0 and record.proposed == sum(not t.changed for t in record.tried) + record.alike + record.idle
 

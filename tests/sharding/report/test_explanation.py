@@ -59,7 +59,9 @@ def test_explain_names_fixed_shardings():
 
 def test_explain_accepts_ends_of_paths_and_globs():
     plan = planned()
-    assert plan.explain("wq").startswith("0/params/attention/wq\n")  # the parameter takes precedence
+    assert plan.explain("params/attention/wq").startswith("0/params/attention/wq\n")
+    with pytest.raises(PlanError, match="explain: 'wq' is the end of 2 paths: 0/moments/.*wq, 0/params/.*wq. Give a"):
+        plan.explain("wq")
     assert plan.explain("/moments/attention/wq").startswith("0/moments/attention/wq\n")
     text = plan.explain("*/mlp/*")
     assert all(f"{tree}/mlp/{name}" in text for tree in ("params", "moments") for name in ("up", "down"))
@@ -88,11 +90,11 @@ def test_explain_rejects_an_ambiguous_end_of_a_path():
 
 
 def test_explain_shows_traffic_if_the_function_is_known():
-    assert "all-gather of the tensor over fsdp" in planned().explain("mlp/up")
-    assert "bind the plan to its function" in unbound().explain("mlp/up")
-    assert "all-gather of the tensor over dp" not in planned("dp:8").explain("mlp/up")
-    assert re.search(r"(all-reduce|reduce-scatter) of its gradient over dp", planned("dp:8").explain("mlp/up"))
-    zero1 = planned("zero1:8").explain("mlp/up")
+    assert "all-gather of the tensor over fsdp" in planned().explain("params/mlp/up")
+    assert "bind the plan to its function" in unbound().explain("params/mlp/up")
+    assert "all-gather of the tensor over dp" not in planned("dp:8").explain("params/mlp/up")
+    assert re.search(r"(all-reduce|reduce-scatter) of its gradient over dp", planned("dp:8").explain("params/mlp/up"))
+    zero1 = planned("zero1:8").explain("params/mlp/up")
     assert re.search(r"all-gather of the tensor over zero1, 14\.0 KiB, after the update", zero1)
 
 

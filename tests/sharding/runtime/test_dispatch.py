@@ -237,3 +237,14 @@ def test_memory_includes_arrays_that_a_function_closes_over():
     assert any("closes over 2.00 MiB" in note for note in planned.notes)
     with pytest.raises(PlanError, match="constant 2.00 MiB"):
         plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), memory_limit_bytes=2**20)
+
+
+def test_a_plan_for_a_machine_that_is_not_attached_is_not_run():
+    step = auto_shard(sgd_step, target="h100:8", example=(mlp_state(), batch()))
+    assert step.plan(mlp_state(), batch()).target == "h100:8"
+    assert "sdy.mesh" in step.lower(mlp_state(), batch()).as_text()
+    for run in (lambda: step(mlp_state(), batch()), lambda: step.init(mlp_state)):
+        with pytest.raises(PlanError, match="plan is for target 'h100:8', but the devices .* are 'cpu:8' .*Leave out"):
+            run()
+    assert_close(sgd_step(mlp_state(), batch())[0], step.plan(mlp_state(), batch()).jit()(mlp_state(), batch())[0])
+    assert_close(sgd_step(mlp_state(), batch())[0], auto_shard(sgd_step, target="cpu:8")(mlp_state(), batch())[0])

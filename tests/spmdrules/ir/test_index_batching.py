@@ -111,6 +111,7 @@ def test_values_are_kept(case):
     np.testing.assert_allclose(actual, case.fn(jnp.asarray(X), PICKED), 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 @pytest.mark.parametrize("case", COMMON, ids=lambda case: case.note.replace(" ", "_"))
 def test_a_sharded_batch_moves_nothing(case):
     planned = plan(case.fn, X, PICKED, mesh={"data": 4}, fixed={"0": P("data"), "1": P("data")})

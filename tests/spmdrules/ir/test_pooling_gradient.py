@@ -65,6 +65,7 @@ def test_other_padding_is_not_fused(fn):
     assert [op.name for op in _operators(fn, f32(4, 8, 3))] == ["pad", "reduce_window_sum"]
 
 
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 def test_sharded_space_moves_nothing():
     fn = _gradient(2, 2)
     planned = plan(fn, X, WINDOWS, mesh={"space": 4}, fixed={"0": P(None, "space"), "1": P(None, "space")})

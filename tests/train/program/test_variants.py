@@ -39,6 +39,7 @@ def test_the_search_takes_the_fastest_variant_that_fits(make_config: MakeConfig)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 def test_a_run_uses_the_chosen_variant(make_config: MakeConfig, tmp_path: Path) -> None:
     """The run prints the table, stores the choice, has the losses of one device, and resumes with the same variant."""
     given = make_config(run_dir=tmp_path / "run", memory_limit_bytes=1_500_000, **SHAPE)

@@ -141,6 +141,7 @@ def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig) -> 
     assert steps == ["step_00000001", "step_00000002", "step_00000003"]
 
 
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 @pytest.mark.whole
 @pytest.mark.parametrize("mesh", ["data=4", pytest.param("data=1", marks=pytest.mark.slow)])
 def test_a_run_resumes_on_another_mesh(

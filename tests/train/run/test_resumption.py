@@ -13,11 +13,17 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import AutoshardWarning, ConfigError, PlanError
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.config.train_config import TrainConfig, to_dict
 from autoshard.train.run import resumption
 from autoshard.train.run.loop import train
 from autoshard.train.run.metrics import read_metrics
-from autoshard.train.run.resumption import check_same_run, place_again, scalings, with_searched_variant
+from autoshard.train.run.resumption import (
+    check_same_run,
+    place_again,
+    scalings,
+    with_newer_request,
+    with_searched_variant,
+)
 
 MakeConfig = Callable[..., TrainConfig]
 
@@ -143,3 +149,47 @@ def test_settings_that_differ_are_named_as_options(make_config: MakeConfig) -> N
         "--freeze embed 'blocks/*' --gpt.no-bias --seed 0 and leave out --data, or give another --run-dir"
     )
     check_same_run(replace(stored, steps=99, plan=None), stored)
+
+
+def test_a_newer_mesh_replaces_the_stored_plan_that_it_contradicts(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture
+) -> None:
+    config = make_config()  # with fsdp:8
+    store(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", AutoshardWarning)
+        assert main(["plan", "--resume", "--run-dir", str(config.run_dir), "--mesh", "data=4,model=2"]) == 0
+    output = capsys.readouterr()
+    assert "--mesh data=4,model=2 replaces --plan fsdp:8 of the resumed run" in output.err
+    assert len(output.err.splitlines()) == 1 and "data 4 x model 2" in output.out
+
+
+def store(config: TrainConfig) -> None:
+    """Writes the folder of a run that has no checkpoints yet."""
+    assert config.run_dir is not None
+    run_directory.write_config(config.run_dir, to_dict(config))
+    (config.run_dir / run_directory.CHECKPOINTS).mkdir(exist_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("stored", "newer", "dropped"),
+    [
+        (dict(plan="fsdp:8"), dict(mesh="data=4,model=2"), ["plan"]),
+        (dict(plan=None, mesh="data=4,model=2"), dict(plan="fsdp:8"), ["mesh"]),
+        (dict(plan="data=fsdp:4 model=tp:2"), dict(mesh="data=4,model=2"), []),
+        (dict(plan="fsdp:8"), dict(target="cpu:4"), ["plan"]),
+        (dict(plan=None, mesh="data=4,model=2"), dict(target="cpu:4"), ["mesh"]),
+        (dict(plan="fsdp:8"), dict(target="cpu:8"), []),
+        (dict(plan="fsdp:8", target="cpu:8"), dict(plan="fsdp:4"), ["target"]),
+        (dict(plan="fsdp:8"), dict(plan="tp:2 fsdp:4"), []),
+    ],
+)
+def test_only_stored_settings_that_newer_ones_contradict_are_replaced(
+    make_config: MakeConfig, stored: dict, newer: dict, dropped: list, recwarn: pytest.WarningsRecorder
+) -> None:
+    config = make_config(**stored)
+    store(config)
+    warnings.simplefilter("default", AutoshardWarning)
+    given = replace(config, resume=True, **newer)
+    assert with_newer_request(given) == replace(given, **dict.fromkeys(dropped))
+    assert len(recwarn) == len(dropped)

@@ -1,0 +1,88 @@
+"""A plan's program as a function that is called as the user's function is, for `Plan.jit`.
+
+Under `jax.jit` with shardings of its arguments, a program takes positional arguments only. Here it also takes those of
+the user's function by keyword, and refuses other arrays than those that were planned before JAX does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from autoshard.errors import PlanError
+from autoshard.sharding.lower.executable import NewSignature
+from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
+from autoshard.sharding.program.donated_arrays import donated_error, has_donated
+from autoshard.sharding.program.static_leaves import hide_static, reveal_static
+from autoshard.sharding.program.tracing import TRACE_FLAGS, Traced
+
+
+class PlannedCall:
+    """A jitted program that takes its arguments as the user's function does."""
+
+    def __init__(self, jitted: Any, traced: Traced):
+        self.jitted, self.traced = jitted, traced
+        self.__name__ = traced.name
+        self.planned_args, self.planned_kwargs = jax.tree.unflatten(traced.in_tree, traced.in_avals)
+        self.hides = traced.static_arguments or traced.static_results
+
+    def __repr__(self) -> str:
+        return f"Plan.jit of {getattr(self, '__name__', 'nothing yet')}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program."""
+        arguments = self._arguments(args, kwargs)
+        try:
+            results = self.jitted(*arguments)
+        except NewSignature:
+            raise self._mismatch_error(args, kwargs) from None
+        return reveal_static(results) if self.hides else results
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lower the program for these arguments, arrays or shapes, as `jax.jit(...).lower` does."""
+        arguments = self._arguments(args, kwargs)
+        try:
+            return self.jitted.lower(*arguments)
+        except NewSignature:
+            raise self._mismatch_error(args, kwargs) from None
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments as the jitted program takes them: those that were planned by keyword in one last mapping.
+
+        Raises:
+            PlanError: their structure is not the planned one, or an array was donated.
+        """
+        args, kwargs = self._as_planned(args, kwargs)
+        if self.hides:
+            args, kwargs = hide_static((args, kwargs), f"{self.__name__}: argument", self.traced.static_numbers, skip=1)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.traced.in_tree:
+            raise self._mismatch_error(args, kwargs)
+        if has_donated(leaves):
+            raise donated_error(self.__name__, self.traced.in_paths, leaves)
+        return (*args, kwargs) if self.planned_kwargs else args
+
+    def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass each argument as it was planned, by position or by keyword."""
+        names, count = self.traced.parameters, len(self.planned_args)
+        if kwargs.keys() == self.planned_kwargs.keys() or names is None:
+            return args, kwargs
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        if len(args) > len(names) or len(named) < len(args) + len(kwargs) or any(n not in named for n in names[:count]):
+            return args, kwargs  # `_arguments` raises
+        positional = tuple(named.pop(name) for name in names[:count])
+        return positional, named
+
+    def _mismatch_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanError:
+        planned = dict(zip(self.traced.in_paths, self.traced.in_avals, strict=True))
+        args, kwargs = self._as_planned(args, kwargs)
+        different = differences_text(planned, leaves_by_path((args, kwargs)))
+        problem = f"the arguments are not those of the plan: {different}" if different else (
+            f"the arguments have another structure than those of the plan, or JAX another setting of "
+            f"{', '.join(TRACE_FLAGS)}"
+        )  # fmt: skip
+        return PlanError(
+            f"{self.__name__}: {problem}. Plan again with these arguments, or pass those that were planned"
+        )

@@ -1,0 +1,75 @@
+"""Devices that a plan leaves without work of their own: they repeat the work of others, or are not in its mesh."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import jax
+
+from autoshard.errors import AutoshardWarning
+from autoshard.sharding.layout.divisibility import multiple, undivided
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
+
+
+def idle_notes(problem: PlanningProblem, layout: Layout) -> list[str]:
+    """What a plan reports about idle devices; empty if every device of the machine has work of its own."""
+    return [note for note in (_repeated_note(problem, layout), _unused_note(problem)) if note]
+
+
+def warn_of_idle_devices(problem: PlanningProblem, layout: Layout) -> None:
+    """Warn of each kind of idle devices that a plan has."""
+    for note in idle_notes(problem, layout):
+        warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=5)
+
+
+def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
+    """Why several devices of the mesh do the same work."""
+    devices, found = problem.machine.target.devices, undivided(layout)
+    idle = [a for a in layout.idle_axes() if _should_shard(problem, layout, a)]
+    if not idle or problem.is_empty(layout) or any(op.name == "shard_map" for op in problem.program.ops()):
+        return ""  # a shard_map shards its own work
+    why = "; ".join(map(problem.undivided_text, found))
+    if not layout.sharded_classes():
+        nothing = "sharded" if problem.shards_nothing(layout) else "computed in shards"
+        why = why or "this plan can shard no logical axis of the program"
+        text, useful = f"nothing is {nothing}: each of the {devices} devices does all of the work ({why})", 1
+    else:
+        useful = devices // layout.shard_count(idle)
+        named = " and ".join(f"{a} ({layout.mesh[a]})" for a in idle)
+        axes, verb = ("mesh axis", "shards") if len(idle) == 1 else ("mesh axes", "shard")
+        text = (
+            f"only {useful} of the {devices} devices have work of their own, and the others repeat it: {axes} {named} "
+            f"{verb} no work" + (f" ({why})" if why else "")
+        )
+    remedies = [
+        f"pad {problem.axes.name(u.cls)} to {multiple(problem.axes.sizes[u.cls], u.wanted_shards)}" for u in found
+    ]
+    remedies += [] if problem.searched else ["request another plan"]
+    remedy = ", or ".join([*remedies, f"use {useful} device{'s' * (useful > 1)}"])
+    return f"{text}. {remedy[0].upper()}{remedy[1:]}"
+
+
+def _should_shard(problem: PlanningProblem, layout: Layout, axis: str) -> bool:
+    """Whether a mesh axis is there to shard work: the user does not use it, and what it would shard is not empty."""
+    if any(problem.axes.sizes[c] == 0 for c in layout.table.get(axis, ())):
+        return False
+    by_user = [*layout.fixed.values(), *(from_partition_spec(s.spec, len(s.spec)) for _, s in problem.constraints)]
+    return bool(undivided(layout)) or all(axis not in axes_of(spec) for spec in by_user)
+
+
+def _unused_note(problem: PlanningProblem) -> str:
+    """How many attached devices are not in a mesh that was given by its sizes."""
+    machine, attached = problem.machine, jax.device_count()
+    if problem.target_given or machine.sizes is None or machine.mesh is not None:
+        return ""
+    used = math.prod(machine.sizes.values())
+    if used >= attached:
+        return ""
+    verb = "is" if attached - used == 1 else "are"
+    return (
+        f"{attached - used} of the {attached} attached devices {verb} idle: mesh {dict(machine.sizes)} has {used}. "
+        f"Give a mesh of {attached} devices, or a jax.sharding.Mesh of the {used} that are to be used"
+    )
