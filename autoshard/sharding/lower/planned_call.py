@@ -6,7 +6,6 @@ the user's function by keyword, and refuses other arrays than those that were pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax

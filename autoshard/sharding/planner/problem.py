@@ -86,7 +86,7 @@ class PlanningProblem:
         if not self.program.unknown:
             return
         places = "; ".join(f"'{name}'{_place(lines)}" for name, lines in self.program.unknown.items())
-        text = (f"auto_shard({self.traced.name}): no rule for {places}. Their operands are gathered and every device "
+        text = (f"auto_shard({self.traced.name}): no rule for {places}. Every device gathers the operands and "
                 "repeats the work. Write a rule with @autoshard.rule")  # fmt: skip
         if strict:
             raise PlanError(text)

@@ -29,6 +29,7 @@ from autoshard.sharding.planner.variants import Attempt, attempt, fastest, varia
 from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
+from autoshard.sharding.runtime.absent_arguments import absent_error
 from autoshard.sharding.runtime.process_agreement import check_same_plan
 from autoshard.sharding.runtime.static_changes import StaticChanges
 
@@ -255,7 +256,12 @@ class PureFunction:
                 raise GraphArguments
             if self.has_static:
                 self.static_changes.note((args, kwargs), key[1:])
-            entry = self.entries[key] = self.make(args, kwargs)
+            try:
+                entry = self.entries[key] = self.make(args, kwargs)
+            except (TypeError, AttributeError, ValueError) as error:
+                if absent := absent_error((args, kwargs), self.planned and self.planned.traced):
+                    raise absent from error
+                raise
         self.planned = entry
         return entry
 

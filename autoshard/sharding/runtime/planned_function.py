@@ -94,8 +94,8 @@ class PlannedFunction:
             function = self.functions.get(key)
         except TypeError:
             raise PlanError(
-                f"auto_shard({self.__name__}): a static argument is not hashable: "
-                f"{[*by_position.values(), *by_name.values()]!r:.200}. Pass a tuple or a frozen dataclass"
+                f"auto_shard({self.__name__}): static argument {_unhashable_text(by_position | by_name)} is not "
+                "hashable. Pass a tuple or a frozen dataclass, or leave it out of static_argnums"
             ) from None
         if function is None:
             fn, count = self.fn, len(args)
@@ -158,6 +158,16 @@ class PlannedFunction:
                 ".plan(...) with the shapes of the arguments first, or pass example=(...) to auto_shard"
             )
         return self.entry(self.example, {})
+
+
+def _unhashable_text(arguments: Mapping[int | str, Any]) -> str:
+    """Return the number or name of the first argument that is not hashable, and its type."""
+    for which, value in arguments.items():
+        try:
+            hash(value)
+        except TypeError:
+            return f"{which}, a value of type {type(value).__name__},"
+    return "?"
 
 
 def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:
