@@ -27,12 +27,12 @@ from small_gpt import GPTConfig, gpt_step
 import autoshard
 
 BATCH = 16
-RUNS = 5  # chosen: of planning and of propagation; the fastest one counts
+RUNS = 5  # runs of planning and of propagation, the fastest of which counts; chosen
 SCANNED = GPTConfig(layers=12, heads=8, width=512, vocab=8192, context=128)
 UNROLLED = GPTConfig(layers=12, heads=8, width=512, vocab=8192, context=128, scan_layers=False)
 TARGET = "v5e:4x4"
 MESH = {"dp": 2, "tp": 4}
-LEAVES, CALLS = 20, 1000  # of dispatch
+LEAVES, CALLS = 20, 1000  # leaves of the arguments and calls when dispatch is timed
 
 
 def planning_us() -> float:
@@ -73,7 +73,7 @@ def sharded_over_tp(shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def dispatch_us() -> float:
-    """Time a call of an `auto_shard`ed step on 8 devices, beyond a call of the same step under `jax.jit`.
+    """Time a call of an `auto_shard`ed step on 8 devices, minus a call of the same step under `jax.jit`.
 
     Only the calling thread counts: the difference is its Python code, and the devices run on other threads.
     """
@@ -106,7 +106,7 @@ def call_us(step: Callable[..., Any], *args: Any) -> float:
 
 
 def spent_us(action: Callable[[], Any]) -> float:
-    """The process's CPU time of an action, without a garbage collection that earlier ones caused."""
+    """The process's CPU time of an action. Garbage of earlier actions is collected before."""
     gc.collect()
     begin = time.process_time_ns()
     action()

@@ -177,7 +177,7 @@ def run_planner(case: Case, store: Store, clock: Clock) -> None:
 def candidates(case: Case) -> tuple[list[Planned], float]:
     """Return the candidates over all variants that `verify` would compile, and the seconds it took to plan them.
 
-    The best by the planner's estimate come first, then faster ones whose estimate exceeds the memory by little.
+    The best by the planner's estimate come first, then faster ones whose estimate exceeds the memory slightly.
     """
     start, found, beyond = time.perf_counter(), [], []
     shortlist = requested_shortlist(CANDIDATES, 0)

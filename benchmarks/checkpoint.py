@@ -190,7 +190,7 @@ def restored(folder: Path, state: Any) -> float:
 
 
 def many_leaves(mib: int, count: int) -> list[common.Row]:
-    """Compare the same bytes in 100 leaves and in many, by medians without the first round, which compiles."""
+    """Compare the same bytes in 100 leaves and in many. Medians leave out the first round, which compiles."""
     found: dict[int, np.ndarray] = {}
     for leaves in (100, count):
         state = make_state(mib, leaves)

@@ -38,7 +38,7 @@ def comparable(store: Store) -> list[Row]:
 
 
 def predicted(stores: Sequence[Store]) -> Table:
-    """Tabulate the errors of the planner's estimates by case: median of their sizes, smallest and largest."""
+    """Tabulate the errors of the planner's estimates by case: median absolute error, smallest and largest error."""
     table = Table(title="estimated / compiled - 1 of all rows: median of sizes (smallest to largest)")
     for column in ("case", "rows", "step", "step by roofline", "memory", "wire", "tau of rows", "of plans", "kept"):
         table.add_column(column)

@@ -157,7 +157,7 @@ class Module:
         return dict(re.findall(r"(\w+)=(\d+)", text))
 
     def within(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield every instruction of the computations that one runs, at any depth, with its computation."""
+        """Yield every instruction that an instruction runs, at any depth, with its computation."""
         for name in instruction.called:
             for inner in self.computations[name].instructions:
                 yield self.computations[name], inner

@@ -109,7 +109,7 @@ def _inputs(module: Module, where: Computation, value: Instruction, given: Given
 
 
 def _source(where: Computation, value: Instruction) -> Instruction:
-    """Return the value that a value is a copy of."""
+    """Return the original of a value: follow copies and tuples back."""
     while True:
         if value.opcode in COPIES:
             value = where.inputs(value)[0]

@@ -29,8 +29,8 @@ On hosts with switches (GPU). A group has g devices on each of its h hosts.
 Each takes at least SWITCH_SECONDS within a host and NETWORK_SECONDS between hosts, about NCCL's time for a small
 message. network is one device's share of its host's bandwidth.
 
-Collectives that occupy the same links take turns. A torus collective occupies all links along its dimensions, a permute
-those on its paths, a collective on GPUs NVLink or the network.
+Collectives that occupy the same links take turns. A torus collective occupies all links along its dimensions, and a
+permute those on its paths. A collective on GPUs occupies NVLink or the network.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs compiled for a target, a row each, and the file that stores them."""
+"""Programs compiled for a target, one row each, and the file that stores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure the time of planning beyond the trace that planning and lowering share.
+"""Measure the time of planning without the trace, which planning and lowering share.
 
     python benchmarks/planning_time.py
 

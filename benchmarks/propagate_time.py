@@ -1,4 +1,4 @@
-"""Measure the time of propagation over a long program beyond tracing it.
+"""Measure the time that propagation over a long program takes in addition to tracing it.
 
     python benchmarks/propagate_time.py
 

@@ -65,7 +65,7 @@ def batch_of(work: Workload) -> dict[str, np.ndarray]:
 
 
 def planned(work: Workload, measure: int = 0) -> tuple[SteppedState, str]:
-    """Return the step under the planner's plan, and the plan's text. With `measure`, the fastest of as many plans."""
+    """Return the step under the planner's plan, and the plan's text. With `measure`, the fastest of that many plans."""
     train_step, state, batch = workload_step(work)
     step = auto_shard(train_step, donate_argnums=0, measure=measure)
     words = step.plan(state, batch).chosen

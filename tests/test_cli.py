@@ -279,6 +279,7 @@ def test_every_option_of_generate_is_passed_on(
     )
 
 
+@pytest.mark.slow
 def test_a_run_from_the_command_line(tmp_path: Path) -> None:
     """Train on virtual devices, resume on fewer, verify the checkpoints and generate text."""
     text = tmp_path / "text.txt"

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-README_EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAGES_WITH_PROGRAMS = ("README.md", "docs/your-code.md")
+EXAMPLES = [
+    (page, example)
+    for page in PAGES_WITH_PROGRAMS
+    for example in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+]
 DOCUMENTED = [
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for file in sorted((ROOT / "autoshard").rglob("*.py"))
@@ -16,14 +21,19 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(README_EXAMPLES)))
-def test_readme_example_runs(number, run_python, tmp_path):
-    completed = run_python(README_EXAMPLES[number], cwd=tmp_path)
+@pytest.mark.parametrize(("page", "example"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
+def test_the_programs_of_a_page_run(page, example, run_python, tmp_path):
+    completed = run_python(example, cwd=tmp_path)
     assert completed.returncode == 0, completed.stderr
 
 
-def test_readme_has_examples():
-    assert len(README_EXAMPLES) == 2
+def test_pages_have_programs():
+    assert {page for page, _ in EXAMPLES} == set(PAGES_WITH_PROGRAMS)
+
+
+def test_the_readme_is_read_in_three_minutes():
+    """Adults read about 240 words of English per minute (Brysbaert 2019). Tables and code count as words too."""
+    assert len((ROOT / "README.md").read_text().split()) <= 3 * 240
 
 
 @pytest.mark.parametrize("module", DOCUMENTED)

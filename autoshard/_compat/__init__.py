@@ -49,14 +49,24 @@ from autoshard._compat.jaxprs import (
     split_constants,
     with_derivative_of,
 )
+from autoshard._compat.memory_spaces import (
+    HOST_KIND,
+    abstract_array,
+    is_on_host,
+    memory_kind,
+    planned_shape,
+    space_of_device_put,
+)
 from autoshard._compat.meshes import all_axes_auto, auto_axes, current_mesh, no_mesh, under_trace
 from autoshard._compat.primitive_lookup import ELLIPSIS, defining_modules, primitive, primitives
 from autoshard._compat.user_names import user_names, with_names
 
 __all__ = [
     "ELLIPSIS",
+    "HOST_KIND",
     "Literal",
     "ONE_JAXPR_TYPE",
+    "abstract_array",
     "all_axes_auto",
     "auto_axes",
     "bind",
@@ -78,7 +88,9 @@ __all__ = [
     "is_filter_jit",
     "is_floating",
     "is_jaxpr",
+    "is_on_host",
     "is_tracer",
+    "memory_kind",
     "needs_one_device",
     "nnx_jit",
     "nnx_paths",
@@ -86,6 +98,7 @@ __all__ = [
     "no_mesh",
     "exclude_from_user_code",
     "open_jaxpr",
+    "planned_shape",
     "primitive",
     "primitives",
     "result_type",
@@ -93,6 +106,7 @@ __all__ = [
     "solve_operands",
     "source_line",
     "source_of",
+    "space_of_device_put",
     "split_constants",
     "split_graph",
     "shape_dtype_of",

@@ -12,6 +12,8 @@ from jax._src import core, effects, hijax, source_info_util
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import ClosedJaxpr
 
+from autoshard._compat.memory_spaces import abstract_array, is_on_host
+
 ONE_JAXPR_TYPE = ClosedJaxpr is core.Jaxpr
 Literal = core.Literal
 # `HiPrim` was named `VJPHiPrimitive` in older versions.
@@ -75,9 +77,9 @@ def solve_operands(eqn: Any) -> list[int]:
     return [*range(first, first + lengths.solve), *range(sum(lengths), len(eqn.invars))]
 
 
-def shape_dtype_of(var: Any) -> jax.ShapeDtypeStruct:
-    """Returns a `ShapeDtypeStruct` with the shape, dtype and weak type of a jaxpr's variable."""
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=var.aval.weak_type)
+def shape_dtype_of(var: Any) -> Any:
+    """Returns an argument for `jax.make_jaxpr` with the shape, dtype, weak type and memory of a jaxpr's variable."""
+    return abstract_array(var.aval.shape, var.aval.dtype, var.aval.weak_type, is_on_host(var.aval))
 
 
 def bind(eqn: Any, params: Any, *args: Any) -> list[Any]:

@@ -141,7 +141,8 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array, *, drop: bool = True) -> tuple[jax.Array, RouterLosses]:
         """Apply the experts to each position of `[batch, seq, width]`, and return the auxiliary losses.
 
-        With `drop=False` no choice is dropped, for either `dispatch`: each position's result depends on it alone.
+        With `drop=False` no choice is dropped, whatever the `dispatch`, so each position's result depends only on that
+        position.
         """
         # Small differences between logits decide the choice: compute in float32, and with HIGHEST precision, since
         # accelerators would otherwise round the operands.

@@ -53,7 +53,7 @@ def layers_job(kind, topology="v5e:4x4"):
 
 @pytest.mark.tpu_compile
 def test_fsdp_compiled():
-    """In every layer each weight is gathered forward and again backward, and its gradient is reduced."""
+    """In every layer each weight is gathered in the forward and in the backward pass, and its gradient is reduced."""
     result = compile_job(layers_job("fsdp"))
     assert (result.kind, result.dropped) == ("ok", ["xla_no_such_option"]), result.message
     estimated = estimate(result.text, "v5e:4x4", result.coordinates, result.memory)

@@ -36,7 +36,7 @@ COLUMNS = tuple(tuple(range(i, 16, 4)) for i in range(4))
         ("v5e:4x4", "all-gather", ((0, 1, 4, 5), (2, 3, 6, 7), (8, 9, 12, 13), (10, 11, 14, 15)), 3 / 4 * MS),
         # Quarters of 2 x 2 with gaps: in each dimension two groups share a link, so 2 x 1/2.
         ("v5e:4x4", "all-gather", ((0, 2, 8, 10), (1, 3, 9, 11), (4, 6, 12, 14), (5, 7, 13, 15)), 3 / 4 * 2 * MS),
-        # Diagonals of 4 chips are no boxes; their four bounding boxes all overlap.
+        # Diagonals of 4 chips are not boxes; their four bounding boxes all overlap.
         (
             "v5e:4x4", "all-gather",
             ((0, 5, 10, 15), (1, 6, 11, 12), (2, 7, 8, 13), (3, 4, 9, 14)), 3 / 4 * 4 * 2 * MS,
@@ -124,7 +124,7 @@ HOSTS = tuple(tuple(range(8 * i, 8 * i + 8)) for i in range(4))
     [
         ("all-gather", HOSTS, 7 / 8 * NVLINK),
         ("all-reduce", HOSTS, 2 * 7 / 8 * NVLINK),
-        ("all-gather", (tuple(range(32)),), 31 / 32 * NVLINK),  # the 8 ports of a host receive their 3/4 of it sooner
+        ("all-gather", (tuple(range(32)),), 31 / 32 * NVLINK),  # the network needs less time
         ("all-gather", ((0, 1, 8, 9, 16, 17, 24, 25),), 3 / 4 / 2 * NETWORK),
         ("all-gather", tuple(tuple(range(i, 32, 8)) for i in range(8)), 3 / 4 * NETWORK),
         ("all-to-all", (tuple(range(32)),), 24 / 32 * NETWORK),

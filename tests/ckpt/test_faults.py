@@ -287,7 +287,7 @@ with Checkpointer(folder, keep=None) as checkpoints:
 
 
 def one_of_two_killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) -> str:
-    """Kill one of two processes that save together: the other one ends by itself with the reason."""
+    """Kill one of two processes that save together: the other one ends by itself and reports the reason."""
     with socket.socket() as port_socket:
         port_socket.bind(("localhost", 0))
         port = port_socket.getsockname()[1]

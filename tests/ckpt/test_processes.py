@@ -58,7 +58,7 @@ with Checkpointer(directory, keep=None) as checkpoints:
     checkpoints.wait()
     assert checkpoints.steps() == [0, 1]
     from autoshard.ckpt.restore.restore import read_manifest
-    assert len(read_manifest(checkpoints.directory / "step_00000001", 1).places) == 81  # "whole" is of their kind
+    assert len(read_manifest(checkpoints.directory / "step_00000001", 1).places) == 81  # many, packed, whole
     same(checkpoints.restore(like=template, config={"model": 1}), 1)
     # Leaves of one pack on two shardings: each process reads the pack on the host.
     mixed = {**template, "many": [describe(state["many"][30 * (i % 2)]) for i in range(60)]}

@@ -154,7 +154,7 @@ def test_the_manifest_has_versions_and_devices(tmp_path: Path) -> None:
 
 @pytest.mark.whole
 def test_eight_devices_to_four_to_one_in_fresh_processes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
-    """Each process has another device count, as on another machine."""
+    """Each process has a different number of devices, as on another machine."""
     code = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={count}"

@@ -69,7 +69,7 @@ def test_the_class_token_precedes_the_patches():
 
 @pytest.mark.parametrize("cfg", [SMALL, MEAN], ids=["token", "mean"])
 def test_without_positions_the_order_of_patches_does_not_matter(cfg):
-    """Therefore attention has no causal mask, and only the position embedding encodes the order of patches."""
+    """Attention has no causal mask: only the position embedding encodes the order of patches."""
     model = filled_as(model_factory(cfg), 0.3)
     order = np.random.default_rng(1).permutation(16)
     shuffled = patches(images())[:, order].reshape(3, 4, 4, 4, 4, 3).swapaxes(2, 3).reshape(3, 16, 16, 3)

@@ -95,6 +95,14 @@ class Compiled:
             return float(self.memory["peak"])
         return float(self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"])
 
+    @property
+    def host_bytes(self) -> float | None:
+        """Bytes in host memory that belong to one device; None if the program was not compiled."""
+        if self.kind != "ok":
+            return None
+        host = {kind: self.memory.get(f"host_{kind}", 0) for kind in ("argument", "output", "alias", "temp")}
+        return float(host["argument"] + host["output"] - host["alias"] + host["temp"])
+
 
 def missing_compiler(platform: str) -> str | None:
     """Describe what to install to compile for a platform; None if the compiler is installed."""

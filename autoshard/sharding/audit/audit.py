@@ -51,6 +51,8 @@ class Audit:
         memory: bytes by kind: argument, output, temp, alias, code; on the host with `host_`.
         peak_bytes: peak memory, as the compiler reports it; for an `oom`, the memory that the program needs.
         predicted_peak_bytes: the plan's estimate of peak memory.
+        host_bytes: bytes in host memory per device, as the compiler reports them; None if it did not compile it.
+        predicted_host_bytes: the plan's estimate of `host_bytes`.
         cycles: the compiler's estimate of cycles; None if it gives none.
         compute_us: compute time, from cycles if there are any, else from a roofline.
         compute_us_cycles: cycles divided by the chip's clock; None if there are none.
@@ -81,6 +83,8 @@ class Audit:
     memory: Mapping[str, int] = field(default_factory=dict)
     peak_bytes: float | None = None
     predicted_peak_bytes: float | None = None
+    host_bytes: float | None = None
+    predicted_host_bytes: float | None = None
     cycles: float | None = None
     compute_us: float | None = None
     compute_us_cycles: float | None = None
@@ -163,6 +167,8 @@ def _figures(audit: Audit) -> list[str]:
     rows += [_row(name, planned, compiled, time_text) for name, planned, compiled in times]
     rows.append(_row("traffic", audit.predicted_wire_bytes, audit.wire_bytes, bytes_text))
     rows.append(_row("peak memory", audit.predicted_peak_bytes, audit.peak_bytes, bytes_text))
+    if audit.predicted_host_bytes or audit.host_bytes:
+        rows.append(_row("host memory", audit.predicted_host_bytes, audit.host_bytes, bytes_text))
     lines = columns([r for r in rows if r[1] or r[2]], right=(1, 2))
     if audit.compute_us_cycles is not None and audit.compute_us_roofline is not None:
         lines.append(

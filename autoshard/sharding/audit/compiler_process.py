@@ -198,15 +198,20 @@ def _lowered(job: dict[str, Any], mesh: Any) -> Any:
         args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
         return jax.tree.leaves(program.call(*args, **kwargs))
 
+    shardings = list(program.in_shardings_jax(mesh))
     # Unused arguments are kept, so that the program's parameters correspond to the plan's inputs one to one.
     step = jax.jit(
         flat,
-        in_shardings=list(program.in_shardings_jax(mesh)),
+        in_shardings=shardings,
         out_shardings=list(program.out_shardings_jax(mesh)),
         donate_argnums=tuple(job["donated"]),
         keep_unused=True,
     )
-    return step.lower(*[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in program.in_avals])
+    on_host = [getattr(s, "memory_kind", None) == "pinned_host" for s in shardings]
+    return step.lower(*[
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding if host else None)
+        for aval, sharding, host in zip(program.in_avals, shardings, on_host, strict=True)
+    ])  # fmt: skip
 
 
 def _options(job: dict[str, Any]) -> dict[str, str]:

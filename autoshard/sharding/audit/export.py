@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.export import export as export_jax
 
+from autoshard import _compat
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import CHIPS, Options
 from autoshard.sharding.machines.targets import Target, find_target
@@ -82,7 +83,7 @@ def export(
 ) -> bytes:
     """Export a function of flat arguments with these shardings over an abstract mesh."""
     jitted = jax.jit(lambda *leaves: fn(*leaves), in_shardings=list(in_shardings), out_shardings=list(out_shardings))
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    shapes = list(map(_compat.planned_shape, avals, in_shardings))
     with innermost_frames_only():
         return bytes(export_jax(jitted, platforms=[platform])(*shapes).serialize())
 

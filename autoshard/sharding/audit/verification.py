@@ -112,6 +112,8 @@ def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
         memory=dict(compiled.memory),
         peak_bytes=compiled.peak_bytes,
         predicted_peak_bytes=plan.estimate.peak_memory_bytes,
+        host_bytes=compiled.host_bytes,
+        predicted_host_bytes=plan.estimate.host_memory_bytes,
         predicted_compute_us=plan.estimate.compute_us,
         predicted_comm_us=plan.estimate.comm_us,
         predicted_step_time_us=plan.estimate.step_time_us,

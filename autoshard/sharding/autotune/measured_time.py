@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autoshard import _compat
 from autoshard._processes import MissingProcessError, gather
 from autoshard._units import time_text, variant_text
 from autoshard.errors import PlanError
@@ -135,7 +136,7 @@ def _spans_processes(mesh: Any) -> bool:
 def _compile(run: _Run) -> Sequence[float]:
     executable, traced = run.bound.executable, run.bound.traced
     run.mesh = executable.mesh_over(None)
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in traced.in_avals]
+    shapes = list(map(_compat.planned_shape, traced.in_avals, run.plan.shardings(run.mesh)[0]))
     args, kwargs = jax.tree.unflatten(traced.in_tree, shapes)
     jitted = executable.jit(run.mesh)
     run.compiled = (jitted.lower(*args, kwargs) if kwargs else jitted.lower(*args)).compile()

@@ -20,8 +20,9 @@ class AxisUses:
 
     Attributes:
         weights: axis -> weights that have it.
-        made: axis -> weights whose first use, in the forward pass, produces it.
+        produced: axis -> weights whose first use, in the forward pass, produces it.
         contracted: axis -> weights whose first use contracts it.
+        square: axes that one weight both contracts and produces, such as those of `h @ w` in a loop over equal layers.
         used: weights that have been used.
         reduced: axes over which an activation is summed, or its maximum taken (logits).
         inner: axes over which two activations are contracted (head_dim).
@@ -33,6 +34,7 @@ class AxisUses:
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     produced: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     contracted: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
+    square: set[int] = field(default_factory=set)
     used: set[frozenset[int]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
     inner: set[int] = field(default_factory=set)
@@ -88,9 +90,9 @@ class _UseCollector:
         return {c for f in rule.factors if f.kind == kind for c in factors.get(f.name, ())}
 
     def record_operator(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
-        """Records the axes that a declared operator produces with one weight and contracts with another one inside.
+        """Records the axes that a declared operator internally produces with one weight and contracts with another.
 
-        An axis that leads each of several stacks of matrices is an axis of experts.
+        The leading axis of several stacks of matrices is an axis of experts.
         """
         uses, avals = self.uses, self.axes.program.avals
         matrices = [
@@ -141,6 +143,10 @@ class _UseCollector:
                 uses.weights[c].add(weight)
                 if weight not in uses.used and c not in shared:
                     (uses.contracted if c in summed else uses.produced)[c].add(weight)
+            uses.square |= summed & {
+                c for f in rule.factors if f.kind != "reduce" and any(f.name in dim for dim in rule.operands[place])
+                for c in factors.get(f.name, ())
+            }  # fmt: skip
             uses.used.add(weight)
             if op.name != "conv_general_dilated":  # there, a shared axis is the channel of a depthwise kernel
                 uses.experts |= shared

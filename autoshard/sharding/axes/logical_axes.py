@@ -124,7 +124,7 @@ class LogicalAxes:
                     aliases[op.results[0]] = source, position
                 elif source >= 0 and op.name == "reshape":
                     leaves = self.of_value[op.results[0]]
-                    # a reshape that only adds a leading dimension of size 1 is no alias
+                    # a reshape that only adds a leading dimension of size 1 is not an alias
                     if any(leaves[:1]) and self._is_part_of_stack(op.results[0], source):
                         aliases[op.results[0]] = source, position
                 elif source >= 0 and op.name in _SLICING:
@@ -206,7 +206,7 @@ def _collect(program: Program, joined: DimensionClasses) -> LogicalAxes:
 
 
 def _unrolled_stacks(program: Program, of_value: list[Leaves]) -> frozenset[int]:
-    """The leading classes of inputs of which every index is sliced out: stacks of layers whose loop is unrolled."""
+    """The leading classes of inputs whose slices are all taken one by one: stacks of layers with an unrolled loop."""
     source = {v: v for v in program.inputs}
     sliced: dict[int, set[int]] = {}
     for op in program.ops():

@@ -4,9 +4,10 @@ batch       the leading axis of an input that occurs in most activations, by byt
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast)
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
-            parallelism shards them. `residual` is the axis that these weights start from and return to
-sequence    axes of the data other than the batch. If a loop runs over blocks of one (the keys of attention), only the
-            axis that counts the blocks
+            parallelism shards them. `residual` is the axis that these weights start from and return to. Where there
+            are none, the axis of a square weight: a layer that has its output for input
+sequence    axes of the data other than the batch. If a loop runs over blocks of such an axis (the keys of attention),
+            only the axis that counts the blocks
 context     sequence axes that no loop runs over
 """
 
@@ -36,8 +37,8 @@ STATE: tuple[Role, ...] = ("parameter", "optimizer")
 class Roles:
     """The roles of inputs and axes.
 
-    `parallel`, `experts`, `vocabulary`, `classes` and `heads` are ordered by the parameter bytes that have the axis, in
-    descending order.
+    `parallel`, `experts`, `vocabulary`, `output_classes` and `heads` are ordered by the parameter bytes that have the
+    axis, in descending order.
 
     Attributes:
         inputs: program input -> its role.
@@ -48,7 +49,7 @@ class Roles:
         parallel: axes that tensor parallelism shards.
         experts: axes of experts.
         vocabulary: axes of the rows of tables that are indexed.
-        classes: parallel axes that a loss sums over.
+        output_classes: parallel axes that a loss sums over.
         heads: axes of attention heads, each followed by the query groups of a key-value head.
         gradients: values that are sums over the batch, and values computed from them without the batch.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
@@ -98,7 +99,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         c for c in use.produced if any(a != b for a in use.produced[c] for b in use.contracted[c])
     }
     shardable = (produced_and_contracted | _reduced_outputs(use) | use.indexed | use.experts) - {residual} - use.inner
-    shardable = shardable or shared - {residual} - use.inner
+    shardable = shardable or (shared | use.square) - {residual} - use.inner
     parallel = tuple(c for c in ordered if c in shardable)
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
@@ -173,9 +174,10 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
 
     If all inputs are state, the step generates its batch itself.
 
-    If no state is known, parameters are inputs like data, and activations have their axes too. The next weight
-    contracts such an axis. The batch is contracted by gradients only, which come later, so of several candidates in the
-    same dimension the one that is contracted last is taken.
+    If no state is known, parameters are inputs like data, and activations have their axes too. An axis that an input
+    has twice is that of a square weight, and the batch only if there is no other. The next weight contracts such an
+    axis. The batch is contracted by gradients only, which come later, so of several candidates in the same dimension
+    the one that is contracted last is taken.
 
     Args:
         program: the program.
@@ -195,6 +197,7 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
             for c in dim:
                 position[c] = min(position[c], (d, n)) if c in position else (d, n)
     candidates = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
+    candidates = candidates - _square(program, axes) or candidates
     if not candidates and state:
         generated = _generated_batch(program, axes, carried)
         # with no generated batch, the data was mistaken for state: search again among all inputs
@@ -210,6 +213,14 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
         return dim, -summed.get(c, last), number, c
 
     return min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
+
+
+def _square(program: Program, axes: LogicalAxes) -> set[int]:
+    """The axes that an input has in two dimensions."""
+    return {
+        c for v in program.inputs for d, dim in enumerate(axes.of_value[v]) for c in dim
+        if any(c in other for other in axes.of_value[v][:d])
+    }  # fmt: skip
 
 
 def _generated_batch(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
@@ -291,7 +302,7 @@ def _input_roles(
 
 
 def _reduced_outputs(use: AxisUses) -> set[int]:
-    """Axes that a weight produces and a reduction then sums over, such as the classes of a loss; no axes of heads."""
+    """Axes, except those of heads, that a weight produces and a reduction sums over, such as the classes of a loss."""
     beside_heads = {w for c in use.heads for w in use.weights[c]}
     return {c for c in use.produced if c in use.reduced and not use.weights[c] & beside_heads}
 
@@ -305,7 +316,7 @@ def _residual(use: AxisUses, candidates: set[int], parameter_bytes: Counter[int]
 
 
 def _major_first(ordered: list[int], axes: LogicalAxes, values: Sequence[int]) -> list[int]:
-    """Reorders axes so that those of one dimension come major to minor, within the positions that they have."""
+    """Sorts the axes of each dimension major to minor, within the positions that they occupy in the list."""
     for v in values:
         for dim in axes.of_value[v]:
             places = sorted(ordered.index(c) for c in dim if c in ordered)

@@ -141,7 +141,7 @@ def operator_classes(
         axes: the program's logical axes.
         roles: their roles.
         fusion: its kernels.
-        distinct: inputs that belong to no class of others (`distinctly_fixed`).
+        distinct: inputs that share no class with other values (`distinctly_fixed`).
     """
     classes: dict[Any, OperatorClass] = {}
     ops = list(ops_with_scopes(axes.program.block))

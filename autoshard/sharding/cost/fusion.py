@@ -17,7 +17,7 @@ Elementwise kernels of one block are one kernel if they read the same value of t
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
 bytes (a residual stream), unless a function of it alone, such as its `relu`, is written for products. A value that is
 broadcast from little data (a mask) is computed again in every loop and kernel. A slice is read without the rest of its
-operand. An update in place costs the bytes of the update.
+operand. An update in place costs the bytes of the update. Moves to host memory and back write their results.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
 that memory: its fraction of the bytes of all such values that are live with it. It stays there if its bytes on a device
@@ -35,6 +35,7 @@ import numpy as np
 
 from autoshard.sharding.cost.constants import BROADCAST_GROWTH, ON_CHIP_OPS, PRODUCT_OPERAND_BYTES, WRITTEN_SOURCES
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
+from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
@@ -66,7 +67,7 @@ def is_kernel(op: Op) -> bool:
     """Whether an operator is a kernel of its own, not part of the kernels that take its result."""
     if op.rule is None or op.name in _SLICES:
         return False
-    return is_decision_point(op) or op.name in _WHOLE or op.name in _IN_PLACE
+    return is_decision_point(op) or op.name in _WHOLE or op.name in _IN_PLACE or is_host_transfer(op)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Fusion:
 
 def _reads_memory(user: Op) -> bool:
     """Whether an operator reads its operands from memory in any case."""
-    return bool(user.blocks) or user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
+    reads = user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
+    return bool(user.blocks) or reads or is_host_transfer(user)
 
 
 def fuse(program: Program, fuses_operands: bool) -> Fusion:
@@ -241,7 +243,7 @@ class _Finder:
         return Kernel(op, self.sources(operands), tuple(v for v in writes if v >= 0))
 
     def sources(self, values: Iterable[int]) -> tuple[int, ...]:
-        """Return the values in memory from which others are computed."""
+        """Return the values in memory from which these values are computed."""
         found: set[int] = set()
         for v in values:
             found |= self.source(v)
@@ -272,7 +274,7 @@ class _Finder:
         return self.known_sources[value]
 
     def merged(self, stores: list[Op]) -> list[list[Op]]:
-        """Group elementwise operators that write: those of a group read the same value of their own shape."""
+        """Group elementwise operators that store results of the same shape and read the same value of that shape."""
         groups: list[list[Op]] = []
         group_of: dict[Any, int] = {}
         for op in stores:

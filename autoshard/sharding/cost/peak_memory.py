@@ -6,8 +6,9 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Each value counts by its shard. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place. Arrays that the function closes over are constants, which every device holds whole. On a
-TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one with the least padding.
+of a loop are updated in place. Values in host memory take no memory of the device (`host_bytes`). Arrays that the
+function closes over are constants, which every device holds whole. On a TPU an activation is stored in tiles of 128
+elements along one of its dimensions, the one with the least padding.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class MemoryModel:
         self.written[list(fusion.written)] = True
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
         self._scan(program.block)
+        self.on_host = np.array([_compat.is_on_host(a) for a in program.avals], bool)
         self.narrow = fusion.narrow
         self.whole = self._whole()
         inputs = set(program.inputs)
@@ -128,7 +130,7 @@ class MemoryModel:
             layout: the layout.
             buffers: the live buffers of collectives and opaque operators.
         """
-        local = self._local(layout)
+        local = np.where(self.on_host, 0.0, self._local(layout))
         parts = {role: float(local[values].sum()) for role, values in self.of_role.items()}
         if self.constant_bytes:
             parts["constant"] = self.constant_bytes
@@ -138,9 +140,16 @@ class MemoryModel:
         )
         return sum(parts.values()), parts
 
+    def host_bytes(self, layout: Layout) -> float:
+        """Return the peak bytes in host memory that belong to one device: its shards of inputs and of live values."""
+        if not self.on_host.any():
+            return 0.0
+        local = np.where(self.on_host, self._local(layout), 0.0)
+        return float(local[list(self.axes.program.inputs)].sum() + self._live(local).max(initial=0.0))
+
     def at_peak(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:
         """Return the temporaries at the peak, the largest first, as (value, bytes on one device)."""
-        local = self._local(layout)
+        local = np.where(self.on_host, 0.0, self._local(layout))
         peak = int(self._live(local, buffers).argmax())
         live = [v for v in self.keep.tolist() if self.birth[v] <= peak <= self.death[v]]
         return sorted(((v, float(local[v])) for v in live), key=lambda item: -item[1])

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard import _compat
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
@@ -235,6 +236,8 @@ class CostModel:
             return 0.0
         avals, total, on_chip_bytes = self.axes.program.avals, 0.0, self.target.chip.on_chip_bytes * ON_CHIP_SHARE
         for v, spec in zip((*kernel.reads, *kernel.writes), memory, strict=True):
+            if _compat.is_on_host(avals[v]):
+                continue
             size = nbytes(avals[v]) / shard_count(resharded.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
             total += 0.0 if size <= on_chip_bytes * self.fusion.on_chip.get(v, 0.0) else size
         return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
@@ -242,7 +245,7 @@ class CostModel:
     def _plain_moves(
         self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], result_specs: Sequence[Spec]
     ) -> tuple[Move, ...]:
-        """Return the collectives of an operator that is no decision point: they reshard activations for its result."""
+        """Return the reshards of activations for the result of an operator that is not a decision point."""
         batch, moves = self.roles.batch, []
         if not op.results or not any(batch in dim for v in op.results for dim in self.axes.of_value[v]):
             return ()

@@ -9,9 +9,9 @@ FIRST_PIECE_COUNTS = (2, 3, 5, 7)
 # Largest number of pieces that is tried.
 MAX_PIECES = 16
 
-# Bounds for the search at one place: how many combinations with places of other operands are tried, and after how many
-# combinations that can be run on pieces the search stops. The first pair is for the place right after the known factors
-# of a dimension, the second pair for later places.
+# Bounds for the search at one place: the largest number of combinations with places of other operands that are tried,
+# and the number of combinations that run on pieces after which the search stops. The first pair is for the place right
+# after the known factors of a dimension, the second pair for later places.
 NEXT_LIMITS = (40, 6)
 ANYWHERE_LIMITS = (8, 2)
 

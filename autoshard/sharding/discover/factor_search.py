@@ -83,7 +83,7 @@ class Search:
         return self.tried[key]
 
     def companions(self, place: Place, extent: int, ways: int) -> Iterator[tuple[Place, ...]]:
-        """Yields the places of other operands to split with one: none, all of its size, some of its size, others."""
+        """Yields places to split with `place`: none, one of its extent in each operand, some of its extent, others."""
         equal, other = self.places(place, extent, ways)
         yield ()
         everywhere = {p.array: p for p in reversed(equal)} | {p.array: p for p in equal if p.dim == place.dim}
@@ -136,7 +136,7 @@ class Search:
         return True
 
     def refined(self, outcome: Outcome, largest: int) -> tuple[list[Outcome], int]:
-        """Finds the most pieces that an outcome's places can be split into: the outcomes, and the number of pieces."""
+        """Finds the largest number of pieces for an outcome's places. Returns the outcomes and that number."""
         first = outcome.piece_count
         finer = [n for n in range(min(largest, MAX_PIECES), first, -1) if largest % n == 0 and n % first == 0]
         for ways in finer:
@@ -174,7 +174,7 @@ class Search:
         return [*self.outcomes, *whole]
 
     def whole(self, place: Place, known: list[FoundFactor]) -> FoundFactor:
-        """A whole factor for a dimension, and for others whose sizes shrank with it in a run on pieces."""
+        """A whole factor for a dimension, and for those that were split or shrank with it in a run on pieces."""
         size = self.size(False, place)
 
         def free(of_result: bool, p: Place) -> bool:
@@ -199,7 +199,7 @@ class Search:
                     yield place, size, list(self.reasons(place, size // place.major))
 
     def reasons(self, place: Place, extent: int) -> Iterator[tuple[str, str]]:
-        """Yields what was split with a place, and why it failed. Attempts that could be run come first."""
+        """Yields each attempt to split a place, and why it failed. Attempts that could be run come first."""
         if all(extent % n for n in FIRST_PIECE_COUNTS):
             yield f"operand {place}", f"{extent} cannot be split into 2, 3, 5 or 7 equal pieces"
         outcomes = [o for o in self.tried.values() if place in o.places and (o.reason or o.places in self.withdrawn)]
@@ -209,7 +209,7 @@ class Search:
 
 
 def _place_sets(places: list[Place], counts: Any) -> Iterator[tuple[Place, ...]]:
-    """Yields the combinations of these numbers of places, each of different operands."""
+    """Yields the combinations of places of different operands, for each number of places in `counts`."""
     for count in counts:
         for some in itertools.combinations(places, count):
             if len({p.array for p in some}) == count:

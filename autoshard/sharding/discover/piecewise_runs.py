@@ -62,10 +62,10 @@ class Outcome:
 
     Attributes:
         places: the places of operands that were split together.
-        ways: the number of pieces.
+        piece_count: the number of pieces.
         joins: for each result, how its pieces are joined; empty if there is no way.
         reason: why there is no way.
-        shrunk: the dimensions of results that are smaller for a piece by a factor of `ways`.
+        shrunk: the dimensions of results that are smaller for a piece by a factor of `piece_count`.
         ran: whether the function could be run on pieces.
         sets: the number of sets of values that the joins were tested on.
         error: the largest relative error on these.
@@ -207,7 +207,7 @@ def _concatenated(pieces: Sequence[np.ndarray], dim: int, major: int) -> np.ndar
 
 
 def _error(whole: np.ndarray, joined: Sequence[np.ndarray], slack: float) -> float | None:
-    """The largest relative error; None if it is larger than rounding."""
+    """The largest relative error; None if rounding does not explain it."""
     if any(difference(whole, x) and difference(whole, x, slack) for x in joined):
         return None
     inexact = jnp.issubdtype(whole.dtype, jnp.inexact)

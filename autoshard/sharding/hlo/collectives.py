@@ -9,8 +9,8 @@
     send, recv                                      a permute that starts at the send; between the slices of a TPU, the
                                                     collective that the attributes name, over all slices
 
-The payload is the result of an all-gather, and each device's operands of any other kind, summed over the arrays of a
-combined collective. In a group of n devices, each device sends:
+The payload of an all-gather is its result. That of any other collective is the operands of one device. A combined
+collective counts all its arrays. In a group of n devices, each device sends:
 
     all-gather, reduce-scatter, all-to-all          (n - 1) / n payload
     all-reduce                                      2 (n - 1) / n payload
@@ -97,7 +97,7 @@ class Event:
     """The start, the end, or the whole run of a collective at one instruction.
 
     Attributes:
-        role: `start` or `done` of an asynchronous collective, or `whole` for a synchronous one.
+        phase: `start` or `done` of an asynchronous collective, or `whole` for a synchronous one.
         key: identifies the collective; its start and its end have the same key.
         collective: the collective; None at its end.
     """
@@ -238,7 +238,7 @@ def _operand_bytes(computation: Computation, i: Instruction) -> float:
 
 
 def _related(computation: Computation, i: Instruction) -> Iterator[Instruction]:
-    """Yields instructions that may have the source line of one that has none: its operands, theirs, and its users."""
+    """Yields instructions that may know the source line of one without: its operands, their operands, and its users."""
     operands = [i]
     for _ in range(SOURCE_SEARCH_DEPTH):
         operands = [o for value in operands for o in computation.operands_of(value)[:SOURCE_SEARCH_DEPTH]][

@@ -6,8 +6,8 @@ FLOPs are those of the matrix products and convolutions in an instruction and in
 multiply-add counts 2. A convolution counts the pairs of an output and a window tap that fall on an input, not those on
 padding or dilation holes: XLA:TPU expresses batched products as such convolutions.
 
-Bytes are those of operands and results in the device's main memory. An operand that is sliced or gathered from counts
-the bytes that are read, an operand that is updated in place the bytes of the update; this holds inside fusions too.
+Bytes are those of operands and results in the device's main memory. Of an operand that is sliced or gathered, only the
+bytes that are read count. Of an operand that is updated in place, only those of the update. This holds in fusions too.
 Bitcasts and tuples are free.
 """
 
@@ -162,7 +162,7 @@ def flops_of(computation: Computation, i: Instruction) -> float:
 
 
 def _convolution_flops(left: Array, kernel: Array, result: Array, i: Instruction) -> float:
-    """FLOPs of a convolution; its `dim_labels` are such as `b01f_01io->b01f`."""
+    """FLOPs of a convolution, whose `dim_labels` are, for example, `b01f_01io->b01f`."""
     inputs, taps, outputs = re.split("_|->", i.attribute("dim_labels"))
     window = dict(part.split("=") for part in i.attribute("window").split())
     pairs = 1
@@ -183,7 +183,7 @@ def _output_tap_pairs(size: int, taps: int, results: int, window: dict[str, list
 
 
 def _unreshaped(computation: Computation, value: Instruction) -> Instruction:
-    """The instruction of whose result a value is a reshape or bitcast."""
+    """The instruction that a value comes from, without the reshapes and bitcasts after it."""
     while value.opcode in RESHAPES:
         value = computation.operands_of(value)[0]
     return value

@@ -193,7 +193,7 @@ class Program:
     tables: dict[str, dict[int, str]]
 
     def inside(self, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-        """Yields the instructions that one runs, at any depth, each with its computation."""
+        """Yields the instructions that an instruction runs, at any depth, each with its computation."""
         for name in instruction.called:
             if name in self.computations:
                 for inner in self.computations[name].instructions:

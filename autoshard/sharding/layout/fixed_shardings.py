@@ -148,7 +148,7 @@ def with_fixed_shardings(
     raise FixedError(
         nearest.name,
         nearest.problems,
-        f". No mesh was given, and the plans tried have axes {used}; name one of these, or give mesh=",
+        f". No mesh was given, so plans choose their own: those tried have the axes {used}",
     )
 
 

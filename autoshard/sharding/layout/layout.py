@@ -176,9 +176,8 @@ class Layout:
         def local(d: int) -> int:
             return shape[d] // self.shard_count(out[d])
 
-        outputs = self.axes.kernels.get(leaves, 0) + len(
-            shape
-        )  # the output feature dimension; for no kernel, beyond the last one
+        # The output feature dimension; if this is not a kernel, an index past the last dimension.
+        outputs = self.axes.kernels.get(leaves, 0) + len(shape)
 
         while free:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension

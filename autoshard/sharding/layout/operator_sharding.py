@@ -24,7 +24,10 @@ AFTER_UPDATE = "after the update"
 
 
 def operand_spec(layout: Layout, value: int) -> Spec:
-    """The sharding of a value before an operator uses it. Parameters, slices of them and gradients are as stored."""
+    """The sharding of a value before an operator uses it.
+
+    Parameters and slices of them have their stored sharding, gradients that of the state which consumes them.
+    """
     if value in layout.roles.inputs:
         return layout.stored_spec(value)
     source = layout.aliased_inputs.get(value)
@@ -37,7 +40,10 @@ def operand_spec(layout: Layout, value: int) -> Spec:
 
 
 def result_spec(layout: Layout, op: Op, value: int) -> Spec:
-    """The wanted sharding of the result of a decision point: a gradient as its state is stored, others as computed."""
+    """The wanted sharding of the result of a decision point.
+
+    It is the stored sharding of its state for a gradient, and the computed sharding for any other result.
+    """
     if is_gradient(layout.axes, layout.roles, op, value):
         return gradient_spec_of(layout, value)
     return layout.spec(value)

@@ -36,7 +36,7 @@ class Move:
 
     Attributes:
         kind: the kind of collective.
-        axes: the mesh axes over which it goes.
+        axes: the mesh axes that it runs over.
         array: what it moves: operand 0, 1, ... or, as -1, -2, ..., result 0, 1, ...
         local_bytes: bytes of the array on each device before.
         wire_bytes: bytes that each device sends.

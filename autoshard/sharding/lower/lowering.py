@@ -56,7 +56,11 @@ class Lowering:
         if not getattr(x, "ndim", 0) or _compat.is_extended(x.dtype):
             return x
         self.constraints += 1
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, to_partition_spec(spec)))
+        return lax.with_sharding_constraint(x, self.sharding(x, to_partition_spec(spec)))
+
+    def sharding(self, x: Any, spec: Any) -> NamedSharding:
+        """Return a sharding on this mesh in the memory in which `x` is."""
+        return NamedSharding(self.mesh, spec, memory_kind=_compat.memory_kind(x))
 
     def resharded(self, x: Any, spec: Spec, value: int) -> Any:
         """Return an operand constrained to `spec`.
@@ -96,6 +100,8 @@ class Lowering:
             return self.nested(op, args)
         if op.name == "sharding_constraint":
             return [self.with_user_sharding(args[0], op.eqn.params["sharding"])]
+        if op.name == "device_put":
+            return list(map(self.put, args, op.eqn.params["devices"]))
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
@@ -132,7 +138,12 @@ class Lowering:
         """Return `x` constrained to a sharding that the user's program contains, on this mesh."""
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             return x
-        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, sharding.spec))
+        return lax.with_sharding_constraint(x, self.sharding(x, sharding.spec))
+
+    def put(self, x: Any, destination: Any) -> Any:
+        """Return `x` in the memory that a `device_put` in the user's program requests. The planner shards it."""
+        space = _compat.space_of_device_put(destination)
+        return x if space is None else jax.device_put(x, space)
 
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.

@@ -123,7 +123,7 @@ def existing_placement(leaves: Sequence[Any]) -> tuple[Mesh | None, dict[int, Sp
     If they are placed on several meshes of the same devices, the mesh that holds the most elements is taken.
 
     Returns:
-        The mesh, and index of a leaf -> its spec for the leaves on that mesh; (None, {}) if no leaf is placed.
+        The mesh, and the specs of the leaves on it by leaf index; (None, {}) if no leaf is placed.
 
     Raises:
         PlanError: the arrays are on different devices.

@@ -38,7 +38,7 @@ def larger_machines(target: Target) -> list[Target]:
 
 
 def machines_with_more_memory(target: Target) -> list[Target]:
-    """Machines of the same platform and number of devices, with more memory per device, in ascending order of it."""
+    """Machines of the same platform and number of devices with more memory per device, the smallest memory first."""
     chips = sorted(CHIPS.items(), key=lambda item: item[1].memory_bytes)
     found = []
     for key, chip in chips:

@@ -243,7 +243,7 @@ def _read(path: Path) -> Target:
     needed = ("platform", "flops", "memory_bytes", "memory_bandwidth")
     if base is None:
         problems += [
-            f"'{k}' is missing; give it, or name a 'chip' that it is taken from" for k in needed if k not in data
+            f"'{k}' is missing; give it, or name a 'chip' from which to take it" for k in needed if k not in data
         ]
     machine_dims = _read_dims(dims, problems)
     if problems:
@@ -278,7 +278,7 @@ def _read_dims(dims: Any, problems: list[str]) -> tuple[Dim, ...]:
             problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}, it must be above 0 bytes per second")
         if dim.name in [other.name for other in found[:n]]:
             problems.append(
-                f"dims[{n}].name is {dim.name!r}, like another dimension's; give each dimension a name of its own"
+                f"dims[{n}].name is {dim.name!r}, which another dimension has too; give each dimension its own name"
             )
     if math.prod(dim.size for dim in found) > MOST_DEVICES:
         problems.append(f"'dims' has more than {MOST_DEVICES} devices; give smaller sizes")

@@ -1,4 +1,4 @@
-"""How devices are connected, which devices a mesh axis is assigned, and how long a collective takes on them.
+"""How devices are connected, which devices a mesh axis spans, and how long a collective takes on them.
 
 A topology is a list of dimensions, outermost first: slices, hosts, the dimensions of a torus, the cores of a chip. A
 mesh axis is assigned pieces of dimensions: a piece is `size` devices of one dimension, `stride` apart. Units: bytes,
@@ -12,7 +12,7 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     bandwidth of a group    dimensions of one torus work in parallel: the sum over its pieces. Networks of different
                             speeds work one after the other: the outer one carries 1/(size of the inner) of the bytes
     time                    latency of all hops along the longest piece + bytes sent / bandwidth
-    all-to-all on a torus   is limited by the middle of the longest dimension, see `_all_to_all_us`
+    all-to-all on a torus   is limited by the bisection of the longest dimension, see `_all_to_all_us`
     on a torus, XLA:TPU     replaces some collectives by an all-reduce, see `Topology.compiled`
 """
 
@@ -159,10 +159,10 @@ class Topology:
         return dim.latency_us * hops * piece.stride
 
     def _all_to_all_us(self, group: Sequence[Piece], local_bytes: float) -> float:
-        """Microseconds of an all-to-all, limited on a torus by the middle of the longest dimension.
+        """Microseconds of an all-to-all. On a torus, the bisection bandwidth of the longest dimension limits it.
 
-        Of n devices with B bytes each, n B / 4 bytes cross the middle in each direction. They are carried by
-        n / longest lines, or by twice as many links where the lines are closed rings.
+        Of n devices with B bytes each, n B / 4 bytes cross the bisection in each direction. They are carried by
+        n / longest links, or by twice as many where the dimension is a closed ring.
         """
         n = math.prod(p.size for p in group)
         longest = max(group, key=lambda p: p.size / self._piece_bandwidth(p))
@@ -175,7 +175,7 @@ class Topology:
 @shown
 @dataclass(frozen=True)
 class DeviceAssignment:
-    """Which devices each mesh axis is assigned.
+    """The devices that each mesh axis spans.
 
     Attributes:
         topology: the topology.
@@ -198,7 +198,7 @@ class DeviceAssignment:
         return found[0] + found[1] * local_bytes
 
     def compiled(self, kind: ReshardKind, axes: tuple[str, ...]) -> tuple[ReshardKind, float, int]:
-        """The collective that XLA emits for one over these mesh axes (`Topology.compiled`).
+        """The collective that XLA emits for a collective over these mesh axes (`Topology.compiled`).
 
         Returns:
             Its kind, the factor by which each device's operand grows, and the number of devices.

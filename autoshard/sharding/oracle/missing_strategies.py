@@ -209,7 +209,7 @@ def additive(case: Case, group: Sequence[int], operand_sets: Sequence[Sequence[n
 
 
 def surely_additive(case: Case, group: Sequence[int], operand_sets: Sequence[Sequence[np.ndarray]]) -> bool:
-    """Like `additive`, within a strict tolerance and on informative values; repeated if the results are few numbers."""
+    """Like `additive`, within a strict tolerance and on informative values, with repeats if there are few results."""
     repeats = max(1, MIN_COMPARED_ELEMENTS // max(1, sum(math.prod(a.shape) for a in case.results)))
     informative = False
     for operands, repeat in itertools.product(operand_sets[:LINEARITY_TRIALS], range(repeats)):

@@ -1,7 +1,7 @@
 """Checks that XLA's partitioner implements a rule's strategies: with the right values, and no extra collectives.
 
 The partitioner can be silently wrong, and it silently gathers where it does not support an operator. Both are
-properties of the installed XLA and not errors of a rule, so such a finding has a kind of its own.
+properties of the installed XLA and not errors of a rule, so such a finding has its own kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COLLECTIVE = re.compile(
     r"collective-broadcast|ragged-all-to-all)(?:-start)?\("
 )
 _MESH = (2, 2)
-# These primitives name a sharding themselves.
+# These primitives contain a sharding themselves.
 _SHARDING_PRIMITIVES = (
     "sharding_constraint",
     "reshard",
@@ -97,7 +97,7 @@ def check_partitioner(
 
 
 def _allowed_cost(rule: Rule, strategy: Strategy) -> str:
-    """The communication that a strategy may need: nothing, one reduction, or some that gathers no operand."""
+    """The communication that a strategy may need: nothing, one reduction, or some that does not gather an operand."""
     factors = [rule.factor(f) for f in strategy.factors]
     if any(f.kind in ("index", "halo") or f.op in POSITIONS for f in factors):
         return "some"
@@ -116,7 +116,7 @@ def _strategy(rule: Rule, counts: Mapping[str, int]) -> Strategy | None:
 
 
 def _spec(rule: Rule, dims: Dims, axes: Mapping[str, str], counts: Mapping[str, int]) -> PartitionSpec | None:
-    """The spec that shards these factors; None if one comes after a factor that is not split to single elements."""
+    """The spec that shards these factors; None if one is minor to a factor that is not fully sharded."""
     entries: list[Any] = []
     for dim in dims:
         names: list[str] = []
@@ -208,7 +208,7 @@ def _excess(
     if allowed == "some":
         gathered = [_elements(kind) for op, kind in found if op == "all-gather"]
         return [
-            f"the partitioner gathers the whole of operand {i}, which stays sharded by the rule"
+            f"the partitioner gathers the whole of operand {i}, although the rule keeps it sharded"
             for s in strategies
             for i, dims in enumerate(rule.operands)
             if any(f in dim for f in s.factors for dim in dims)

@@ -19,12 +19,12 @@ class PricedPlan:
     """A plan that was priced.
 
     Attributes:
-        words: its strategy.
+        strategy: its strategy.
         step_time_us: time of a step, in microseconds.
         peak_bytes: peak memory of one device, in bytes.
         compute_us: compute time, in microseconds.
-        waits_for: the kind of collective with the most exposed time; empty if none is exposed.
-        waits_us: exposed time of that kind, in microseconds.
+        most_exposed_kind: the kind of collective with the most exposed time; empty if none is exposed.
+        most_exposed_us: exposed time of that kind, in microseconds.
         changed: whether local search made it from a known plan; false for the plans that were proposed.
     """
 

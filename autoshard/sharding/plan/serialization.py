@@ -1,4 +1,4 @@
-"""Plans as JSON. A plan that is read is checked against the field types, and for parts that contradict each other."""
+"""Plans as JSON. Reading a plan checks the types of its fields, and that its parts do not contradict each other."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from autoshard.sharding.plan.tensors import Leaf
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
 _OPTIONAL = ("padding",)  # fields that a plan of this format may lack
+_WRITTEN_IF_SET = {"memory_kind": "device", "host_memory_bytes": 0.0}  # fields of arrays and estimates, their defaults
 
 P = TypeVar("P", bound=ShardingPlan)
 Spec = tuple[str | None | tuple[str, ...], ...]
@@ -152,7 +153,7 @@ def _plain(thing: Any) -> Any:
     if isinstance(thing, PricedPlan):  # there are many, so each is one row
         return [_plain(each) for each in vars(thing).values()]
     if dataclasses.is_dataclass(thing):
-        return _plain(vars(thing))
+        return _plain({k: v for k, v in vars(thing).items() if k not in _WRITTEN_IF_SET or v != _WRITTEN_IF_SET[k]})
     return {key: _plain(each) for key, each in thing.items()} if isinstance(thing, Mapping) else thing
 
 

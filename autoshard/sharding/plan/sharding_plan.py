@@ -20,7 +20,15 @@ FORMAT = 4  # of plans in JSON; readers accept this one only
 @shown
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated cost of one step on one device, in microseconds and bytes."""
+    """The estimated cost of one step on one device, in microseconds and bytes.
+
+    Attributes:
+        step_time_us, compute_us, comm_us: times.
+        comm_bytes: bytes that the device sends.
+        peak_memory_bytes: peak memory of the device.
+        memory_bytes: kind of value -> its bytes in the memory of the device.
+        host_memory_bytes: peak bytes in host memory of the device's shards.
+    """
 
     step_time_us: float
     compute_us: float
@@ -28,6 +36,7 @@ class Estimate:
     comm_bytes: float
     peak_memory_bytes: float
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    host_memory_bytes: float = 0.0
 
 
 @shown
@@ -120,8 +129,8 @@ class ShardingPlan:
     def shardings(self, mesh: Any) -> tuple[Any, Any]:
         """`NamedSharding`s of the flat inputs and of the flat results over a mesh of devices."""
         return (
-            [NamedSharding(mesh, leaf.spec) for leaf in self.inputs],
-            [NamedSharding(mesh, leaf.spec) for leaf in self.outputs],
+            [_sharding(mesh, leaf) for leaf in self.inputs],
+            [_sharding(mesh, leaf) for leaf in self.outputs],
         )
 
     def __repr__(self) -> str:
@@ -138,3 +147,8 @@ class ShardingPlan:
     def data(self) -> ShardingPlan:
         """The same plan as a plain `ShardingPlan`, without the fields and methods of a derived class."""
         return ShardingPlan(**{f.name: getattr(self, f.name) for f in fields(ShardingPlan)})
+
+
+def _sharding(mesh: Any, leaf: Leaf) -> NamedSharding:
+    # Not every platform has a memory that is named `device`, so the default one is not named.
+    return NamedSharding(mesh, leaf.spec, memory_kind=None if leaf.memory_kind == "device" else leaf.memory_kind)

@@ -12,7 +12,11 @@ from autoshard._shown import shown
 @shown
 @dataclass(frozen=True)
 class Leaf:
-    """One input or result of the planned function: path, shape, dtype, sharding, logical axes and role."""
+    """One input or result of the planned function: path, shape, dtype, sharding, logical axes, role and memory.
+
+    Attributes:
+        memory_kind: `device`, or `pinned_host` for host memory.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -20,6 +24,7 @@ class Leaf:
     spec: PartitionSpec
     axes: tuple[str, ...] = ()
     role: str = ""
+    memory_kind: str = "device"
 
 
 @shown
@@ -40,7 +45,7 @@ class Activation(Leaf):
     held_bytes: float = 0.0
 
     def with_more(self, count: float, held_bytes: float) -> Activation:
-        """These values and further ones with the same shape and sharding."""
+        """Adds further values with the same shape and sharding."""
         return replace(self, count=self.count + count, held_bytes=self.held_bytes + held_bytes)
 
 
@@ -54,9 +59,9 @@ class Padding:
         size: its size.
         ways: the number of devices that does not divide it.
         padded: the padded size.
-        words: the strategy that would be the best with padding.
-        step_time_us: its time of a step, in microseconds.
-        peak_memory_bytes: its peak memory of one device.
+        words: the strategy that would be best with padding.
+        step_time_us: its step time, in microseconds.
+        peak_memory_bytes: its peak memory per device.
     """
 
     axis: str

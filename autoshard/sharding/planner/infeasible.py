@@ -118,12 +118,12 @@ def _remedies_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str
     if not problem.limit_given and (others := machines_with_more_memory(target)):
         found = smallest(ranked, others)
         of_size = f"of other machines with {target.devices} device{'s' * (target.devices > 1)}"
-        parts.append(f"{of_size}, it fits {_machine_text(found)}" if found else f"{of_size}, it fits none")
+        parts.append(f"{of_size}, it fits {_machine_text(found)}" if found else f"it fits none {of_size}")
     text = "; ".join(parts)
     text = f"{text[:1].upper()}{text[1:]}. " if text else ""
     return (
-        f"{text}Or use a smaller batch{_padding_text(plan)}. {_limit_text(peak)} plans for this machine as if each "
-        "device had that much memory"
+        f"{text}Use a smaller batch{_padding_text(plan)}. To plan as if each device had enough memory, give "
+        f"{_limit_text(peak)}"
     )
 
 
@@ -141,7 +141,7 @@ def _larger_machine_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]], 
     large_enough = [t for t in bigger if t.devices * _limit(problem, t) >= peak * target.devices]
     found = smallest(ranked, large_enough)
     if found is None:
-        return f"it does not even fit {bigger[-1].name}"
+        return f"no {chip} up to {bigger[-1].name} is large enough"
     return f"the smallest {chip} that it fits is {_machine_text(found)}"
 
 

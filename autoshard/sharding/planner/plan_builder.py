@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from autoshard import _compat
 from autoshard._units import bytes_text
 from autoshard.sharding.cost.exposed_communication import traffic
+from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
@@ -58,7 +60,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
                 problem.program.outputs, problem.traced.out_paths, problem.traced.out_avals, outputs, strict=True
             )
         ),
-        estimate=_estimate(best),
+        estimate=_estimate(best, problem.memory),
         target=problem.machine.target.name,
         placing=_named_pieces(best.assignment),
         topology=tuple((d.name, d.size) for d in best.assignment.topology.dims),
@@ -77,14 +79,18 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         function=problem.traced.name,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
-        alone=_estimate(price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory)),
+        alone=_estimate(
+            price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
+        ),
     )
     return BoundPlan(plan, problem, layout, best.assignment)
 
 
 def leaf_of(problem: PlanningProblem, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
     """The plan's record of an input or result."""
-    return Leaf(path, tuple(aval.shape), str(aval.dtype), to_partition_spec(spec), _axis_names(problem, value), role)
+    kind = _compat.HOST_KIND if _compat.is_on_host(aval) else "device"
+    axes = _axis_names(problem, value)
+    return Leaf(path, tuple(aval.shape), str(aval.dtype), to_partition_spec(spec), axes, role, kind)
 
 
 def _axis_names(problem: PlanningProblem, value: int) -> tuple[str, ...]:
@@ -119,10 +125,10 @@ def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
     return padding_gains(*problem.models, best, others, problem.limit, idle)
 
 
-def _estimate(candidate: Candidate) -> Estimate:
+def _estimate(candidate: Candidate, memory: MemoryModel) -> Estimate:
     cost = candidate.cost
     return Estimate(cost.step_time_us, cost.compute_us, cost.comm_us, cost.comm_bytes, candidate.peak_bytes,
-                    dict(candidate.memory))  # fmt: skip
+                    dict(candidate.memory), memory.host_bytes(candidate.layout))  # fmt: skip
 
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:

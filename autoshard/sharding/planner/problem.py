@@ -92,8 +92,8 @@ class PlanningProblem:
         texts = [f"{_listed(on_host)} {NO_RULE[next(iter(on_host))]}"] if on_host else []
         if opaque:
             texts.append(
-                f"no rule for {_listed(opaque)}. Their operands are gathered and every device repeats the work. Write "
-                "a rule with @autoshard.rule"
+                f"no rule for {_listed(opaque)}. Every device gathers the operands and repeats the work. Write a rule "
+                "with @autoshard.rule"
             )
         text = f"auto_shard({self.traced.name}): {'. '.join(texts)}"
         if strict:
@@ -200,7 +200,7 @@ class PlanningProblem:
         if sizes is not None:
             request = replace(request, sizes=sizes, fixed_mesh=True)
         if request.devices != self.machine.target.devices:
-            raise PlanError(f"plan '{text}' takes {request.devices} devices, {self.machine.target.name} has "
+            raise PlanError(f"plan '{text}' takes {request.devices} devices, but {self.machine.target.name} has "
                             f"{self.machine.target.devices}")  # fmt: skip
         missing = [
             k for a, k in request.kinds.items()
@@ -210,7 +210,7 @@ class PlanningProblem:
         if missing:
             useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
             names = sorted(set(self.axes.names.values()))
-            problems.append(f"the program has no axis for {', '.join(missing)}, it has some for "
+            problems.append(f"the program has no axis for {', '.join(missing)}; it has axes for "
                             f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
         lacking = self._lacking_for_seq(request) if "seq" in request.flags else []
         if lacking:

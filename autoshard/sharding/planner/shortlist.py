@@ -31,9 +31,10 @@ class Shortlist:
     over: tuple[float, ...] = ()
 
     def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
-        """For each multiple in `over`, the fastest candidate `(time, bytes, ...)` above the limit and at most that.
+        """For each multiple in `over`, the fastest candidate whose bytes exceed the limit, but not that multiple of it.
 
-        A candidate must be faster than `most_us` and than those of the smaller multiples.
+        Candidates are tuples `(time, bytes, ...)`. Each result must be faster than `most_us` and than the results for
+        the multiples before.
         """
         found: list[Ranked] = []
         every = list(ranked)

@@ -97,8 +97,8 @@ def best_without(bound: BoundPlan) -> Alternative:
 def moments_of(plan: ShardingPlan, leaves: Sequence[Leaf]) -> list[Leaf]:
     """The moments of the parameters among `leaves`.
 
-    These are the optimizer's inputs with the shape and axes of the parameter, and of those the ones that share the most
-    last components of its path.
+    These are, of the optimizer inputs with the shape and axes of a parameter, those whose paths share the longest end
+    with the path of the parameter.
     """
     found: dict[str, Leaf] = {}
     for leaf in leaves:

@@ -10,8 +10,8 @@ from autoshard.spmdrules.ir.program import Op
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
-# Operators that need gathered operands, which XLA does not gather by itself: with sharded ones, the compiled program
-# fails, or adds an initial value once per shard.
+# Operators whose operands must be gathered, although XLA does not gather them by itself. With sharded operands, the
+# compiled program fails, or adds an initial value once per shard.
 NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
 
 

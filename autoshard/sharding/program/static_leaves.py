@@ -1,9 +1,9 @@
 """Static leaves: leaves of arguments and results that are neither arrays nor numbers, such as an activation function.
 
-They are part of the structure of the tree: a `StaticLeaf` takes their place, which has no leaves. Two calls have the
-same plan if their static leaves are equal, in type and value. An object whose class does not define `==` equals only
-itself. Python numbers are data, as under `jax.jit`. In Equinox modules, and in all arguments of `equinox.filter_jit`,
-they are static.
+They are part of the structure of the tree: a `StaticLeaf`, a node without leaves, replaces each of them. Two calls have
+the same plan if their static leaves are equal, in type and value. An object whose class does not define `==` equals
+only itself. Python numbers are data, as under `jax.jit`. In Equinox modules, and in all arguments of
+`equinox.filter_jit`, they are static.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._tracebacks import call_users
+from autoshard.sharding.program.host_memory import mixed_memory_error
 from autoshard.sharding.program.state_matching import StateMismatch, match
 from autoshard.sharding.program.static_leaves import has_hidden, hide_static, reveal_static
 from autoshard.spmdrules.ir.program import Program, build
@@ -41,8 +42,8 @@ class Traced:
         out_tree: pytree structure of the results, with `StaticLeaf`s.
         in_paths: key path of each input leaf, joined by `/`: `0/layers/wq`.
         out_paths: key path of each result leaf.
-        in_avals: shape and dtype of each input leaf.
-        out_avals: shape and dtype of each result leaf.
+        in_avals: shape, dtype and memory space of each input leaf.
+        out_avals: shape, dtype and memory space of each result leaf.
         state: pairs (input leaf, output leaf) of the state.
         owners: for each input leaf the index of its argument; -1 for keyword arguments.
         donated: input leaves whose buffers the results may reuse.
@@ -92,9 +93,11 @@ class Traced:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of paths, shapes and dtypes. A plan is valid for functions with its fingerprint."""
+        """A digest of paths, shapes, dtypes and memory kinds. A plan is valid for functions with its fingerprint."""
         text = repr([(p, a.shape, str(a.dtype)) for p, a in zip(self.in_paths, self.in_avals, strict=True)])
         text += repr([(a.shape, str(a.dtype)) for a in self.out_avals])
+        if on_host := [i for i, a in enumerate((*self.in_avals, *self.out_avals)) if _compat.is_on_host(a)]:
+            text += f"on the host: {on_host}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -113,14 +116,14 @@ def trace_flags() -> tuple[Any, ...]:
 
 
 def abstract(tree: Any) -> Any:
-    """Replaces each array of a pytree by a `ShapeDtypeStruct` with its weak type; Python numbers stay as they are."""
+    """Replaces each array of a pytree by its shape, dtype, weak type and memory; Python numbers stay as they are."""
 
     def abstract_leaf(x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)) or not hasattr(x, "shape"):
             return x
         if isinstance(x, (np.ndarray, np.generic)):
             x = jax.eval_shape(lambda: jax.numpy.asarray(x)) if x.dtype in (np.int64, np.float64, np.uint64) else x
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False)))
+        return _compat.abstract_array(x.shape, x.dtype, bool(getattr(x, "weak_type", False)), _compat.is_on_host(x))
 
     return jax.tree.map(abstract_leaf, tree)
 
@@ -190,6 +193,10 @@ def trace(
             closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
                 *(leaf for _, leaf in flat)
             )
+    except ValueError as error:
+        if mixed := mixed_memory_error(name, error, dict(zip(input_paths or keys, (x for _, x in flat), strict=True))):
+            raise mixed from error
+        raise
     finally:
         OUTER_PLAN.reset(token)
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
@@ -210,7 +217,7 @@ def trace(
         in_paths=input_paths or keys,
         out_paths=[path_of(k) for k, _ in out_keys],
         in_avals=in_avals,
-        out_avals=list(out_shapes),
+        out_avals=[v.aval for v in _compat.open_jaxpr(closed).outvars],
         state=found.state,
         owners=owners,
         donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),

@@ -9,8 +9,8 @@ EQUALLY_FAST = 1e-4
 # Source: chosen, because plans further out would compress all the others into one corner.
 FAR_FROM_CHOSEN = 10
 
-# Replicated inputs that are neither parameters, optimizer state nor data (counters, keys) are listed from this many
-# bytes on. Source: chosen, not measured.
+# Replicated inputs that are neither parameters, optimizer state nor data (counters, keys) are listed if they
+# have at least this many bytes. Source: chosen, not measured.
 LEAST_OTHER_BYTES = 1024
 
 # Largest number of dimensions of a parameter for which gradients are also recognised in any transposed order: the

@@ -46,7 +46,7 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
 
 
 def _leaf_differences(noun: str, first: Sequence[Any], second: Sequence[Any]) -> list[str]:
-    """The leaves whose shape, dtype or spec differs, grouped by the change."""
+    """The leaves whose shape, dtype, memory or spec differs, grouped by the change."""
     before, after = {x.path: x for x in first}, {x.path: x for x in second}
     lines = []
     changes: dict[tuple[str, str], list[str]] = {}
@@ -54,6 +54,8 @@ def _leaf_differences(noun: str, first: Sequence[Any], second: Sequence[Any]) ->
         a, b = before[path], after[path]
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             change = (f"{a.dtype}{list(a.shape)}", f"{b.dtype}{list(b.shape)}")
+        elif a.memory_kind != b.memory_kind:
+            change = (a.memory_kind, b.memory_kind)
         elif (change := (spec_text(a.spec), spec_text(b.spec)))[0] == change[1]:
             continue
         changes.setdefault(change, []).append(path)
@@ -81,4 +83,5 @@ def _figures(plan: ShardingPlan, other: ShardingPlan) -> list[tuple[str, float, 
         ("traffic per step", a.comm_bytes, b.comm_bytes, bytes_text),
         ("peak memory", a.peak_memory_bytes, b.peak_memory_bytes, bytes_text),
         *((f"memory, {k}", a.memory_bytes.get(k, 0.0), b.memory_bytes.get(k, 0.0), bytes_text) for k in kinds),
+        ("memory of the host", a.host_memory_bytes, b.host_memory_bytes, bytes_text),
     ]

@@ -156,6 +156,8 @@ def _memory(plan: ShardingPlan) -> list[str]:
     lines = columns(rows, right=(1, 2))
     if plan.limit_bytes:
         lines[-1] += f"   {percent_text(peak, plan.limit_bytes)} of the limit of {bytes_text(plan.limit_bytes)}"
+    if host := plan.estimate.host_memory_bytes:
+        lines.append(f"memory by kind: device {bytes_text(peak)}, host {bytes_text(host)} per device")
     return lines
 
 

@@ -132,7 +132,7 @@ class Group:
 
     @property
     def first(self) -> Leaf:
-        """The first leaf: it stands for all in what they share."""
+        """The first leaf. What the leaves share can be read from it."""
         return self.leaves[0]
 
     @property
@@ -292,5 +292,5 @@ def axis_traffic(plan: ShardingPlan) -> dict[str, float]:
 
 
 def storage_roles(plan: ShardingPlan, axis: str) -> list[str]:
-    """The roles whose state a mesh axis shards in storage, beyond its rule."""
+    """The roles whose state a mesh axis also shards in storage."""
     return [role for role, axes in plan.storage.items() if axis in axes]

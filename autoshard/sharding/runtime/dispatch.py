@@ -29,6 +29,7 @@ from autoshard.sharding.planner.variants import Attempt, attempt, fastest, varia
 from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
+from autoshard.sharding.runtime.absent_arguments import absent_error
 from autoshard.sharding.runtime.process_agreement import check_same_plan
 from autoshard.sharding.runtime.static_changes import StaticChanges
 
@@ -176,7 +177,7 @@ class PureFunction:
         return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a plan depends on: structure, shapes, dtypes, JAX's settings and the current mesh."""
+        """Return what a plan depends on: structure, shapes, dtypes, memory kinds, JAX's settings, the current mesh."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         mesh = _compat.current_mesh() if self.takes_placement else None
         try:
@@ -255,7 +256,12 @@ class PureFunction:
                 raise GraphArguments
             if self.has_static:
                 self.static_changes.note((args, kwargs), key[1:])
-            entry = self.entries[key] = self.make(args, kwargs)
+            try:
+                entry = self.entries[key] = self.make(args, kwargs)
+            except (TypeError, AttributeError, ValueError) as error:
+                if absent := absent_error((args, kwargs), self.planned and self.planned.traced):
+                    raise absent from error
+                raise
         self.planned = entry
         return entry
 
@@ -302,15 +308,15 @@ class PureFunction:
         return PlannedSignature(chosen)
 
 
-def _type_of(x: Any) -> tuple[Any, Any, bool]:
+def _type_of(x: Any) -> tuple[Any, Any, bool, bool]:
     if isinstance(x, type):
         raise TypeError(f"{x} is a class")
     if not hasattr(x, "dtype"):  # a Python number
-        return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True
+        return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True, False
     if getattr(x.dtype, "kind", "") in tuple("OSU"):
         raise TypeError(f"JAX does not support {x.dtype}")
     dtype = x.dtype if _compat.is_extended(x.dtype) else jax.dtypes.canonicalize_dtype(x.dtype)
-    return x.shape, dtype, bool(getattr(x, "weak_type", False))
+    return x.shape, dtype, bool(getattr(x, "weak_type", False)), _compat.is_on_host(x)
 
 
 def _is_placed(x: Any) -> bool:

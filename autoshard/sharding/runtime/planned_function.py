@@ -95,8 +95,8 @@ class PlannedFunction:
             function = self.functions.get(key)
         except TypeError:
             raise PlanError(
-                f"auto_shard({self.__name__}): a static argument is not hashable: "
-                f"{[*by_position.values(), *by_name.values()]!r:.200}. Pass a tuple or a frozen dataclass"
+                f"auto_shard({self.__name__}): static argument {_unhashable_text(by_position | by_name)} is not "
+                "hashable. Pass a tuple or a frozen dataclass, or leave it out of static_argnums"
             ) from None
         if function is None:
             fn, count = self.fn, len(args)
@@ -128,7 +128,7 @@ class PlannedFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the planned function for these arguments (arrays or shapes), as `jax.jit(...).lower` does."""
         entry = self.entry(args, kwargs)
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in entry.traced.in_avals]
+        shapes = list(map(_compat.planned_shape, entry.traced.in_avals, entry.in_shardings))
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
         return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
 
@@ -179,6 +179,16 @@ class PlannedFunction:
                 ".plan(...) with the shapes of the arguments first, or pass example=(...) to auto_shard"
             )
         return self.entry(self.example, {})
+
+
+def _unhashable_text(arguments: Mapping[int | str, Any]) -> str:
+    """Return the number or name of the first argument that is not hashable, and its type."""
+    for which, value in arguments.items():
+        try:
+            hash(value)
+        except TypeError:
+            return f"{which}, a value of type {type(value).__name__},"
+    return "?"
 
 
 def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:

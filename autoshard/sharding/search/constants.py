@@ -39,7 +39,7 @@ LEAST_GAIN_OVER_KNOWN = 0.15
 
 # --- Padding (`padding`). Only what plans report about padding depends on these; no plan is chosen by them.
 
-# Number of other plans that are priced with padding, for each logical axis and number of shards; the fastest ones.
+# Number of other plans, the fastest ones, that are priced with padding for each logical axis and number of shards.
 # Source: chosen for the time of planning, not measured.
 PADDED_RIVALS = 2
 

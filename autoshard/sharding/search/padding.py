@@ -74,8 +74,8 @@ def padding_gains(
 def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> dict[tuple[int, int], list[Case]]:
     """The layouts to price, by (logical axis, padded size).
 
-    For each undivided axis of the plan this is the plan itself. For each undivided axis of the rivals these are the
-    fastest rivals of each number of shards; all of them get one padded size, which all the numbers divide.
+    For each undivided axis of the plan, this is the plan itself. For each undivided axis of the rivals, these are the
+    fastest rivals for each number of shards. All of them get the same padded size, a multiple of all these numbers.
 
     Args:
         chosen: the plan.

@@ -160,9 +160,9 @@ def cost(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int])
 
 
 def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) -> Placement:
-    """The one of `places` to which it costs the fewest bytes to move all of them; the first one in a tie.
+    """The one of `places` that all of them can move to for the fewest bytes. Ties go to the first.
 
-    It is partial only if all of them are partial in the same way.
+    The result is partial only if all of them are partial in the same way.
     """
     same = places[0].partial if len({p.partial for p in places}) == 1 else ()
     options = dict.fromkeys(partial_placement(p.spec, same) for p in places)
@@ -170,7 +170,7 @@ def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) ->
 
 
 def extend(old: Spec, requested: Spec, taken: Iterable[str] = ()) -> Spec:
-    """Extends a spec by the mesh axes of another, where these are unused and minor to its own.
+    """Adds the mesh axes of another spec to a spec, where they are unused and minor to its own axes.
 
     Args:
         old: the spec.

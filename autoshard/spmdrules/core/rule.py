@@ -32,7 +32,7 @@ Dims = tuple[tuple[str, ...], ...]  # the factors of each dimension, major to mi
 
 KINDS: tuple[str, ...] = get_args(Kind)
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
-POSITIONS = ("argmax", "argmin")  # reductions of positions: comparing these needs the values at them
+POSITIONS = ("argmax", "argmin")  # reductions to positions; choosing among positions needs the values there
 _CLAUSES = ("reduce", "whole", "halo", "index", "offset", "linear", "moves", "where")
 _EXAMPLES = {"linear": "linear 0", "moves": "moves 0", "where": "where k=4"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

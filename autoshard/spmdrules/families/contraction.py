@@ -70,7 +70,7 @@ def scaled_dot(x: Any, y: Any, x_scale: Any, y_scale: Any, *, dimension_numbers:
 
 
 def _blocks(build: RuleBuilder, size: int, first: int, second: int) -> tuple[Dim, Dim, Dim]:
-    """Returns a contracted dimension and the matching dimensions of its two scales, which count its blocks.
+    """Returns a contracted dimension and the dimensions of its two scales, which have one element per block of it.
 
     Args:
         build: names the factors.

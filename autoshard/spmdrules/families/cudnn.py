@@ -1,7 +1,7 @@
 """cuDNN kernels that JAX calls: attention, and block-scaled matrix products.
 
 They run on NVIDIA GPUs only, so tests on CPUs cannot run them. The tests check their rules on JAX functions that
-compute the same. JAX binds the primitives named `..._wrapper`; inside these it binds the others, on shards.
+compute the same values. JAX binds the primitives named `..._wrapper`; inside these it binds the others, on shards.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ _RAGGED_DOT = primitive("ragged_dot_general")
 
 @rule(_RAGGED_DOT)
 def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
-    """``m k, v k n, w -> m n; reduce k; whole w; index v; offset m; linear 0; linear 1``: rows multiplied by group.
+    """``m k, v k n, w -> m n; reduce k; whole w; index v; offset m; linear 0; linear 1``: one matrix per row group.
 
     A shard of the rows holds some or none of the rows of each group. A shard of the groups gives zeros for rows of
-    other groups. If the rows are contracted, the result has the groups:
+    other groups. If the rows are contracted, the groups are a dimension of the result:
     ``k m, k n, w -> v m n; reduce k; whole w; offset v``. A ragged batch dimension passes. The group sizes are
     whole.
 
@@ -58,7 +58,7 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
 
 
 def _before_ragged(numbers: Any, rank: int) -> list[int]:
-    """Returns the dimensions of the left operand that the group sizes have, too: the groups may differ along these."""
+    """Returns the dimensions of the left operand that the group sizes also have: groups may differ along them."""
     (contract, _), (batch, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     free = [d for d in range(rank) if d not in (*contract, *batch)]

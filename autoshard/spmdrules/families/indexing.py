@@ -217,7 +217,7 @@ def _scatter(
         params: the primitive's parameters.
         kind: the kind of the rows: reduce, or whole where the order of updates matters.
         op: the operation that combines the updates.
-        identity: the value that replaces the operand on all shards of the rows but the first; None keeps the operand.
+        identity: replaces the operand on all shards of the rows except the first; None keeps the operand.
     """
     x, indices, updates = avals
     numbers = params["dimension_numbers"]
@@ -278,7 +278,7 @@ def _scatter_body(name: str, dims: Dims, sizes: Sequence[int], params: Mapping[s
 
 @rule(primitive("scatter_add"))
 def scatter_add(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n; index v; linear 0 2``: rows added to those at given positions.
+    """``v d, n, n d -> v d; reduce n; index v; linear 0 2``: updates added to rows at given positions.
 
     The first shard of the updates adds them to the operand, the others add them to zeros.
 
@@ -289,7 +289,7 @@ def scatter_add(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_sub"))
 def scatter_sub(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n; index v; linear 0 2``: rows subtracted from those at given positions.
+    """``v d, n, n d -> v d; reduce n; index v; linear 0 2``: updates subtracted from rows at given positions.
 
     https://openxla.org/stablehlo/spec#scatter
     """
@@ -298,7 +298,7 @@ def scatter_sub(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_mul"))
 def scatter_mul(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n:mul; index v; linear 0``: rows multiplied with those at given positions.
+    """``v d, n, n d -> v d; reduce n:mul; index v; linear 0``: rows at given positions multiplied by updates.
 
     https://openxla.org/stablehlo/spec#scatter
     """
@@ -307,7 +307,7 @@ def scatter_mul(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_min"))
 def scatter_min(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n:min; index v``: the elementwise minimum of rows and those at given positions.
+    """``v d, n, n d -> v d; reduce n:min; index v``: the elementwise minimum of rows and updates.
 
     https://openxla.org/stablehlo/spec#scatter
     """
@@ -316,7 +316,7 @@ def scatter_min(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
 
 @rule(primitive("scatter_max"))
 def scatter_max(x: Any, indices: Any, updates: Any, **params: Any) -> Rule:
-    """``v d, n, n d -> v d; reduce n:max; index v``: the elementwise maximum of rows and those at given positions.
+    """``v d, n, n d -> v d; reduce n:max; index v``: the elementwise maximum of rows and updates.
 
     https://openxla.org/stablehlo/spec#scatter
     """

@@ -109,7 +109,7 @@ def _embed_in_zeros(shard: Shard, x: Any, dims: Dims) -> Any:
 
 
 def _own_shard(shard: Shard, x: Any, dims: Dims) -> Any:
-    """Returns a shard of a global array. A block is never split."""
+    """Returns this shard's part of a global array. Factors that cannot be sharded stay whole."""
     whole = Shard(shard.rule, {}, {})
     factors = [f for dim in dims for f in dim]
     mine = {f: shard.rule.factor(f).shardable for f in factors}

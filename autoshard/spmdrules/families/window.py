@@ -33,7 +33,7 @@ def window_dims(
     dilation: int,
     stem: str = "w",
 ) -> tuple[Dim, Dim, Dim]:
-    """Returns the dimension that windows slide over, the window's own dimension, and the one that counts windows.
+    """Returns the dimension that windows slide over, the window's own dimension, and the result's dimension.
 
     The dimension passes if it splits into equal blocks such that no window reads elements of two blocks: patches,
     ``(t x) -> t``, and their gradient, ``t -> (t x)``. Otherwise it is whole.

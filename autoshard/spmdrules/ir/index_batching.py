@@ -74,7 +74,7 @@ class ConstantIndices:
             self._record_line(results[0], result.astype(eqn.outvars[0].aval.dtype))
 
     def rewrite(self, eqn: Any, operands: Sequence[int]) -> tuple[Any, ...]:
-        """Returns the equations to use for an equation: itself, or those of the batched gather or scatter."""
+        """Returns the equations that replace an equation: itself, or those of the batched gather or scatter."""
         if eqn.primitive.name != "gather" and not eqn.primitive.name.startswith("scatter"):
             return (eqn,)
         components = self.components.get(operands[1])
@@ -104,7 +104,7 @@ def _is_integer(dtype: Any) -> bool:
 
 
 def _line(array: np.ndarray) -> Line | None:
-    """Shrinks the dimensions along which an array is constant to size 1; None if more than one other is left."""
+    """Shrinks every dimension along which an array is constant to size 1; None if more than one larger one is left."""
     for d, size in enumerate(array.shape):
         first = array.take([0], d) if size else array
         if size > 1 and (array == first).all():
@@ -146,17 +146,17 @@ def _reshaped(line: Line, old: Sequence[int], new: Sequence[int]) -> Line | None
 
 
 def _field(numbers: Any, names: Sequence[str]) -> str:
-    """Returns which of `names` these dimension numbers have: gathers and scatters name the same field differently."""
+    """Returns the one of `names` that is a field of these dimension numbers; gathers and scatters differ in it."""
     return next(name for name in names if hasattr(numbers, name))
 
 
 def _counting_components(
     components: Sequence[Line | None], x: Sequence[int], indices: Sequence[int], numbers: Any
 ) -> dict[int, tuple[int, int]]:
-    """Finds the index components that count.
+    """Finds the index components that count 0, 1, 2, ... over a whole dimension of the operand.
 
     Returns:
-        component -> (the operand's dimension that it addresses, the dimension of the indices that it counts along).
+        component -> (the dimension of the operand that it indexes, the dimension of the indices that it counts along).
     """
     mapped, dropped = (getattr(numbers, _field(numbers, names)) for names in (_MAPPED, _DROPPED))
     used = set(getattr(numbers, _field(numbers, _BATCHES)))

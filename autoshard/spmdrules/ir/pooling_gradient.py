@@ -2,8 +2,8 @@
 
 JAX writes this gradient as a `pad`, which puts zeros around and between the cotangents, and a `reduce_window_sum` over
 the padded array. The padded array has an odd size (9 elements for 4 windows of 2), so it cannot be sharded evenly,
-although the cotangents and the result can, window by window. `reduce_window_sum` has padding and base dilation of its
-own, with which it computes the same.
+although the cotangents and the result can, window by window. `reduce_window_sum` has its own padding and base dilation,
+which give the same result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard import _compat
 
 
 def fuse_padding(jaxpr: Any) -> Sequence[Any]:
-    """Returns the equations of a jaxpr, with a `pad` by zeros fused into the window sum that alone uses it."""
+    """Returns the equations of a jaxpr, with a `pad` by zeros fused into the window sum that is its only user."""
     sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_window_sum" and _unpadded(eqn.params)]
     if not sums:
         return jaxpr.eqns

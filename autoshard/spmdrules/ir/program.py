@@ -43,10 +43,10 @@ class Op:
         eqn: the equation.
         operands: the numbers of its operands; -1 for a literal scalar.
         results: the numbers of its results.
-        rule: its rule; None for calls and control flow, which `blocks` and `ties` describe.
+        rule: its rule; None for calls and control flow, which `blocks` and `edges` describe.
         trips: how often it runs each time the whole program runs.
         blocks: the nested programs.
-        ties: the edges that join the values of loops and branches to the outer ones.
+        edges: the edges that join the values of loops and branches to the outer ones.
         name: the primitive's name.
     """
 

@@ -79,8 +79,8 @@ class WalkState:
 
         Args:
             op: the operator.
-            block: one of its blocks; its inputs start with the operands from `first` on.
-            first: the number of the operand that is the block's first input.
+            block: one of its blocks.
+            first: the index of the operand that is the block's first input; later operands are its later inputs.
         """
         for i, inner in enumerate(block.inputs, first):
             if i < len(op.operands) and op.operands[i] < 0:

@@ -108,7 +108,7 @@ class _Derivation:
     """
 
     def __init__(self, closed: Any, program: Program, joined: DimensionClasses):
-        self.program = build(_compat.dce(closed))  # unused code must not require anything
+        self.program = build(_compat.dce(closed))  # unused code must not affect the rule
         self.joined = joined
         self.kinds = _kinds(program, joined)
         self.operand_count = len(program.inputs)
@@ -130,7 +130,7 @@ class _Derivation:
         return Derived(tuple(arrays[: self.operand_count]), tuple(arrays[self.operand_count :]), factors)
 
     def classify(self, leaf: Leaf) -> DerivedFactor:
-        """Finds what sharding a factor means: the better of requesting sharded results and letting them follow."""
+        """Finds the kind of a factor: the better of its kinds with and without a request for sharded results."""
         size = self.joined.nodes.size[leaf[0]]
         as_whole = DerivedFactor("", size, "whole", (None,) * (len(self.arrays) - self.operand_count))
         if as_whole.fewest_shards < 2:
@@ -238,8 +238,8 @@ def _classify(
         walk: the walk.
         results: the placements of the results.
         follows: whether the results that have the factor are sharded.
-        argument_has: whether a used argument has the factor. If none does, a slice means that the array was replicated
-            before.
+        argument_has: whether a used argument has the factor. If none does, a slice only shards an array that was
+            computed replicated.
     """
     steps = list(zip(walk.reshards, walk.terms, strict=True))
     moved = [r for r, op in steps if op is None and (r.kind != "slice" or r.operator == "output" or not argument_has)]

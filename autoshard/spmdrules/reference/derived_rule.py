@@ -91,7 +91,7 @@ class Derived:
         return self.text
 
     def _as_rule_factor(self, f: DerivedFactor) -> Factor:
-        """Returns a factor of a plain `Rule` for a derived one."""
+        """Converts a derived factor to a factor of a plain `Rule`."""
         if f.kind == "inside" or not self._has_one_reduction(f):
             return Factor(f.name, f.size, "whole")
         ops = {op for op in f.partial if op}

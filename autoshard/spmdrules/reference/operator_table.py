@@ -44,7 +44,7 @@ def operator_table(name: str = "") -> list[OperatorRow]:
     The full table takes a while, because each operator is traced and each of its factors is tried.
 
     Args:
-        name: a part of the names or families to return; "" returns all.
+        name: selects the operators whose name or family contains it; "" selects all.
 
     Example:
         >>> next(row.rule.text for row in operator_table("rms_norm") if row.name == "rms_norm_grad")

@@ -160,7 +160,7 @@ def test_an_argument_that_is_neither_array_nor_hashable_raises():
 def test_random_streams_are_arguments():
     plain, model = (c(64, 128, rngs=nnx.Rngs(0)) for c in (varied_class(), auto_shard(varied_class(), plan="dp:8")))
     streams, others = nnx.Rngs(1), nnx.Rngs(1)
-    for _ in range(2):  # they advance
+    for _ in range(2):  # the streams advance
         assert_close(plain(batch(), rngs=streams), model(batch(), rngs=others))
 
 

@@ -111,7 +111,7 @@ def toml(*dims, **figures):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        (toml(DIM, DIM), r"dims\[1\].name is 'gpu', like another dimension's"),
+        (toml(DIM, DIM), r"dims\[1\].name is 'gpu', which another dimension has too"),
         (toml(DIM | {"wraps": '"no"'}), r"dims\[0\].wraps is 'no', it must be true or false"),
         (toml(DIM | {"size": "true"}), r"dims\[0\].size is True, it must be a whole number"),
         (toml(DIM | {"size": "0"}), r"dims\[0\].size is 0, it must be at least 1"),

@@ -48,7 +48,7 @@ def test_less_memory_takes_another_variant():
     peaks = {tuple(v.values()): peak for v, _, _, peak in over_all_variants().variants}
     limit = (min(peaks.values()) + sorted(peaks.values())[1]) / 2
     with warnings.catch_warnings():
-        warnings.simplefilter("error", AutoshardWarning)  # a variant that does not fit is no warning: another fits
+        warnings.simplefilter("error", AutoshardWarning)  # another variant fits, so no warning
         made = tiny(variants=workload_variant_values(TINY), memory_limit_bytes=limit)
     assert made.fits and peaks[tuple(made.variant.values())] == min(peaks.values())
 

@@ -1,4 +1,4 @@
-"""Gathers and scatters whose index counts are rewritten to batched ones: same values, sharded without communication."""
+"""Batched gathers and scatters in place of those with an index 0, 1, 2, ...: same values, no communication."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -38,6 +38,7 @@ def test_the_search_takes_the_fastest_variant_that_fits(make_config: MakeConfig)
     assert plan.fits and tight.gpt.remat != "none"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 def test_a_run_uses_the_chosen_variant(make_config: MakeConfig, tmp_path: Path) -> None:
     """The run prints the table, stores the choice, has the losses of one device, and resumes with the same variant."""

@@ -50,7 +50,9 @@ def memory_section(plan: ShardingPlan) -> str:
     alone = bytes_text(plan.alone.peak_memory_bytes) if plan.alone else "-"
     cells.append(["<b>peak</b>", f"<b>{bytes_text(peak)}</b>", percent_text(peak, peak), alone])
     listed = table(["kind", "this plan", "share", "on one device"], cells, (1, 2, 3), wide=(3,))
-    return f'<p class="figure">{words} <small>{free}</small>{over}</p>{drawn}{scale_text}{listed}'
+    host = plan.estimate.host_memory_bytes
+    on_host = f"<p>and {bytes_text(host)} per device in host memory</p>" if host else ""
+    return f'<p class="figure">{words} <small>{free}</small>{over}</p>{drawn}{scale_text}{listed}{on_host}'
 
 
 def _memory_class(kind: str) -> str:

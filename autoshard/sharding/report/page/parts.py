@@ -163,7 +163,7 @@ def folded(summary: str, inner: str, is_open: bool = False) -> str:
 
 
 def search_box(what: str, place: str) -> str:
-    """A field that hides the rows of the element `place` without the typed words, and counts the others."""
+    """A search field. It hides the rows of the element `place` that lack the typed words, and counts the others."""
     return (f'<label class="search"><span>Search {escape(what)}</span>'
             f'<input type="search" data-for="{place}" placeholder="type to search" autocomplete="off"/>'
             '<output></output></label>')  # fmt: skip

@@ -1,0 +1,46 @@
+"""Memory kinds of arrays. A jaxpr knows two memory spaces, of the device and of its host (`jax.memory.Space`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src import core
+
+HOST_KIND = "pinned_host"  # the memory kind of `jax.memory.Space.Host`
+
+
+def is_on_host(x: Any) -> bool:
+    """Returns whether an array, a `ShapeDtypeStruct` or an aval is in pinned host memory."""
+    kind = getattr(getattr(x, "sharding", None), "memory_kind", None)  # that of an aval has none
+    return kind == HOST_KIND if kind is not None else _space(x) is jax.memory.Space.Host
+
+
+def _space(x: Any) -> Any:
+    return getattr(getattr(x, "aval", x), "memory_space", None)
+
+
+def memory_kind(x: Any) -> str | None:
+    """Returns the memory kind of a value under trace for a `NamedSharding`; None for device memory, the default."""
+    return HOST_KIND if _space(x) is jax.memory.Space.Host else None
+
+
+def abstract_array(shape: Any, dtype: Any, weak_type: bool = False, on_host: bool = False) -> Any:
+    """Returns an argument for `jax.make_jaxpr`: an array of this shape and dtype in device or host memory."""
+    if not on_host:
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return core.ShapedArray(shape, dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
+
+
+def planned_shape(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument for `.lower` of a planned function; in host memory with its sharding."""
+    place = sharding if is_on_host(aval) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
+
+
+def space_of_device_put(destination: Any) -> Any:
+    """Returns the memory space to which a `device_put` in a program moves a value; None if it leaves it where it is."""
+    if isinstance(destination, jax.memory.Space):
+        return destination
+    kind = getattr(destination, "memory_kind", None)
+    return None if kind is None else core.mem_kind_to_space(kind)

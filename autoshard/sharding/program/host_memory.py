@@ -1,0 +1,47 @@
+"""Values in host memory: which operators move values between the memory of a device and that of its host.
+
+A program moves a value with `jax.device_put`. A checkpoint policy such as `save_and_offload_only_these_names` adds such
+operators. The planner keeps every value where the program puts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from autoshard import _compat
+from autoshard.errors import PlanError
+from autoshard.spmdrules.ir.program import Op
+
+_SHOWN = 3  # arguments that an error message lists; chosen
+
+
+def is_host_transfer(op: Op) -> bool:
+    """Whether an operator moves values between the memory of a device and that of its host."""
+    return op.name == "device_put" and any(
+        _compat.is_on_host(a.aval) != _compat.is_on_host(b.aval)
+        for a, b in zip(op.eqn.invars, op.eqn.outvars, strict=True)
+    )
+
+
+def mixed_memory_error(name: str, error: ValueError, inputs: Mapping[str, Any]) -> PlanError | None:
+    """Return the error for a function that computes with values of both memories, which JAX refuses.
+
+    Args:
+        name: the function's name.
+        error: what JAX raised during the trace.
+        inputs: path -> shape of each input.
+
+    Returns:
+        An error that names the inputs in host memory; None if `error` says something else.
+    """
+    on_host = [path for path, x in inputs.items() if _compat.is_on_host(x)]
+    if "memory_space of all inputs" not in str(error):
+        return None
+    more = f" and {len(on_host) - _SHOWN} more" if len(on_host) > _SHOWN else ""
+    held = ", ".join(f"'{path}'" for path in on_host[:_SHOWN]) + more
+    where = f"In host memory are {held}" if on_host else "The function puts one of them into host memory itself"
+    return PlanError(
+        f"auto_shard({name}): an operator combines values in host memory with values in device memory: {error}. "
+        f"{where}. Move them with jax.device_put(x, jax.memory.Space.Device) before they are used"
+    )

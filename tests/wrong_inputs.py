@@ -1,0 +1,479 @@
+"""Wrong inputs of users, each with its message: `python -m tests.wrong_inputs` prints the table.
+
+A row is what a user writes, and a function that does it. `test_wrong_inputs` checks that each gives an error or a
+warning of autoshard, not longer than a paragraph, with the words that the row expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from autoshard import Plan, auto_shard, operator, plan
+from autoshard.ckpt import Checkpointer
+from autoshard.cli import main as command
+from autoshard.errors import AutoshardError, AutoshardWarning
+
+S = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class WrongInput:
+    """What a user writes, what does it, and words that the message must have."""
+
+    text: str
+    run: Callable[[], Any]
+    words: tuple[str, ...]
+
+
+ROWS: list[WrongInput] = []
+
+
+def row(text: str, *words: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Adds a row to the table."""
+
+    def add(run: Callable[[], Any]) -> Callable[[], Any]:
+        ROWS.append(WrongInput(text, run, words))
+        return run
+
+    return add
+
+
+def step(state: Any, batch: Any) -> Any:
+    """One step of a small MLP."""
+
+    def loss(params: Any) -> jax.Array:
+        return jnp.mean((jax.nn.gelu(batch @ params["up"]) @ params["down"] - batch) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def state(width: int = 64) -> dict[str, jax.Array]:
+    return {"up": jnp.ones((width, 4 * width)), "down": jnp.ones((4 * width, width))}
+
+
+def batch(rows: int = 32, width: int = 64) -> jax.Array:
+    return jnp.ones((rows, width))
+
+
+def planned(**options: Any) -> Any:
+    return plan(step, state(), batch(), **options)
+
+
+def message_of(wrong: WrongInput) -> str:
+    """What a user sees: an error's class and text, a warning, or the last lines on stderr of a command."""
+    err, out = io.StringIO(), io.StringIO()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AutoshardWarning)
+        try:
+            with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
+                code = wrong.run()
+        except AutoshardError as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001  another error is a row that fails, and is printed too
+            return f"not ours: {type(error).__name__}: {error}"
+    told = [f"{type(w.message).__name__}: {w.message}" for w in caught if isinstance(w.message, AutoshardWarning)]
+    if told:
+        return "\n".join(told)
+    return f"exit {code}: {err.getvalue().strip()}" if isinstance(code, int) and code else "nothing"
+
+
+# Requested plans
+
+
+@row('plan="fdsp:8"', "fsdp")
+def _() -> Any:
+    return planned(plan="fdsp:8")
+
+
+@row('plan="fsdp"', "fsdp:8")
+def _() -> Any:
+    return planned(plan="fsdp")
+
+
+@row('plan=""', "fsdp:8")
+def _() -> Any:
+    return planned(plan="")
+
+
+@row('plan="fsdp:16" on 8 devices', "16", "8")
+def _() -> Any:
+    return planned(plan="fsdp:16")
+
+
+@row('plan="dp:2 dp:4"', "twice")
+def _() -> Any:
+    return planned(plan="dp:2 dp:4")
+
+
+@row('plan="ep:8" without experts', "ep")
+def _() -> Any:
+    return planned(plan="ep:8")
+
+
+@row('plan="dp:8 seq" on an MLP', "seq", "tp")
+def _() -> Any:
+    return planned(plan="dp:8 seq")
+
+
+@row('plan="dp:8" with a batch of 7', "7", "8")
+def _() -> Any:
+    return plan(step, state(), batch(7), plan="dp:8")
+
+
+@row('plan="dp:8" with a batch of 12', "12")
+def _() -> Any:
+    return plan(step, state(), batch(12), plan="dp:8")
+
+
+@row('plan={"tp": ["ffm"]}', "ffm", "ffn")
+def _() -> Any:
+    return planned(plan={"tp": ["ffm"]}, mesh={"tp": 8})
+
+
+@row("plan={}", "tp")
+def _() -> Any:
+    return planned(plan={}, mesh={"tp": 8})
+
+
+@row('plan="tp:8 tp-fnn"', "fnn")
+def _() -> Any:
+    return planned(plan="tp:8 tp-fnn")
+
+
+@row('plan="fsdp:4 tp:2" with mesh={"data": 8}', "data")
+def _() -> Any:
+    return planned(plan="fsdp:4 tp:2", mesh={"data": 8})
+
+
+# Machines
+
+
+@row('target="v5pp:4x4x4"', "v5p")
+def _() -> Any:
+    return planned(target="v5pp:4x4x4")
+
+
+@row('target="h100:x"', "shape", "x")
+def _() -> Any:
+    return planned(target="h100:x")
+
+
+@row('target="v5e"', "v5e:")
+def _() -> Any:
+    return planned(target="v5e")
+
+
+@row('target="v5e:3x5"', "15")
+def _() -> Any:
+    return planned(target="v5e:3x5")
+
+
+@row('target="h100:8", called on CPU devices', "h100", "cpu")
+def _() -> Any:
+    return auto_shard(step, target="h100:8")(state(), batch())
+
+
+@row('mesh={"data": 16} on 8 devices', "16", "8")
+def _() -> Any:
+    return auto_shard(step, mesh={"data": 16})(state(), batch())
+
+
+@row('mesh={"data": 4} on 8 devices', "4", "8")
+def _() -> Any:
+    return auto_shard(step, mesh={"data": 4})(state(), batch())
+
+
+@row('mesh={"data": 0}', "0")
+def _() -> Any:
+    return planned(mesh={"data": 0})
+
+
+@row('mesh="data:8"', "mesh")
+def _() -> Any:
+    return planned(mesh="data:8")
+
+
+@row("memory_limit_bytes=1000", "1_000 bytes", "activations")
+def _() -> Any:
+    return planned(memory_limit_bytes=1000)
+
+
+@row("memory_limit_bytes=-1", "-1")
+def _() -> Any:
+    return planned(memory_limit_bytes=-1)
+
+
+@row('memory_limit_bytes="16GB"', "16GB")
+def _() -> Any:
+    return planned(memory_limit_bytes="16GB")
+
+
+# Fixed shardings and explanations
+
+
+@row('fixed={"0/upp": P("tp")}', "upp", "up")
+def _() -> Any:
+    return planned(fixed={"0/upp": P("tp")}, plan="tp:8")
+
+
+@row('fixed={"0/up": P("model")} under plan="tp:8"', "model", "tp")
+def _() -> Any:
+    return planned(fixed={"0/up": P("model")}, plan="tp:8")
+
+
+@row('fixed={"0/up": P("tp", None, None)} of a matrix', "0/up", "2")
+def _() -> Any:
+    return planned(fixed={"0/up": P("tp", None, None)}, plan="tp:8")
+
+
+@row('fixed={"0/up": P("tp", "tp")}', "twice")
+def _() -> Any:
+    return planned(fixed={"0/up": P("tp", "tp")}, plan="tp:8")
+
+
+@row('fixed={"0/up": P("tp")} with 65 rows', "65")
+def _() -> Any:
+    wide = {"up": jnp.ones((65, 256)), "down": jnp.ones((256, 65))}
+    return plan(step, wide, batch(32, 65), fixed={"0/up": P("tp")}, plan="tp:8")
+
+
+@row('plan.explain("upp")', "upp", "up")
+def _() -> Any:
+    return planned(plan="tp:8").explain("upp")
+
+
+# Arguments and results
+
+
+@row("a step that returns its state with another dtype, donated", "up", "bfloat16")
+def _() -> Any:
+    def cast(s: Any, b: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), step(s, b)[0]), 0.0
+
+    return auto_shard(cast, donate_argnums=0)(state(), batch())
+
+
+@row("a step that drops a leaf of its state, donated", "down")
+def _() -> Any:
+    return auto_shard(lambda s, b: ({"up": step(s, b)[0]["up"]}, 0.0), donate_argnums=0)(state(), batch())
+
+
+@row("donate_argnums=5 of two arguments", "5", "2")
+def _() -> Any:
+    return auto_shard(step, donate_argnums=5)(state(), batch())
+
+
+@row("static_argnums=1 with an array", "hash")
+def _() -> Any:
+    return auto_shard(step, static_argnums=1)(state(), batch())
+
+
+@row("a donated state used again", "donat")
+def _() -> Any:
+    train, first = auto_shard(step, donate_argnums=0, plan="fsdp:8"), None
+    first = train.init(state) if train.plan(state(), batch()) else None
+    train(first, batch())
+    return train(first, batch())
+
+
+@row("None in place of a batch", "None")
+def _() -> Any:
+    train = auto_shard(step, plan="fsdp:8")
+    train(state(), batch())
+    return train(state(), None)
+
+
+@row("an argument of strings", "array of <U1")
+def _() -> Any:
+    return auto_shard(step)(state(), np.array(["a", "b"]))
+
+
+@row("arrays in host memory and on the device, added", "host")
+def _() -> Any:
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    return auto_shard(lambda s, b: s + b)(jax.device_put(batch(), place), batch())
+
+
+@row("if batch.sum() > 0: inside a step", "argument batch", "wrong_inputs.py")
+def _() -> Any:
+    def positive(state: Any, batch: Any) -> Any:
+        return state if batch.sum() > 0 else batch
+
+    try:
+        return auto_shard(positive)(batch(), batch())
+    except jax.errors.TracerBoolConversionError as error:  # it is JAX's own, with the names of the user's function
+        raise AutoshardError(" ".join(str(error).split())) from error
+
+
+@row(".init before a plan", "plan")
+def _() -> Any:
+    return auto_shard(step).init(state)
+
+
+@row(".init of something else than the state", "up")
+def _() -> Any:
+    train = auto_shard(step)
+    train.plan(state(), batch())
+    return train.init(lambda: {"up": jnp.ones(3)})
+
+
+@row("an operator without a rule, strict=True", "no rule", "unknown")
+def _() -> Any:
+    from jax.extend.core import Primitive  # noqa: PLC0415
+
+    unknown = Primitive("unknown")
+    unknown.def_abstract_eval(lambda x: x)
+    unknown.def_impl(lambda x: x)
+    return plan(lambda x: unknown.bind(x) * 2, batch(), strict=True)
+
+
+@row('@operator("b s -> b")  of a function of a matrix that returns a matrix', "b s")
+def _() -> Any:
+    return plan(operator("b s -> b")(lambda x: x * 2), batch())
+
+
+@row("verify=-1", "-1")
+def _() -> Any:
+    return planned(verify=-1)
+
+
+@row("a plan from JSON for another program", "another program")
+def _() -> Any:
+    return Plan.from_json(planned(plan="fsdp:8").to_json()).bind(step, state(32), batch(32, 32))
+
+
+@row("Plan.from_json of other JSON", "not a plan")
+def _() -> Any:
+    return Plan.from_json(json.dumps({"mesh": 3}))
+
+
+@row("Plan.from_json(...).jit()", "bind")
+def _() -> Any:
+    return Plan.from_json(planned(plan="fsdp:8").to_json()).jit()
+
+
+# Checkpoints
+
+
+def saved(folder: str) -> Checkpointer:
+    checkpoints = Checkpointer(Path(folder) / "run")
+    checkpoints.save(3, {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, block=True)
+    return checkpoints
+
+
+@row("restore(step=7) where there is step 3", "7", "3")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(folder).restore(7, like={"w": jnp.ones((4, 8)), "b": jnp.zeros(8)})
+
+
+@row("restore into another shape", "w", "4")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(folder).restore(like={"w": jnp.ones((4, 16)), "b": jnp.zeros(8)})
+
+
+@row("restore into another structure", "bias")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(folder).restore(like={"w": jnp.ones((4, 8)), "bias": jnp.zeros(8)})
+
+
+@row("restore from an empty folder", "no checkpoint")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return Checkpointer(folder).restore(like={"w": jnp.ones(2)})
+
+
+@row("save of step 3 twice", "3")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(folder).save(3, {"w": jnp.ones(2)}, block=True)
+
+
+# The command
+
+
+def run(*arguments: str) -> int:
+    return command(list(arguments))
+
+
+@row("autoshard tarin", "train")
+def _() -> Any:
+    return run("tarin")
+
+
+@row("autoshard train --presett quick", "--preset")
+def _() -> Any:
+    return run("train", "--presett", "quick")
+
+
+@row("autoshard train --data missing.txt", "missing.txt")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return run("train", "--data", f"{folder}/missing.txt", "--run-dir", f"{folder}/run")
+
+
+@row("autoshard train --plan fsdp:3 on 8 devices", "3", "8")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return run("train", "--preset", "quick", "--plan", "fsdp:3", "--run-dir", f"{folder}/run")
+
+
+@row("autoshard train --resume of a folder without a run", "run")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return run("train", "--resume", "--run-dir", f"{folder}/run")
+
+
+@row("autoshard plan lama-7b", "llama")
+def _() -> Any:
+    return run("plan", "lama-7b")
+
+
+@row("autoshard plan llama-tiny --explain wqq=tp", "wqq")
+def _() -> Any:
+    return run("plan", "llama-tiny", "--target", "v5e:2x4", "--explain", "wqq")
+
+
+@row("autoshard ckpt ls nowhere", "nowhere")
+def _() -> Any:
+    return run("ckpt", "ls", "/tmp/nowhere-at-all")
+
+
+@row("autoshard generate of a folder without checkpoints", "inference.json")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return run("generate", folder, "--prompt", "a")
+
+
+@row("autoshard rules --coverage nomodule:f", "nomodule")
+def _() -> Any:
+    return run("rules", "--coverage", "nomodule:f")
+
+
+def main() -> None:
+    """Print the table."""
+    for number, wrong in enumerate(ROWS, 1):
+        print(f"{number:3}  {wrong.text}\n     {message_of(wrong)}\n")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    sys.exit(main())
