@@ -8,6 +8,7 @@ Callers use these names as attributes of this package (`_compat.bind`), so that 
 """
 
 from autoshard._compat.array_types import (
+    CRASHES_ON_DONATED,
     element_shape,
     is_extended,
     is_floating,
@@ -62,6 +63,7 @@ from autoshard._compat.primitive_lookup import ELLIPSIS, defining_modules, primi
 from autoshard._compat.user_names import user_names, with_names
 
 __all__ = [
+    "CRASHES_ON_DONATED",
     "ELLIPSIS",
     "HOST_KIND",
     "Literal",

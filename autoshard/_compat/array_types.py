@@ -10,6 +10,10 @@ from jax import lax
 from jax._src import config, core, dtypes
 
 
+# JAX 0.10 ends the process if a program on several devices gets an array that was donated; 0.12 raises an error.
+CRASHES_ON_DONATED = jax.__version_info__ < (0, 12)
+
+
 def is_extended(dtype: Any) -> bool:
     """Returns whether a dtype is one of JAX's extended dtypes, such as a typed random key."""
     return not isinstance(dtype, np.dtype) and dtypes.issubdtype(dtype, dtypes.extended)

@@ -59,7 +59,7 @@ class PlannedCall:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.traced.in_tree:
             raise self._mismatch_error(args, kwargs)
-        if has_donated(leaves):
+        if has_donated(leaves):  # JAX crashes on them, or raises an error without their paths
             raise donated_error(self.__name__, self.traced.in_paths, leaves)
         return (*args, kwargs) if self.planned_kwargs else args
 

@@ -13,7 +13,7 @@ from autoshard.sharding.program.path_patterns import first_few
 
 
 def has_donated(arguments: Any) -> bool:
-    """Whether an array among the arguments was donated, or deleted. Running a program on one can crash the process."""
+    """Whether an array among the arguments was donated, or deleted."""
     return any(
         isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.is_deleted() for x in jax.tree.leaves(arguments)
     )

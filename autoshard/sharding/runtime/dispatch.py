@@ -145,8 +145,8 @@ class PureFunction:
         """Call the function under the plan for these arguments."""
         if self.has_static:
             args, kwargs = self.hide_static(args, kwargs)
-        if has_donated((args, kwargs)):
-            raise donated_error(name_of(self.fn), self.paths(args, kwargs), jax.tree.leaves((args, kwargs)))
+        if _compat.CRASHES_ON_DONATED:
+            self.check_not_donated(args, kwargs)
         entry = self.last
         if len(self.entries) > 1:
             entry = self.entries.get(self.signature(args, kwargs))
@@ -156,7 +156,11 @@ class PureFunction:
             return entry.call(args, kwargs)
         except NewSignature:
             return self.inspect_and_call(args, kwargs)
-        except (ValueError, TypeError, AssertionError):
+        except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+            if "deleted" in str(error):
+                self.check_not_donated(args, kwargs)
+            if isinstance(error, RuntimeError):
+                raise
             args, kwargs = self.hide_static(args, kwargs)
             known = self.entries.get(self.signature(args, kwargs)) is entry
             if known and not entry.misplaced(jax.tree.leaves((args, kwargs))):
@@ -175,6 +179,16 @@ class PureFunction:
         if self.graph_arguments is not None:
             return _compat.nnx_paths(*self.graph_arguments)
         return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+
+    def check_not_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check that no array among the arguments was donated to an earlier call.
+
+        Raises:
+            PlanError: some were.
+        """
+        if has_donated((args, kwargs)):
+            leaves = jax.tree.leaves((args, kwargs))
+            raise donated_error(name_of(self.fn), self.paths(args, kwargs), leaves) from None
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a plan depends on: structure, shapes, dtypes, memory kinds, JAX's settings, the current mesh."""
@@ -207,6 +221,7 @@ class PureFunction:
     def inspect_and_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function after an inspection of the arguments: plan new signatures and move misplaced arrays."""
         args, kwargs = self.hide_static(args, kwargs)
+        self.check_not_donated(args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         traced = [i for i, x in enumerate(leaves) if _compat.is_tracer(x)]
         if traced and not _compat.under_trace():
