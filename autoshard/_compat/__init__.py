@@ -9,6 +9,7 @@ Callers use these names as attributes of this package (`_compat.bind`), so that 
 
 from autoshard._compat.array_types import (
     element_shape,
+    has_deleted,
     is_extended,
     is_floating,
     is_tracer,
@@ -80,6 +81,7 @@ __all__ = [
     "equinox_module",
     "expand_hijax",
     "delete_text",
+    "has_deleted",
     "has_graph_nodes",
     "wait_for_text",
     "defining_modules",

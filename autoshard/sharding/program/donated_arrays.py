@@ -14,15 +14,13 @@ from autoshard.sharding.program.path_patterns import first_few
 
 def has_donated(arguments: Any) -> bool:
     """Whether an array among the arguments was donated, or deleted. Running a program on one can crash the process."""
-    return any(
-        isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.is_deleted() for x in jax.tree.leaves(arguments)
-    )
+    return _compat.has_deleted(jax.tree.leaves(arguments))
 
 
 def donated_error(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> PlanError:
     """The error that names the arrays among the arguments of `name` that were donated."""
     found = [f"'{path}'" for path, leaf in zip(paths, leaves, strict=True) if has_donated(leaf)]
     return PlanError(
-        f"auto_shard({name}): argument {first_few(found)} was donated to an earlier call, which reused its memory. Pass "
-        "what that call returned, or leave the argument out of donate_argnums"
+        f"auto_shard({name}): argument {first_few(found)} was donated to an earlier call, which reused its memory. "
+        "Pass what that call returned, or leave the argument out of donate_argnums"
     )
