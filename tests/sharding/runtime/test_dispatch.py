@@ -210,7 +210,7 @@ def test_init_accepts_settings_and_keywords():
 def test_init_of_state_with_another_dtype_raises():
     step = auto_shard(sgd_step, plan="fsdp:8")
     step.plan(jax.eval_shape(mlp_state), batch())
-    with pytest.raises(PlanError, match="match none of the planned arguments"):
+    with pytest.raises(PlanError, match="is none of the planned arguments"):
         step.init(lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), mlp_state()))
 
 
