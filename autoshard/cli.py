@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 from autoshard import __version__
+from autoshard.commands.absent_accelerators import skip_absent_accelerators
 from autoshard.errors import AutoshardError
 
 COMMANDS = {
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     warnings.showwarning = _show_warning
+    skip_absent_accelerators()
     try:
         return importlib.import_module(f"autoshard.commands.{name}").run(arguments)
     except AutoshardError as error:

@@ -16,6 +16,7 @@ import pytest
 
 from autoshard.ckpt import Checkpointer
 from autoshard.cli import COMMANDS, main
+from autoshard.commands.absent_accelerators import skip_absent_accelerators
 from autoshard.commands.arguments import check_writable
 from autoshard.train.config.run_directory import CHECKPOINTS, write_config
 
@@ -336,3 +337,26 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
 def test_a_named_model_that_cannot_be_planned(arguments: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.tpu_compile
+def test_libtpu_is_not_started_where_no_tpu_is_attached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_python
+) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    loaded = sys.modules.pop("jax")  # the choice is made before JAX is imported
+    try:
+        for file, text in (("dev/nvidia0", ""), ("sys/bus/pci/devices/0/vendor", "0x1ae0\n")):
+            path = tmp_path / file.replace("/", "-") / file
+            path.parent.mkdir(parents=True)
+            path.write_text(text)
+            skip_absent_accelerators(path.parents[len(Path(file).parts) - 1])
+            assert "JAX_PLATFORMS" not in os.environ
+        skip_absent_accelerators(tmp_path / "empty")
+        assert os.environ.pop("JAX_PLATFORMS") == "cpu"
+    finally:
+        sys.modules["jax"] = loaded
+    # Without the choice, JAX starts libtpu here, which writes to standard error.
+    code = "from autoshard.cli import main; main(['rules', 'dot_general']); import jax; print(jax.devices())"
+    done = run_python(code)
+    assert done.returncode == 0 and done.stderr == ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax._src import core, hijax, source_info_util
+from jax._src import core, effects, hijax, source_info_util
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import ClosedJaxpr
 
@@ -99,6 +99,12 @@ def source_of(eqn: Any) -> Iterator[None]:
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+def needs_one_device(eqn: Any) -> bool:
+    """Returns whether an equation has an order of effects that JAX supports on one device only (ordered prints)."""
+    ordered, shardable = effects.ordered_effects, effects.shardable_ordered_effects
+    return any(ordered.contains(effect) and not shardable.contains(effect) for effect in eqn.effects)
 
 
 def source_line(eqn: Any) -> str:

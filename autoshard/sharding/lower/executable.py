@@ -62,7 +62,7 @@ class Executable:
 
         Args:
             devices: see `Plan.jit`.
-            weak: whether arrays may differ from the planned ones in weak type only. They are cast.
+            weak: whether arrays may be weakly typed that were not when they were planned, or the reverse; cast them.
 
         Returns:
             A function of pure arguments, without `wrap`. It raises `NewSignature` for other arrays.

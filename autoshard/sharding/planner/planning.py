@@ -56,6 +56,7 @@ def plan_traced(
     problem = PlanningProblem(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
     problem.target_given = target is not None
     problem.check_rules_known(strict)
+    problem.check_effects()
     check_state_kept(traced, problem.axes)
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)

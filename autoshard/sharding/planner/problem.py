@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+from autoshard import _compat
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.cost.fusion import fuse
@@ -22,6 +23,7 @@ from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
 from autoshard.sharding.search.layout_search import search
 from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.reference.coverage import NO_RULE, runs_on_host
 
 
 class PlanningProblem:
@@ -85,12 +87,34 @@ class PlanningProblem:
         """Warns of primitives that have no rule; raises a `PlanError` if `strict`."""
         if not self.program.unknown:
             return
-        places = "; ".join(f"'{name}'{_place(lines)}" for name, lines in self.program.unknown.items())
-        text = (f"auto_shard({self.traced.name}): no rule for {places}. Every device gathers the operands and "
-                "repeats the work. Write a rule with @autoshard.rule")  # fmt: skip
+        on_host = {name: lines for name, lines in self.program.unknown.items() if runs_on_host(name)}
+        opaque = {name: lines for name, lines in self.program.unknown.items() if name not in on_host}
+        texts = [f"{_listed(on_host)} {NO_RULE[next(iter(on_host))]}"] if on_host else []
+        if opaque:
+            texts.append(
+                f"no rule for {_listed(opaque)}. Every device gathers the operands and repeats the work. Write a rule "
+                "with @autoshard.rule"
+            )
+        text = f"auto_shard({self.traced.name}): {'. '.join(texts)}"
         if strict:
             raise PlanError(text)
         warnings.warn(text, AutoshardWarning, stacklevel=4)
+
+    def check_effects(self) -> None:
+        """Check that every device can run the program's effects.
+
+        Raises:
+            PlanError: an ordered debug callback on several devices, which JAX does not support.
+        """
+        if self.machine.target.devices == 1:
+            return
+        ordered = [op for op in self.program.ops() if _compat.needs_one_device(op.eqn)]
+        if ordered:
+            raise PlanError(
+                f"auto_shard({self.traced.name}): {ordered[0].name}{_place([_compat.source_line(ordered[0].eqn)])} is "
+                f"ordered, which JAX supports on one device only, not on {self.machine.target.devices}. Leave out "
+                "ordered=True, or call io_callback(..., ordered=True)"
+            )
 
     def choose(
         self, requested: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]
@@ -224,6 +248,10 @@ class PlanningProblem:
             **fixed_specs(self.traced, self.axes, layout, fixed, "fixed"),
         }
         check_constraints(self.traced.name, self.constraints, layout)
+
+
+def _listed(unknown: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"'{name}'{_place(lines)}" for name, lines in unknown.items())
 
 
 def _place(lines: Sequence[str]) -> str:

@@ -33,6 +33,7 @@ from autoshard.sharding.report.summary import (
     storage_roles,
     title,
     totals,
+    unknown_text,
     verdict,
 )
 
@@ -194,7 +195,7 @@ def _traffic(plan: ShardingPlan) -> list[str]:
 
 def _notes(plan: ShardingPlan) -> list[str]:
     lines = [
-        f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: every device repeats the work"
+        f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: {unknown_text(name)}"
         for name, places in plan.unknown.items()
     ]
     notes = [*lines, *(f"note: {note}" for note in plan.notes)]

@@ -18,6 +18,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.report.constants import KEY_BYTES
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
+from autoshard.spmdrules.reference.coverage import ON_HOST, runs_on_host
 
 LABEL_WIDTH = 24
 NAME_WIDTH = 40
@@ -237,6 +238,11 @@ def _kinds(memory: Any) -> dict[str, float]:
     if "other" in kinds:  # counters and keys are too small for a line of their own
         kinds["data"] = kinds.get("data", 0.0) + kinds.pop("other")
     return kinds
+
+
+def unknown_text(primitive: str) -> str:
+    """What happens to a primitive that has no rule."""
+    return ON_HOST if runs_on_host(primitive) else "its operands are gathered, and every device repeats the work"
 
 
 def padding_texts(plan: ShardingPlan) -> list[str]:

@@ -15,6 +15,7 @@ from autoshard._tracebacks import hide_own_frames, hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of, positional_names
+from autoshard.sharding.runtime.batch_sharding import shard_batch
 from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
 
@@ -146,6 +147,26 @@ class PlannedFunction:
         entry = self.planned()
         return create_sharded(entry, create, args, self.__name__, kwargs)
 
+    @hides_own_frames
+    def shard_batch(self, *batch: Any) -> Any:
+        """Make the global arrays of a batch from the rows that this process loaded.
+
+        Every process calls it in the same order. The rows of the global batch are those of process 0, then those of
+        process 1, and so on; arrays of the planned shape are the same in every process. Rows are sent to other
+        processes only where the plan needs them there.
+
+        Args:
+            *batch: this process's share of the planned arguments that are neither parameters nor state.
+
+        Returns:
+            The argument with global arrays, or a tuple if several are given.
+
+        Raises:
+            PlanError: there is no plan yet, or the batch does not fit it.
+        """
+        made = shard_batch(self.planned(), batch, self.__name__)
+        return made[0] if len(batch) == 1 else tuple(made)
+
     def planned(self) -> PlannedSignature:
         """Return the signature that was planned last; if there is none, plan the example."""
         functions = [self._plain, *self.functions.values(), self._graph]
@@ -154,7 +175,7 @@ class PlannedFunction:
             return planned[-1]
         if self.example is None:
             raise PlanError(
-                f"auto_shard({self.__name__}).init: there is no plan yet. Call "
+                f"auto_shard({self.__name__}): there is no plan yet. Call "
                 ".plan(...) with the shapes of the arguments first, or pass example=(...) to auto_shard"
             )
         return self.entry(self.example, {})

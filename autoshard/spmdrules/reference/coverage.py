@@ -23,7 +23,9 @@ StatusKind = Literal["rule", "structure", "no rule", "exempt"]
 
 STRUCTURE = CALLS | CONTROL
 
-_HOST = "runs Python on the host of one device, with gathered operands and replicated results; to run it on shards, "
+# Measured on eight devices: Python is called once for each execution of the operator, not once on each device.
+ON_HOST = "runs Python on the host of one device, once, with gathered operands and replicated results"
+_HOST = f"{ON_HOST}; to run it on shards, "
 _KERNEL = (
     "an opaque kernel: every device runs it on gathered operands; to shard it, wrap it in a function with "
     "@autoshard.operator and its rule"
@@ -38,6 +40,12 @@ NO_RULE: Mapping[str, str] = {
     "call_exported": "a program that was compiled separately, for its own devices: it gets gathered operands; to shard "
     "it, call the function that it was exported from",
 }
+
+
+def runs_on_host(primitive: str) -> bool:
+    """Whether a primitive without a rule runs Python on the host, once, and is not repeated on every device."""
+    return NO_RULE.get(primitive, "").startswith(ON_HOST)
+
 
 # Primitives whose rules no test can run on CPU devices; tests only compare their texts.
 _NVIDIA = "runs on NVIDIA GPUs only"

@@ -26,7 +26,15 @@ from autoshard.sharding.report.page.script import DIGEST, SCRIPT
 from autoshard.sharding.report.page.search import search_section
 from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.page.tensors import tensors_section
-from autoshard.sharding.report.summary import devices, exposed_us, mesh_text, padding_texts, title, verdict
+from autoshard.sharding.report.summary import (
+    devices,
+    exposed_us,
+    mesh_text,
+    padding_texts,
+    title,
+    unknown_text,
+    verdict,
+)
 
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}'; base-uri 'none'; form-action 'none'"
 
@@ -109,7 +117,7 @@ def _card(heading: str, figure: str, remark: str) -> str:
 def _notes(plan: ShardingPlan) -> str:
     notes = [
         f"No rule for primitive <code>{escape(name)}</code>, at {escape(', '.join(map(line_text, places)))}: "
-        "its operands are gathered, and every device repeats the work."
+        f"{escape(unknown_text(name))}."
         for name, places in plan.unknown.items()
     ]
     notes += map(escape, [*plan.notes, *padding_texts(plan)])

@@ -1,0 +1,106 @@
+"""`step.shard_batch`: the global batch from each process's rows; and batches of an evaluation step."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import auto_shard
+from autoshard.errors import PlanError
+from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
+
+ROOT = Path(__file__).resolve().parents[3]
+CODE = """
+import jax, jax.numpy as jnp, numpy as np, sys
+from autoshard import auto_shard
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+def step(w, data):
+    def loss(w):
+        return jnp.mean((jnp.tanh(data["x"] @ w["up"]) @ w["down"] - data["y"]) ** 2 * data["scale"])
+    value, gradients = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value
+rng = np.random.default_rng(0)
+x, y = rng.normal(size=(8, 16)).astype(np.float32), rng.normal(size=(8, 16)).astype(np.float32)
+w = {"up": rng.normal(size=(16, 32)).astype(np.float32), "down": rng.normal(size=(32, 16)).astype(np.float32)}
+whole = {"x": x, "y": y, "scale": np.float32(2)}
+print("one device p:1", float(jax.jit(step)(w, whole)[1]))
+own = slice(jax.process_index() * 4, jax.process_index() * 4 + 4)
+for plan in ("dp:4", "tp:4", "dp:2 tp:2", "fsdp:4"):
+    planned = auto_shard(step, plan=plan, example=(w, whole))
+    data = planned.shard_batch({"x": x[own], "y": y[own], "scale": whole["scale"]})
+    for shard in data["x"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, x[shard.index])
+    print(plan, float(planned(planned.init(lambda: jax.tree.map(jnp.asarray, w)), data)[1]))
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_each_process_passes_its_rows():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for number in range(2):
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
+        }  # fmt: skip
+        command = [sys.executable, "-c", CODE, f"127.0.0.1:{port}", str(number)]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    for printed, _ in outputs:
+        losses = [float(line.split()[-1]) for line in printed.splitlines() if "p:" in line and "[Gloo]" not in line]
+        assert len(losses) == 5 and losses == pytest.approx([losses[0]] * 5, rel=1e-5)
+
+
+def test_in_one_process_the_rows_are_all_rows():
+    step = auto_shard(sgd_step, plan="dp:8", example=(mlp_state(), batch()))
+    placed = step.shard_batch(batch())
+    assert placed.sharding.spec == step.plan(mlp_state(), batch()).in_specs[1]
+    np.testing.assert_array_equal(placed, batch())
+    for local, message in (
+        (
+            batch(size=16),
+            r"'1' has shape \(16, 64\) in process 0, but the plan is for \(32, 64\) over 1 process\. Pass",
+        ),
+        ({"x": batch()}, "none of the planned arguments: '' is missing, 'x' is new"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            step.shard_batch(local)
+    with pytest.raises(PlanError, match="no further argument that is data"):
+        step.shard_batch(batch(), batch())
+
+
+def weighted_loss(params, data):
+    losses = jnp.mean((jnp.tanh(data["x"] @ params["w"] + params["b"]) @ params["v"] - data["x"]) ** 2, axis=-1)
+    return jnp.sum(losses * data["weight"]), jnp.sum(data["weight"])
+
+
+def test_an_evaluation_step_keeps_the_layout_of_the_state():
+    step = auto_shard(sgd_step, plan="fsdp:8", example=(mlp_state(), batch()))
+    params, evaluation = step.init(mlp_state), auto_shard(mlp_loss)
+    assert_close(mlp_loss(mlp_state(), batch()), evaluation(params, batch()))
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    assert evaluation.plan(params, batch()).in_specs[0] == specs
+    few = batch(size=8)  # another size has a plan of its own, with the state as it is
+    assert_close(mlp_loss(mlp_state(), few), evaluation(params, few))
+    assert evaluation.plan(params, few).in_specs[0] == specs
+
+
+def test_a_padded_last_batch_needs_no_other_plan(monkeypatch):
+    params, evaluation = auto_shard(sgd_step, plan="fsdp:8", example=(mlp_state(), batch())).init(mlp_state), None
+    evaluation = auto_shard(weighted_loss)
+    evaluation(params, {"x": batch(), "weight": np.ones(32, np.float32)})
+    monkeypatch.setattr("autoshard.sharding.runtime.dispatch.plan_traced", None)  # nothing may be planned again
+    few = batch(size=5)
+    padded = {"x": np.pad(few, ((0, 27), (0, 0))), "weight": np.pad(np.ones(5, np.float32), (0, 27))}
+    expected = weighted_loss(mlp_state(), {"x": few, "weight": np.ones(5, np.float32)})
+    assert_close(expected, evaluation(params, padded))
