@@ -61,7 +61,7 @@ def _is_of_abandoned_read(unraisable: Any) -> bool:
 
 
 def _keep_record(record: logging.LogRecord) -> bool:
-    """Keep a record of asyncio that does not come from Orbax's reads. TensorStore's futures are named in the error only."""
+    """Keep a record of asyncio that does not come from Orbax's reads. Only the error names TensorStore's futures."""
     error = record.exc_info[1] if record.exc_info else None
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if error is not None else []
     return not any(map(_is_of_orbax, [record.getMessage(), *files]))
