@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.export import export as export_jax
 
+from autoshard._shown import shown
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import CHIPS, Options
 from autoshard.sharding.machines.targets import Target, find_target
@@ -19,6 +20,7 @@ from autoshard.sharding.machines.targets import Target, find_target
 _TRACEBACK_LIMIT = "jax_traceback_in_locations_limit"
 
 
+@shown
 @dataclass(frozen=True)
 class CompileJob:
     """One program to compile, and the machine to compile it for.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Rule
@@ -14,6 +15,7 @@ from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import Op, Program
 
 
+@shown
 @dataclass(eq=False)
 class AxisUses:
     """The uses of axes. A weight is represented by the set of inputs that it is computed from.
@@ -60,6 +62,7 @@ def find_uses(
     return collector.uses
 
 
+@shown
 @dataclass(eq=False)
 class _UseCollector:
     axes: LogicalAxes

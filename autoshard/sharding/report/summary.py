@@ -13,6 +13,7 @@ from typing import Any
 from jax import numpy as jnp
 
 from autoshard._columns import shorten_middle
+from autoshard._shown import shown
 from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
@@ -122,6 +123,7 @@ class AxisNames:
         return f"[{', '.join(map(self.short, names))}]"
 
 
+@shown
 @dataclass(frozen=True)
 class Group:
     """Leaves with the same axes, spec, role, shape and dtype."""
@@ -191,6 +193,7 @@ def _components(path: str) -> list[str]:
     return [p for p in parts if not p.isdigit()] or parts
 
 
+@shown
 @dataclass(frozen=True)
 class Verdict:
     """Why the plan was chosen: a sentence, and the next best plans as (strategy, ratio of step times, peak bytes)."""
