@@ -181,6 +181,7 @@ def _check_explain(
     import jax
 
     from autoshard.sharding.layout.plan_request import KINDS, may_be_mesh_axis
+    from autoshard.sharding.program.argument_names import argument_names, path_forms
     from autoshard.sharding.program.tracing import path_of
     from autoshard.sharding.report.alternatives import check_fixable
     from autoshard.sharding.report.explanation import check_path
@@ -190,12 +191,14 @@ def _check_explain(
         [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         for tree in (tuple(shapes), jax.eval_shape(step, *shapes))
     )
+    arguments = argument_names(step)
+    named_inputs = [form for path in inputs for form in path_forms(path, arguments)]
     for text in requested:
         path, *spec = _parse_path_spec(text)
-        check_path(path, [*inputs, *outputs])
+        check_path(path, [*named_inputs, *outputs])
         if not spec:
             continue
-        check_fixable(path, inputs)
+        check_fixable(path, named_inputs)
         named = axes_of(from_partition_spec(spec[0], len(spec[0])))
         unknown = [axis for axis in named if not may_be_mesh_axis(axis, mesh, strategy)]
         if unknown:

@@ -27,6 +27,7 @@ class AxisUses:
         used: weights that have been used.
         reduced: axes over which an activation is summed, or its maximum taken (logits).
         inner: axes over which two activations are contracted (head_dim).
+        kept: axes that a contraction of two activations keeps from one of them (head_dim of the values).
         heads: batch dimensions of a contraction of two activations.
         experts: batch dimensions of a contraction of an activation with a weight.
         indexed: axes of the rows of a table that a gather or scatter indexes.
@@ -38,6 +39,7 @@ class AxisUses:
     used: set[frozenset[int]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
     inner: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     heads: set[int] = field(default_factory=set)
     experts: set[int] = field(default_factory=set)
     indexed: set[int] = field(default_factory=set)
@@ -136,6 +138,7 @@ class _UseCollector:
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:
                 uses.inner |= summed
+            uses.kept |= (result - shared) & self.in_parameters
             uses.heads |= shared - {batch}
         elif any(with_batch) and batch in result:  # activation with weight
             place = with_batch.index(False)

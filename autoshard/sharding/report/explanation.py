@@ -19,6 +19,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.program.argument_names import path_forms
 from autoshard.sharding.program.path_patterns import SHOWN, first_few, matches_any, suggestions
 from autoshard.sharding.report.alternatives import alternative_lines, wish_lines
 from autoshard.sharding.report.input_traffic import traffic_of
@@ -31,6 +32,7 @@ from autoshard.sharding.report.summary import (
     local_bytes,
     mesh_sizes,
     padding_text,
+    path_text,
     spec_of,
 )
 from autoshard.spmdrules.core.placement import axes_of, to_partition_spec
@@ -42,8 +44,8 @@ def explain(plan: ShardingPlan, bound: BoundPlan | None, path: str, wish: Any = 
     Args:
         plan: The plan.
         bound: The plan with its program. None for a plan from JSON, which has no traffic and no alternatives.
-        path: A path, `0/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. If an end fits several inputs, it
-            means the parameter.
+        path: A path, `0/params/wq` or `state/params/wq`, the end of one, `wq`, or a glob, `*/mlp/*`. If an end fits
+            several inputs, it means the parameter.
         wish: A sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`.
 
     Raises:
@@ -68,29 +70,40 @@ def _wrapped(line: str) -> str:
 
 def find_leaves(plan: ShardingPlan, path: str) -> list[Leaf]:
     """The inputs, or else the results, that a path, the end of a path or a glob matches; see `explain`."""
-    check_path(path, [leaf.path for leaf in (*plan.inputs, *plan.outputs)])
+    everything = [_forms(plan, leaf) for leaf in (*plan.inputs, *plan.outputs)]
+    check_path(path, [form for forms in everything for form in forms], [forms[-1] for forms in everything])
     path = path.strip("/")
     for leaves in (plan.inputs, plan.outputs):
-        exact = [leaf for leaf in leaves if leaf.path == path]
+        exact = [leaf for leaf in leaves if path in _forms(plan, leaf)]
         if exact:
             return exact
         if any(c in path for c in "*?["):
-            matching = [leaf for leaf in leaves if fnmatch.fnmatchcase(leaf.path, path)]
+            matching = [leaf for leaf in leaves if any(fnmatch.fnmatchcase(form, path) for form in _forms(plan, leaf))]
             if matching:
                 return matching
         ending = [leaf for leaf in leaves if path and leaf.path.endswith(f"/{path}")]
         chosen = [leaf for leaf in ending if leaf.role == "parameter"] or ending
         if len(chosen) > 1:
             raise PlanError(f"explain: '{path}' is the end of {len(chosen)} paths: "
-                            f"{first_few(x.path for x in chosen)}. "
+                            f"{first_few(path_text(plan, x) for x in chosen)}. "
                             "Give a longer path, or a glob for all of them")  # fmt: skip
         if chosen:
             return chosen
     raise AssertionError(path)
 
 
-def check_path(path: str, paths: Sequence[str]) -> None:
+def _forms(plan: ShardingPlan, leaf: Leaf) -> tuple[str, ...]:
+    """The forms of a leaf's path: as in the plan, and as reports show it."""
+    return path_forms(leaf.path, plan.arguments if leaf.role else ())
+
+
+def check_path(path: str, paths: Sequence[str], suggested: Sequence[str] = ()) -> None:
     """Check that a path, the end of a path or a glob matches one of `paths`.
+
+    Args:
+        path: The path.
+        paths: All forms of all paths.
+        suggested: Paths of which the error suggests some; by default, `paths`.
 
     Raises:
         PlanError: It matches none.
@@ -98,7 +111,7 @@ def check_path(path: str, paths: Sequence[str]) -> None:
     if not isinstance(path, str):
         raise PlanError(f"explain: {short_repr(path)} is not a path; give a string such as '0/params/wq'")
     if not matches_any(path, paths):
-        hint = suggestions(path.strip("/"), paths) if paths else "The plan has none"
+        hint = suggestions(path.strip("/"), suggested or paths) if paths else "The plan has none"
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
 
 
@@ -110,9 +123,9 @@ def group_reasons(plan: ShardingPlan, group: Group, names: AxisNames) -> list[st
 
 def _explain_group(plan: ShardingPlan, bound: BoundPlan | None, group: Group, names: AxisNames) -> list[str]:
     leaf, sizes = group.first, mesh_sizes(plan)
-    lines = [leaf.path]
+    lines = [path_text(plan, leaf)]
     if len(group.leaves) > 1:
-        others = first_few(x.path for x in group.leaves[1:])
+        others = first_few(path_text(plan, x) for x in group.leaves[1:])
         lines.append(f"{INDENT}the same for {len(group.leaves) - 1} more: {others}")
     lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(leaf_bytes(leaf))}; "
                  f"{bytes_text(local_bytes(leaf, sizes))} per device")  # fmt: skip

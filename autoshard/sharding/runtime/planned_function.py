@@ -13,6 +13,7 @@ import jax
 from autoshard import _compat
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
+from autoshard.sharding.program.argument_names import argument_names, without_parameters
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
@@ -37,8 +38,8 @@ class PlannedFunction:
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
-        self.names = _positional_names(fn)
-        count, limit = len(self.names or ()), None if _takes_any_number(fn) else len(self.names or ())
+        self.names = argument_names(fn)
+        count, limit = len(self.names), None if _takes_any_number(fn) else len(self.names)
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
         donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
         self.donate = _without_static_positions(donated, self.static)
@@ -78,7 +79,7 @@ class PlannedFunction:
     def _without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict]:
         """Return the function with its static arguments bound, and the other arguments."""
         by_position = {n: args[n] for n in self.static if n < len(args)}
-        by_name = {self.names[n]: kwargs[self.names[n]] for n in self.static if n < len(self.names or ())
+        by_name = {self.names[n]: kwargs[self.names[n]] for n in self.static if n < len(self.names)
                    and self.names[n] in kwargs} if self.names else {}  # fmt: skip
         rest = tuple(a for i, a in enumerate(args) if i not in by_position)
         keywords = {k: v for k, v in kwargs.items() if k not in by_name}
@@ -100,6 +101,7 @@ class PlannedFunction:
                 return fn(*merged, **by_name, **kwargs)
 
             functools.update_wrapper(call, fn)
+            call.__signature__ = without_parameters(fn, self.static)  # pyright: ignore[reportFunctionMemberAccess]
             function = self.functions[key] = GraphFunction(call, self._make) if graph else self._make(call)
         return function, rest, keywords
 
@@ -151,16 +153,6 @@ class PlannedFunction:
 def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:
     """Return the donated argument numbers, counted without the static arguments."""
     return tuple(d - sum(s < d for s in statics) for d in donated)
-
-
-def _positional_names(fn: Callable[..., Any]) -> list[str] | None:
-    """Return the names of the positional parameters, or None if the function has no signature."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
 
 
 def _takes_any_number(fn: Callable[..., Any]) -> bool:
