@@ -17,6 +17,7 @@ from autoshard import _compat
 from autoshard._columns import listing
 from autoshard._gc import paused
 from autoshard._processes import exchange
+from autoshard._shown import shown
 from autoshard.ckpt.state import array_digest
 from autoshard.ckpt.state.array_packing import Place, assign_packs, compile_stack, stack_leaves
 from autoshard.ckpt.state.constants import MAX_DIMS
@@ -31,6 +32,7 @@ _WRITABLE = frozenset(
 )  # the types of NumPy and JAX that TensorStore supports
 
 
+@shown
 @dataclass(frozen=True)
 class Snapshot:
     """A state in the form in which it is written.
