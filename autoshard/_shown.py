@@ -13,7 +13,8 @@ SHOWN: list[type] = []  # every class that `shown` decorates
 def shown(cls: C) -> C:
     """Class decorator, above `@dataclass`: `repr` and `str` never raise.
 
-    If the class's own method raises, they name the attributes that the object has. `format` accepts any specification.
+    If the class's method raises, its own or an inherited one, they name the attributes that the object has. `format`
+    accepts any specification.
 
     >>> @shown
     ... class Pair:
@@ -24,9 +25,9 @@ def shown(cls: C) -> C:
     >>> half
     <Pair, half-built: left>
     """
-    for name in ("__repr__", "__str__"):
-        if name in cls.__dict__:
-            setattr(cls, name, _guarded(cls.__dict__[name]))
+    for name, plain in (("__repr__", object.__repr__), ("__str__", object.__str__)):
+        if (method := getattr(cls, name)) is not plain:
+            setattr(cls, name, _guarded(method))
     setattr(cls, "__format__", _format)  # noqa: B010  a plain assignment fails type checking
     SHOWN.append(cls)
     return cls

@@ -319,7 +319,7 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
     planned = run("plan", "llama-tiny", *options, "--html", str(tmp_path / "plan.html"))
     assert planned.returncode == 0, planned.stderr
     assert "h100:2x8" in planned.stdout and "layers 3" in planned.stdout
-    assert planned.stdout.count("0/params/embed") == 1  # explained
+    assert planned.stdout.count("state/params/embed") == 1  # explained
     assert "<html" in (tmp_path / "plan.html").read_text()
 
 

@@ -10,6 +10,7 @@ Callers use these names as attributes of this package (`_compat.bind`), so that 
 from autoshard._compat.array_types import (
     CRASHES_ON_DONATED,
     element_shape,
+    has_deleted,
     is_extended,
     is_floating,
     is_tracer,
@@ -83,6 +84,7 @@ __all__ = [
     "equinox_module",
     "expand_hijax",
     "delete_text",
+    "has_deleted",
     "has_graph_nodes",
     "wait_for_text",
     "defining_modules",

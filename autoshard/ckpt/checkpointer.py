@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,15 +17,15 @@ from autoshard.ckpt.restore.expert_remapping import dims_from_patterns, dims_fro
 from autoshard.ckpt.restore.restore import damaged_leaves, read_manifest
 from autoshard.ckpt.restore.restore_request import Restored, RestoreRequest
 from autoshard.ckpt.restore.step_reader import StepReader
+from autoshard.ckpt.state import snapshot as snapshots
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec
 from autoshard.ckpt.state.process_agreement import in_all_processes
-from autoshard.ckpt.state.snapshot import check_same_in_all_processes, savable_leaves, take_snapshot
 from autoshard.ckpt.store.argument_checks import is_integer, save_arguments, step_number
 from autoshard.ckpt.store.directory import StepDirectory
-from autoshard.ckpt.store.manifest import Manifest, written_by
+from autoshard.ckpt.store.manifest import Manifest, manifest_of
 from autoshard.ckpt.store.orbax_storage import Pending, Writer
 from autoshard.ckpt.store.retention import RetentionPolicy, expired_steps
-from autoshard.errors import CheckpointError, CheckpointWarning
+from autoshard.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -97,6 +96,17 @@ class Checkpointer:
         if jax.process_index() == 0:
             self._directory.claim()
 
+    def prepare(self, state: Any) -> None:
+        """Compile, in the background, the programs that saves of such a state need, so that the first save is short.
+
+        Call it before the first train step; the state may be donated at once. An early save is written after it.
+
+        Raises:
+            CheckpointError: a leaf cannot be saved.
+        """
+        with _compat.no_mesh():
+            self._writer.prepare(snapshots.compilation(snapshots.savable_leaves(state)))
+
     def steps(self) -> list[int]:
         """Return the committed steps, ascending; a step that is still being written is not among them."""
         return self._directory.steps()
@@ -148,27 +158,21 @@ class Checkpointer:
         arguments = save_arguments(config, metrics, plan, expert_dims)
         leaves, pattern_dims = self._in_all_processes(step, lambda: _savable(state, arguments.expert_dims))
         with _compat.no_mesh():
-            snapshot = take_snapshot(leaves, copy=not block)
-        check_same_in_all_processes(step, snapshot)
+            snapshot = snapshots.take_snapshot(leaves, copy=not block)
+        snapshots.check_same_in_all_processes(step, snapshot)
         self._in_all_processes(step, lambda: self._prepare_directory(step))
         self._reader.damaged.clear()
 
         def manifest() -> Manifest:
-            return Manifest(
-                step=step,
-                config=arguments.config,
-                leaves=snapshot.specs,
-                digests=snapshot.digests,
-                written_by=written_by(jax.device_count(), jax.process_count(), snapshot.meshes),
-                metrics=arguments.metrics,
-                plan=arguments.plan,
-                layouts=snapshot.layouts,
-                places=snapshot.places,
-                expert_dims=dims_from_plan(arguments.plan, snapshot.specs) | pattern_dims,
-            )
+            dims = dims_from_plan(arguments.plan, snapshot.specs) | pattern_dims
+            config, metrics, plan, _ = arguments
+            return manifest_of(step, snapshot, config=config, metrics=metrics, plan=plan, expert_dims=dims)
 
         with _compat.no_mesh():
-            self._pending = (step, self._writer.write(self._directory.step_path(step), snapshot, manifest))
+            write = self._writer.write(
+                self._directory.step_path(step), snapshot, manifest, lambda: self._directory.check_writable(step)
+            )
+        self._pending = (step, write)
         self._reader.metrics[step] = arguments.metrics
         if block:
             self.wait()
@@ -184,17 +188,12 @@ class Checkpointer:
         Change nothing if `step` exists or the disk cannot be written.
         """
         self._claim()
-        if step not in self._reader.damaged and self._directory.step_path(step).exists():
-            raise CheckpointError(
-                f"{self._directory.path} has step {step} already, and a committed step is never "
-                "overwritten. Continue from it, remove it yourself, or use another directory."
-            )
+        if step not in self._reader.damaged:
+            self._directory.check_free(step)
         if jax.process_index() == 0:
-            self._directory.check_writable(step)
-            for damaged in sorted(self._reader.damaged & set(self.steps())):
-                name = self._directory.set_aside(damaged)
-                text = f"step {damaged} in {self.directory} is damaged: it was renamed to {name}"
-                warnings.warn(text, CheckpointWarning, stacklevel=6)
+            if jax.process_count() > 1:  # else in the background
+                self._directory.check_writable(step)
+            self._reader.set_damaged_aside()
 
     def wait(self) -> None:
         """Wait until the last save is committed, then remove the steps that `keep` does not retain and nobody reads.
@@ -208,6 +207,8 @@ class Checkpointer:
         step, write = pending
         try:
             write.result()
+        except CheckpointError:
+            raise
         except Exception as error:  # disk, Orbax, TensorStore and other processes raise unrelated types
             raise CheckpointError(
                 f"step {step} could not be written to {self._directory.path}: {error}\n"
@@ -395,5 +396,5 @@ class Checkpointer:
 
 def _savable(state: Any, expert_dims: Mapping[str, int]) -> tuple[list[tuple[LeafSpec, Any]], dict[Key, int]]:
     """Return the leaves of a state and the dimensions of experts that `expert_dims` gives them."""
-    leaves = savable_leaves(state)
+    leaves = snapshots.savable_leaves(state)
     return leaves, dims_from_patterns(expert_dims, [spec for spec, _ in leaves]) if expert_dims else {}

@@ -6,9 +6,11 @@ import argparse
 from pathlib import Path
 from typing import NoReturn
 
+from autoshard._shown import shown
 from autoshard.errors import ConfigError
 
 
+@shown
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises `ConfigError` instead of printing its usage and exiting."""
 

@@ -181,6 +181,7 @@ def _check_explain(
     import jax
 
     from autoshard.sharding.layout.plan_request import KINDS, may_be_mesh_axis
+    from autoshard.sharding.program.argument_names import argument_names, path_forms
     from autoshard.sharding.program.tracing import path_of
     from autoshard.sharding.report.alternatives import check_fixable
     from autoshard.sharding.report.explanation import checked_path
@@ -190,9 +191,11 @@ def _check_explain(
         [path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         for tree in (tuple(shapes), jax.eval_shape(step, *shapes))
     )
+    arguments = argument_names(step)
+    named_inputs = [path_forms(path, arguments) for path in inputs]
     for text in requested:
         path, *spec = _parse_path_spec(text)
-        found = checked_path(path, inputs, outputs)
+        found = checked_path(path, named_inputs, outputs)
         if not spec:
             continue
         check_fixable(path, found.group == 0)

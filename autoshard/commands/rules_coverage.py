@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.errors import ConfigError
 
 
+@shown
 @dataclass(frozen=True)
 class Coverage:
     """The primitives of a function, and those of them that have no rule.

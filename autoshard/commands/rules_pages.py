@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from autoshard import spmdrules
+from autoshard._shown import shown
 from autoshard.spmdrules.families import FAMILIES
 from autoshard.spmdrules.reference.coverage import NO_RULE, UNRUN
 from autoshard.spmdrules.reference.operator_table import OperatorRow, operator_table
@@ -47,6 +48,7 @@ equations of the forward derivatives (`jax.jvp`) are checked too, but have no ro
 """
 
 
+@shown
 @dataclass(frozen=True)
 class Pages:
     """A selection of the rules.

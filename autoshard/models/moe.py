@@ -37,6 +37,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from autoshard._shown import shown
 from autoshard.models import dropless
 from autoshard.models.loss import cross_entropy
 from autoshard.models.moe_config import MoEConfig
@@ -57,6 +58,7 @@ from autoshard.models.transformer import (
 )
 
 
+@shown
 class RouterLosses(NamedTuple):
     """Auxiliary losses, float32 `[]`, unweighted and summed over layers."""
 
@@ -64,6 +66,7 @@ class RouterLosses(NamedTuple):
     z: jax.Array
 
 
+@shown
 class Routing(NamedTuple):
     """The router's result.
 

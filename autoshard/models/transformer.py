@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from autoshard._shown import shown
 from autoshard.models.attention import attention
 from autoshard.models.gpt_config import GPTConfig
 
 KeysValues = tuple[jax.Array, jax.Array]
 
 
+@shown
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from autoshard.ckpt import Checkpointer, CheckpointError
+from autoshard.ckpt.state import array_digest
+from autoshard.ckpt.store import orbax_storage
 
 LEAVES = 6
 CALLS = ("save_checkpointables", "load_checkpointables", "checkpointables_metadata")
@@ -162,3 +164,67 @@ def test_reading_waits_for_the_save_in_the_background(tmp_path: Path, monkeypatc
             assert saving_started.wait(60)
             read()
             checkpoints.wait()
+
+
+def test_digests_are_dispatched_before_save_returns(
+    tmp_path: Path, mesh8: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would wait for the train step that follows, and the writing for them."""
+    events: list[str] = []
+    digest = array_digest.digests
+
+    def digests(leaves: Any, packs: Any = (), on_dispatch: Any = bool) -> Any:
+        def dispatched() -> None:
+            events.append("dispatch")
+            on_dispatch()
+
+        time.sleep(0.01)  # the thread in the background gets to this late
+        return digest(leaves, packs, on_dispatch=dispatched)
+
+    monkeypatch.setattr(array_digest, "digests", digests)
+    monkeypatch.setattr(orbax_storage, "MAX_HANDOVER_S", 60)
+    state = jax.device_put(state_at(0), NamedSharding(mesh8, PartitionSpec("data")))
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(0, state)
+        events.append("returned")
+    assert events == ["dispatch", "returned"]
+
+
+@pytest.mark.parametrize("count", [4, 200])
+def test_a_prepared_save_compiles_nothing(
+    tmp_path: Path, mesh8: Mesh, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the digests of single leaves (one program or several) nor packs are compiled by the save."""
+    sharding = NamedSharding(mesh8, PartitionSpec("data", "model"))
+    # Shapes that no other test has, because JAX keeps the executables of a process.
+    state = {f"w{i}": np.full((8 + 8 * (i % 3), 24 + count), i, np.float32) for i in range(count)}
+    state = jax.device_put(state, sharding) | {"key": jax.random.key(0), "host": np.ones(3), "step": jnp.int32(3)}
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.prepare(state)
+        checkpoints._writer._thread.submit(bool).result()
+        jax.config.update("jax_log_compiles", True)
+        try:
+            caplog.clear()
+            checkpoints.save(0, state)
+            checkpoints.wait()
+        finally:
+            jax.config.update("jax_log_compiles", False)
+        messages = [record.getMessage() for record in caplog.records]
+        assert not [text for text in messages if "Finished XLA compilation" in text]
+        restored = checkpoints.restore(0, like=state)
+    np.testing.assert_array_equal(restored["w3"], state["w3"])
+
+
+def test_preparing_does_not_delay_or_break_a_save(tmp_path: Path, mesh8: Mesh) -> None:
+    state = jax.device_put(state_at(0), NamedSharding(mesh8, PartitionSpec("data")))
+    with Checkpointer(tmp_path) as checkpoints:
+        may_compile = threading.Event()
+        checkpoints._writer.prepare(lambda: bool(may_compile.wait(60)))
+        begun = time.perf_counter()
+        checkpoints.save(0, state)
+        assert time.perf_counter() - begun < 30, "the save waited for the compilation"
+        assert checkpoints.steps() == []
+        may_compile.set()
+        assert checkpoints.latest() == 0
+        with pytest.raises(CheckpointError, match="w: a ShapeDtypeStruct is not an array"):
+            checkpoints.prepare({"w": jax.ShapeDtypeStruct((3,), np.float32)})

@@ -16,6 +16,7 @@ from autoshard import _compat
 from autoshard._columns import listing
 from autoshard._gc import paused
 from autoshard._processes import gather
+from autoshard._shown import shown
 from autoshard.ckpt.restore.expert_remapping import dims_from_patterns, expert_changes
 from autoshard.ckpt.restore.restore_request import Match, Restored, RestoreRequest, casts, check_leaves, match_paths
 from autoshard.ckpt.state import array_digest
@@ -122,6 +123,7 @@ def _match_leaves(manifest: Manifest, request: RestoreRequest, where: str) -> Ma
     return Match(leaves, given, saved, specs, changes, unread, jax.tree.structure(template))
 
 
+@shown
 @dataclass(frozen=True)
 class _Pack:
     """A pack of which leaves are requested.

@@ -105,6 +105,7 @@ class Restored:
         return "\n".join(lines)
 
 
+@shown
 @dataclass(frozen=True)
 class Match:
     """The saved leaf for each requested leaf.

@@ -72,6 +72,13 @@ class StepReader:
         with lock:
             return action(path, step)
 
+    def set_damaged_aside(self) -> None:
+        """Rename the damaged steps that `restore` skipped, with a warning for each."""
+        for step in sorted(self.damaged & set(self._directory.steps())):
+            name = self._directory.set_aside(step)
+            text = f"step {step} in {self._directory.path} is damaged: it was renamed to {name}"
+            warnings.warn(text, CheckpointWarning, stacklevel=7)
+
     def restore(self, step: int | None, request: RestoreRequest, fallback: bool) -> tuple[Any, Restored]:
         """Return the state of a step and a record of the restore; see `Checkpointer.restore`."""
         return self.read(step, lambda path, number: self._restore(path, number, request, fallback))

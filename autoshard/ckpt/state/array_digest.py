@@ -112,7 +112,9 @@ def digest_group(sharding: Any) -> Hashable:
     return sharding.mesh if isinstance(sharding, NamedSharding) else sharding
 
 
-def digests(leaves: Sequence[jax.Array], packs: Sequence[jax.Array] = ()) -> jax.Array:
+def digests(
+    leaves: Sequence[jax.Array], packs: Sequence[jax.Array] = (), on_dispatch: Callable[[], object] = bool
+) -> jax.Array:
     """Return the partial digests of leaves of one group, one row per device.
 
     Leaves in host memory are copied to the devices first, because a program cannot mix memory kinds.
@@ -120,28 +122,82 @@ def digests(leaves: Sequence[jax.Array], packs: Sequence[jax.Array] = ()) -> jax
     Args:
         leaves: n arrays with the same `digest_group`. They are not donated.
         packs: arrays [m, *shape] of the same group, of m leaves each, whose first dimension is not sharded.
+        on_dispatch: called right before the first program is dispatched.
 
     Returns:
         uint32 [devices, n + sum of all m + 1], a row on each device of the mesh; `total` adds the rows.
     """
-    sharding = (*leaves, *packs)[0].sharding
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    mesh, batches_of_leaves = _mesh_of(leaves, packs), _leaf_batches(leaves)
+    if _is_one_program(leaves, packs, batches_of_leaves):
+        program, arguments = _whole_program(mesh, tuple(map(_spec, leaves))), tuple(leaves)
+        on_dispatch()
+        return program(arguments)
+    on_dispatch()
     parts: list[jax.Array] = []
-    order: list[int] = []
-    for batch_numbers in batches([(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], LEAVES_PER_DIGEST):
-        for numbers in _limit_moved_bytes(batch_numbers, leaves):
-            moved = [number for number in numbers if not on_device(leaves[number].sharding)]
-            copies = jax.device_put([leaves[i] for i in moved], [_device_sharding(leaves[i].sharding) for i in moved])
-            on_devices = dict(zip(moved, copies, strict=True))
-            batch = tuple(on_devices.get(number, leaves[number]) for number in numbers)
-            parts.append(_parts_program(mesh, tuple(map(_spec, batch)))(batch))
-            if moved:  # else all copies would be in memory at the same time
-                jax.block_until_ready(parts[-1])
-            order += numbers
+    for numbers in batches_of_leaves:
+        moved = [number for number in numbers if not on_device(leaves[number].sharding)]
+        copies = jax.device_put([leaves[i] for i in moved], [_device_sharding(leaves[i].sharding) for i in moved])
+        on_devices = dict(zip(moved, copies, strict=True))
+        batch = tuple(on_devices.get(number, leaves[number]) for number in numbers)
+        parts.append(_parts_program(mesh, tuple(map(_spec, batch)))(batch))
+        if moved:  # else all copies would be in memory at the same time
+            jax.block_until_ready(parts[-1])
+    parts += [_pack_program(mesh, _spec(pack))(pack) for pack in packs]
+    return _row_program(mesh, _row_order(batches_of_leaves, packs))(tuple(parts))
+
+
+def compile_digests(leaves: Sequence[Any], packs: Sequence[Any] = ()) -> None:
+    """Compile the programs of `digests` for arguments of these types, arrays or `ShapeDtypeStruct`s."""
+    mesh, batches_of_leaves = _mesh_of(leaves, packs), _leaf_batches(leaves)
+    parts: list[Any] = []
+    if _is_one_program(leaves, packs, batches_of_leaves):
+        _compile(_whole_program(mesh, tuple(map(_spec, leaves))), tuple(map(_on_devices, leaves)))
+        return
+    for numbers in batches_of_leaves:
+        batch = tuple(_on_devices(leaves[number]) for number in numbers)
+        parts.append(_compile(_parts_program(mesh, tuple(map(_spec, batch))), batch))
+    parts += [_compile(_pack_program(mesh, _spec(pack)), _on_devices(pack)) for pack in packs]
+    _compile(_row_program(mesh, _row_order(batches_of_leaves, packs)), tuple(parts))
+
+
+def _kind(array: Any) -> Hashable:
+    return tuple(array.shape), array.dtype, array.sharding
+
+
+def _compile(program: Any, arguments: Any) -> jax.ShapeDtypeStruct:
+    """Compile a program, and return the type of its result. JAX keeps the executable for the next call."""
+    lowered = program.lower(arguments)
+    result = lowered.out_info
+    return jax.ShapeDtypeStruct(result.shape, result.dtype, sharding=lowered.compile().output_shardings)
+
+
+def _on_devices(array: Any) -> jax.ShapeDtypeStruct:
+    sharding = array.sharding if on_device(array.sharding) else _device_sharding(array.sharding)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def _mesh_of(leaves: Sequence[Any], packs: Sequence[Any]) -> Mesh | None:
+    sharding = (*leaves, *packs)[0].sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def _leaf_batches(leaves: Sequence[Any]) -> list[list[int]]:
+    """Return the positions of the leaves that each program digests."""
+    alike = batches([_kind(leaf) for leaf in leaves], LEAVES_PER_DIGEST)
+    return [numbers for batch in alike for numbers in _limit_moved_bytes(batch, leaves)]
+
+
+def _is_one_program(leaves: Sequence[Any], packs: Sequence[Any], batches_of_leaves: Sequence[Sequence[int]]) -> bool:
+    """Return whether one program computes the whole row. On virtual devices each further one waits for that before."""
+    return len(batches_of_leaves) == 1 and not packs and all(on_device(leaf.sharding) for leaf in leaves)
+
+
+def _row_order(batches_of_leaves: Sequence[Sequence[int]], packs: Sequence[Any]) -> tuple[int, ...]:
+    """Return where the digest of each leaf is among those of all programs, one after the other."""
+    order = [number for numbers in batches_of_leaves for number in numbers]
     for pack in packs:
-        parts.append(_pack_program(mesh, _spec(pack))(pack))
         order += range(len(order), len(order) + pack.shape[0])
-    return _row_program(mesh, tuple(np.argsort(order).tolist()))(tuple(parts))
+    return tuple(np.argsort(order).tolist())
 
 
 @functools.lru_cache(maxsize=1024)  # called for thousands of leaves of a few shardings
@@ -158,18 +214,22 @@ def _default_memory(sharding: Any) -> str:
     return next(iter(sharding.device_set)).default_memory().kind
 
 
-def _limit_moved_bytes(numbers: Sequence[int], leaves: Sequence[jax.Array]) -> list[list[int]]:
+def _limit_moved_bytes(numbers: Sequence[int], leaves: Sequence[Any]) -> list[list[int]]:
     """Split a batch so that each part moves at most `MAX_MOVED_BYTES`, or a single leaf, to the devices."""
     parts: list[list[int]] = [[]]
     moved_bytes = 0
     for number in numbers:
-        nbytes = 0 if on_device(leaves[number].sharding) else leaves[number].nbytes
+        nbytes = 0 if on_device(leaves[number].sharding) else _nbytes(leaves[number])
         if parts[-1] and nbytes and moved_bytes + nbytes > MAX_MOVED_BYTES:
             parts.append([])
             moved_bytes = 0
         parts[-1].append(number)
         moved_bytes += nbytes
     return parts
+
+
+def _nbytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def batches(kinds: Sequence[Hashable], size: int) -> list[list[int]]:
@@ -189,7 +249,7 @@ def batches(kinds: Sequence[Hashable], size: int) -> list[list[int]]:
     return full + [rest[start : start + size] for start in range(0, len(rest), size)]
 
 
-def _spec(array: jax.Array) -> PartitionSpec:
+def _spec(array: Any) -> PartitionSpec:
     return array.sharding.spec if isinstance(array.sharding, NamedSharding) else PartitionSpec()
 
 
@@ -228,6 +288,17 @@ def _parts_program(mesh: Mesh | None, specs: tuple[PartitionSpec, ...]) -> Any:
 
     def rows(leaves: tuple[jax.Array, ...]) -> jax.Array:
         return jnp.stack([_part(mesh, spec, leaf) for leaf, spec in zip(leaves, specs, strict=True)])[None]
+
+    return _on_shards(mesh, rows, specs)
+
+
+@functools.lru_cache(maxsize=256)
+def _whole_program(mesh: Mesh | None, specs: tuple[PartitionSpec, ...]) -> Any:
+    """Return the program for the row of `digests` of leaves with shardings `specs`, without packs."""
+
+    def rows(leaves: tuple[jax.Array, ...]) -> jax.Array:
+        parts = jnp.stack([_part(mesh, spec, leaf) for leaf, spec in zip(leaves, specs, strict=True)])
+        return _with_checksum(parts)[None]
 
     return _on_shards(mesh, rows, specs)
 

@@ -66,6 +66,13 @@ def stack_leaves(leaves: Sequence[Any]) -> Any:
     return _stack_program(pack_sharding(leaves[0].sharding))(tuple(leaves))
 
 
+def compile_stack(leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+    """Compile the program of `stack_leaves` for leaves of one type, and return the type of the pack."""
+    sharding, first = pack_sharding(leaves[0].sharding), leaves[0]
+    _stack_program(sharding).lower(tuple(leaves)).compile()  # JAX keeps the executable for the next call
+    return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=sharding)
+
+
 def pack_sharding(sharding: Any) -> Any:
     """Return the sharding of a pack of leaves with sharding `sharding`."""
     if not isinstance(sharding, NamedSharding):

@@ -33,7 +33,7 @@ LEAVES_PER_SPLIT = 16
 DIGEST_BLOCK_ELEMENTS = 2**16
 
 # Number of leaves that one program digests. Source: chosen; measured, compiling takes some milliseconds for each leaf.
-LEAVES_PER_DIGEST = 64
+LEAVES_PER_DIGEST = 128
 
 # Bytes of leaves in host memory that are copied to the devices at once to be digested. Bounds memory. Source: chosen.
 MAX_MOVED_BYTES = 64 * 2**20

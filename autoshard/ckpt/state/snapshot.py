@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from autoshard import _compat
 from autoshard._columns import listing
 from autoshard._gc import paused
 from autoshard._processes import exchange
+from autoshard._shown import shown
 from autoshard.ckpt.state import array_digest
-from autoshard.ckpt.state.array_packing import Place, assign_packs, stack_leaves
+from autoshard.ckpt.state.array_packing import Place, assign_packs, compile_stack, stack_leaves
 from autoshard.ckpt.state.constants import MAX_DIMS
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec, is_text, is_typed_key, leaf_spec, named_leaves, text_bytes
 from autoshard.errors import CheckpointError
@@ -31,6 +32,7 @@ _WRITABLE = frozenset(
 )  # the types of NumPy and JAX that TensorStore supports
 
 
+@shown
 @dataclass(frozen=True)
 class Snapshot:
     """A state in the form in which it is written.
@@ -58,12 +60,19 @@ class Snapshot:
         """The group of each leaf and its column in `digest_rows`."""
         return {key: (group, column) for group, keys in self.groups.items() for column, key in enumerate(keys)}
 
-    def digest_rows(self) -> dict[str, Any]:
-        """Return for each group its `array_digest.digests`, uint32 [devices, leaves + 1]."""
-        rows = {}
-        for group, keys in self.groups.items():
-            rows[group] = self.host_row[None] if group == HOST else array_digest.digests(*self._of(keys))
-        return rows
+    def digest_rows(self, on_dispatch: Callable[[], object] = bool) -> dict[str, Any]:
+        """Return for each group its `array_digest.digests`, uint32 [devices, leaves + 1].
+
+        Args:
+            on_dispatch: called right before a program is dispatched.
+        """
+        groups = sorted(self.groups, key=lambda group: group == HOST)  # those of the devices first
+        return {
+            group: self.host_row[None]
+            if group == HOST
+            else array_digest.digests(*self._of(self.groups[group]), on_dispatch=on_dispatch)
+            for group in groups
+        }
 
     @functools.cached_property
     def host_row(self) -> np.ndarray:
@@ -165,13 +174,10 @@ def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snap
     """
     specs = tuple(spec for spec, _ in leaves)
     stored = {spec.key: _storable(leaf) for spec, leaf in leaves if spec.stored}
-    members = assign_packs(stored)
+    members, groups = _arrangement(stored)
     places = {key: (name, index) for name, keys in members.items() for index, key in enumerate(keys)}
     packs = {name: stack_leaves([stored[key] for key in keys]) for name, keys in members.items()}
     arrays = {key: leaf for key, leaf in stored.items() if key not in places}
-    groups = {}
-    for number, keys in enumerate(group_by_mesh({key: stored[key] for key in (*arrays, *places)})):
-        groups[str(number) if isinstance(stored[keys[0]], jax.Array) else HOST] = keys
     if copy:
         arrays = copy_arrays(arrays)
     on_mesh = {
@@ -180,6 +186,44 @@ def take_snapshot(leaves: Sequence[tuple[LeafSpec, Any]], *, copy: bool) -> Snap
     layouts = {key: str(tuple(sharding.spec)) for key, sharding in on_mesh.items()}
     meshes = {tuple(sharding.mesh.shape.items()): None for sharding in on_mesh.values()}
     return Snapshot(specs, arrays, groups, packs, places, layouts, tuple(map(dict, meshes)))
+
+
+def _arrangement(stored: dict[Key, Any]) -> tuple[dict[str, list[Key]], dict[str, list[Key]]]:
+    """Return the leaves of each pack, and those of each group: first single ones, then packed ones, pack by pack."""
+    members = assign_packs(stored)
+    packed = [key for keys in members.values() for key in keys]
+    in_packs = {*packed}
+    single = [key for key in stored if key not in in_packs]
+    groups = {}
+    for number, keys in enumerate(group_by_mesh({key: stored[key] for key in (*single, *packed)})):
+        groups[str(number) if isinstance(stored[keys[0]], jax.Array) else HOST] = keys
+    return members, groups
+
+
+@paused()
+def compilation(leaves: Sequence[tuple[LeafSpec, Any]]) -> Callable[[], None]:
+    """Return an action that compiles the programs of `take_snapshot` and `digest_rows` for leaves of these types.
+
+    The action can run in another thread. It holds no arrays, so the leaves may be donated before it runs.
+    """
+    stored = {spec.key: _storable(leaf) for spec, leaf in leaves if spec.stored}
+    members, groups = _arrangement(stored)
+    types = {
+        key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for key, leaf in stored.items()
+        if isinstance(leaf, jax.Array)
+    }
+    del stored
+
+    def compile_programs() -> None:
+        packs = {keys[0]: compile_stack([types[key] for key in keys]) for keys in members.values() if keys[0] in types}
+        packed = {key for keys in members.values() for key in keys}
+        for group, keys in groups.items():
+            if group != HOST:
+                single = [types[key] for key in keys if key not in packed]
+                array_digest.compile_digests(single, [packs[key] for key in keys if key in packs])
+
+    return compile_programs
 
 
 def group_by_mesh(arrays: dict[Key, Any]) -> list[list[Key]]:

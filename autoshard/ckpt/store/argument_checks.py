@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.ckpt.store.manifest import as_json, metrics_as_json
 from autoshard.errors import CheckpointError
 
 
+@shown
 class SaveArguments(NamedTuple):
     """The arguments of `Checkpointer.save` other than the state, as JSON values."""
 

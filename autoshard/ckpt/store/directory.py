@@ -132,6 +132,18 @@ class StepDirectory:
             os.close(self._lock)
         self._lock = None
 
+    def check_free(self, step: int) -> None:
+        """Check that a step does not exist.
+
+        Raises:
+            CheckpointError: it exists.
+        """
+        if self.step_path(step).exists():
+            raise CheckpointError(
+                f"{self.path} has step {step} already, and a committed step is never "
+                "overwritten. Continue from it, remove it yourself, or use another directory."
+            )
+
     def check_writable(self, step: int) -> None:
         """Check that a folder for a step can be created.
 

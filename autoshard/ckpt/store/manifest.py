@@ -13,11 +13,14 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import jax
+
 from autoshard._columns import listing
 from autoshard._gc import paused
 from autoshard._shown import shown
 from autoshard.ckpt.state.array_packing import Place
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec
+from autoshard.ckpt.state.snapshot import Snapshot
 from autoshard.errors import CheckpointError, MismatchError
 
 FORMAT = 4  # 1 has no metrics, plan, meshes and time; 2 no packs; 3 no str and bytes leaves
@@ -240,12 +243,36 @@ def _value_text(settings: Mapping[Key, Any], path: Key) -> str:
     return repr(settings[path]) if path in settings else "nothing"
 
 
-def written_by(devices: int, processes: int, meshes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
+def manifest_of(
+    step: int,
+    snapshot: Snapshot,
+    *,
+    config: dict[str, Any],
+    metrics: dict[str, float],
+    plan: Any,
+    expert_dims: dict[Key, int],
+) -> Manifest:
+    """Return the manifest of a snapshot that this process writes now."""
+    return Manifest(
+        step=step,
+        config=config,
+        leaves=snapshot.specs,
+        digests=snapshot.digests,
+        written_by=_written_by(snapshot.meshes),
+        metrics=metrics,
+        plan=plan,
+        layouts=snapshot.layouts,
+        places=snapshot.places,
+        expert_dims=expert_dims,
+    )
+
+
+def _written_by(meshes: Sequence[Mapping[str, int]]) -> dict[str, Any]:
     """Return the versions, devices, processes, the meshes of the leaves, and the time in UTC."""
     return {
         "versions": dict(_versions()),
-        "devices": devices,
-        "processes": processes,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
         "meshes": [dict(mesh) for mesh in meshes],
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from autoshard import _compat
 from autoshard.ckpt.state.named_leaves import PACKS, Key, LeafSpec, bits_of, nest, unnest
 from autoshard.ckpt.state.snapshot import Snapshot
 from autoshard.ckpt.store import abandoned_reads
-from autoshard.ckpt.store.constants import CONCURRENT_BYTES, COPIES_WHILE_READING
+from autoshard.ckpt.store.constants import CONCURRENT_BYTES, COPIES_WHILE_READING, MAX_HANDOVER_S
 from autoshard.ckpt.store.manifest import Manifest
 from autoshard.ckpt.store.step_lock import ReadLock
 
@@ -44,37 +45,69 @@ class Writer:
     def __init__(self) -> None:
         # The interpreter joins this thread when it exits, so a started save is completed.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autoshard-ckpt")
+        self._preparing: Future[None] | None = None
 
-    def write(self, path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest]) -> Pending:
+    def prepare(self, action: Callable[[], None]) -> None:
+        """Start an action in the background. Steps are written after it."""
+
+        def act() -> None:
+            with _compat.no_mesh():  # as in `_write`
+                action()
+
+        self._preparing = self._thread.submit(act)
+
+    def write(
+        self, path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest], check: Callable[[], None]
+    ) -> Pending:
         """Start to write a step. It appears under its name only when it is complete.
 
         Args:
             path: the path of the step.
             snapshot: the state to write.
             manifest: makes the manifest; called in the background if there is one process.
+            check: raises an error if the disk cannot be written. If there is one process, it is called in the
+                background before anything is written; else the caller has checked.
         """
         logging.getLogger("absl").addFilter(_keep_record)  # adding a filter again has no effect
         if jax.process_count() == 1:
-            return self._thread.submit(_write, path, snapshot, manifest)
+            dispatching = threading.Event()
+            write = self._thread.submit(_write, path, snapshot, manifest, check, dispatching)
+            # The digests of the state have to be dispatched before the next train step. On virtual devices, a program
+            # that is dispatched beside a step waits for the end of that step, and writing waits for the digests.
+            if self._preparing is None or self._preparing.done():
+                dispatching.wait(MAX_HANDOVER_S)
+            return write
         # Orbax starts a save with collectives. In another thread they could interleave with those of the train step.
-        contents = _contents(snapshot)
+        contents = _contents(snapshot, snapshot.digest_rows())
         with _saving_context(jax.tree.leaves(contents)):
             return ocp.save_checkpointables_async(path, contents, custom_metadata=manifest().to_json())
 
 
-def _write(path: Any, snapshot: Snapshot, manifest: Callable[[], Manifest]) -> None:
+def _write(
+    path: Any,
+    snapshot: Snapshot,
+    manifest: Callable[[], Manifest],
+    check: Callable[[], None],
+    dispatching: threading.Event,
+) -> None:
+    try:
+        with _compat.no_mesh():  # as in the thread of the caller: JAX compiles a program for the current mesh
+            rows = snapshot.digest_rows(dispatching.set)
+    finally:
+        dispatching.set()
+    check()
     metadata = manifest().to_json()
-    contents = _contents(snapshot)
+    contents = _contents(snapshot, rows)
     with _ORBAX_LOCK, _saving_context(jax.tree.leaves(contents)):
         ocp.save_checkpointables(path, contents, custom_metadata=metadata)
 
 
-def _contents(snapshot: Snapshot) -> dict[str, Any]:
-    # Orbax does not write an empty tree, so a state of empty arrays needs a placeholder.
-    contents: dict[str, Any] = {_DIGESTS: snapshot.digest_rows() or {"none": np.zeros((1, 1), np.uint32)}}
+def _contents(snapshot: Snapshot, rows: dict[str, Any]) -> dict[str, Any]:
     arrays = snapshot.arrays | {(PACKS, name): pack for name, pack in snapshot.packs.items()}
-    if arrays:
-        contents[_STATE] = nest(arrays)
+    # The state first: Orbax writes in this order, and waits for the digests.
+    contents: dict[str, Any] = {_STATE: nest(arrays)} if arrays else {}
+    # Orbax does not write an empty tree, so a state of empty arrays needs a placeholder.
+    contents[_DIGESTS] = rows or {"none": np.zeros((1, 1), np.uint32)}
     return contents
 
 

@@ -13,6 +13,7 @@ import jax
 from jax.export import export as export_jax
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import CHIPS, Options
 from autoshard.sharding.machines.targets import Target, find_target
@@ -20,6 +21,7 @@ from autoshard.sharding.machines.targets import Target, find_target
 _TRACEBACK_LIMIT = "jax_traceback_in_locations_limit"
 
 
+@shown
 @dataclass(frozen=True)
 class CompileJob:
     """One program to compile, and the machine to compile it for.

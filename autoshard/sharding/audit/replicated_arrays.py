@@ -94,6 +94,7 @@ def _temporaries(
     return list(found.values())
 
 
+@shown
 @dataclass
 class ShardedShape:
     """The sharding of all values of one shape.

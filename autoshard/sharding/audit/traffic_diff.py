@@ -85,6 +85,7 @@ class Missing:
     bytes: float
 
 
+@shown
 @dataclass(frozen=True)
 class Substitute:
     """How a compiled collective of one kind replaces a planned one of another kind.
@@ -126,6 +127,7 @@ SUBSTITUTES: Mapping[tuple[str, str], Substitute] = {
 SAME = {(kind, kind): Substitute(_all, any_line=True) for kind in KINDS}
 
 
+@shown
 @dataclass(eq=False)
 class Traffic:
     """A compiled or planned collective, and its bytes that are not matched yet."""
@@ -138,6 +140,7 @@ class Traffic:
     compiled: CompiledCollective | None = None
 
 
+@shown
 @dataclass(frozen=True)
 class Context:
     """What the causes of unplanned traffic are derived from.

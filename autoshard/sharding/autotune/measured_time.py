@@ -21,6 +21,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._processes import MissingProcessError, gather
+from autoshard._shown import shown
 from autoshard._units import time_text, variant_text
 from autoshard.errors import PlanError
 from autoshard.sharding.autotune.constants import (
@@ -39,6 +40,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 
 
+@shown
 @dataclass
 class _Run:
     """A plan that is compiled and run, and the seconds of its steps."""

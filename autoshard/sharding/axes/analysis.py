@@ -8,6 +8,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.axis_names import name_axes
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
+from autoshard.sharding.axes.graph_axes import find_graph_axes
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
 from autoshard.sharding.axes.roles import Roles, batch_axis, find_roles
 from autoshard.sharding.program.tracing import Traced
@@ -32,7 +33,7 @@ class Analysis:
 def analyse(traced: Traced) -> Analysis:
     """Finds the logical axes of a traced program, their roles and their names.
 
-    The six steps run in a fixed order, because later steps read what earlier ones have changed:
+    The seven steps run in a fixed order, because later steps read what earlier ones have changed:
 
     1. `find_axes` unifies the dimensions of all values into logical axes.
     2. `batch_axis` chooses the batch among these axes.
@@ -41,7 +42,9 @@ def analyse(traced: Traced) -> Analysis:
     4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
     5. `split_expert_axes` gives the router's experts an axis of their own, in place. It needs the roles of step 4. The
        roles need not be found again: the axis that it adds has no role, so that no plan shards it.
-    6. `name_axes` names the axes, including the added one.
+    6. `find_graph_axes` finds edges, nodes and graphs in the data. Their features get the role of data, although they
+       lack the batch. This changes how they are stored, not which axes are sharded.
+    7. `name_axes` names the axes, including the added one.
 
     Args:
         traced: the traced program. It is not changed.
@@ -54,5 +57,8 @@ def analyse(traced: Traced) -> Analysis:
     join_generated_batches(axes, batch)
     roles = find_roles(program, axes, state_inputs, batch=batch)
     split_expert_axes(axes, roles)
-    axes.names = name_axes(program, axes, roles, traced.in_paths)
+    graph = find_graph_axes(program, axes, state_inputs)
+    for v in graph.features(program, axes, state_inputs):
+        roles.inputs[v] = "data"
+    axes.names = name_axes(program, axes, roles, traced.in_names, graph)
     return Analysis(axes, roles, state)

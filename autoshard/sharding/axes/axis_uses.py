@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Rule
@@ -14,6 +15,7 @@ from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import Op, Program
 
 
+@shown
 @dataclass(eq=False)
 class AxisUses:
     """The uses of axes. A weight is represented by the set of inputs that it is computed from.
@@ -26,6 +28,7 @@ class AxisUses:
         used: weights that have been used.
         reduced: axes over which an activation is summed, or its maximum taken (logits).
         inner: axes over which two activations are contracted (head_dim).
+        kept: axes that a contraction of two activations keeps from one of them (head_dim of the values).
         heads: batch dimensions of a contraction of two activations.
         experts: batch dimensions of a contraction of an activation with a weight.
         indexed: axes of the rows of a table that a gather or scatter indexes.
@@ -38,6 +41,7 @@ class AxisUses:
     used: set[frozenset[int]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
     inner: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     heads: set[int] = field(default_factory=set)
     experts: set[int] = field(default_factory=set)
     indexed: set[int] = field(default_factory=set)
@@ -62,6 +66,7 @@ def find_uses(
     return collector.uses
 
 
+@shown
 @dataclass(eq=False)
 class _UseCollector:
     axes: LogicalAxes
@@ -135,6 +140,7 @@ class _UseCollector:
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:
                 uses.inner |= summed
+            uses.kept |= (result - shared) & self.in_parameters
             uses.heads |= shared - {batch}
         elif any(with_batch) and batch in result:  # activation with weight
             place = with_batch.index(False)

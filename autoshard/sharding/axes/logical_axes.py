@@ -22,6 +22,8 @@ from autoshard.spmdrules.ir.program import Block, Program
 
 Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to minor; () for size 1
 
+KEY_SHAPES = ((2,), (4,))  # of the words of a key: threefry, rbg
+
 _SLICING = ("slice", "squeeze", "split", "unstack")
 
 
@@ -96,6 +98,24 @@ class LogicalAxes:
 
         visit(self.program.block)
         return found
+
+    @cached_property
+    def key_words(self) -> frozenset[int]:
+        """The classes of the words of random keys that the program takes as arrays of integers. They are no axes.
+
+        These are keys that an operator wraps, and unsigned integers of a key's size that no operator reads.
+        """
+        used = {c for factors in self.of_op for classes in factors.values() for c in classes}
+        found: set[int] = set()
+        for v in self.program.inputs:
+            aval = self.program.avals[v]
+            if aval.dtype == jnp.uint32 and aval.shape[-1:] in KEY_SHAPES and not used & {*self.of_value[v][-1]}:
+                found.update(self.of_value[v][-1])
+        for op in self.program.ops():
+            if op.name == "random_wrap" and op.operands[0] >= 0:
+                words = self.of_value[op.operands[0]][len(self.of_value[op.results[0]]) :]
+                found.update(c for dim in words for c in dim)
+        return frozenset(found)
 
     @cached_property
     def kernels(self) -> dict[Leaves, int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -51,6 +51,7 @@ class Roles:
         vocabulary: axes of the rows of tables that are indexed.
         output_classes: parallel axes that a loss sums over.
         heads: axes of attention heads, each followed by the query groups of a key-value head.
+        head_dims: axes of the elements of a head, in queries, keys and values.
         gradients: values that are sums over the batch, and values computed from them without the batch.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
@@ -66,6 +67,7 @@ class Roles:
     vocabulary: tuple[int, ...]
     output_classes: tuple[int, ...]
     heads: tuple[int, ...]
+    head_dims: tuple[int, ...] = ()
     gradients: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
@@ -120,9 +122,33 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         vocabulary=tuple(c for c in ordered if c in use.indexed),
         output_classes=tuple(c for c in parallel if c in _reduced_outputs(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
+        head_dims=_head_dims(axes, use, parameters, use.heads | groups, {residual, *parallel, *axes.stacked}),
         gradients=(gradients := _gradients(program, axes, batch)),
         transposed_gradients=_transposed_gradients(program, gradients),
     )
+
+
+def _head_dims(
+    axes: LogicalAxes, use: AxisUses, parameters: Sequence[int], heads: set[int], others: Collection[int | None]
+) -> tuple[int, ...]:
+    """The axes of the elements of a head.
+
+    Two activations are contracted over them, or the contraction keeps them (values). Queries and keys that are rotated
+    have others in the contraction than in their weights; those have the same size and come after the heads.
+    """
+    flat = [[c for dim in axes.of_value[v] for c in dim] for v in parameters]
+    after_heads = [c for dims in flat for c in dims[_last(dims, heads) :] if c not in heads and c not in others]
+    if heads:
+        found = [c for c in after_heads if c in use.inner | use.kept]
+    else:
+        found = [c for dims in flat for c in dims if c in use.inner and c not in others]
+    sizes = {axes.sizes[c] for c in found}
+    return tuple(dict.fromkeys([*found, *(c for c in after_heads if axes.sizes[c] in sizes)]))
+
+
+def _last(dims: Sequence[int], heads: set[int]) -> int:
+    """The position after the last axis of heads; the end if there is none."""
+    return max((i + 1 for i, c in enumerate(dims) if c in heads), default=len(dims))
 
 
 def _sequence(dim: Sequence[int], stacked: frozenset[int]) -> Sequence[int]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.fusion import Fusion, Kernel
@@ -25,6 +26,7 @@ from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Block, Op
 
 
+@shown
 @dataclass(frozen=True)
 class ValueClasses:
     """Classes of values for which every layout gives the same `operand_spec`.
@@ -66,6 +68,7 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
     return ValueClasses(np.array(values, int), np.array(found, int), examples)
 
 
+@shown
 @dataclass(eq=False)
 class SharedOperands:
     """Values that are the same operands of the same operator classes. If a layout moves one of them, it moves all.
@@ -81,6 +84,7 @@ class SharedOperands:
     last: np.ndarray
 
 
+@shown
 @dataclass(eq=False)
 class OperatorClass:
     """Operators with the same rule, shapes and logical axes.

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.sharding.cost.constants import BROADCAST_GROWTH, ON_CHIP_OPS, PRODUCT_OPERAND_BYTES, WRITTEN_SOURCES
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
@@ -48,6 +49,7 @@ _WHOLE = (
 )  # fmt: skip
 
 
+@shown
 @dataclass(eq=False)
 class Kernel:
     """One kernel.
@@ -70,6 +72,7 @@ def is_kernel(op: Op) -> bool:
     return is_decision_point(op) or op.name in _WHOLE or op.name in _IN_PLACE or is_host_transfer(op)
 
 
+@shown
 @dataclass(frozen=True)
 class Fusion:
     """The kernels of a program.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.cost.constants import MEMORY_CACHE_ENTRIES
 from autoshard.sharding.cost.fusion import Fusion, fuse
 from autoshard.sharding.program.array_sizes import nbytes
@@ -19,6 +20,7 @@ from autoshard.sharding.program.flops import Shapes, inner_program
 from autoshard.spmdrules.ir.program import Block, Program, inlined
 
 
+@shown
 @dataclass(frozen=True)
 class OpaqueMemory:
     """Bytes that an operator reads and writes in one run, and the peak bytes of its own values."""

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
@@ -62,6 +63,7 @@ from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import Op
 
 
+@shown
 @dataclass(frozen=True)
 class Price:
     """The cost of one run of an operator.

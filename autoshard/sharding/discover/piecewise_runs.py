@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.sharding.discover.constants import MIN_SETS
 from autoshard.sharding.discover.subject import Refused, Subject
 from autoshard.sharding.oracle.cases import is_key
@@ -30,6 +31,7 @@ _ORDER = (SAME, "sum", "max", "min", "mul", "and", "or", "xor")
 _UNINFORMATIVE = "only {} of {} sets of values gave informative results (finite and not all the same)"
 
 
+@shown
 @dataclass(frozen=True, order=True)
 class Place:
     """A place in a dimension of an operand or a result.
@@ -56,6 +58,7 @@ class Place:
 Way = Place | str
 
 
+@shown
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of running a function on pieces.

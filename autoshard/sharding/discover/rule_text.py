@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.sharding.discover.piecewise_runs import Place
 from autoshard.spmdrules.core.rule import Factor, Reduction, Rule
 
 Span = tuple[int, int]  # in a dimension: the product of the sizes major to a factor, and the factor's size
 
 
+@shown
 @dataclass(frozen=True)
 class FoundFactor:
     """A factor without a name.
@@ -30,6 +32,7 @@ class FoundFactor:
     whole: bool = False
 
 
+@shown
 @dataclass(frozen=True)
 class _Gap:
     """A part of a dimension between factors that was not split.

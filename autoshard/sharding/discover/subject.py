@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.sharding.discover.constants import MAX_SLACK, SLACK_FACTOR
 from autoshard.sharding.discover.value_sets import rounded, value_sets
@@ -42,6 +43,7 @@ def as_refused() -> Iterator[None]:
         raise Refused(error_summary(error)) from error
 
 
+@shown
 @dataclass(frozen=True, eq=False)
 class Sample:
     """A set of operands with its results.

@@ -92,6 +92,7 @@ class Collective:
         return self.payload_bytes / self.size if self.kind == "all-gather" else self.payload_bytes
 
 
+@shown
 @dataclass(frozen=True)
 class Event:
     """The start, the end, or the whole run of a collective at one instruction.

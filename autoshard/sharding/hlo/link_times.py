@@ -19,6 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.sharding.hlo.collectives import Collective
 from autoshard.sharding.hlo.replica_groups import Groups
 from autoshard.sharding.machines.topology import Piece, Pieces, Topology
@@ -34,6 +35,7 @@ KINDS: Mapping[str, ReshardKind] = {
 Link = tuple[int, tuple[int, ...], int]  # dimension, coordinates of the sending device, direction (1 or -1)
 
 
+@shown
 @dataclass(frozen=True)
 class ProgramLinks:
     """The links between the partitions of a program.

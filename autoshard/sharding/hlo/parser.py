@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autoshard._shown import shown
+
 MAIN_MEMORY, HOST_MEMORY = 0, 5
 # Attributes of an instruction that name computations. `to_apply` is one of them for calls only. In a reduction, it
 # names a scalar function.
@@ -34,6 +36,7 @@ _COMPILING = re.compile(r"audit[/\\](compiler_process|export)\.py$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
+@shown
 @dataclass(frozen=True)
 class Array:
     """A buffer: its element type, its sizes and its memory space."""
@@ -74,6 +77,7 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
     return tuple(found)
 
 
+@shown
 @dataclass(eq=False)
 class Instruction:
     """One line of a computation."""
@@ -140,6 +144,7 @@ class Instruction:
         return int(self.attribute("index") or 0)
 
 
+@shown
 @dataclass(eq=False)
 class Computation:
     """Instructions in the order in which they run."""
@@ -176,6 +181,7 @@ class Computation:
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
 
+@shown
 @dataclass(eq=False)
 class Program:
     """A compiled program.

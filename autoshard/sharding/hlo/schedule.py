@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autoshard._shown import shown
 from autoshard.sharding.hlo.collectives import SENDS, Collective, Collectives
 from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, is_free, reaches_host
 from autoshard.sharding.hlo.link_times import ProgramLinks
@@ -29,6 +30,7 @@ SYNCHRONOUS = "at once"  # the key of a synchronous collective in `Clock.running
 RunKey = tuple[str, str, int]  # computation, instruction, index among its collectives
 
 
+@shown
 @dataclass
 class CollectiveRuns:
     """One collective of the program and its runs in one step.
@@ -50,6 +52,7 @@ class CollectiveRuns:
     is_asynchronous: bool = False
 
 
+@shown
 @dataclass(frozen=True)
 class Running:
     """A collective that is running, and the time at which it ends."""
@@ -58,6 +61,7 @@ class Running:
     runs: CollectiveRuns
 
 
+@shown
 @dataclass
 class Clock:
     """The state of the simulation.

@@ -12,12 +12,15 @@ from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.program.argument_names import path_forms
 from autoshard.sharding.program.path_patterns import AmbiguousPathError, find_paths, first_few, suggestions
 from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec, is_spec_entry
 from autoshard.spmdrules.ir.program import Op
 
 Named = tuple[str, Layout]  # a candidate's strategy and its layout
+
+WISH = "wish"  # what messages call the sharding that `explain` prices
 
 _EITHER = (
     "give {path glob: PartitionSpec} on a named mesh, or {path glob: names of logical axes, None for a dimension that "
@@ -106,10 +109,11 @@ def fixed_specs(
     """
     specs: dict[int, Spec] = {}
     problems, lacks_axis = _malformed(fixed, word), False
+    shown = traced.in_names if word == WISH else traced.in_paths  # a wish is priced in a report
     for i, wanted in {} if problems else found_inputs(traced, fixed, word, problems).items():
         value, aval = traced.program.inputs[i], traced.in_avals[i]
         try:
-            specs[value] = _fixed_spec(wanted, aval, f"{word} '{traced.in_paths[i]}'", layout, axes, value)
+            specs[value] = _fixed_spec(wanted, aval, f"{word} '{shown[i]}'", layout, axes, value)
         except PlanError as error:
             problems.append(str(error))
             lacks_axis |= isinstance(error, NoSuchAxisError)
@@ -159,14 +163,16 @@ def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, problems: 
     """
     exact: dict[int, list[str]] = {}
     by_pattern: dict[int, list[str]] = {}
+    forms = [path_forms(path, traced.arguments) for path in traced.in_paths]
     for pattern in fixed:
         try:
-            found = find_paths(pattern, traced.in_paths)
+            found = find_paths(pattern, forms)
         except AmbiguousPathError as error:
             problems.append(f"{word} {error}")
             continue
         if found is None:
-            problems.append(f"{word} '{pattern}' matches no input. {suggestions(pattern, traced.in_paths)}")
+            known = traced.in_paths if pattern[:1].isdecimal() else traced.in_names
+            problems.append(f"{word} '{pattern}' matches no input. {suggestions(pattern, known)}")
             continue
         for i in found.indices:
             (by_pattern if found.is_glob else exact).setdefault(i, []).append(pattern)
@@ -205,7 +211,7 @@ def same_spec(one: PartitionSpec, other: PartitionSpec, rank: int) -> bool:
 def fixed_conflicts(traced: Traced, axes: LogicalAxes, specs: Mapping[int, Spec]) -> list[str]:
     """Notes on logical axes that two fixed inputs shard over different mesh axes, at the cost of a reshard."""
     by_axis: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
-    for value, path in zip(traced.program.inputs, traced.in_paths, strict=True):
+    for value, path in zip(traced.program.inputs, traced.in_names, strict=True):
         for dim, mesh_axes in zip(axes.of_value[value], specs.get(value, ()), strict=False):
             if len(dim) == 1 and mesh_axes:
                 by_axis.setdefault(dim[0], []).append((path, mesh_axes))
@@ -263,8 +269,11 @@ def _fixed_spec(wanted: Any, aval: Any, where: str, layout: Layout, axes: Logica
 def _spec_of_names(
     wanted: Sequence[str | None], aval: Any, where: str, layout: Layout, axes: LogicalAxes, value: int
 ) -> Spec:
-    """The spec that shards the named dimensions as the layout does, and keeps the others whole."""
-    known = set(axes.names.values())
+    """The spec that shards the named dimensions as the layout does, and keeps the others whole.
+
+    A name without its number, `head_dim`, means all axes of that name.
+    """
+    known = {text for name in axes.names.values() for text in (name, _stem(name))}
     if unknown := [n for n in wanted if n is not None and n not in known]:
         raise PlanError(
             f"{where}: the program has no logical axis {', '.join(map(repr, unknown))}; it has "
@@ -274,7 +283,7 @@ def _spec_of_names(
         raise _too_long(wanted, aval, where)
     requested = [*wanted, *[None] * (aval.ndim - len(wanted))]
     own = [[axes.name(c) for c in dim] for dim in axes.of_value[value]]
-    wrong = [d for d, name in enumerate(requested) if name is not None and name not in own[d]]
+    wrong = [d for d, n in enumerate(requested) if n is not None and n not in (*own[d], *map(_stem, own[d]))]
     if wrong:
         others = ", ".join(f"dim {d} is {' x '.join(own[d]) or 'of size 1'}, not {requested[d]}" for d in wrong)
         raise PlanError(
@@ -283,6 +292,12 @@ def _spec_of_names(
         )
     spec = layout.spec(value)
     return tuple(() if name is None else spec[d] for d, name in enumerate(requested))
+
+
+def _stem(name: str) -> str:
+    """The name of a logical axis without the number that makes it unique."""
+    stem, _, number = name.rpartition("_")
+    return stem if number.isdecimal() else name
 
 
 def _too_long(wanted: Any, aval: Any, where: str) -> PlanError:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.layout import Layout
@@ -63,6 +64,7 @@ def gradient_spec_of(layout: Layout, value: int) -> Spec:
     return layout.spec(value) if spec is None else spec
 
 
+@shown
 @dataclass(frozen=True)
 class StateGather:
     """A gather of state outside of any operator.

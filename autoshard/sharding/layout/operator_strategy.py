@@ -62,6 +62,7 @@ class OperatorStrategy:
         return tuple(tuple(a for f in dim for a, g in self.factors.items() if g == f) for dim in dims)
 
 
+@shown
 @dataclass(frozen=True)
 class OperandSpecs:
     """The operands of an operator, or its results: their factors, unsharded bytes and specs."""

@@ -36,6 +36,7 @@ KINDS = ("dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp communi
 FLAGS = ("seq", "state")
 
 
+@shown
 @dataclass(frozen=True)
 class Request:
     """A requested strategy.

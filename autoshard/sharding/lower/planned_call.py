@@ -65,8 +65,8 @@ class PlannedCall:
 
     def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each argument as it was planned, by position or by keyword."""
-        names, count = self.traced.parameters, len(self.planned_args)
-        if kwargs.keys() == self.planned_kwargs.keys() or names is None:
+        names, count = self.traced.arguments, len(self.planned_args)
+        if kwargs.keys() == self.planned_kwargs.keys() or not names:
             return args, kwargs
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(args) > len(names) or len(named) < len(args) + len(kwargs) or any(n not in named for n in names[:count]):

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.oracle.cases import Case, error_summary, from_numpy, is_key, to_numpy
 from autoshard.sharding.oracle.probe_values import difference
 from autoshard.sharding.oracle.shard_runner import FAST_COMPILE, device_mesh
@@ -41,6 +42,7 @@ _SHARDING_PRIMITIVES = (
 )
 
 
+@shown
 @dataclass(frozen=True)
 class Strategy:
     """An assignment of factors of a rule to mesh axes, as specs of the operands and the results."""

@@ -21,7 +21,7 @@ from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
-_OPTIONAL = ("padding",)  # fields that a plan of this format may lack
+_OPTIONAL = ("padding", "arguments")  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {"memory_kind": "device", "host_memory_bytes": 0.0}  # fields of arrays and estimates, their defaults
 
 P = TypeVar("P", bound=ShardingPlan)

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from autoshard._shown import shown
 from autoshard.sharding.machines.chips import Options
+from autoshard.sharding.plan.mesh_words import mesh_words, requested_axes
 from autoshard.sharding.plan.search_record import SearchRecord
 from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 
@@ -68,6 +69,7 @@ class ShardingPlan:
         candidates: the plans that were compared: (strategy, step time in microseconds, peak bytes).
         history: the record of the search, for each variant.
         function: the name of the function.
+        arguments: the names of its positional parameters, by which reports call its arguments.
         axis_sizes: logical axis -> its size in elements.
         limit_bytes: memory limit of one device; 0 if unknown or unlimited.
         alone: estimated cost of the same step on one device that holds everything; None if unknown.
@@ -99,6 +101,7 @@ class ShardingPlan:
     candidates: tuple[tuple[str, float, float], ...] = ()
     history: tuple[SearchRecord, ...] = ()
     function: str = ""
+    arguments: tuple[str, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float = 0.0
     alone: Estimate | None = None
@@ -134,7 +137,7 @@ class ShardingPlan:
         )
 
     def __repr__(self) -> str:
-        mesh = " ".join(f"{a}:{n}" for a, n in zip(self.mesh.axis_names, self.mesh.axis_sizes, strict=True))
+        mesh = " ".join(mesh_words(requested_axes(self.mesh)))
         return (
             f"Plan({self.chosen!r} for {self.function or '?'} on {self.target!r}, mesh {mesh or 'one device'}, "
             f"{len(self.inputs)} inputs)"

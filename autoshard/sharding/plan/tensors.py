@@ -8,11 +8,17 @@ from jax.sharding import PartitionSpec
 
 from autoshard._shown import shown
 
+SIZE_ONE = "1"  # in place of a logical axis: a dimension of size 1
+KEY_WORDS = "-"  # in place of a logical axis: the words of a random key
+NO_AXIS = (SIZE_ONE, KEY_WORDS)
+
 
 @shown
 @dataclass(frozen=True)
 class Leaf:
     """One input or result of the planned function: path, shape, dtype, sharding, logical axes, role and memory.
+
+    A dimension of several logical axes has their names, joined by `*`. A dimension that is none has one of `NO_AXIS`.
 
     Attributes:
         memory_kind: `device`, or `pinned_host` for host memory.

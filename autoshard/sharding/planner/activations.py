@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.layout.layout import Layout
@@ -21,6 +22,7 @@ from autoshard.sharding.planner.constants import SHOWN_ACTIVATIONS
 from autoshard.spmdrules.core.placement import to_partition_spec
 
 
+@shown
 @dataclass(eq=False)
 class _ValueClass:
     """One equivalence class of values.

@@ -14,6 +14,10 @@ from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
 
 
+IDLE_DEVICES = r"auto_shard\(.*\): (nothing is|only \d+ of the \d+ devices|\d+ of the \d+ attached devices)"
+"""The start of the warnings, for programs that are known to be too small for all devices."""
+
+
 def idle_notes(problem: PlanningProblem, layout: Layout) -> list[str]:
     """What a plan reports about idle devices; empty if every device of the machine has work of its own."""
     return [note for note in (_repeated_note(problem, layout), _unused_note(problem)) if note]

@@ -17,7 +17,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
-from autoshard.sharding.plan.tensors import Leaf, Padding
+from autoshard.sharding.plan.tensors import KEY_WORDS, SIZE_ONE, Leaf, Padding
 from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import LARGE_CONSTANTS_BYTES
@@ -77,6 +77,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
         history=(search_record(others, problem.search_counts, hides),),
         function=problem.traced.name,
+        arguments=problem.traced.arguments,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
         alone=_estimate(
@@ -94,7 +95,11 @@ def leaf_of(problem: PlanningProblem, value: int, path: str, aval: Any, spec: Sp
 
 
 def _axis_names(problem: PlanningProblem, value: int) -> tuple[str, ...]:
-    return tuple("*".join(problem.axes.name(c) for c in dim) or "1" for dim in problem.axes.of_value[value])
+    axes = problem.axes
+    return tuple(
+        KEY_WORDS if axes.key_words & {*dim} else "*".join(map(axes.name, dim)) or SIZE_ONE
+        for dim in axes.of_value[value]
+    )
 
 
 def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:

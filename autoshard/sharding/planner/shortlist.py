@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.layout.plan_request import is_request
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import SAME_PROGRAM, SHORTLIST_POOL
@@ -15,6 +16,7 @@ from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant
 Ranked = tuple[Any, ...]  # step time in microseconds, peak bytes, and a candidate or its variant and strategy
 
 
+@shown
 @dataclass(frozen=True)
 class Shortlist:
     """How the best candidates are compared.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard._shown import shown
 from autoshard.sharding.cost.collectives import reassigned
-from autoshard.sharding.layout.fixed_shardings import FixedError, fixed_specs
+from autoshard.sharding.layout.fixed_shardings import WISH, FixedError, fixed_specs
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
@@ -135,7 +135,7 @@ def _priced_in_plan(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0
     old, problem = bound.layout, bound.problem
     layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage)
     try:
-        pins = fixed_specs(bound.traced, old.axes, layout, fixed, "wish")
+        pins = fixed_specs(bound.traced, old.axes, layout, fixed, WISH)
     except FixedError as error:
         return Alternative(fixed, refusal=first_few(error.problems, "; "))
     layout.fixed = {**old.fixed, **pins}

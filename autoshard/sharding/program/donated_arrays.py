@@ -14,9 +14,7 @@ from autoshard.sharding.program.path_patterns import first_few
 
 def has_donated(arguments: Any) -> bool:
     """Whether an array among the arguments was donated, or deleted."""
-    return any(
-        isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.is_deleted() for x in jax.tree.leaves(arguments)
-    )
+    return _compat.has_deleted(jax.tree.leaves(arguments))
 
 
 def donated_error(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> PlanError:

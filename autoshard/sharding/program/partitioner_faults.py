@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.families.indexing import is_window
 
@@ -20,6 +21,7 @@ Effect = Literal["wrong", "crash", "fail", "costly"]
 When = Callable[["ShardedOperator"], bool]
 
 
+@shown
 @dataclass(frozen=True)
 class ShardedOperator:
     """One application of an operator, with the factors of its rule that are sharded."""
@@ -38,6 +40,7 @@ class ShardedOperator:
         return any(f in self.rule.operands[operand][d] for d in dims for f in self.factors)
 
 
+@shown
 @dataclass(frozen=True)
 class Fault:
     """One fault of the partitioner.

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from autoshard.errors import PlanError
 from autoshard.sharding.program.constants import SHOWN, SUGGESTIONS, SUGGESTIONS_EACH
 
+Forms = str | Sequence[str]  # the forms of one path: `0/layers/wq`, or that and `state/layers/wq`
+
 
 class AmbiguousPathError(PlanError):
     """The end of a path fits several paths."""
@@ -38,12 +40,12 @@ class FoundPaths:
     is_glob: bool
 
 
-def find_paths(text: str, *groups: Sequence[str]) -> FoundPaths | None:
+def find_paths(text: str, *groups: Sequence[Forms]) -> FoundPaths | None:
     """Find the paths that a text names, by the rule above; None if there are none.
 
     Args:
         text: a path, a glob, or the end of a path.
-        *groups: lists of paths. Of lists that match in the same way, the first counts.
+        *groups: lists of paths, each with its forms. Of lists that match in the same way, the first counts.
 
     Raises:
         AmbiguousPathError: the text is the end of several paths of one list.
@@ -56,15 +58,24 @@ def find_paths(text: str, *groups: Sequence[str]) -> FoundPaths | None:
     )
     for matches, is_glob in ways:
         for group, paths in enumerate(groups):
-            found = tuple(i for i, path in enumerate(paths) if matches(path))
-            if len({paths[i] for i in found}) > 1 and not is_glob:
+            found = tuple(i for i, forms in enumerate(paths) if any(map(matches, _as_tuple(forms))))
+            if len({_as_tuple(paths[i]) for i in found}) > 1 and not is_glob:
+                listed = first_few(last_form(paths[i]) for i in found)
                 raise AmbiguousPathError(
-                    f"'{name}' is the end of {len(found)} paths: {first_few(paths[i] for i in found)}. Give a longer "
-                    "path, or a glob for all of them"
+                    f"'{name}' is the end of {len(found)} paths: {listed}. Give a longer path, or a glob for all"
                 )
             if found:
                 return FoundPaths(group, found, is_glob)
     return None
+
+
+def last_form(forms: Forms) -> str:
+    """The form of a path that reports show."""
+    return _as_tuple(forms)[-1]
+
+
+def _as_tuple(forms: Forms) -> tuple[str, ...]:
+    return (forms,) if isinstance(forms, str) else tuple(forms)
 
 
 def suggestions(path: str, paths: Iterable[str]) -> str:

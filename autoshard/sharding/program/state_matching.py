@@ -48,6 +48,7 @@ class StateMismatch:
         return not self.dropped and not self.added
 
 
+@shown
 @dataclass(frozen=True)
 class Matches:
     """The matches between arguments and results.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._tracebacks import call_users
+from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.host_memory import mixed_memory_error
 from autoshard.sharding.program.state_matching import StateMismatch, match
 from autoshard.sharding.program.static_leaves import has_hidden, hide_static, reveal_static
@@ -52,8 +52,8 @@ class Traced:
         state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
             updated value, such as gradients or a second moment.
         mismatches: arguments that the function returns with some leaves changed.
-        parameters: names of the function's positional parameters; None if it has no signature.
         user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
+        arguments: the names of the function's positional parameters.
         static_numbers: whether Python numbers are static leaves.
     """
 
@@ -72,14 +72,19 @@ class Traced:
     flags: tuple[Any, ...]
     state_like: list[tuple[int, int]]
     mismatches: list[StateMismatch]
-    parameters: list[str] | None
     user_names: Any
+    arguments: tuple[str, ...] = ()
     static_numbers: bool = False
 
     @cached_property
     def program(self) -> Program:
         """The program of numbered values, after dead code elimination."""
         return build(_compat.dce(self.closed))
+
+    @cached_property
+    def in_names(self) -> list[str]:
+        """The path of each input leaf with the name of its argument: `state/layers/wq`."""
+        return [named_path(path, self.arguments) for path in self.in_paths]
 
     @cached_property
     def static_results(self) -> bool:
@@ -143,16 +148,6 @@ def name_of(fn: Any) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def positional_names(fn: Callable[..., Any]) -> list[str] | None:
-    """The names of the positional parameters, or None if the function has no signature."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
-
-
 def trace(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -161,6 +156,7 @@ def trace(
     input_paths: list[str] | None = None,
     annotations: Sequence[Any] = (),
     static_numbers: bool = False,
+    arguments: Sequence[str] | None = None,
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
@@ -172,6 +168,7 @@ def trace(
         input_paths: paths of the input leaves, if their key paths are not meaningful.
         annotations: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
         static_numbers: whether Python numbers among the results are static.
+        arguments: names of the positional arguments; by default, those of the function's parameters.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -202,11 +199,11 @@ def trace(
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
     owners = [i for i, a in enumerate(shapes[0]) for _ in jax.tree.leaves(a)] + [-1 for _ in jax.tree.leaves(shapes[1])]
     in_avals = [v.aval for v in _compat.open_jaxpr(closed).invars]
-    arguments: dict[int, dict[tuple[str, ...], int]] = {}
+    leaves_of: dict[int, dict[tuple[str, ...], int]] = {}
     for i, (owner, (k, _)) in enumerate(zip(owners, flat, strict=True)):
         if owner >= 0:
-            arguments.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
-    found = match(arguments, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
+            leaves_of.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
+    found = match(leaves_of, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
     # `input_paths` is given for nnx objects. Calling them may add and drop leaves (sown values), which is no mismatch.
     mismatches = [d for d in found.mismatches if input_paths is None or d.same_paths]
     return Traced(
@@ -225,7 +222,7 @@ def trace(
         flags=trace_flags(),
         state_like=found.state_like,
         mismatches=mismatches,
-        parameters=positional_names(fn),
         user_names=names,
+        arguments=argument_names(fn) if arguments is None else tuple(arguments),
         static_numbers=static_numbers,
     )

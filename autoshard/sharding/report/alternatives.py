@@ -27,7 +27,8 @@ from autoshard.sharding.planner.what_if import (
     price_in_plan,
     price_replanned,
 )
-from autoshard.sharding.report.summary import mesh_sizes
+from autoshard.sharding.program.argument_names import named_path
+from autoshard.sharding.report.summary import mesh_sizes, path_text
 
 FIXED_SHOWN = 3
 
@@ -62,7 +63,7 @@ def wish_lines(plan: ShardingPlan, bound: BoundPlan | None, leaves: Sequence[Lea
                         "dimension, such as ('ffn', None)")  # fmt: skip
     check_fixable(leaves[0].path, leaves[0] in plan.inputs)
     text = spec_text(wish) if isinstance(wish, PartitionSpec) else str(tuple(wish))
-    name = leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
+    name = path_text(plan, leaves[0]) + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
     now = "; ".join(dict.fromkeys(spec_text(x.spec) for x in leaves[:3]))
     if isinstance(wish, PartitionSpec) and all(same_spec(wish, x.spec, len(x.shape)) for x in leaves):
         return [f"{name}: {text} is its sharding already; explain without a wish shows alternatives"]
@@ -187,6 +188,7 @@ def _with_or_without(plan: ShardingPlan, best: Alternative, choices: Sequence[Al
 def _how(plan: ShardingPlan, choice: Alternative, as_planned: bool) -> str:
     """The arguments of `plan` that give the choice."""
     shown = {path: spec_text(w) if isinstance(w, PartitionSpec) else str(tuple(w)) for path, w in choice.fixed.items()}
+    shown = {named_path(path, plan.arguments): text for path, text in shown.items()}
     fixed = ", ".join(f"'{path}': {text}" for path, text in list(shown.items())[:FIXED_SHOWN])
     rest = f", and {len(shown) - FIXED_SHOWN} more" if len(shown) > FIXED_SHOWN else ""
     plan_argument = ""

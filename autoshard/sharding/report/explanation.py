@@ -18,12 +18,15 @@ from autoshard.errors import PlanError
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.program.argument_names import path_forms
 from autoshard.sharding.program.path_patterns import (
     SHOWN,
     AmbiguousPathError,
+    Forms,
     FoundPaths,
     find_paths,
     first_few,
+    last_form,
     suggestions,
 )
 from autoshard.sharding.report.alternatives import alternative_lines, wish_lines
@@ -37,6 +40,7 @@ from autoshard.sharding.report.summary import (
     local_bytes,
     mesh_sizes,
     padding_text,
+    path_text,
     spec_of,
 )
 from autoshard.spmdrules.core.placement import axes_of, to_partition_spec
@@ -48,7 +52,8 @@ def explain(plan: ShardingPlan, bound: BoundPlan | None, path: str, wish: Any = 
     Args:
         plan: The plan.
         bound: The plan with its program. None for a plan from JSON, which has no traffic and no alternatives.
-        path: A path, `0/params/wq`, a glob, `*/mlp/*`, or the end of a path, `wq`, that fits one input.
+        path: A path, `0/params/wq` or `state/params/wq`, a glob, `*/mlp/*`, or the end of a path, `wq`, that fits one
+            input.
         wish: A sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`.
 
     Raises:
@@ -73,13 +78,23 @@ def _wrapped(line: str) -> str:
 
 def find_leaves(plan: ShardingPlan, path: str) -> list[Leaf]:
     """The inputs, or else the results, that a path, a glob or the end of a path names; see `path_patterns`."""
-    inputs, outputs = [leaf.path for leaf in plan.inputs], [leaf.path for leaf in plan.outputs]
+    inputs, outputs = ([_forms(plan, leaf) for leaf in leaves] for leaves in (plan.inputs, plan.outputs))
     found = checked_path(path, inputs, outputs)
     return [(plan.inputs, plan.outputs)[found.group][i] for i in found.indices]
 
 
-def checked_path(path: str, inputs: Sequence[str], outputs: Sequence[str]) -> FoundPaths:
+def _forms(plan: ShardingPlan, leaf: Leaf) -> tuple[str, ...]:
+    """The forms of a leaf's path: as in the plan, and as reports show it."""
+    return path_forms(leaf.path, plan.arguments if leaf.role else ())
+
+
+def checked_path(path: str, inputs: Sequence[Forms], outputs: Sequence[Forms]) -> FoundPaths:
     """Find the inputs (group 0) or results (group 1) that `explain` is to explain.
+
+    Args:
+        path: The path.
+        inputs: The forms of the path of each input.
+        outputs: The forms of the path of each result.
 
     Raises:
         PlanError: `path` names none, or is the end of several.
@@ -91,7 +106,7 @@ def checked_path(path: str, inputs: Sequence[str], outputs: Sequence[str]) -> Fo
     except AmbiguousPathError as error:
         raise AmbiguousPathError(f"explain: {error}") from None
     if found is None:
-        paths = [*inputs, *outputs]
+        paths = [last_form(forms) for forms in (*inputs, *outputs)]
         hint = suggestions(path.strip("/"), paths) if paths else "The plan has none"
         raise PlanError(f"explain: no input or result is called '{path.strip('/')}'. {hint}")
     return found
@@ -105,9 +120,9 @@ def group_reasons(plan: ShardingPlan, group: Group, names: AxisNames) -> list[st
 
 def _explain_group(plan: ShardingPlan, bound: BoundPlan | None, group: Group, names: AxisNames) -> list[str]:
     leaf, sizes = group.first, mesh_sizes(plan)
-    lines = [leaf.path]
+    lines = [path_text(plan, leaf)]
     if len(group.leaves) > 1:
-        others = first_few(x.path for x in group.leaves[1:])
+        others = first_few(path_text(plan, x) for x in group.leaves[1:])
         lines.append(f"{INDENT}the same for {len(group.leaves) - 1} more: {others}")
     lines.append(f"{INDENT}{leaf.role or 'result'}, {leaf.dtype}{list(leaf.shape)}, {bytes_text(leaf_bytes(leaf))}; "
                  f"{bytes_text(local_bytes(leaf, sizes))} per device")  # fmt: skip

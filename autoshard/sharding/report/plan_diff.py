@@ -8,7 +8,10 @@ from typing import Any
 from autoshard._columns import INDENT, columns
 from autoshard._units import bytes_text, ratio_text, spec_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.summary import AxisNames, label, mesh_text
+from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.program.argument_names import named_path
+from autoshard.sharding.report.summary import AxisNames, mesh_text
+from autoshard.sharding.report.tensor_labels import labels
 
 PATHS_SHOWN = 4
 
@@ -30,10 +33,13 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
         compare(f"rule of {axis}", ", ".join(map(names.short, first)), ", ".join(map(other_names.short, second)))
     for role in dict.fromkeys([*plan.storage, *other.storage]):
         compare(f"storage of {role}", ", ".join(plan.storage.get(role, ())), ", ".join(other.storage.get(role, ())))
-    lines = [*(columns(rows) if rows else []), *_leaf_differences("input", plan.inputs, other.inputs)]
+    lines = [
+        *(columns(rows) if rows else []),
+        *_leaf_differences("input", plan.inputs, other.inputs, (plan.arguments, other.arguments)),
+    ]
     input_paths = {leaf.path for leaf in (*plan.inputs, *other.inputs)}  # returned state is sharded like its input
     results = [[leaf for leaf in some.outputs if leaf.path not in input_paths] for some in (plan, other)]
-    lines += _leaf_differences("result", *results)
+    lines += _leaf_differences("result", results[0], results[1], ((), ()))
     rows.clear()
     for what, a, b, text in _figures(plan, other):
         compare(what, text(a), text(b), ratio_text(b, a))
@@ -45,8 +51,13 @@ def diff(plan: ShardingPlan, other: ShardingPlan) -> str:
     )
 
 
-def _leaf_differences(noun: str, first: Sequence[Any], second: Sequence[Any]) -> list[str]:
-    """The leaves whose shape, dtype, memory or spec differs, grouped by the change."""
+def _leaf_differences(
+    noun: str, first: Sequence[Leaf], second: Sequence[Leaf], arguments: tuple[Sequence[str], Sequence[str]]
+) -> list[str]:
+    """The leaves whose shape, dtype, memory or spec differs, grouped by the change.
+
+    `arguments` are the names of the parameters of both plans.
+    """
     before, after = {x.path: x for x in first}, {x.path: x for x in second}
     lines = []
     changes: dict[tuple[str, str], list[str]] = {}
@@ -60,16 +71,21 @@ def _leaf_differences(noun: str, first: Sequence[Any], second: Sequence[Any]) ->
             continue
         changes.setdefault(change, []).append(path)
     order = {x.path: n for n, x in enumerate(first)}
-    for (a, b), paths in sorted(changes.items(), key=lambda item: min(order[p] for p in item[1])):
-        ordered = sorted(paths, key=order.__getitem__)
-        lines.append(f"{noun} {label(ordered)}{f' x{len(paths)}' if len(paths) > 1 else ''}: {a} -> {b}")
-    for which, unshared in (
-        ("only in the first", before.keys() - after.keys()),
-        ("only in the second", after.keys() - before.keys()),
+    ranked = [
+        (change, sorted(paths, key=order.__getitem__))
+        for change, paths in sorted(changes.items(), key=lambda item: min(order[p] for p in item[1]))
+    ]
+    named = labels([[named_path(path, arguments[0]) for path in paths] for _, paths in ranked])
+    for text, ((a, b), paths) in zip(named, ranked, strict=True):
+        lines.append(f"{noun} {text}{f' x{len(paths)}' if len(paths) > 1 else ''}: {a} -> {b}")
+    for which, names, unshared in (
+        ("only in the first", arguments[0], before.keys() - after.keys()),
+        ("only in the second", arguments[1], after.keys() - before.keys()),
     ):
         if unshared:
             rest = f" and {len(unshared) - PATHS_SHOWN} more" if len(unshared) > PATHS_SHOWN else ""
-            lines.append(f"{noun}s {which}: {', '.join(sorted(unshared)[:PATHS_SHOWN])}{rest}")
+            shown = ", ".join(named_path(path, names) for path in sorted(unshared)[:PATHS_SHOWN])
+            lines.append(f"{noun}s {which}: {shown}{rest}")
     return lines
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoshard._columns import INDENT, WIDTH, columns, shorten, shorten_middle, wrap
+from autoshard._columns import INDENT, WIDTH, columns, shorten, wrap
 from autoshard._units import (
     bytes_text,
     line_text,
@@ -18,7 +18,6 @@ from autoshard._units import (
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
 from autoshard.sharding.report.summary import (
-    LABEL_WIDTH,
     AxisNames,
     Group,
     axis_traffic,
@@ -36,6 +35,7 @@ from autoshard.sharding.report.summary import (
     unknown_text,
     verdict,
 )
+from autoshard.sharding.report.tensor_labels import shortened
 
 GROUPS_SHOWN = 12
 COLLECTIVES_SHOWN = 8
@@ -94,7 +94,7 @@ def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
     for line in columns(rows, right=(1, 2)):
         start = line[: len(line) - len(line.rsplit("  ", 1)[-1])]
         lines += wrap(start, line[len(start) :].split(", ")) if len(line) > WIDTH else [line]
-    if whole := [*map(names.sized, names.unsharded)]:
+    if whole := names.all_sized(names.unsharded):
         if len(whole) > AXES_SHOWN:
             whole[AXES_SHOWN - 1 :] = [f"{len(whole) - AXES_SHOWN + 1} more"]
         lines += wrap("not sharded in compute: ", whole)
@@ -123,15 +123,16 @@ def _state(plan: ShardingPlan, names: AxisNames) -> list[str]:
 
 def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
     shown = some if len(some) <= GROUPS_SHOWN else some[: GROUPS_SHOWN - 1]
+    short = shortened([g.label for g in shown])
     rows = [
         (
-            INDENT + shorten_middle(g.label, LABEL_WIDTH),
+            INDENT + text,
             f"x{len(g.leaves)}" if len(g.leaves) > 1 else "",
             bytes_text(g.whole_bytes),
             f"-> {bytes_text(g.local_bytes)}",
             f"{names.list(g.first.axes)} -> {spec_text(g.first.spec)}",
         )
-        for g in shown
+        for g, text in zip(shown, short, strict=True)
     ]
     lines: list[str] = []
     for line, row in zip(columns(rows, right=(2,)), rows, strict=True):

@@ -6,21 +6,26 @@ This module reads only the plan's own data, so a plan without a function (from J
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax import numpy as jnp
 
 from autoshard._columns import shorten_middle
+from autoshard._shown import shown
 from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_text
+from autoshard.sharding.plan.mesh_words import requested_axes
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.plan.tensors import NO_AXIS, Leaf
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.report.constants import KEY_BYTES
+from autoshard.sharding.report.tensor_labels import labels
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 from autoshard.spmdrules.reference.coverage import ON_HOST, runs_on_host
 
-LABEL_WIDTH = 24
+HEAD_DIM = "head_dim"  # as in `axis_names`
 NAME_WIDTH = 40
 RIVALS_SHOWN = 3
 ROLES = ("parameter", "optimizer", "data", "other")
@@ -37,12 +42,18 @@ def devices(plan: ShardingPlan) -> int:
 
 
 def mesh_text(plan: ShardingPlan) -> str:
-    """The mesh in words: `fsdp 4 x tp 2 = 8 devices`."""
+    """The mesh in words, as it was requested: `fsdp 4 x tp 4 = 16 devices (tp is split: tp 2 x tp_1 2)`."""
     count = devices(plan)
     if count == 1:
         return "one device"
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh_sizes(plan).items())
-    return f"{axes} = {count} devices"
+    axes = requested_axes(plan.mesh)
+    whole = " x ".join(f"{axis} {math.prod(parts.values())}" for axis, parts in axes.items())
+    split = [f"{axis} is split: {_product(parts)}" for axis, parts in axes.items() if len(parts) > 1]
+    return f"{whole} = {count} devices" + (f" ({'; '.join(split)})" if split else "")
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items())
 
 
 def title(plan: ShardingPlan) -> str:
@@ -90,11 +101,12 @@ class AxisNames:
         named = (part for leaf in (*plan.inputs, *plan.outputs) for dim in leaf.axes for part in dim.split("*"))
         ruled = [name for names in plan.axis_rules.values() for name in names]
         self.sizes = dict(plan.axis_sizes)
-        self.all = tuple(name for name in dict.fromkeys([*ruled, *named, *self.sizes]) if name != "1")
+        self.all = tuple(name for name in dict.fromkeys([*ruled, *named, *self.sizes]) if name not in NO_AXIS)
         self.unsharded = tuple(name for name in self.all if name not in ruled)
         self._short: dict[str, str] = {}
         for name in self.all:
-            parts, count = name.split("/"), 1
+            parts = name.split("/")
+            count = 2 if parts[-1].partition(":")[0].isdecimal() and len(parts) > 1 else 1
             while count < len(parts) and any(
                 other != name and other.split("/")[-count:] == parts[-count:] for other in self.all
             ):
@@ -103,6 +115,13 @@ class AxisNames:
         cut_names = {name: shorten_middle(text, NAME_WIDTH) for name, text in self._short.items()}
         if len(set(cut_names.values())) == len(set(self._short.values())):  # names stay distinct
             self._short = cut_names
+        self._short |= self._head_dims(ruled)
+
+    def _head_dims(self, ruled: Sequence[str]) -> dict[str, str]:
+        """One name for the head sizes of queries, keys and values, if they are equal and no mesh axis shards them."""
+        found = [name for name in self.all if re.fullmatch(rf"{HEAD_DIM}(_\d+)?", name)]
+        same = len({self.sizes.get(name) for name in found}) == 1
+        return {} if {*found} & {*ruled} or not same else dict.fromkeys(found, HEAD_DIM)
 
     def short(self, name: str) -> str:
         """The short name of an axis, or of a dimension made of several: `heads*groups`, `b/kernel:2.0*2.1`."""
@@ -118,27 +137,28 @@ class AxisNames:
         """An axis with its size: `heads 16`."""
         return f"{self.short(name)} {self.sizes[name]}" if name in self.sizes else self.short(name)
 
+    def all_sized(self, names: Iterable[str]) -> list[str]:
+        """Several axes with their sizes, each text once."""
+        return [*dict.fromkeys(map(self.sized, names))]
+
     def list(self, names: Iterable[str]) -> str:
         """Several axes: `[batch, seq]`."""
         return f"[{', '.join(map(self.short, names))}]"
 
 
+@shown
 @dataclass(frozen=True)
 class Group:
     """Leaves with the same axes, spec, role, shape and dtype."""
 
     leaves: tuple[Leaf, ...]
     sizes: dict[str, int]
+    label: str  # a short name for all: `attention/{wk,wq}`
 
     @property
     def first(self) -> Leaf:
         """The first leaf. What the leaves share can be read from it."""
         return self.leaves[0]
-
-    @property
-    def label(self) -> str:
-        """A short name for all: `attention/{wk,wq}`."""
-        return label([leaf.path for leaf in self.leaves])
 
     @property
     def whole_bytes(self) -> float:
@@ -151,13 +171,23 @@ class Group:
         return local_bytes(self.first, self.sizes) * len(self.leaves)
 
 
+def path_text(plan: ShardingPlan, leaf: Leaf) -> str:
+    """The path of an input, with the name of its argument, or that of a result: `state/layers/wq`."""
+    return named_path(leaf.path, plan.arguments) if leaf.role else leaf.path
+
+
 def groups(plan: ShardingPlan, leaves: Iterable[Leaf]) -> list[Group]:
-    """Groups the leaves, the largest group first."""
+    """Groups the leaves, the largest group first. Groups of one role have labels that differ."""
     leaves_of: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
         key = (leaf.role, leaf.axes, spec_text(leaf.spec), leaf.shape, leaf.dtype)
         leaves_of.setdefault(key, []).append(leaf)
-    made = [Group(tuple(some), mesh_sizes(plan)) for some in leaves_of.values()]
+    label_of: dict[Any, str] = {}
+    for role in dict.fromkeys(key[0] for key in leaves_of):
+        of_role = {key: some for key, some in leaves_of.items() if key[0] == role}
+        paths = [[path_text(plan, leaf) for leaf in some] for some in of_role.values()]
+        label_of |= zip(of_role, labels(paths), strict=True)
+    made = [Group(tuple(some), mesh_sizes(plan), label_of[key]) for key, some in leaves_of.items()]
     return sorted(made, key=lambda g: -g.whole_bytes)  # stable: groups of equal size keep the order of the inputs
 
 
@@ -173,25 +203,7 @@ def totals(some: Sequence[Group]) -> tuple[int, float, float]:
     return sum(len(g.leaves) for g in some), sum(g.whole_bytes for g in some), sum(g.local_bytes for g in some)
 
 
-def label(paths: Sequence[str]) -> str:
-    """A short name for several paths: their last two components, without numbers of layers."""
-    short = list(dict.fromkeys("/".join(_components(path)[-2:]) for path in paths))
-    if len(short) == 1:
-        return short[0] or "(the argument)"
-    heads, tails = zip(*((s.rpartition("/")[0], s.rpartition("/")[2]) for s in short), strict=True)
-    together = ""
-    if len(set(heads)) == 1:
-        together = f"{heads[0]}/{{{','.join(tails)}}}".lstrip("/")
-    elif len(set(tails)) == 1 and all(heads):
-        together = f"{{{','.join(heads)}}}/{tails[0]}"
-    return together if 0 < len(together) <= LABEL_WIDTH else f"{short[0]} +{len(short) - 1}"
-
-
-def _components(path: str) -> list[str]:
-    parts = path.split("/")
-    return [p for p in parts if not p.isdigit()] or parts
-
-
+@shown
 @dataclass(frozen=True)
 class Verdict:
     """Why the plan was chosen: a sentence, and the next best plans as (strategy, ratio of step times, peak bytes)."""

@@ -26,6 +26,7 @@ from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
+from autoshard.sharding.program.argument_names import argument_names
 from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
@@ -132,6 +133,7 @@ class PureFunction:
         self.static_numbers, self.has_static = static_numbers, static_numbers  # has_static: a call had static leaves
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
         self.static_changes = StaticChanges(fn)
+        self.arguments: tuple[str, ...] | None = None  # names of the arguments, if `fn` does not have them
         self.entries: dict[Any, PlannedSignature] = {}
         self.by_placement: dict[Any, PlannedSignature] = {}
         self.last: PlannedSignature | None = None  # called last
@@ -291,7 +293,7 @@ class PureFunction:
         attempts: list[Attempt] = []
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, self.donate, names, written, self.static_numbers)
+            traced = trace(fn, args, kwargs, self.donate, names, written, self.static_numbers, self.arguments)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     bound = plan_traced(
@@ -345,6 +347,7 @@ class GraphFunction:
     def __init__(self, fn: Callable[..., Any], make: Callable[[Callable[..., Any]], PureFunction]):
         self.fn = fn
         self.wrapped, self.pure = _compat.nnx_jit(fn, make)
+        self.pure.arguments = argument_names(fn)
 
     @property
     def planned(self) -> PlannedSignature | None:

@@ -14,7 +14,8 @@ from autoshard import _compat
 from autoshard._tracebacks import hide_own_frames, hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
-from autoshard.sharding.program.tracing import OUTER_PLAN, name_of, positional_names
+from autoshard.sharding.program.argument_names import argument_names, without_parameters
+from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.runtime.batch_sharding import shard_batch
 from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
 from autoshard.sharding.runtime.sharded_init import create_sharded
@@ -39,8 +40,8 @@ class PlannedFunction:
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
-        self.names = positional_names(fn)
-        count, limit = len(self.names or ()), None if _takes_any_number(fn) else len(self.names or ())
+        self.names = argument_names(fn)
+        count, limit = len(self.names), None if _takes_any_number(fn) else len(self.names)
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
         donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
         self.donate = _without_static_positions(donated, self.static)
@@ -85,7 +86,7 @@ class PlannedFunction:
     def _without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict]:
         """Return the function with its static arguments bound, and the other arguments."""
         by_position = {n: args[n] for n in self.static if n < len(args)}
-        by_name = {self.names[n]: kwargs[self.names[n]] for n in self.static if n < len(self.names or ())
+        by_name = {self.names[n]: kwargs[self.names[n]] for n in self.static if n < len(self.names)
                    and self.names[n] in kwargs} if self.names else {}  # fmt: skip
         rest = tuple(a for i, a in enumerate(args) if i not in by_position)
         keywords = {k: v for k, v in kwargs.items() if k not in by_name}
@@ -107,10 +108,7 @@ class PlannedFunction:
                 return fn(*merged, **by_name, **kwargs)
 
             functools.update_wrapper(call, fn)
-            static = {*by_name, *(self.names[n] for n in by_position if n < len(self.names))} if self.names else set()
-            if static:
-                named = inspect.signature(fn).parameters.values()
-                call.__signature__ = inspect.Signature([p for p in named if p.name not in static])
+            call.__signature__ = without_parameters(fn, self.static)  # pyright: ignore[reportFunctionMemberAccess]
             function = self.functions[key] = GraphFunction(call, self._make) if graph else self._make(call)
         return function, rest, keywords
 

@@ -90,9 +90,14 @@ def _arguments(traced: Traced) -> dict[str, dict[str, int]]:
     return arguments
 
 
-def _differences(traced: Traced, planned: dict[str, int], made: Leaves) -> list[str]:
-    avals = {path: traced.in_avals[i] for path, i in planned.items()}
-    return differences(avals, {path_of(keys): shape for keys, shape in made})
+def _differences(traced: Traced, planned: dict[str, int], made: Leaves, name: str = "") -> list[str]:
+    """How results differ from a planned argument. `name` is that of the argument, for messages."""
+
+    def full(path: str) -> str:
+        return f"{name}/{path}".strip("/")
+
+    avals = {full(path): traced.in_avals[i] for path, i in planned.items()}
+    return differences(avals, {full(path_of(keys)): shape for keys, shape in made})
 
 
 def _mismatch_text(traced: Traced, made: Leaves, create: Callable[..., Any]) -> str:
@@ -101,5 +106,6 @@ def _mismatch_text(traced: Traced, made: Leaves, create: Callable[..., Any]) -> 
     text = f"the state that {creator} makes is none of the planned arguments"
     if arguments := _arguments(traced):
         nearest, planned = min(arguments.items(), key=lambda one: len(_differences(traced, one[1], made)))
-        text += f". The most similar is '{nearest}', but {first_few(_differences(traced, planned, made), '; ')}"
+        different = _differences(traced, planned, made, nearest)
+        text += f". The most similar is '{nearest}', but {first_few(different, '; ')}"
     return f"{text}. Return an argument, or a tuple of several, with the same structure, shapes and dtypes"

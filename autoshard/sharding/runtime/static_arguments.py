@@ -9,9 +9,11 @@ from typing import Any
 import jax
 from flax import nnx
 
+from autoshard._shown import shown
 from autoshard.sharding.program.static_leaves import frozen
 
 
+@shown
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arguments:
     """The arguments of a call, with the static ones split off.

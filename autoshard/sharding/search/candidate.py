@@ -58,6 +58,7 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Ca
     return Candidate(name, layout, step, peak, kinds, cost.target.assign(layout.mesh))
 
 
+@shown
 @dataclass(eq=False)
 class SearchCounts:
     """Counts of one search.

@@ -9,7 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autoshard._shown import shown
 
+
+@shown
 @dataclass(frozen=True)
 class Operator:
     """A named operator. Its rule is derived from its primitives.

@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, cost
 from autoshard.spmdrules.core.rule import Dims, Rule
@@ -30,6 +31,7 @@ _MAX_COMBINATIONS = 256
 _TIE = 1e-9  # relative; smaller differences between prices are rounding errors
 
 
+@shown
 @dataclass(frozen=True)
 class Operand:
     """An operand before the operator is resolved.
@@ -47,6 +49,7 @@ class Operand:
     same_as: int
 
 
+@shown
 @dataclass(frozen=True)
 class Resolution:
     """The placements that an operator needs its operands in, and those that it leaves its results in."""
@@ -55,6 +58,7 @@ class Resolution:
     results: tuple[Placement, ...]
 
 
+@shown
 @dataclass(frozen=True)
 class ShardFactor:
     """A mesh axis shards a factor."""
@@ -62,6 +66,7 @@ class ShardFactor:
     factor: str
 
 
+@shown
 @dataclass(frozen=True)
 class PassPartial:
     """Some operands are partial over a mesh axis, and so are the results."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.ir.program import Op, Program
 
 _SIZE_ONE = 0  # the node of every dimension of size 1; it joins nothing
 
 
+@shown
 @dataclass(frozen=True)
 class DimensionClasses:
     """The nodes of a program.

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from autoshard import _compat
+from autoshard._shown import shown
 
 # An array that varies along at most one dimension; every other dimension has size 1.
 Line = np.ndarray
@@ -40,6 +41,7 @@ _DROPPED = ("collapsed_slice_dims", "inserted_window_dims")
 _BATCHES = ("start_indices_batching_dims", "scatter_indices_batching_dims")
 
 
+@shown
 @dataclass(eq=False)
 class ConstantIndices:
     """The integer values of a program that do not depend on its inputs, by value number.

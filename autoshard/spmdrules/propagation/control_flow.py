@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.spmdrules.core.placement import Placement, meet, partial_placement, replicated_placement
 from autoshard.spmdrules.ir.program import Block, Op
 from autoshard.spmdrules.propagation.constants import MAX_CARRY_ROUNDS
@@ -14,6 +15,7 @@ from autoshard.spmdrules.propagation.walk_state import WalkState
 Forward = Callable[[Block], None]  # finds the placements of a block's values
 
 
+@shown
 @dataclass(frozen=True)
 class Carry:
     """One carry of a loop.
@@ -33,6 +35,7 @@ class Carry:
     result: int
 
 
+@shown
 @dataclass(frozen=True)
 class Loop:
     """The parts of a scan or while loop.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.spmdrules.core.placement import Placement, Spec, from_partition_spec, is_spec_entry
 from autoshard.spmdrules.core.rule import POSITIONS, REDUCTIONS
@@ -22,6 +23,7 @@ class PropagationError(AutoshardError):
     """The specs, partials or mesh are invalid; the message lists every error."""
 
 
+@shown
 @dataclass
 class InputErrors:
     """The errors of one call, collected so that they can be reported together.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.placement import Spec, extend
 from autoshard.spmdrules.ir.program import Block, Op, Program
 
 
+@shown
 @dataclass(eq=False)
 class OpenShardings:
     """The specs inferred so far for open values. Inference only adds mesh axes, so it terminates.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.conflict_resolution import Operand, Resolution, resolve
 from autoshard.spmdrules.core.placement import Placement, Spec
 from autoshard.spmdrules.families.manual_sharding import mapped_specs
@@ -17,6 +18,7 @@ from autoshard.spmdrules.ir.program import Op
 CONSTRAINTS = ("sharding_constraint", "reshard")
 
 
+@shown
 @dataclass(eq=False, slots=True)
 class OperatorMemo:
     """What a walk remembers about one operator.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.conflict_resolution import Resolution
 from autoshard.spmdrules.core.placement import (
     Placement,
@@ -33,6 +34,7 @@ from autoshard.spmdrules.propagation.resolution_cache import OperatorMemo, Resol
 from autoshard.spmdrules.propagation.walk_state import WalkState
 
 
+@shown
 class Walk(WalkState):
     """The walks over one program."""
 

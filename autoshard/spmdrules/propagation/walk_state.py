@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.spmdrules.core.placement import (
     Placement,
     Spec,
@@ -23,6 +24,7 @@ from autoshard.spmdrules.propagation.open_shardings import OpenShardings, find_o
 from autoshard.spmdrules.propagation.resolution_cache import literal_zero
 
 
+@shown
 @dataclass(eq=False)
 class WalkState:
     """The state of a walk over one program.

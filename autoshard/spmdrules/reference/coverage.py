@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.spmdrules.core.registry import has_rule
 from autoshard.spmdrules.ir.program import CALLS, CONTROL
 
@@ -84,6 +85,7 @@ EXEMPT: Mapping[str, str] = {
 }  # fmt: skip
 
 
+@shown
 @dataclass(frozen=True)
 class Status:
     """The status of one primitive.

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.spmdrules.catalogue.entry import Operator
 from autoshard.spmdrules.core.placement import Placement, Spec
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
@@ -88,6 +89,7 @@ def _differentiable_results(op: Operator, args: Sequence[Any]) -> list[Any]:
     return [x for x in results if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
 
 
+@shown
 @dataclass(eq=False)
 class _RecordingWalk(Walk):
     """A walk that also records the operation that each reshard reduces by."""

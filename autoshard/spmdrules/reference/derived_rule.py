@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.rule import Dims, Factor, Reduction, Rule
 
 DerivedKind = Literal["pass", "offset", "reduce", "index", "inside", "halo", "whole"]
 KINDS: tuple[DerivedKind, ...] = get_args(DerivedKind)  # best first
 
 
+@shown
 @dataclass(frozen=True)
 class DerivedFactor:
     """What sharding one factor of a function means.
@@ -49,6 +51,7 @@ class DerivedFactor:
         return next((n for n in range(2, self.size + 1) if self.size % n == 0), 1)
 
 
+@shown
 @dataclass(frozen=True)
 class Derived:
     """A derived rule.

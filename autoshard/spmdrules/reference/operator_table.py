@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.spmdrules.catalogue import Operator, catalogue
 from autoshard.spmdrules.reference.derive import derive, derive_gradient
 from autoshard.spmdrules.reference.derived_rule import Derived
@@ -14,6 +15,7 @@ from autoshard.spmdrules.reference.derived_rule import Derived
 UNCHECKED: dict[str, str] = {}
 
 
+@shown
 @dataclass(frozen=True)
 class OperatorRow:
     """One named operator, or the gradient of one.

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.spmdrules.core.registry import RuleFn, registered
 
 
+@shown
 @dataclass(frozen=True)
 class TableRow:
     """One primitive in the table of rules.

@@ -30,9 +30,10 @@ from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, Description
 from autoshard.ckpt.exchange.export import INFERENCE_FILE, INFERENCE_FORMAT, MODEL_PARTS, TOKENIZER_FILE
 from autoshard.ckpt.state.target_shardings import with_shardings
-from autoshard.errors import ConfigError
+from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
 from autoshard.models.sample import sample_tokens
+from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
 from autoshard.train.config.run_directory import checkpoints_in
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import Codec, load_codec
@@ -231,7 +232,9 @@ class TextGenerator:
             jnp.float32(1.0 if greedy else temperature),
         )
         step = autoshard.auto_shard(continued)
-        plan = step.plan(params, *rest)
+        with warnings.catch_warnings():  # one prompt may give too little work for all devices
+            warnings.filterwarnings("ignore", IDLE_DEVICES, AutoshardWarning)
+            plan = step.plan(params, *rest)
         placed = with_shardings(params, shardings(plan)[0])
         found = np.asarray(jax.device_get(step(self._parameters(placed), *rest)))[0]
         return self.codec.decode(found), plan

@@ -252,12 +252,28 @@ def test_an_exact_path_takes_precedence_over_patterns():
     assert spec_of_each_input(plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed=same))["0/w"] == P("data")
 
 
+def test_the_name_of_an_axis_means_all_axes_of_that_name():
+    def step(params, x):
+        def loss(params):
+            h = jnp.tanh(jnp.tanh(x @ params["w"]) @ params["v"])
+            return jnp.mean((jnp.tanh(jnp.tanh(h @ params["w2"]) @ params["v2"]) - x) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {"w": jnp.ones((64, 128)), "v": jnp.ones((128, 64)), "w2": jnp.ones((64, 256)), "v2": jnp.ones((256, 64))}
+    axes = plan(step, params, batch(), target="cpu:8", plan="tp:8").logical_axes
+    assert axes["0/w"] == ("embed", "ffn_2")
+    planned = plan(step, params, batch(), target="cpu:8", plan="tp:8", fixed={"0/w": (None, "ffn")})
+    assert spec_of_each_input(planned)["0/w"] == P(None, "tp")
+
+
 def test_a_note_names_fixed_specs_that_shard_one_logical_axis_differently():
     fixed = {"0/w": P(None, "model"), "0/v": P("data")}  # both shard ffn, over different mesh axes
     planned = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed=fixed)
     assert spec_of_each_input(planned)["0/w"] == P(None, "model") and spec_of_each_input(planned)["0/v"] == P("data")
     note = next(note for note in planned.notes if "resharded" in note)
-    assert "fixed '0/v' shards ffn over data, but fixed '0/w' shards it over model" in note and "in every step" in note
+    assert "fixed 'params/v' shards ffn over data, but fixed 'params/w' shards it over model" in note
+    assert "in every step" in note
     assert_close(sgd_step(mlp_state(), batch())[0], planned.jit()(mlp_state(), batch())[0])
     same = plan(sgd_step, mlp_state(), batch(), mesh=MESH, fixed={"0/w": P(None, "model"), "0/v": P("model")})
     assert not [note for note in same.notes if "resharded" in note]

@@ -19,6 +19,7 @@ from tests.sharding.example_step import shapes, train_step
 from tests.sharding.programs import adamw_step, mlp_state
 
 WQ = "0/params/attention/wq"
+SHOWN_WQ = "state/params/attention/wq"
 MOMENT = "0/moments/attention/wq"
 
 
@@ -91,7 +92,7 @@ def test_a_wish_costs_what_its_plan_costs():
     plan = planned("fsdp:8")
     text = flat(plan.explain(WQ, P()))
     # The parameter is gathered after its update instead of before its use.
-    assert text.startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time under this plan (fsdp:8): step ")
+    assert text.startswith(f"{SHOWN_WQ}: P() instead of P('fsdp'): a tie in time under this plan (fsdp:8): step ")
     weight_only, both = (with_fixed("fsdp:8", dict.fromkeys(paths, P())).estimate for paths in ([WQ], [WQ, MOMENT]))
     assert weight_only.step_time_us < both.step_time_us  # so the moment keeps its sharding
     change = change_text(weight_only.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
@@ -101,7 +102,7 @@ def test_a_wish_costs_what_its_plan_costs():
     )
     change = change_text(both.step_time_us, plan.estimate.step_time_us, time_text, 1e-3)
     assert f"alone; with its moment sharded the same way: step {change}" in text
-    assert f"to get it: plan='fsdp:8', fixed={{'{WQ}': P()}}" in text
+    assert f"to get it: plan='fsdp:8', fixed={{'{SHOWN_WQ}': P()}}" in text
 
 
 @pytest.mark.slow
@@ -125,7 +126,7 @@ def test_a_wish_can_be_faster():
     """A bad fixed sharding is undone. The result is the same strategy without it."""
     plan = with_fixed("fsdp:8", {WQ: P(), MOMENT: P()})
     text = flat(plan.explain(WQ, P("fsdp")))
-    assert re.match(rf"{WQ}: P\('fsdp'\) instead of P\(\): faster", text)
+    assert re.match(rf"{SHOWN_WQ}: P\('fsdp'\) instead of P\(\): faster", text)
     assert f"step {time_text(planned('fsdp:8').estimate.step_time_us)}, -" in text
     assert "with its moment sharded the same way" in text
 
@@ -142,18 +143,18 @@ def test_a_wish_can_be_faster():
 )
 def test_an_infeasible_wish_gives_the_reason(wish, reason):
     text = flat(planned().explain(WQ, wish))
-    assert re.match(rf"{WQ}: .* instead of P\('fsdp', 'tp'\): infeasible", text)
+    assert re.match(rf"{SHOWN_WQ}: .* instead of P\('fsdp', 'tp'\): infeasible", text)
     assert re.search(f"infeasible: .*{reason}", text) and text.count("has 4 entries") <= 1
 
 
 def test_a_wish_by_logical_axes_shows_its_partition_spec():
     text = flat(planned("fsdp:8").explain(WQ, (None, "heads")))
-    assert text.startswith(f"{WQ}: (None, 'heads'), under this plan P(), instead of P('fsdp'): ")
+    assert text.startswith(f"{SHOWN_WQ}: (None, 'heads'), under this plan P(), instead of P('fsdp'): ")
 
 
 def test_a_wish_for_several_tensors():
     text = flat(planned().explain("*/attention/w[qk]", P()))
-    assert text.startswith("0/moments/attention/wk and 3 more: P() instead of P('fsdp', 'tp'): ")
+    assert text.startswith("state/moments/attention/wk and 3 more: P() instead of P('fsdp', 'tp'): ")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_a_plan_read_from_json_prices_wishes_alike():
     reread = Plan.from_json(plan.to_json()).bind(train_step, *shapes(), donate_argnums=0)
     ours, theirs = (price_in_plan(bound_or_error(p.bound), [leaf(p, WQ)], P())[1] for p in (plan, reread))
     assert (ours.step_time_us, ours.peak_bytes) == pytest.approx((theirs.step_time_us, theirs.peak_bytes))
-    assert flat(reread.explain(WQ, P())).startswith(f"{WQ}: P() instead of P('fsdp'): a tie in time")
+    assert flat(reread.explain(WQ, P())).startswith(f"{SHOWN_WQ}: P() instead of P('fsdp'): a tie in time")
 
 
 def test_the_moments_of_a_parameter():

@@ -59,10 +59,12 @@ def test_explain_names_fixed_shardings():
 
 def test_explain_accepts_ends_of_paths_and_globs():
     plan = planned()
-    assert plan.explain("params/attention/wq").startswith("0/params/attention/wq\n")
-    with pytest.raises(PlanError, match="explain: 'wq' is the end of 2 paths: 0/moments/.*wq, 0/params/.*wq. Give a"):
+    assert plan.explain("params/attention/wq").startswith("state/params/attention/wq\n")
+    with pytest.raises(PlanError, match="'wq' is the end of 2 paths: state/moments/.*wq, state/params/.*wq. Give"):
         plan.explain("wq")
-    assert plan.explain("/moments/attention/wq").startswith("0/moments/attention/wq\n")
+    assert plan.explain("/moments/attention/wq").startswith("state/moments/attention/wq\n")
+    assert plan.explain("0/params/attention/wq") == plan.explain("state/params/attention/wq")
+    assert plan.explain("state/*/attention/wq") == plan.explain("0/*/attention/wq")
     text = plan.explain("*/mlp/*")
     assert all(f"{tree}/mlp/{name}" in text for tree in ("params", "moments") for name in ("up", "down"))
     assert plan.explain("*/attention/w[kq]").count("the same for 1 more: ") == 2  # parameters, moments
@@ -73,8 +75,8 @@ def test_explain_accepts_ends_of_paths_and_globs():
     ("path", "message"),
     [
         ("attention/wz", r"no input or result is called 'attention/wz'. Similar paths: .*attention/w"),
-        ("mlp/upp", "Similar paths: 0/params/mlp/up|Similar paths: 0/moments/mlp/up"),
-        ("*nothing*", r"no input or result.*There are 0/count"),
+        ("mlp/upp", "Similar paths: state/params/mlp/up|Similar paths: state/moments/mlp/up"),
+        ("*nothing*", r"no input or result.*There are state/count"),
         ("", "no input or result is called ''"),
     ],
 )

@@ -25,7 +25,7 @@ def test_diff_lists_changes_with_ratios():
     assert "mesh dp 8 = 8 devices -> fsdp 2 x tp 4 = 8 devices" in flat
     assert "rule of dp batch -> -" in flat and "rule of fsdp - -> batch" in flat
     assert "storage of parameter - -> fsdp" in flat
-    assert "input {x,y} x2: P('dp') -> P('fsdp', 'tp')" in flat
+    assert "input batch/{x,y} x2: P('dp') -> P('fsdp', 'tp')" in flat
     assert "input attention/wk +3 x8: P() -> P('fsdp', 'tp')" in flat  # wq, wk, wv, mlp/up and their moments
     ratio = ratio_text(b.estimate.peak_memory_bytes, a.estimate.peak_memory_bytes)
     assert re.search(rf"peak memory .* -> .* {re.escape(ratio)}$", flat, re.M)
@@ -36,7 +36,7 @@ def test_one_difference_is_one_line():
     plan = planned()
     changed = [x if x.path != "1/x" else Leaf(x.path, x.shape, x.dtype, P("tp"), x.axes, x.role) for x in plan.inputs]
     lines = plan.diff(plan.where(inputs=tuple(changed))).splitlines()[1:]
-    assert lines == ["  input x: P('fsdp', 'tp') -> P('tp')"]
+    assert lines == ["  input batch/x: P('fsdp', 'tp') -> P('tp')"]
     lines = plan.diff(plan.where(target="v5e:2x4")).splitlines()[1:]
     assert [line.split() for line in lines] == [["target", "cpu:8", "->", "v5e:2x4"]]
 
@@ -48,4 +48,4 @@ def test_diff_of_different_programs():
         lambda a, b: a @ b, np.ones((8, 8), "f4"), np.ones((8, 8), "f4"), target="cpu:8", plan="dp:8"
     )
     text = planned().diff(other)
-    assert "inputs only in the first: 0/count" in text and "inputs only in the second: 0, 1" in text
+    assert "inputs only in the first: state/count" in text and "inputs only in the second: a, b" in text

@@ -7,9 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard._columns import shorten_middle
 from autoshard._units import bytes_text, ratio_text, time_text
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.report.summary import mesh_text
+from autoshard.sharding.report.tensor_labels import LABEL_WIDTH
 from tests.sharding.example_step import shapes, train_step
 from tests.sharding.report.plans import REQUESTS, half_built, planned
 
@@ -54,8 +56,8 @@ def test_table_groups_inputs_with_sizes_and_specs():
 
 
 def test_the_table_keeps_the_ends_of_long_paths():
-    leaf = Leaf("0/TransformerEncoderLayer_0/kernel", (2, 2), "float32", P(), ("a", "b"), "parameter")
-    assert "  Transforme...er_0/kernel    16 B" in str(half_built(inputs=(leaf,)))
+    leaf = Leaf(f"0/{'Long' * 5}TransformerEncoderLayer_0/kernel", (2, 2), "float32", P(), ("a", "b"), "parameter")
+    assert f"  {shorten_middle(leaf.path[2:], LABEL_WIDTH)}    16 B" in str(half_built(inputs=(leaf,)))
 
 
 def test_table_compares_the_estimates_with_one_device():
@@ -97,4 +99,4 @@ def test_unrolled_layers_share_one_line():
     layer = {"up": jax.ShapeDtypeStruct((16, 64), "float32"), "down": jax.ShapeDtypeStruct((64, 16), "float32")}
     x = jax.ShapeDtypeStruct((32, 16), "float32")
     text = str(autoshard.plan(step, [layer] * 9, x, plan="fsdp:8", target="cpu:8"))
-    assert re.search(r"^  up +x9 +36\.0 KiB", text, re.M), text
+    assert re.search(r"^  layers/up +x9 +36\.0 KiB", text, re.M), text

@@ -1,29 +1,12 @@
-"""What the reports of a plan share: labels, names of axes, groups, the reason for the choice."""
+"""What the reports of a plan share: names of axes, groups, the reason for the choice."""
 
-import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from autoshard.sharding.plan.sharding_plan import Estimate
+from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
-from autoshard.sharding.report.summary import AxisNames, groups, label, verdict
+from autoshard.sharding.report.summary import AxisNames, groups, mesh_text, verdict
 from tests.sharding.report.plans import half_built, planned
-
-
-@pytest.mark.parametrize(
-    ("paths", "text"),
-    [
-        (["0/params/attention/wq"], "attention/wq"),
-        (["0/attention/wq", "0/attention/wk"], "attention/{wq,wk}"),
-        (["0/layers/0/wq", "0/layers/1/wq"], "layers/wq"),
-        (["mu/embed", "nu/embed"], "{mu,nu}/embed"),
-        (["a/b", "c/d", "e/f"], "a/b +2"),
-        ([f"block/a_long_name_{i}" for i in range(9)], "block/a_long_name_0 +8"),
-        (["0"], "0"),
-        ([""], "(the argument)"),
-    ],
-)
-def test_label_of_several_paths(paths, text):
-    assert label(paths) == text
 
 
 def test_short_axis_names_are_distinct():
@@ -47,6 +30,24 @@ def test_long_axis_names_are_shortened_in_the_middle_and_stay_distinct():
     long = tuple(f"{'very_' * 8}long_{c}_{'very_' * 8}long/kernel:0" for c in "ab")  # equal if shortened
     names = AxisNames(half_built(inputs=(Leaf("x", (2, 2), "float32", P(), long),)))
     assert names.list(long) == f"[{long[0]}, {long[1]}]"
+
+
+def test_equal_head_sizes_have_one_name_if_none_is_sharded():
+    leaf = Leaf("x", (4, 8, 8), "float32", P(), ("heads", "head_dim", "head_dim_1"))
+    plan = half_built(inputs=(leaf,), axis_sizes={"heads": 4, "head_dim": 8, "head_dim_1": 8})
+    names = AxisNames(plan)
+    assert names.list(leaf.axes) == "[heads, head_dim, head_dim]"
+    assert names.all_sized(names.unsharded) == ["heads 4", "head_dim 8"]
+    others = (plan.where(axis_sizes={"head_dim": 8, "head_dim_1": 4}), plan.where(axis_rules={"tp": ("head_dim_1",)}))
+    assert [AxisNames(other).short("head_dim_1") for other in others] == ["head_dim_1"] * 2
+
+
+def test_a_split_mesh_axis_is_shown_as_it_was_requested():
+    plan = half_built(mesh=AbstractMesh((2, 2, 2), ("dp", "tp", "tp_1")))
+    assert mesh_text(plan) == "dp 2 x tp 4 = 8 devices (tp is split: tp 2 x tp_1 2)"
+    assert "mesh dp:2 tp:4," in ShardingPlan.__repr__(plan)
+    alone = half_built(mesh=AbstractMesh((2, 4), ("x_1", "y")))
+    assert mesh_text(alone) == "x_1 2 x y 4 = 8 devices"
 
 
 def test_every_input_is_in_one_group():

@@ -38,12 +38,12 @@ def test_several_state_arguments_are_created_together_or_one_by_one():
 
 
 OTHER = {
-    "missing": (lambda: {k: v for k, v in mlp_state().items() if k != "b"}, r"'b' float32\[128\] is missing"),
-    "new": (lambda: mlp_state() | {"c": jnp.ones(3)}, r"'c' float32\[3\] is new"),
-    "shape": (lambda: mlp_state() | {"b": jnp.ones(3)}, r"'b' is float32\[3\], planned float32\[128\]"),
+    "missing": (lambda: {k: v for k, v in mlp_state().items() if k != "b"}, r"'0/b' float32\[128\] is missing"),
+    "new": (lambda: mlp_state() | {"c": jnp.ones(3)}, r"'0/c' float32\[3\] is new"),
+    "shape": (lambda: mlp_state() | {"b": jnp.ones(3)}, r"'0/b' is float32\[3\], planned float32\[128\]"),
     "dtype": (
         lambda: mlp_state() | {"b": jnp.ones(128, "bfloat16")},
-        r"'b' is bfloat16\[128\], planned float32\[128\]",
+        r"'0/b' is bfloat16\[128\], planned float32\[128\]",
     ),
 }
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from autoshard._shown import shown
 from autoshard._units import bytes_text, time_text
 from autoshard.sharding.report.constants import FAR_FROM_CHOSEN
 
@@ -17,6 +18,7 @@ PAD = 0.05  # margin at each edge, as a fraction of the chart
 TICKS = 5  # largest number of ticks on an axis
 
 
+@shown
 @dataclass(frozen=True)
 class Point:
     """A plan in the chart.
@@ -34,6 +36,7 @@ class Point:
     title: str
 
 
+@shown
 @dataclass(frozen=True)
 class Scale:
     """A logarithmic scale between two logarithms."""

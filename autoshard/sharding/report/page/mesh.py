@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from autoshard._shown import shown
 from autoshard._units import bytes_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.parts import AxisLabels, folded
@@ -19,6 +20,7 @@ MARGIN = 9  # around a plane, in pixels
 AXES_SHOWN = 32  # unsharded logical axes that are shown at first
 
 
+@shown
 @dataclass(frozen=True)
 class Grid:
     """The machine's devices as planes. The last dimension runs from left to right, the one before it down.

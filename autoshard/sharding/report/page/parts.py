@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.plan.tensors import NO_AXIS, Leaf
 from autoshard.sharding.report.summary import AxisNames, compute_axes, mesh_sizes, spec_of
 
 HUES = (212, 28, 142, 335, 268, 182, 52, 0, 92, 300, 238, 160)  # the most distinct hues first
@@ -19,7 +19,8 @@ class AxisLabels:
 
     def __init__(self, plan: ShardingPlan):
         self.plan, self.names, self.sizes = plan, AxisNames(plan), mesh_sizes(plan)
-        rest = [part for leaf in plan.activations for dim in leaf.axes for part in dim.split("*") if part != "1"]
+        parts = [part for leaf in plan.activations for dim in leaf.axes for part in dim.split("*")]
+        rest = [part for part in parts if part not in NO_AXIS]
         all_names = dict.fromkeys([*self.names.all, *rest])
         ordered = sorted(all_names, key=lambda name: "/" in name)  # axes not named after a path get the best colours
         self.number = {name: i for i, name in enumerate(ordered)}
@@ -65,8 +66,8 @@ class AxisLabels:
             kind = "axis on" if len(over) > len(stored) else "axis part" if over else "axis"
             labels = [self.label(name, kind, size if len(names) == 1 else None) for name in names]
             inner = "".join(labels) + (f'<span class="n">{size}</span>' if len(names) > 1 else "")
-            if names == ["1"] and not over:
-                inner = f'<span class="n">{size}</span>'  # a dimension of size 1 without a logical axis
+            if names[0] in NO_AXIS and not over:
+                inner = f'<span class="n">{size}</span>'
             parts.append(f'<span class="dim">{inner}{self.tags(over, stored)}</span>')
         return f'<span class="tensor">{"".join(parts) or "scalar"}</span>'
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from autoshard._shown import shown
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -20,6 +21,7 @@ SHOWN = 12  # rows that are shown at first; the others are folded
 LISTED = 400  # rows in the page, which bounds its size
 
 
+@shown
 @dataclass(frozen=True)
 class Row:
     """A priced plan, the index of its variant, whether it fits, and whether it was chosen."""

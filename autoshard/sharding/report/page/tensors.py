@@ -10,7 +10,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Activation
 from autoshard.sharding.report.explanation import group_reasons
 from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, search_box, share, table
-from autoshard.sharding.report.summary import Group, groups, groups_by_role, local_bytes, totals
+from autoshard.sharding.report.summary import Group, groups, groups_by_role, local_bytes, path_text, totals
 
 ACTIVATIONS_SHOWN = 10
 OPEN_ROWS = 60  # a longer table starts closed
@@ -47,7 +47,7 @@ def _table_of(
 
 def _row(plan: ShardingPlan, group: Group, paint: AxisLabels, most: float) -> list[str]:
     leaf = group.first
-    paths = "".join(f"<li>{escape(x.path)}</li>" for x in group.leaves)
+    paths = "".join(f"<li>{escape(path_text(plan, x))}</li>" for x in group.leaves)
     reasons = "".join(f"<li>{escape(line)}</li>" for line in group_reasons(plan, group, paint.names))
     inner = f'<ul class="why">{reasons}</ul>' if reasons else ""
     spec = f'<p class="spec">{escape(leaf.dtype)} <code>{escape(spec_text(leaf.spec))}</code></p>'

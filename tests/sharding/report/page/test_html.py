@@ -11,7 +11,7 @@ from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.page.script import DIGEST
 from autoshard.sharding.report.page.style import STYLE
-from autoshard.sharding.report.summary import AxisNames, groups, mesh_sizes
+from autoshard.sharding.report.summary import AxisNames, groups, mesh_sizes, path_text
 from tests.sharding.report.html_reader import read
 from tests.sharding.report.plans import REQUESTS, half_built, planned
 
@@ -22,9 +22,8 @@ def test_page_lists_every_input_and_axis(tmp_path, words):
     plan.to_html(tmp_path / "plan.html")
     document = read((tmp_path / "plan.html").read_text(encoding="utf-8"))
     text = set(document.text)
-    assert {x.path for x in (*plan.inputs, *plan.outputs, *plan.activations)} <= set(
-        re.split(r"[\n,]", "\n".join(text))
-    )
+    paths = {path_text(plan, x) for x in (*plan.inputs, *plan.outputs)} | {x.path for x in plan.activations}
+    assert paths <= set(re.split(r"[\n,]", "\n".join(text)))
     assert {g.label for g in groups(plan, plan.inputs)} <= text
     names = AxisNames(plan)
     assert {names.short(name) for name in names.all} <= text

@@ -1,0 +1,46 @@
+"""Names of arguments: paths that begin with the name of the function's parameter instead of its number.
+
+Paths in plans begin with the position of the argument, `0/layers/wq`. Reports show the name of the parameter instead,
+`state/layers/wq`. Both forms are accepted where a path is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a function's positional parameters, without `*args`; empty if it has no signature."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in kinds)
+
+
+def without_parameters(fn: Callable[..., Any], numbers: Sequence[int]) -> inspect.Signature | None:
+    """The signature of a function without some positional parameters; None if it has no signature."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+    return signature.replace(parameters=[p for i, p in enumerate(signature.parameters.values()) if i not in numbers])
+
+
+def named_path(path: str, names: Sequence[str]) -> str:
+    """A path with the name of the parameter in place of its number.
+
+    >>> named_path("0/layers/wq", ("state", "batch"))
+    'state/layers/wq'
+    """
+    head, separator, rest = path.partition("/")
+    return f"{names[int(head)]}{separator}{rest}" if head.isdecimal() and int(head) < len(names) else path
+
+
+def path_forms(path: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The forms of a path that users can give: as in the plan, and with the name of the parameter."""
+    named = named_path(path, names)
+    return (path,) if named == path else (path, named)

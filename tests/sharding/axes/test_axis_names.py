@@ -1,0 +1,89 @@
+"""Names of logical axes: those of graphs, of the elements of a head, and of dimensions that are no axes."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard.models.workloads import workload
+from autoshard.sharding.axes.analysis import Analysis, analyse
+from autoshard.sharding.program.tracing import Traced, trace
+from autoshard.train.program.build import workload_step
+from tests.corpus import graph_network
+
+
+@cache
+def analysed(name: str) -> tuple[Traced, Analysis]:
+    if name == "graph_network":
+        step, state, data = graph_network.make()
+        traced = trace(step, (*state, data), {})
+    else:
+        step, state, data = workload_step(workload(name))
+        traced = trace(step, (state, data), {})
+    return traced, analyse(traced)
+
+
+def axes_of(name: str, end: str) -> list[list[str]]:
+    """The names of the axes of each dimension of the first input whose path has this end."""
+    traced, analysis = analysed(name)
+    value = next(v for v, path in zip(traced.program.inputs, traced.in_names, strict=True) if path.endswith(end))
+    return [[analysis.axes.name(c) for c in dim] for dim in analysis.axes.of_value[value]]
+
+
+def test_a_graph_has_edges_nodes_and_graphs():
+    assert axes_of("graph_network", "graph/edges") == [["edges"], ["features"]]
+    assert axes_of("graph_network", "graph/nodes")[0] == ["nodes"]
+    assert axes_of("graph_network", "graph/target") == [["graphs"]]
+    traced, analysis = analysed("graph_network")
+    assert not {"batch", "vocab"} & {*analysis.axes.names.values()}
+    roles = {path: analysis.roles.inputs[v] for v, path in zip(traced.program.inputs, traced.in_names, strict=True)}
+    assert [roles[f"graph/{name}"] for name in ("nodes", "edges", "target", "senders")] == ["data"] * 4
+
+
+def test_a_table_that_is_indexed_is_no_graph():
+    """A frozen table is not scattered into; a trained one is state."""
+
+    def step(params, frozen, tokens):
+        def loss(params):
+            x = frozen[tokens] + params["table"][tokens]
+            return jnp.mean((x @ params["w"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {"table": jnp.ones((32, 8)), "w": jnp.ones((8, 16))}
+    traced = trace(step, (params, jnp.ones((32, 8)), jnp.zeros((64, 4), jnp.int32)), {})
+    names = {*analyse(traced).axes.names.values()}
+    assert {"batch", "vocab"} <= names and not {"edges", "nodes", "graphs"} & names
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "llama-tiny"])
+def test_head_size_is_called_head_dim(model):
+    """Llama rotates queries and keys, so that their weights do not have the axis of the contraction."""
+    for weight in ("wq", "wk", "wv"):
+        (last,) = axes_of(model, f"attention/{weight}")[-1]
+        assert last.startswith("head_dim")
+    assert axes_of(model, "attention/wo")[-2][-1].startswith("head_dim")
+
+
+def test_only_axes_of_the_size_of_a_head_are_called_head_dim():
+    (count,) = axes_of("moe-tiny", "attention/wv")[-1]
+    assert count.startswith("head_dim")
+    _, analysis = analysed("moe-tiny")
+    sizes = {analysis.axes.sizes[c] for c, name in analysis.axes.names.items() if name.startswith("head_dim")}
+    assert len(sizes) == 1
+
+
+def test_the_words_of_a_key_are_no_logical_axis():
+    traced, analysis = analysed("gpt-tiny")
+    value = next(v for v, path in zip(traced.program.inputs, traced.in_names, strict=True) if path == "state/key")
+    (dim,) = analysis.axes.of_value[value]
+    assert {*dim} <= analysis.axes.key_words and not {*dim} & analysis.axes.names.keys()
+
+    def step(params, x, key):
+        noise = jax.random.normal(jax.random.wrap_key_data(key), x.shape)
+        return jax.tree.map(lambda p: p + jnp.mean((x + noise) @ p), params)
+
+    key = jax.ShapeDtypeStruct((2,), "uint32")
+    wrapped = analyse(trace(step, ({"w": jnp.ones((4, 2))}, jnp.ones((8, 4)), key), {}))
+    assert not [name for name in wrapped.axes.names.values() if name.startswith("key")]
