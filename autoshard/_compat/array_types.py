@@ -11,7 +11,6 @@ from jax import lax
 from jax._src import config, core, dtypes
 from jax._src.array import ArrayImpl
 
-
 # JAX 0.10 ends the process if a program on several devices gets an array that was donated; 0.12 raises an error.
 CRASHES_ON_DONATED = jax.__version_info__ < (0, 12)
 
@@ -33,7 +32,8 @@ def is_floating(dtype: Any) -> bool:
 
 def has_deleted(values: Iterable[Any]) -> bool:
     """Returns whether one of these values is an array that was donated or deleted. Fast: with `CRASHES_ON_DONATED` it
-    runs at every call."""
+    runs at every call.
+    """
     for x in values:  # the exact type, because `isinstance(x, jax.Array)` takes ten times as long
         if type(x) is ArrayImpl and x.is_deleted():
             return True

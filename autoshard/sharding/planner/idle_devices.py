@@ -13,7 +13,6 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.spmdrules.core.placement import axes_of, from_partition_spec
 
-
 IDLE_DEVICES = r"auto_shard\(.*\): (nothing is|only \d+ of the \d+ devices|\d+ of the \d+ attached devices)"
 """The start of the warnings, for programs that are known to be too small for all devices."""
 
