@@ -31,8 +31,9 @@ def is_floating(dtype: Any) -> bool:
 
 
 def has_deleted(values: Iterable[Any]) -> bool:
-    """Returns whether one of these values is an array that was donated or deleted. Fast: with `CRASHES_ON_DONATED` it
-    runs at every call.
+    """Returns whether one of these values is an array that was donated or deleted.
+
+    It is fast, because with `CRASHES_ON_DONATED` it runs at every call.
     """
     for x in values:  # the exact type, because `isinstance(x, jax.Array)` takes ten times as long
         if type(x) is ArrayImpl and x.is_deleted():
