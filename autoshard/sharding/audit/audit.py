@@ -18,7 +18,7 @@ from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Missing, Unplanned
 from autoshard.sharding.hlo.rematerializations import Rematerialization
 
-_FAILURES = {
+FAILURES = {
     "oom": "the program does not fit the device",
     "error": "the compiler rejected the program",
     "crash": "the compiler crashed",
@@ -67,6 +67,7 @@ class Audit:
         seconds: compile time.
         cached: whether the compiled program comes from the cache.
         dropped: options that were left out because this compiler does not know them.
+        strategy: the plan's strategy, with its variant in parentheses.
     """
 
     kind: str
@@ -101,11 +102,18 @@ class Audit:
     seconds: float = 0.0
     cached: bool = False
     dropped: tuple[str, ...] = ()
+    strategy: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether the program compiles and fits the device."""
         return self.kind == "ok"
+
+    @property
+    def temporaries_overlap(self) -> bool:
+        """Whether the peak is less than arguments, temporaries and results together: their memory is partly reused."""
+        kinds = [self.memory.get(kind, 0) for kind in ("argument", "output", "temp")]
+        return bool(self.memory.get("peak")) and self.memory["peak"] < sum(kinds) - self.memory.get("alias", 0)
 
     @property
     def unplanned_bytes(self) -> float:
@@ -151,7 +159,7 @@ def _failure(audit: Audit) -> list[str]:
     if audit.ok:
         return []
     message = audit.message.strip().splitlines()[:SHOWN_ENTRIES]
-    lines = [_FAILURES.get(audit.kind, audit.kind) + ":", *(INDENT + shorten(line, WIDTH) for line in message)]
+    lines = [FAILURES.get(audit.kind, audit.kind) + ":", *(INDENT + shorten(line, WIDTH) for line in message)]
     return [*lines, "the plan is unchanged; the figures below are its estimates"]
 
 
@@ -177,6 +185,8 @@ def _figures(audit: Audit) -> list[str]:
         )
     if memory := {k: v for k, v in audit.memory.items() if v and k != "code"}:
         lines.append("memory: " + ", ".join(f"{k} {bytes_text(v)}" for k, v in memory.items()))
+    if audit.temporaries_overlap:
+        lines.append("temp is an upper bound: not all temporaries are alive at the peak")
     return lines
 
 

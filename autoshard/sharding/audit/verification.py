@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoshard._typed import convert, finite
+from autoshard._units import variant_text
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit.aot_compile import Compiled, compile_job, missing_compiler, partitioner_remarks
 from autoshard.sharding.audit.audit import Audit, AuditError
@@ -122,6 +123,7 @@ def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
         seconds=compiled.seconds,
         cached=compiled.cached,
         dropped=tuple(compiled.dropped),
+        strategy=f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen,
     )
     if compiled.kind != "ok":
         return predicted

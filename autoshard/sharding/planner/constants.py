@@ -30,7 +30,7 @@ LISTED_MEMORY_SHARE = 1e-3
 
 # --- Other shardings of an input (`what_if`)
 
-# Relative difference in step time or memory up to which two plans tie in `explain`.
+# Relative difference in step time or memory up to which two plans tie, in `explain` and on a plan's page.
 ALTERNATIVE_TIE = 1e-3
 
 # Number of alternatives that are priced for each input. This takes about a second.

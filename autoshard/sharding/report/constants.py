@@ -1,9 +1,4 @@
-"""Thresholds of the reports: what counts as a tie, and what is left out."""
-
-# Relative difference of step times up to which the page calls two plans equally fast, and does not name a difference
-# as the reason why a plan was not chosen. Source: chosen, not measured. `planner.constants.ALTERNATIVE_TIE` is the
-# wider threshold of `plan.explain`, where both sides are estimates of one plan with a small change.
-EQUALLY_FAST = 1e-4
+"""Thresholds of the reports: what is left out, and what is assumed. `planner.constants` says what counts as a tie."""
 
 # The chart leaves out plans that take more than this many times the step time of the chosen plan, or the memory limit.
 # Source: chosen, because plans further out would compress all the others into one corner.

@@ -162,6 +162,19 @@ def test_text_of_a_failed_audit():
     assert "unplanned" not in text
 
 
+def test_a_peak_below_the_parts_is_explained():
+    parts = {"argument": 3 * 2**30, "output": 3 * 2**30, "alias": 3 * 2**30, "temp": 12 * 2**30}
+    explanation = "temp is an upper bound: not all temporaries are alive at the peak"
+    assert explanation in str(Audit("ok", memory=parts | {"peak": 11 * 2**30}))
+    assert explanation not in str(Audit("ok", memory=parts | {"peak": 15 * 2**30}))
+    assert explanation not in str(Audit("ok", memory=parts))
+
+
+def test_an_audit_names_its_plan():
+    assert planned("dp:8").verify().strategy == "dp:8"
+    assert planned("dp:8").where(variant={"remat": "dots"}).verify().strategy == "dp:8 (remat=dots)"
+
+
 def test_program_text_that_cannot_be_parsed(tmp_path):
     path = tmp_path / "program.hlo.gz"
     path.write_bytes(gzip.compress(b"something else"))

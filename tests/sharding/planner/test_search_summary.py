@@ -12,7 +12,7 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import Estimate
-from autoshard.sharding.report.page.search import search_section, why_not_chosen
+from autoshard.sharding.report.page.search import plan_counts, search_section, why_not_chosen
 from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
 from tests.sharding.example_step import shapes, train_step
 
@@ -25,6 +25,27 @@ def step(state, batch, *, twice=False):
 @cache
 def planned(**options) -> Plan:
     return autoshard.plan(train_step, *shapes(), target="v5e:2x4", donate_argnums=0, **options)
+
+
+def test_the_counts_of_a_search_add_up():
+    plan = planned(memory_limit_bytes=720 * 2**10)
+    tried = plan.history[0].tried
+    n = plan_counts(plan)
+    assert n.proposed == n.alike + n.idle + n.known and n.priced == n.known + n.changed == len(tried)
+    assert 0 < n.fitting == sum(t.peak_bytes <= 720 * 2**10 for t in tried) < n.priced and n.variants == 1
+    story = search_section(plan).split("</p>")[0]
+    assert f"{n.priced} plans were priced: {n.known} of {n.proposed} proposed" in story
+    assert f"{n.fitting} of the {n.priced} fit 720 KiB, {n.priced - n.fitting} do not" in story
+
+
+def test_rows_that_tie_say_so():
+    plan = planned()
+    (record,) = plan.history
+    twin = replace(record.tried[0], strategy="twin", step_time_us=plan.estimate.step_time_us * 0.9995)
+    section = search_section(replace(plan, history=(replace(record, tried=(*record.tried, twin)),)))
+    row = next(row for row in section.split("<tr") if "<b>twin</b>" in row)
+    assert ">tie<" in row and "a tie, within 0.1 %" in row and "1.000x" not in row
+    assert f"{plan.chosen} is the fastest of those that fit" in section  # up to a tie
 
 
 def test_every_proposed_plan_is_counted():
@@ -141,7 +162,9 @@ LOSERS = [
     (PricedPlan("a", 110.0, 9.0, 60.0, "all-gather", 40.0), "10.0 us more exposed communication (mostly all-gather)"),
     (PricedPlan("a", 130.0, 9.0, 65.0, "all-gather", 40.0),
      "25.0 us more exposed communication (mostly all-gather) and 5.00 us more compute"),
-    (PricedPlan("a", 100.0001, 9.0, 60.0), "equally fast, within 0.01 %"),
+    (PricedPlan("a", 100.05, 5.0, 60.0, "all-gather", 40.0), "a tie, within 0.1 %"),
+    (PricedPlan("a", 99.95, 9.0, 60.0, changed=True), "a tie in time, within 0.1 %"),
+    (PricedPlan("a", 100.12, 9.0, 60.06), "0.06 us more compute and 0.06 us more exposed communication"),
     (PricedPlan("a", 90.0, 9.0, 60.0), "faster by the estimate"),
     (PricedPlan("a", 90.0, 9.0, 60.0, changed=True),
      "faster, but does more work than the known plan, or gains too little over it"),

@@ -10,37 +10,27 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from autoshard._units import (
-    bytes_text,
-    line_text,
-    percent_text,
-    ratio_text,
-    time_text,
-    variant_text,
-)
+from autoshard._units import line_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.report.page.compiled import compiled_section
 from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
+from autoshard.sharding.report.page.headline import headline
 from autoshard.sharding.report.page.mesh import legend, mesh_section
 from autoshard.sharding.report.page.parts import AxisLabels, folded, section
 from autoshard.sharding.report.page.script import DIGEST, SCRIPT
 from autoshard.sharding.report.page.search import search_section
 from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.page.tensors import tensors_section
-from autoshard.sharding.report.summary import (
-    devices,
-    exposed_us,
-    mesh_text,
-    padding_texts,
-    title,
-    unknown_text,
-    verdict,
-)
+from autoshard.sharding.report.summary import padding_texts, title, unknown_text
 
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}'; base-uri 'none'; form-action 'none'"
 
 
 def to_html(plan: ShardingPlan, path: Any) -> None:
     """Write the plan as one self-contained HTML page.
+
+    After `verify=k`, the page shows the figures of the compiled program beside the estimate. An audit from
+    `Plan.verify` is shown by `plan.where(audits=(plan.verify(),)).to_html(path)`.
 
     Args:
         plan: The plan.
@@ -57,8 +47,11 @@ def page(plan: ShardingPlan) -> str:
          "The devices of the machine, once for each mesh axis: one group along the axis is blue."),
         ("axes", "Logical axes", legend(paint) if paint.number else "",
          "Each tensor dimension is one of these. Click one to show the tensors that have it."),
-        ("time", "Step time", time_section(plan), "Estimated. Exposed time is not hidden by compute."),
-        ("memory", "Memory per device", memory_section(plan), "Estimated, at the peak of a step."),
+        ("compiled", "Compiled program", compiled_section(plan),
+         "What the target's compiler made of the plan, beside the estimate. The program was compiled, not run."),
+        ("time", "Step time", time_section(plan),
+         "Estimated by the cost model. Exposed communication is not hidden by compute."),
+        ("memory", "Memory per device", memory_section(plan), "Estimated by the cost model, at the peak of a step."),
         ("search", "Search", search_section(plan), ""),
         ("collectives", "Collectives per step", collectives_section(plan, paint),
          "Bytes that each device sends, and the source line that causes it."),
@@ -74,44 +67,9 @@ def page(plan: ShardingPlan) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>Plan: {escape(title(plan))}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}"/>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<style>{STYLE}{paint.style}</style>'
-        f'</head>\n<body><main>{_head(plan)}<nav aria-label="Sections">{links}</nav>\n{body}\n</main>'
+        f'</head>\n<body><main>{headline(plan)}<nav aria-label="Sections">{links}</nav>\n{body}\n</main>'
         f"<script>{SCRIPT}</script></body></html>\n"
     )
-
-
-def _head(plan: ShardingPlan) -> str:
-    reason = verdict(plan)
-    rivals = "".join(
-        f"<li>{escape(name)} <small>{escape(ratio)} the step time</small></li>" for name, ratio, _ in reason.rivals
-    )
-    next_best = f'<p class="next">Next best:</p><ul class="next">{rivals}</ul>' if rivals else ""
-    variant = f'<p class="variant">Variant: {escape(variant_text(plan.variant))}</p>' if plan.variant else ""
-    return (
-        f'<header><h1>{escape(title(plan))}</h1><p class="mesh">{escape(mesh_text(plan))}</p>'
-        f"<p>Plan: {escape(reason.sentence)}.</p>{variant}{next_best}</header>"
-        f'<div class="cards">{"".join(_card(*each) for each in _cards(plan))}</div>'
-    )
-
-
-def _cards(plan: ShardingPlan) -> list[tuple[str, str, str]]:
-    estimate = plan.estimate
-    cards = [("step time", time_text(estimate.step_time_us), f"{time_text(exposed_us(plan))} exposed communication")]
-    if plan.alone:
-        speedup = ratio_text(plan.alone.step_time_us, estimate.step_time_us)
-        cards.append(("speedup", speedup, f"on {devices(plan)} devices, over one"))
-    limit = f"{percent_text(estimate.peak_memory_bytes, plan.limit_bytes)} of {bytes_text(plan.limit_bytes)}"
-    peak = bytes_text(estimate.peak_memory_bytes)
-    cards.append(("memory per device", peak, limit if plan.limit_bytes else "at the peak"))
-    cards.append(("traffic per step", bytes_text(estimate.comm_bytes), "sent by each device"))
-    priced = sum(len(each.tried) for each in plan.history) or len(plan.candidates)
-    if priced > 1:
-        over = f"of {len(plan.history)} variants" if len(plan.history) > 1 else "compared"
-        cards.append(("plans priced", str(priced), over))
-    return cards
-
-
-def _card(heading: str, figure: str, remark: str) -> str:
-    return f'<div class="card"><h3>{escape(heading)}</h3><p>{escape(figure)}</p><small>{escape(remark)}</small></div>'
 
 
 def _notes(plan: ShardingPlan) -> str:
@@ -124,13 +82,7 @@ def _notes(plan: ShardingPlan) -> str:
     for platform, options in plan.compiler_options.items():
         listed = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
         if listed:
-            notes.append(folded(f"{len(options)} compiler options for {escape(platform)}", f"<ul>{listed}</ul>"))
-    audits = [
-        folded(
-            f"Audit of {escape(plan.chosen or 'this plan')}",
-            f"<pre>{escape(str(audit))}</pre>",
-        )
-        for audit in plan.audits
-    ]
-    listed = "".join(f"<li>{n}</li>" for n in [*notes, *audits])
+            count = f"{len(options)} compiler option{'s' * (len(options) > 1)}"
+            notes.append(folded(f"{count} for {escape(platform)}", f"<ul>{listed}</ul>"))
+    listed = "".join(f"<li>{n}</li>" for n in notes)
     return f"<ul>{listed}</ul>" if listed else ""

@@ -8,8 +8,10 @@ from html import escape
 
 from autoshard._units import bytes_text, line_text, percent_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.report.page.compiled import compiled_audit
+from autoshard.sharding.report.page.legends import bar_legend
 from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, key, kind_class, search_box, stack, table
-from autoshard.sharding.report.summary import exposed_us, memory_rows
+from autoshard.sharding.report.summary import exposed_us, local_bytes, memory_rows, mesh_sizes
 
 COLLECTIVES_SHOWN = 12
 MEMORY_KINDS = ("parameter", "optimizer", "data", "temporary", "constant")
@@ -50,9 +52,41 @@ def memory_section(plan: ShardingPlan) -> str:
     alone = bytes_text(plan.alone.peak_memory_bytes) if plan.alone else "-"
     cells.append(["<b>peak</b>", f"<b>{bytes_text(peak)}</b>", percent_text(peak, peak), alone])
     listed = table(["kind", "this plan", "share", "on one device"], cells, (1, 2, 3), wide=(3,))
-    host = plan.estimate.host_memory_bytes
-    on_host = f"<p>and {bytes_text(host)} per device in host memory</p>" if host else ""
-    return f'<p class="figure">{words} <small>{free}</small>{over}</p>{drawn}{scale_text}{listed}{on_host}'
+    return (f'<p class="figure">{words} <small>{free}</small>{over}</p>{drawn}{scale_text}{listed}'
+            f"{_compiled_peak(plan)}{_host_memory(plan)}")  # fmt: skip
+
+
+def _compiled_peak(plan: ShardingPlan) -> str:
+    audit = compiled_audit(plan)
+    if audit is None or audit.peak_bytes is None:
+        return ""
+    here = bytes_text(plan.estimate.peak_memory_bytes)
+    return (f'<p class="remark">Compiled, the peak is {bytes_text(audit.peak_bytes)} instead of {here}; see '
+            f'<a href="#compiled">the compiled program</a>.</p>')  # fmt: skip
+
+
+def _host_memory(plan: ShardingPlan) -> str:
+    """Memory of the host by kind of input; empty if the plan uses none."""
+    total, sizes = plan.estimate.host_memory_bytes, mesh_sizes(plan)
+    if not total:
+        return ""
+    kinds: dict[str, float] = defaultdict(float)
+    for leaf in plan.inputs:
+        if leaf.memory_kind != "device":
+            kinds[leaf.role if leaf.role in MEMORY_KINDS else "other"] += local_bytes(leaf, sizes)
+    rest = total - sum(kinds.values())
+    rows = [*kinds.items(), *([("temporary", rest)] if rest >= 1 else [])]
+    parts = [(_memory_class(kind), f"{kind} {bytes_text(size)}", size) for kind, size in rows]
+    label = "host memory per device: " + ", ".join(title for _, title, _ in parts)
+    there = bytes_text(plan.alone.host_memory_bytes) if plan.alone else "-"
+    cells = [[key(cls) + escape(kind), bytes_text(size), percent_text(size, total), "-"]
+             for (kind, size), (cls, *_) in zip(rows, parts, strict=True)]  # fmt: skip
+    cells.append(["<b>host peak</b>", f"<b>{bytes_text(total)}</b>", percent_text(total, total), there])
+    listed = table(["kind", "this plan", "share", "on one device"], cells, (1, 2, 3), wide=(3,))
+    words = ("In the memory of the host, not of the device, and not part of the limit. Each device's shards are copied "
+             "to the device for use.")  # fmt: skip
+    return (f'<h3>Host memory per device</h3><p class="remark">{words}</p><p class="figure">{bytes_text(total)}</p>'
+            f"{stack(parts, total, label)}{listed}")  # fmt: skip
 
 
 def _memory_class(kind: str) -> str:
@@ -94,7 +128,7 @@ def time_section(plan: ShardingPlan) -> str:
                   start=max(estimate.compute_us - hidden, 0.0))  # fmt: skip
     lanes = (
         f'<div class="lanes"><span>compute</span>{above}<span>traffic</span>{below}</div>'
-        f'<p class="ends"><span>0</span><span>{time_text(step)}</span></p>'
+        f'<p class="ends"><span>0</span><span>{time_text(step)}</span></p>{_lane_legend(moved, hidden)}'
     )
     rows = [[key("k-compute") + "compute", time_text(estimate.compute_us), "-", time_text(estimate.compute_us),
              percent_text(estimate.compute_us, step), time_text(alone.compute_us) if alone else "-"]]  # fmt: skip
@@ -107,10 +141,21 @@ def time_section(plan: ShardingPlan) -> str:
     ]  # fmt: skip
     total = time_text(alone.step_time_us) if alone else "-"
     spent = time_text(estimate.compute_us + estimate.comm_us)
-    rows.append(["<b>step</b>", spent, time_text(hidden), f"<b>{time_text(step)}</b>", percent_text(step, step), total])
+    rows.append(["<b>sum</b>", spent, time_text(hidden), f"<b>{time_text(step)}</b>", percent_text(step, step), total])
     head = ["kind", "time", "hidden", "in step time", "share", "on one device"]
     listed = table(head, rows, (1, 2, 3, 4, 5), wide=(4, 5))
-    return f'<p class="figure">{time_text(step)} <small>{words}</small></p>{lanes}{listed}'
+    why = ""
+    if hidden:
+        why = (f'<p class="remark">All work takes {spent}. {time_text(hidden)} of it is communication during compute, '
+               f"so the step takes {time_text(step)}.</p>")  # fmt: skip
+    return f'<p class="figure">{time_text(step)} <small>estimated: {words}</small></p>{lanes}{listed}{why}'
+
+
+def _lane_legend(moved: dict[str, Traffic], hidden: float) -> str:
+    """What pale and full colours of traffic mean; the table has the colours of the kinds."""
+    first = next(map(kind_class, moved), "k-other")
+    pale = [(f"{first} hid", "pale: hidden by compute"), (first, "full: exposed")]
+    return bar_legend(pale, "Traffic of any kind:") if hidden else ""
 
 
 def collectives_section(plan: ShardingPlan, paint: AxisLabels) -> str:
@@ -135,7 +180,8 @@ def collectives_section(plan: ShardingPlan, paint: AxisLabels) -> str:
     head = ["collective", "over", "bytes", "", "share", "time", "exposed", "source line"]
     right = (2, 4, 5, 6)
     rest = rows[COLLECTIVES_SHOWN:]
-    smaller = f"{len(rest)} smaller ones, {bytes_text(sum(m.nbytes for _, m in ranked[COLLECTIVES_SHOWN:]))}"
+    smaller = f"{len(rest)} smaller, {bytes_text(sum(m.nbytes for _, m in ranked[COLLECTIVES_SHOWN:]))}"
     more = folded(smaller, table(head, rest, right)) if rest else ""
     inner = table(head, rows[:COLLECTIVES_SHOWN], right) + more
-    return f'{search_box("collectives", "moves-list")}<div id="moves-list">{inner}</div>'
+    key_line = bar_legend([], "Bars compare bytes; their colours are those of the kinds.")
+    return f'{search_box("collectives", "moves-list")}{key_line}<div id="moves-list">{inner}</div>'

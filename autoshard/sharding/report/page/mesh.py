@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from html import escape
 from autoshard._shown import shown
 from autoshard._units import bytes_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.report.page.legends import bar_legend
 from autoshard.sharding.report.page.parts import AxisLabels, folded
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
 
@@ -61,8 +63,30 @@ def mesh_section(plan: ShardingPlan, paint: AxisLabels) -> str:
     count = plan.mesh.size
     more = f"The first {DEVICES_SHOWN} of {count} devices are drawn. " if count > DEVICES_SHOWN else ""
     words = f'<p class="remark">{more}{escape(_machine(plan, grid))}</p>'
-    tip = '<p class="tip" id="device" aria-live="polite">Hover over a device to see its groups.</p>'
-    return f'{words}<div class="panels">{panels}</div>{tip if paint.sizes else ""}'
+    if not paint.sizes:
+        return f'{words}<div class="panels">{panels}</div>'
+    tip = ('<p class="tip" id="device" aria-live="polite">Hover over a device to see its number, its coordinates, its '
+           "position on the mesh and its groups.</p>")  # fmt: skip
+    return f'{words}<div class="panels">{panels}</div>{_key(plan, grid, places)}{tip}'
+
+
+def _key(plan: ShardingPlan, grid: Grid, places: dict[int, dict[str, int]]) -> str:
+    """What the boxes, their numbers and their colours mean, with the last device that is drawn as an example."""
+    blue = "the group of device 0, or of the device under the pointer"
+    colours = bar_legend([("k-on", blue), ("k-device", "other groups")])
+    words = ["The number in a box is the device's position along the mesh axis."] if _is_numbered(grid) else []
+    directions = f"{grid.across[0]} runs from left to right"
+    directions += f", {grid.down[0]} from top to bottom" if grid.down[1] > 1 else ""
+    words.append(f"Devices are numbered row by row{f': {directions}' if grid.across[0] else ''}.")
+    last = max(places)
+    at = ", ".join(f"{name} {n}" for name, n in grid.coordinates(last).items() if name and plan.topology)
+    on_mesh = ", ".join(f"{axis} {places[last][axis]}" for axis in plan.mesh.axis_names)
+    words.append(f"The last box is device {last}: {f'coordinates {at}; ' if at else ''}mesh position {on_mesh}.")
+    return f'{colours}<p class="remark">{escape(" ".join(words))}</p>'
+
+
+def _is_numbered(grid: Grid) -> bool:
+    return grid.across[1] <= NUMBERED
 
 
 def legend(paint: AxisLabels) -> str:
@@ -117,6 +141,7 @@ def _panel(plan: ShardingPlan, paint: AxisLabels, grid: Grid, places: dict[int, 
     group = {d: _number([where[a] for a in others], [paint.sizes[a] for a in others]) for d, where in places.items()}
     drawn = "".join(_plane(grid, first, axis, places, group) for first in _planes(grid, len(places)))
     span = _span(plan, grid, axis)
+    dims = escape(json.dumps(grid.dims if plan.topology else []))
     label = f"mesh axis {axis}: {plan.mesh.size // size} groups of {size} devices{f', {span}' if span else ''}"
     ruled = '<span class="then">then</span>'.join(map(paint.sized, plan.axis_rules.get(axis, ()))) or "nothing"
     stored = ", ".join(storage_roles(plan, axis)) or "nothing"
@@ -130,7 +155,8 @@ def _panel(plan: ShardingPlan, paint: AxisLabels, grid: Grid, places: dict[int, 
     listed = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in facts)
     return (
         f'<figure class="panel"><figcaption>{paint.tags([axis])}</figcaption>'
-        f'<div class="planes" role="img" aria-label="{escape(label)}" data-axis="{escape(axis)}">{drawn}</div>'
+        f'<div class="planes" role="img" aria-label="{escape(label)}" data-axis="{escape(axis)}" '
+        f'data-dims="{dims}">{drawn}</div>'
         f"<dl>{listed}</dl></figure>"
     )
 
@@ -161,7 +187,7 @@ def _span(plan: ShardingPlan, grid: Grid, axis: str) -> str:
 def _plane(grid: Grid, first: int, axis: str, places: dict[int, dict[str, int]], group: dict[int, int]) -> str:
     """Draw one plane."""
     across = grid.across[1]
-    side, gap = (14, 5) if across > NUMBERED else (24, 6) if len(grid.dims) > 2 else (32, 9)
+    side, gap = (14, 5) if not _is_numbered(grid) else (24, 6) if len(grid.dims) > 2 else (32, 9)
     step, columns, folds = side + gap, min(across, FOLD), -(-across // FOLD)
     count = min(grid.plane, DEVICES_SHOWN - first)
     rows = -(-count // across)
@@ -172,8 +198,8 @@ def _plane(grid: Grid, first: int, axis: str, places: dict[int, dict[str, int]],
         row, column = divmod(i, across)
         x, y = MARGIN + column % FOLD * step, MARGIN + (row * folds + column // FOLD) * step
         chosen = ' class="on"' if group[device] == group.get(0) else ""
-        shapes.append(f'<rect{chosen} data-d="{device}" data-g="{group[device]}" x="{x}" y="{y}" width="{side}" '
-                      f'height="{side}" rx="4"/>')  # fmt: skip
+        data = f'data-d="{device}" data-g="{group[device]}" data-p="{places[device][axis]}"'
+        shapes.append(f'<rect{chosen} {data} x="{x}" y="{y}" width="{side}" height="{side}" rx="4"/>')
         if side > 20:
             shapes.append(f'<text x="{x + side / 2:g}" y="{y + side / 2 + 4:g}">{places[device][axis]}</text>')
     where = grid.coordinates(first)

@@ -71,24 +71,50 @@ SCRIPT = """
     });
   }
 
-  // The group of the device under the pointer, along each mesh axis.
+  // The device under the pointer: its number, coordinates and position, and its group along each mesh axis.
   const device = document.getElementById("device");
-  const panels = all(".planes").map((panel) => ({ axis: panel.dataset.axis, rects: all("rect[data-d]", panel) }));
+  const panels = all(".planes").map((panel) => (
+    { axis: panel.dataset.axis, dims: JSON.parse(panel.dataset.dims), rects: all("rect[data-d]", panel) }));
+  const coordinates = (number, dims) => {
+    const words = [];
+    let rest = Number(number);
+    for (const [name, size] of [...dims].reverse()) {
+      words.unshift(name + " " + rest % size);
+      rest = Math.floor(rest / size);
+    }
+    return words.length ? "coordinates " + words.join(", ") + "; " : "";
+  };
   const point = (number) => {
-    const groups = [];
+    const groups = [], place = [];
     for (const { axis, rects } of panels) {
       const mine = rects.find((rect) => rect.dataset.d === number);
       if (!mine) continue;
       const group = rects.filter((rect) => rect.dataset.g === mine.dataset.g);
       for (const rect of rects) rect.classList.toggle("on", rect.dataset.g === mine.dataset.g);
       const numbers = group.map((rect) => rect.dataset.d);
-      groups.push(axis + ": " + numbers.slice(0, 12).join(" ") + (numbers.length > 12 ? " \\u2026" : ""));
+      place.push(axis + " " + mine.dataset.p);
+      groups.push("along " + axis + ": " + numbers.slice(0, 12).join(" ") + (numbers.length > 12 ? " \\u2026" : ""));
     }
-    if (device) device.textContent = "Groups of device " + number + ": " + groups.join("; ");
+    if (device) {
+      device.textContent = "Device " + number + ": " + coordinates(number, panels[0].dims) + "mesh position "
+        + place.join(", ") + ". Groups of devices " + groups.join("; ") + ".";
+    }
   };
   for (const { rects } of panels) {
     for (const rect of rects) rect.addEventListener("pointerenter", () => point(rect.dataset.d));
   }
+
+  // A link to a part that is folded opens it.
+  const reveal = () => {
+    const part = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const fold = part && part.closest("details");
+    if (fold && !fold.open) {
+      fold.open = true;
+      part.scrollIntoView();
+    }
+  };
+  addEventListener("hashchange", reveal);
+  reveal();
 
   // Details of a plan in the chart, and the filter by variant.
   const tip = document.getElementById("point");

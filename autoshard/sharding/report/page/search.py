@@ -12,8 +12,9 @@ from autoshard._shown import shown
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.constants import EQUALLY_FAST
+from autoshard.sharding.planner.constants import ALTERNATIVE_TIE
 from autoshard.sharding.report.page.chart import Point, scatter
+from autoshard.sharding.report.page.legends import bar_legend
 from autoshard.sharding.report.page.parts import bar, folded, search_box, table
 from autoshard.sharding.report.summary import exposed_us
 
@@ -32,6 +33,62 @@ class Row:
     chosen: bool
 
 
+@shown
+@dataclass(frozen=True)
+class PlanCounts:
+    """How many plans the search proposed, left out and priced, over all variants.
+
+    Attributes:
+        proposed: Plans that the search began with; `known + alike + idle`.
+        alike: Those with the same layout as another.
+        idle: Those with an idle mesh axis.
+        known: Those that were priced.
+        changed: Further plans that local search made and priced.
+        fitting: Priced plans that fit the memory limit.
+        variants: Variants of the step.
+    """
+
+    proposed: int
+    alike: int
+    idle: int
+    known: int
+    changed: int
+    fitting: int
+    variants: int
+
+    @property
+    def priced(self) -> int:
+        """All priced plans."""
+        return self.known + self.changed
+
+
+def plan_counts(plan: ShardingPlan) -> PlanCounts:
+    """Count the plans of the search."""
+    history = _history(plan)
+    proposed, alike, idle = (sum(getattr(h, name) for h in history) for name in ("proposed", "alike", "idle"))
+    tried = [each for h in history for each in h.tried]
+    changed, limit = sum(t.changed for t in tried), plan.limit_bytes or math.inf
+    fitting = sum(t.peak_bytes <= limit for t in tried)
+    return PlanCounts(proposed, alike, idle, len(tried) - changed, changed, fitting, len(history))
+
+
+def is_fastest(plan: ShardingPlan) -> bool:
+    """Whether no plan that fits is faster by the estimate, ties aside."""
+    limit = plan.limit_bytes or math.inf
+    tried = (t for h in _history(plan) for t in h.tried if t.peak_bytes <= limit)
+    return not any(t.step_time_us < plan.estimate.step_time_us and not is_tie(plan, t.step_time_us) for t in tried)
+
+
+def is_tie(plan: ShardingPlan, step_time_us: float) -> bool:
+    """Whether a step time equals that of the plan, within the error of the estimate."""
+    return abs(step_time_us - plan.estimate.step_time_us) <= ALTERNATIVE_TIE * plan.estimate.step_time_us
+
+
+def ratio_or_tie(plan: ShardingPlan, step_time_us: float) -> str:
+    """A step time as a multiple of that of the plan: `1.25x`, or `tie`."""
+    return "tie" if is_tie(plan, step_time_us) else ratio_text(step_time_us, plan.estimate.step_time_us)
+
+
 def search_section(plan: ShardingPlan) -> str:
     """The search: a summary, a chart, the variants, the plans."""
     history = _history(plan)
@@ -42,9 +99,12 @@ def search_section(plan: ShardingPlan) -> str:
     pick = _variant_picker(history) if len(history) > 1 else ""
     chart = scatter(points, plan.limit_bytes, plan.estimate.step_time_us)
     tip = '<p class="tip" id="point" aria-live="polite">Hover over a plan for details.</p>'
-    listed = (f'<h3>Plans</h3>{search_box("plans", "plans-list")}'
+    kinds = dict.fromkeys(map(_bar_class, rows))
+    names = {"k-chosen": "chosen", "k-rival": "fits", "k-unfit": "does not fit"}
+    key = bar_legend([(kind, names[kind]) for kind in names if kind in kinds], "Bars compare step times:")
+    listed = (f'<h3 id="plans">Plans</h3>{search_box("plans", "plans-list")}{key}'
               f'<div id="plans-list">{_plans(plan, history, rows)}</div>')  # fmt: skip
-    return f"<p>{_story(plan, history, rows)}</p>{pick}{chart}{tip}{_variants(plan, history)}{listed}"
+    return f"<p>{_story(plan)}</p>{pick}{chart}{tip}{_variants(plan, history)}{listed}"
 
 
 def _history(plan: ShardingPlan) -> Sequence[SearchRecord]:
@@ -66,22 +126,23 @@ def _rows(plan: ShardingPlan, history: Sequence[SearchRecord]) -> Iterator[Row]:
     yield from sorted(rows, key=lambda r: (not r.chosen, not r.fits, r.tried.step_time_us))
 
 
-def _story(plan: ShardingPlan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
-    proposed, alike, idle = (sum(getattr(h, name) for h in history) for name in ("proposed", "alike", "idle"))
-    fitting = sum(r.fits for r in rows)
-    changed = sum(r.tried.changed for r in rows)
-    words = f"{len(rows) - changed} plans were priced"
-    words += f" for {len(history)} variants of the step" if len(history) > 1 else ""
-    dropped = [f"{alike} with the layout of another"] if alike else []
-    dropped += [f"{idle} with an idle mesh axis"] if idle else []
-    if dropped:
-        words += f", of {proposed} proposed (without {' and '.join(dropped)})"
-    words += f". Local search priced {changed} changes of the best plans" if changed else ""
-    words += f". {fitting} of {len(rows)} plans fit {bytes_text(plan.limit_bytes)}" if plan.limit_bytes else ""
-    if any(r.fits and r.tried.step_time_us < plan.estimate.step_time_us for r in rows):
+def _story(plan: ShardingPlan) -> str:
+    """The counts of the search, which add up, and its outcome."""
+    n = plan_counts(plan)
+    dropped = [f"{n.alike} with the layout of another"] if n.alike else []
+    dropped += [f"{n.idle} with an idle mesh axis"] if n.idle else []
+    words = f"{n.priced} plans were priced"
+    words += f" for {n.variants} variants of the step" if n.variants > 1 else ""
+    without = f" (without {' and '.join(dropped)})" if dropped else ""
+    parts = [f"{n.known} of {n.proposed} proposed{without}"]
+    parts += [f"{n.changed} that local search made by changing the best"] if n.changed else []
+    words += f": {', and '.join(parts)}"
+    if plan.limit_bytes:
+        words += f". {n.fitting} of the {n.priced} fit {bytes_text(plan.limit_bytes)}, {n.priced - n.fitting} do not"
+    if not is_fastest(plan):
         kind = "chosen, although others are faster by the estimate; the table says why"
     elif plan.limit_bytes:
-        kind = "the fastest of those" if fitting else "the smallest"
+        kind = "the fastest of those that fit" if n.fitting else "the smallest"
     else:
         kind = "the fastest"
     variant = f", {variant_text(plan.variant)}," if plan.variant else ""
@@ -93,8 +154,9 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
     here = plan.estimate
     if plan.limit_bytes and tried.peak_bytes > plan.limit_bytes:
         return f"does not fit: {bytes_text(tried.peak_bytes - plan.limit_bytes)} over the limit"
-    if abs(tried.step_time_us - here.step_time_us) <= EQUALLY_FAST * here.step_time_us:
-        return f"equally fast, within {100 * EQUALLY_FAST:g} %"
+    if is_tie(plan, tried.step_time_us):
+        is_same = abs(tried.peak_bytes - here.peak_memory_bytes) <= ALTERNATIVE_TIE * here.peak_memory_bytes
+        return f"a tie{'' if is_same else ' in time'}, within {100 * ALTERNATIVE_TIE:g} %"
     if tried.step_time_us < here.step_time_us and tried.changed:
         return "faster, but does more work than the known plan, or gains too little over it"
     if tried.step_time_us < here.step_time_us:
@@ -103,13 +165,17 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
         return "slower"
     compute = tried.compute_us - here.compute_us
     exposed = tried.step_time_us - tried.compute_us - exposed_us(plan)
-    least = EQUALLY_FAST * here.step_time_us
+    least = ALTERNATIVE_TIE * here.step_time_us / 2  # the larger of two parts of more than a tie
     kind = f" (mostly {tried.most_exposed_kind})" if tried.most_exposed_kind else ""
     parts = [
         (compute, f"{time_text(compute)} more compute"),
         (exposed, f"{time_text(exposed)} more exposed communication{kind}"),
     ]
     return " and ".join(text for size, text in sorted(parts, key=lambda p: -p[0]) if size > least) or "slower"
+
+
+def _bar_class(row: Row) -> str:
+    return "k-chosen" if row.chosen else "k-rival" if row.fits else "k-unfit"
 
 
 def _class(row: Row) -> str:
@@ -136,7 +202,7 @@ def _variants(plan: ShardingPlan, history: Sequence[SearchRecord]) -> str:
     """The best plan of each variant, as a table."""
     if len(plan.variants) < 2:
         return ""
-    here, limit = plan.estimate.step_time_us, plan.limit_bytes or math.inf
+    limit = plan.limit_bytes or math.inf
     ranked = sorted(plan.variants, key=lambda v: (v[3] > limit, v[2]))
     most = max((v[2] for v in ranked), default=1.0)
     rows, classes = [], []
@@ -146,10 +212,10 @@ def _variants(plan: ShardingPlan, history: Sequence[SearchRecord]) -> str:
         kind = "k-chosen" if chosen else "k-rival" if peak <= limit else "k-unfit"
         rows.append([
             f"<b>{escape(variant_text(variant))}</b>", escape(words), bar(kind, us, most, "wide"), time_text(us),
-            ratio_text(us, here), bytes_text(peak), _outcome(plan, tried, chosen),
+            _ratio(plan, tried, chosen), bytes_text(peak), _outcome(plan, tried, chosen),
         ])  # fmt: skip
         classes.append("won" if chosen else "")
-    head = ["variant", "best plan", "step time", "", "", "memory", "outcome"]
+    head = ["variant", "best plan", "step time", "", "ratio", "memory", "outcome"]
     return f"<h3>Variants of the step</h3>{table(head, rows, (3, 4, 5), classes)}"
 
 
@@ -165,23 +231,28 @@ def _outcome(plan: ShardingPlan, tried: PricedPlan, chosen: bool) -> str:
     return f'<span class="bad">{escape(words)}</span>' if words.startswith("does not fit") else escape(words)
 
 
+def _ratio(plan: ShardingPlan, tried: PricedPlan, chosen: bool) -> str:
+    here = plan.estimate.step_time_us
+    return ratio_text(here, here) if chosen else ratio_or_tie(plan, tried.step_time_us)
+
+
 def _plans(plan: ShardingPlan, history: Sequence[SearchRecord], rows: Sequence[Row]) -> str:
-    shown, here = rows[:LISTED], plan.estimate.step_time_us
-    most = max((r.tried.step_time_us for r in shown[:SHOWN]), default=1.0)
+    listed = rows[:LISTED]
+    most = max((r.tried.step_time_us for r in listed[:SHOWN]), default=1.0)
     cells = []
-    for r in shown:
-        kind = "k-chosen" if r.chosen else "k-rival" if r.fits else "k-unfit"
+    for r in listed:
         variant = [escape(variant_text(history[r.variant].variant))] if len(history) > 1 else []
         cells.append([
-            f"<b>{escape(r.tried.strategy)}</b>", *variant, bar(kind, r.tried.step_time_us, most, "wide"),
-            time_text(r.tried.step_time_us), ratio_text(r.tried.step_time_us, here), bytes_text(r.tried.peak_bytes),
+            f"<b>{escape(r.tried.strategy)}</b>", *variant, bar(_bar_class(r), r.tried.step_time_us, most, "wide"),
+            time_text(r.tried.step_time_us), _ratio(plan, r.tried, r.chosen), bytes_text(r.tried.peak_bytes),
             _outcome(plan, r.tried, r.chosen),
         ])  # fmt: skip
     variant = ["variant"] if len(history) > 1 else []
-    head, at = ["plan", *variant, "step time", "", "", "memory", "outcome"], len(variant)
-    right, classes = (at + 2, at + 3, at + 4), [_class(r) for r in shown]
+    head, at = ["plan", *variant, "step time", "", "ratio", "memory", "outcome"], len(variant)
+    right, classes = (at + 2, at + 3, at + 4), [_class(r) for r in listed]
     first = table(head, cells[:SHOWN], right, classes[:SHOWN])
     rest = cells[SHOWN:]
     more = folded(f"{len(rest)} more", table(head, rest, right, classes[SHOWN:])) if rest else ""
-    tail = f'<p class="remark">and {len(rows) - len(shown)} more, not listed</p>' if len(rows) > len(shown) else ""
+    left = len(rows) - len(listed)
+    tail = f'<p class="remark">{left} more of the {len(rows)} are not listed.</p>' if left else ""
     return f"{first}{more}{tail}"

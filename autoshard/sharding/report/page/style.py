@@ -41,6 +41,14 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 12px 16px; }
 .card h3 { font-size: 13.5px; font-weight: 500; color: var(--soft); margin: 0; }
 .card p { font-size: 25px; font-weight: 650; line-height: 1.3; margin: 0; }
+.card .source { display: block; color: var(--ink); font-weight: 500; }
+.card small { display: block; line-height: 1.35; }
+table + .remark, .scroll + .remark { margin-top: 10px; }
+.panels + .legend { margin-top: 14px; }
+.sources { margin: 10px 0 0; }
+.counts { list-style: none; margin: 8px 0 0; padding: 0; font-size: 14px; }
+.counts li { margin: 2px 0; }
+[id^=arrays-], #plans { scroll-margin-top: 92px; }
 .figure { font-size: 21px; font-weight: 650; margin: 2px 0 10px; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; padding: 4px 14px 4px 0;
@@ -128,6 +136,13 @@ button[data-fold] { font: inherit; font-size: 13.5px; color: var(--accent); back
 .lanes + .ends { padding-left: 66px; }
 .hid { opacity: .45; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 8px; vertical-align: -1px; }
+.legend { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 2px 0 10px; font-size: 13px; color: var(--soft); }
+.legend .key { margin-right: 6px; }
+.lanes + .ends + .legend { margin-bottom: 2px; }
+.k-on { background: var(--on); }
+.k-device { background: var(--dev); border: 1px solid var(--devline); }
+.k-local { background: var(--accent); }
+.k-total { background: var(--rival); }
 .k-compute { background: var(--compute); }
 .k-all-gather { background: var(--gather); }
 .k-reduce-scatter { background: var(--scatter); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -9,6 +10,7 @@ from autoshard._units import bytes_text, line_text, spec_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Activation
 from autoshard.sharding.report.explanation import group_reasons
+from autoshard.sharding.report.page.legends import bar_legend
 from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, search_box, share, table
 from autoshard.sharding.report.summary import Group, groups, groups_by_role, local_bytes, path_text, totals
 
@@ -17,23 +19,32 @@ OPEN_ROWS = 60  # a longer table starts closed
 NAMES = {"parameter": "Parameters", "optimizer": "Optimizer state", "data": "Data", "other": "Counters and keys"}
 
 
+def table_id(role: str) -> str:
+    """The target of links to the table of a role."""
+    return "arrays-" + re.sub(r"[^a-z0-9]+", "-", role.lower())
+
+
 def tensors_section(plan: ShardingPlan, paint: AxisLabels) -> str:
     """All tensors in groups, with a search field."""
     roles = groups_by_role(plan)
     most = max((g.whole_bytes for _, some in roles for g in some), default=1.0) or 1.0
     parts = [
-        _table_of(plan, paint, NAMES.get(role, role) or "Inputs", some, most, is_open=role in ("parameter", "data"))
+        _table_of(plan, paint, role, NAMES.get(role, role) or "Inputs", some, most, role in ("parameter", "data"))
         for role, some in roles
     ]
     parts.insert(1, _activations(plan, paint))
-    parts.append(_table_of(plan, paint, "Results", groups(plan, plan.outputs), most, is_open=False))
+    parts.append(_table_of(plan, paint, "results", "Results", groups(plan, plan.outputs), most, is_open=False))
     fold = '<button type="button" data-fold="tensors-list">open or close all</button>'
     filters = f'<div class="filters">{search_box("tensors", "tensors-list")}{fold}</div>'
+    filters += bar_legend([("k-local", "bytes per device"), ("k-total", "total bytes of all devices' shards")],
+                          "Bars of arrays, as a share of the largest:")  # fmt: skip
+    if plan.activations:
+        filters += bar_legend([("k-temporary", "bytes per device that are live at the peak")], "Bars of activations:")
     return f'{filters}<div id="tensors-list">{"".join(parts)}</div>'
 
 
 def _table_of(
-    plan: ShardingPlan, paint: AxisLabels, name: str, some: Sequence[Group], most: float, is_open: bool
+    plan: ShardingPlan, paint: AxisLabels, role: str, name: str, some: Sequence[Group], most: float, is_open: bool
 ) -> str:
     if not some:
         return ""
@@ -42,7 +53,8 @@ def _table_of(
             f"{bytes_text(local)} per device")  # fmt: skip
     rows = [_row(plan, g, paint, most) for g in some]
     columns = ["name", "", "dimensions", "total", "per device", "share of the largest"]
-    return folded(head, table(columns, rows, right=(1, 3, 4)), is_open and len(rows) <= OPEN_ROWS)
+    inner = f'<div id="{table_id(role)}">{table(columns, rows, right=(1, 3, 4))}</div>'
+    return folded(head, inner, is_open and len(rows) <= OPEN_ROWS)
 
 
 def _row(plan: ShardingPlan, group: Group, paint: AxisLabels, most: float) -> list[str]:
@@ -52,7 +64,9 @@ def _row(plan: ShardingPlan, group: Group, paint: AxisLabels, most: float) -> li
     inner = f'<ul class="why">{reasons}</ul>' if reasons else ""
     spec = f'<p class="spec">{escape(leaf.dtype)} <code>{escape(spec_text(leaf.spec))}</code></p>'
     detail = f'{spec}{inner}<ul class="paths">{paths}</ul>'
-    label = f"<code>{escape(group.label)}</code>"
+    on_host = sum(x.memory_kind != "device" for x in group.leaves)
+    host = f'<i class="stored">{"host memory" if on_host == len(group.leaves) else f"{on_host} in host memory"}</i>'
+    label = f"<code>{escape(group.label)}</code>{host if on_host else ''}"
     return [
         folded(label, detail),
         f"\u00d7{len(group.leaves)}" if len(group.leaves) > 1 else "",
@@ -83,7 +97,7 @@ def _activations(plan: ShardingPlan, paint: AxisLabels) -> str:
         columns = ["computed by", "per step", "dimensions", "each, per device", "live at the peak", ""]
         inner = table(columns, rows[:ACTIVATIONS_SHOWN], right=(1, 3, 4))
         if rest := rows[ACTIVATIONS_SHOWN:]:
-            inner += folded(f"{len(rest)} smaller ones", table(columns, rest, right=(1, 3, 4)))
+            inner += folded(f"{len(rest)} smaller", table(columns, rest, right=(1, 3, 4)))
         parts.append(folded(head, inner, role == "activation"))
     return "".join(parts)
 

@@ -6,8 +6,11 @@ from functools import cache
 from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard._units import variant_text
 from autoshard.sharding.api.plan import Plan
+from autoshard.sharding.audit import Audit
 from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.report.summary import local_bytes, mesh_sizes
 from tests.sharding.example_step import shapes, train_step
 
 WIDE, NARROW = 1280, 390
@@ -62,4 +65,29 @@ def large() -> Plan:
                       function=EVIL, chosen=EVIL, notes=(EVIL,))  # fmt: skip
 
 
-PLANS = {"searched": searched, "requested": requested, "large": large}
+@cache
+def compiled() -> Plan:
+    """Add what a compiler might report to a searched plan: slower, smaller, with a peak below its temporaries."""
+    plan = searched()
+    here = plan.estimate
+    audit = Audit(
+        "ok", target=plan.target, mesh=mesh_sizes(plan), strategy=f"{plan.chosen} ({variant_text(plan.variant)})",
+        memory={"argument": 2**20, "output": 2**20, "alias": 2**20, "temp": 12 * 2**20, "peak": 11 * 2**20},
+        peak_bytes=11 * 2**20, predicted_peak_bytes=here.peak_memory_bytes, compute_us=900.0, compute_us_cycles=900.0,
+        compute_us_roofline=300.0, comm_us=200.0, exposed_us=100.0, step_time_us=1000.0,
+        predicted_step_time_us=here.step_time_us, wire_bytes=3 * 2**20,
+    )  # fmt: skip
+    other = replace(audit, strategy="dp:8", predicted_step_time_us=1.0, step_time_us=2000.0, peak_bytes=5 * 2**20)
+    return plan.where(audits=(other, audit))
+
+
+@cache
+def offloaded() -> Plan:
+    """Keep the optimizer state of a requested plan in host memory."""
+    plan = requested()
+    inputs = tuple(replace(x, memory_kind="pinned_host") if x.role == "optimizer" else x for x in plan.inputs)
+    on_host = sum(local_bytes(x, mesh_sizes(plan)) for x in inputs if x.memory_kind == "pinned_host")
+    return plan.where(inputs=inputs, estimate=replace(plan.estimate, host_memory_bytes=on_host * 1.5))
+
+
+PLANS = {"searched": searched, "requested": requested, "large": large, "compiled": compiled, "offloaded": offloaded}

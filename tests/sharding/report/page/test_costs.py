@@ -5,7 +5,7 @@ import pytest
 from autoshard._units import bytes_text, line_text, time_text
 from autoshard.sharding.report.summary import exposed_us, mesh_sizes
 from tests.sharding.report.page.elements import boxes, texts, visible_rows
-from tests.sharding.report.page.plans import PLANS, requested, searched
+from tests.sharding.report.page.plans import PLANS, offloaded, requested, searched
 
 pytestmark = pytest.mark.browser
 
@@ -64,3 +64,41 @@ def test_every_collective_is_listed_with_its_source_line(shown):
     bars = [w for _, _, w, _ in boxes(page, "#moves-list > .scroll .bar > span")]
     assert len(bars) == 12 and bars == sorted(bars, reverse=True)
     assert bars[0] == pytest.approx(boxes(page, "#moves-list .bar")[0][2], abs=1) and max(shown_bytes) > 0
+
+
+def test_traffic_that_compute_hides_has_a_legend(shown):
+    plan = searched()
+    has_hidden = any(us > exposed * 1.001 for us, exposed in plan.traffic_us)
+    legend = texts(shown("searched"), "#time .legend")
+    assert legend == (["Traffic of any kind:\npale: hidden by compute\nfull: exposed"] if has_hidden else [])
+
+
+def test_the_sum_of_times_is_not_called_the_step(shown):
+    plan, page = searched(), shown("searched")
+    estimate = plan.estimate
+    row = texts(page, "#time tbody tr")[-1]
+    assert row.startswith("sum") and time_text(estimate.compute_us + estimate.comm_us) in row
+    assert f"so the step takes {time_text(estimate.step_time_us)}" in texts(page, "#time")[0]
+
+
+@pytest.mark.parametrize(("place", "count"), [("#tensors .legend", 3), ("#search .legend", 3)])
+def test_bars_of_two_colours_have_a_legend(shown, place, count):
+    page = shown("searched")
+    keys = page.run(f"[...document.querySelectorAll('{place} .key')].map((e) => getComputedStyle(e).backgroundColor)")
+    drawn = page.run(f"[...new Set([...document.querySelectorAll('{place.split()[0]} .bar > span')]"
+                     ".map((e) => getComputedStyle(e).backgroundColor))]")  # fmt: skip
+    assert len(keys) == count and set(drawn) == set(keys)
+
+
+def test_host_memory_has_a_bar_of_its_own(shown):
+    plan, page = offloaded(), shown("offloaded")
+    text = texts(page, "#memory")[0]
+    total = plan.estimate.host_memory_bytes
+    assert "Host memory per device" in text and bytes_text(total) in text
+    whole = boxes(page, "#memory .bar")[1]
+    state, rest = boxes(page, "#memory h3 ~ .bar > span")
+    assert state[2] == pytest.approx(whole[2] * 2 / 3, abs=1.5) and rest[2] == pytest.approx(whole[2] / 3, abs=1.5)
+    rows = texts(page, "#memory h3 ~ .scroll tbody tr")
+    assert [row.split()[0] for row in rows] == ["optimizer", "temporary", "host"]
+    assert any("host memory" in row for row in visible_rows(page, "#arrays-optimizer tbody tr"))
+    assert not any("host memory" in row for row in visible_rows(page, "#arrays-parameter tbody tr"))

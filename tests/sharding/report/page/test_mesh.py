@@ -58,7 +58,29 @@ def test_hovering_over_a_device_shows_its_groups(show):
         }
         rects = boxes(page, f".panel:nth-of-type({k + 1}) rect.on", "+e.dataset.d")
         assert {d for *_, d in rects} == group, axis
-    assert "Groups of device 6: " in texts(page, "#device")[0]
+    place = ", ".join(f"{a} {n}" for a, n in zip(plan.mesh.axis_names, device_coordinates, strict=True))
+    coordinates_text = "Device 6: coordinates z 1, y 1, x 0"
+    assert texts(page, "#device")[0].startswith(f"{coordinates_text}; mesh position {place}. Groups of devices along ")
+
+
+@pytest.mark.parametrize("name", ["searched", "requested"])
+def test_a_legend_says_what_the_boxes_and_their_numbers_are(shown, name):
+    plan, page = PLANS[name](), shown(name)
+    last = plan.mesh.size - 1
+    coordinates = dict(zip(plan.device_order, itertools.product(*map(range, mesh_sizes(plan).values())), strict=True))
+    numbers = [texts_of(page, f".panel:nth-of-type({k + 1}) .plane text")[-1] for k in range(len(mesh_sizes(plan)))]
+    place = ", ".join(f"{a} {n}" for a, n in zip(plan.mesh.axis_names, coordinates[last], strict=True))
+    assert numbers == list(map(str, coordinates[last]))
+    at = ", ".join(f"{name} {size - 1}" for name, size in plan.topology)
+    text = texts(page, "#mesh")[0]
+    assert f"The last box is device {last}: coordinates {at}; mesh position {place}." in text
+    assert "The number in a box is the device's position along the mesh axis." in text
+    assert f"{plan.topology[-1][0]} runs from left to right, {plan.topology[-2][0]} from top to bottom" in text
+    swatches = page.run("[...document.querySelectorAll('#mesh .legend .key')].map((e) => "
+                        "getComputedStyle(e).backgroundColor)")  # fmt: skip
+    drawn = page.run("['rect.on', 'rect:not(.on)[data-d]'].map((s) => document.querySelector('.plane ' + s))"
+                     ".filter(Boolean).map((e) => getComputedStyle(e).fill)")  # fmt: skip
+    assert len(swatches) == 2 and set(drawn) <= set(swatches)
 
 
 @pytest.mark.parametrize("name", PLANS)
