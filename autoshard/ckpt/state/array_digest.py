@@ -176,9 +176,9 @@ def _on_devices(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
-def _mesh_of(leaves: Sequence[Any], packs: Sequence[Any]) -> Mesh | None:
-    sharding = (*leaves, *packs)[0].sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+def _mesh_of(leaves: Sequence[Any], packs: Sequence[Any]) -> Any:
+    """Return the mesh of arrays of one group, or None if they are on one device."""
+    return getattr((*leaves, *packs)[0].sharding, "mesh", None)
 
 
 def _leaf_batches(leaves: Sequence[Any]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -95,13 +96,14 @@ def plan_json(plan: Any) -> Any:
     Raises:
         CheckpointError: the text is not JSON, or the plan cannot be written as JSON.
     """
-    if hasattr(plan, "to_json"):
-        plan = plan.to_json()
-    if isinstance(plan, str):
-        try:
-            plan = json.loads(plan)
-        except ValueError as error:
-            raise CheckpointError(
-                f"the plan is not JSON ({error}): pass a Plan, or the result of its to_json."
-            ) from error
+    text = plan.to_json() if hasattr(plan, "to_json") else plan
+    return _parsed_plan(text) if isinstance(text, str) else as_json(text, "plan")
+
+
+@functools.lru_cache(maxsize=4)  # a run saves one plan with every step
+def _parsed_plan(text: str) -> Any:
+    try:
+        plan = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"the plan is not JSON ({error}): pass a Plan, or the result of its to_json.") from error
     return as_json(plan, "plan")

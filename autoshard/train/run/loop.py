@@ -107,6 +107,8 @@ class Trainer:
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             checkpoints.claim()  # before anything in the folder changes, because another run may be training in it
             state = self._first_state(checkpoints)
+            checkpoints.prepare(state)
+            self._plan_text = self.placed.plan.to_json()  # once, because it takes longer than a save
             start = int(state.step)
             reporter = Reporter(self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main())
             stack.callback(reporter.close)
@@ -272,7 +274,7 @@ class Trainer:
             state,
             config=checkpoint_config(self.config) | {"data": self._data_digest},
             metrics=evaluation.metrics() if evaluation is not None else {},
-            plan=self.placed.plan,
+            plan=self._plan_text,
             block=block,
         )
         if distributed.is_main():
