@@ -41,6 +41,7 @@ GROUPS_SHOWN = 12
 COLLECTIVES_SHOWN = 8
 VARIANTS_SHOWN = 3
 AXES_SHOWN = 12
+GLOSSARY = "docs/glossary.md"  # explains every word of a report
 
 
 def table(plan: ShardingPlan) -> str:
@@ -54,6 +55,7 @@ def table(plan: ShardingPlan) -> str:
         _time(plan),
         _traffic(plan),
         _notes(plan),
+        [f"words and columns: {GLOSSARY}"],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
