@@ -15,6 +15,7 @@ import glob
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.program.constants import SHOWN, SUGGESTIONS, SUGGESTIONS_EACH
 
@@ -25,6 +26,7 @@ class AmbiguousPathError(PlanError):
     """The end of a path fits several paths."""
 
 
+@shown
 @dataclass(frozen=True)
 class FoundPaths:
     """The paths that a user's text names.

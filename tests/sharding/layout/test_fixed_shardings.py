@@ -41,7 +41,7 @@ def test_the_end_of_a_path_names_the_one_input_that_ends_so():
     assert planned_specs["0/w"] == P(None, "model") and planned_specs["0/v"] == P("model")
     state = (mlp_state(), mlp_state())
     with pytest.raises(
-        FixedError, match="fixed 'w' is the end of 2 paths: 0/0/w, 0/1/w. Give a longer path, or a glob"
+        FixedError, match="fixed 'w' is the end of 2 paths: s/0/w, s/1/w. Give a longer path, or a glob"
     ):
         plan(lambda s, x: (s, mlp_loss(s[0], x)), state, batch(), mesh=MESH, fixed={"w": P("model")})
 
