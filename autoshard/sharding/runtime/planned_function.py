@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-import jax
-
 from autoshard import _compat
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
@@ -118,9 +116,7 @@ class PlannedFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the planned function for these arguments (arrays or shapes), as `jax.jit(...).lower` does."""
         entry = self.entry(args, kwargs)
-        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in entry.traced.in_avals]
-        args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
-        return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
+        return entry.lower()
 
     def init(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `create(*args, **kwargs)` with its result sharded as this function's plan requires.
