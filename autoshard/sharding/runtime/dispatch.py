@@ -16,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autoshard import _compat
-from autoshard.errors import PlanError, PlanRequestError
+from autoshard.errors import AutoshardWarning, PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.machines.targets import is_made_of, target_for
@@ -31,6 +31,7 @@ from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.absent_arguments import absent_error
+from autoshard.sharding.runtime.compiler_remarks import kept_remarks, remarks_text
 from autoshard.sharding.runtime.process_agreement import check_same_plan
 from autoshard.sharding.runtime.static_changes import StaticChanges
 
@@ -56,6 +57,26 @@ class PlannedSignature:
         """The annotated function under `jax.jit`."""
         executable = self.bound.executable
         return executable.jit(self.mesh if executable.mesh is None else None)
+
+    def run(self, *args: Any) -> Any:
+        """Call the jitted function for the first time, which compiles it. Later calls go to it directly."""
+        with kept_remarks() as remarks:
+            results = self.jitted(*args)
+        self.run = self.jitted
+        text = remarks_text(self.traced.name, remarks, self.traced.arguments, self.lowered_text) if remarks else ""
+        if text:
+            warnings.warn(text, AutoshardWarning, stacklevel=6)
+        return results
+
+    def lower(self) -> Any:
+        """Lower the jitted function for the shapes of the signature."""
+        shapes = list(map(_compat.planned_shape, self.traced.in_avals, self.in_shardings))
+        args, kwargs = jax.tree.unflatten(self.traced.in_tree, shapes)
+        return self.jitted.lower(*args, kwargs) if kwargs else self.jitted.lower(*args)
+
+    def lowered_text(self) -> str:
+        """The program's MLIR with locations."""
+        return self.lower().as_text(debug_info=True)
 
     @functools.cached_property
     def in_shardings(self) -> list[Any]:
@@ -107,7 +128,7 @@ class PlannedSignature:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the jitted function with arguments of the planned signature, with their static leaves hidden."""
-        results = self.jitted(*args, kwargs) if kwargs else self.jitted(*args)
+        results = self.run(*args, kwargs) if kwargs else self.run(*args)
         return reveal_static(results) if self.traced.static_results else results
 
 

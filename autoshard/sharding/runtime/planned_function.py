@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-import jax
-
 from autoshard import _compat
 from autoshard._tracebacks import hide_own_frames, hides_own_frames
 from autoshard._typed import short_repr
@@ -126,9 +124,7 @@ class PlannedFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the planned function for these arguments (arrays or shapes), as `jax.jit(...).lower` does."""
         entry = self.entry(args, kwargs)
-        shapes = list(map(_compat.planned_shape, entry.traced.in_avals, entry.in_shardings))
-        args, kwargs = jax.tree.unflatten(entry.traced.in_tree, shapes)
-        return entry.jitted.lower(*args, kwargs) if kwargs else entry.jitted.lower(*args)
+        return entry.lower()
 
     @hides_own_frames
     def init(self, create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
