@@ -1,12 +1,13 @@
 """Keeps XLA's lines about involuntary full rematerializations off the terminal while a planned program is compiled.
 
-XLA's partitioner writes them to file descriptor 2. It is redirected to `stderr_filter.py` during the first call of a
-planned program, which compiles it, and restored afterwards. All other lines appear as ever. The remarks are counted,
-priced and reported in one warning. Those that cost next to nothing are left out.
+XLA's partitioner writes them to file descriptor 2. During the first call of a planned program, which compiles it, the
+descriptor is redirected to `stderr_filter.py`, a process that is started once. All other lines appear as ever. The remarks are
+counted, priced and reported in one warning. Those that cost next to nothing are left out.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -22,36 +23,113 @@ from pathlib import Path
 from autoshard._columns import listing
 from autoshard._units import bytes_text, line_text
 from autoshard.sharding.hlo.rematerializations import Rematerialization, read_remarks
-from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.runtime.constants import FILTER_TIMEOUT_S, LEAST_REMARK_BYTES
 
 FILTER = Path(__file__).with_name("stderr_filter.py")
 
 
-class _Redirection:
-    """The redirection of file descriptor 2, which threads that compile at the same time share."""
+class _Filter:
+    """The process that filters, with the pipes to it. One serves all compilations of this process."""
 
     def __init__(self) -> None:
-        self.lock, self.users, self.stop = threading.Lock(), 0, None
+        """Start the process.
+
+        Raises:
+            OSError: there are no descriptors, no process or no standard error.
+        """
+        self.owner, self.target = os.getpid(), _identity(2)
+        self.marker = f"{uuid.uuid4().hex}\n".encode()
+        self.kept = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this object
+        self.read_bytes = 0
+        source, self.sink = os.pipe()
+        self.done, told = os.pipe()
+        command = [sys.executable, "-I", "-S", str(FILTER), self.marker.decode(), str(self.kept.fileno()), str(told)]
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=source, stdout=subprocess.DEVNULL, stderr=2, pass_fds=(self.kept.fileno(), told)
+            )
+        except OSError:
+            self._close()
+            raise
+        finally:
+            os.close(source)
+            os.close(told)
+
+    def is_usable(self) -> bool:
+        """Whether the process runs, belongs to this process, and writes to where descriptor 2 leads now."""
+        return self.owner == os.getpid() and self.process.poll() is None and self.target == _identity(2)
+
+    def redirect(self) -> int:
+        """Redirect descriptor 2 to the process. Return a copy of the descriptor as it was."""
+        saved = os.dup(2)
+        _flush()
+        os.dup2(self.sink, 2)
+        return saved
+
+    def restore(self, saved: int) -> list[str]:
+        """Restore descriptor 2 and return the remarks, after all other lines have been written."""
+        _flush()
+        with contextlib.suppress(OSError):  # the process was killed
+            os.write(2, self.marker)
+        os.dup2(saved, 2)
+        os.close(saved)
+        ready, _, _ = select.select([self.done], [], [], FILTER_TIMEOUT_S)
+        if not ready or not os.read(self.done, 1):
+            return []
+        self.kept.seek(self.read_bytes)
+        found = self.kept.read()
+        self.read_bytes += len(found)
+        return found.decode(errors="replace").splitlines()
+
+    def end(self) -> None:
+        """End the process, once nobody else holds its input."""
+        if self.owner == os.getpid():
+            self._close()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # another process has inherited the input
+                self.process.wait(1.0)
+
+    def _close(self) -> None:
+        self.kept.close()
+        os.close(self.sink)
+        os.close(self.done)
+
+
+class _Redirection:
+    """The redirection of descriptor 2, which threads that compile at the same time share."""
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.saved = threading.Lock(), 0, -1
+        self.filter: _Filter | None = None
 
     def enter(self) -> None:
         """Begin the redirection, unless another thread did."""
         with self.lock:
             self.users += 1
-            if self.users == 1:
-                self.stop = _redirect()
+            if self.users == 1 and os.name == "posix" and sys.executable:
+                with contextlib.suppress(OSError):
+                    if self.filter is None or not self.filter.is_usable():
+                        self.end()
+                        self.filter = _Filter()
+                    self.saved = self.filter.redirect()
 
     def leave(self) -> list[str]:
         """End the redirection if no other thread needs it; return the remarks to the last one that leaves."""
         with self.lock:
             self.users -= 1
-            if self.users or self.stop is None:
+            if self.users or self.filter is None or self.saved < 0:
                 return []
-            stop, self.stop = self.stop, None
-            return stop()
+            saved, self.saved = self.saved, -1
+            return self.filter.restore(saved)
+
+    def end(self) -> None:
+        """End the process that filters, if there is one."""
+        if self.filter is not None:
+            self.filter.end()
+            self.filter = None
 
 
 _REDIRECTION = _Redirection()
+atexit.register(_REDIRECTION.end)
 
 
 @contextlib.contextmanager
@@ -65,59 +143,9 @@ def kept_remarks() -> Iterator[list[str]]:
         found += _REDIRECTION.leave()
 
 
-def _redirect() -> Callable[[], list[str]] | None:
-    """Redirect descriptor 2 to the filter. Returns what restores it and returns the remarks; None if it cannot."""
-    if os.name != "posix" or not sys.executable:
-        return None
-    marker = f"{uuid.uuid4().hex}\n"
-    with contextlib.ExitStack() as started:
-        try:
-            saved = os.dup(2)
-            started.callback(os.close, saved)
-            source, sink = os.pipe()
-            started.callback(os.close, sink)
-            done, told = os.pipe()
-            started.callback(os.close, done)
-            kept = started.enter_context(tempfile.TemporaryFile())
-            command = [sys.executable, "-I", "-S", str(FILTER), marker, str(kept.fileno()), str(told)]
-            try:
-                process = subprocess.Popen(
-                    command, stdin=source, stdout=subprocess.DEVNULL, stderr=saved, pass_fds=(kept.fileno(), told)
-                )
-            finally:
-                os.close(source)
-                os.close(told)
-        except OSError:  # no descriptors, no process or no standard error
-            return None
-        if not _reports(done):
-            process.kill()
-            process.wait()
-            return None
-        _flush()
-        os.dup2(sink, 2)
-        os.close(sink)
-        started.pop_all()
-
-    def stop() -> list[str]:
-        _flush()
-        os.write(2, marker.encode())
-        os.dup2(saved, 2)
-        os.close(saved)
-        _reports(done)
-        os.close(done)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # another process may have inherited the pipe
-            process.wait(1.0)
-        with kept:
-            kept.seek(0)
-            return kept.read().decode(errors="replace").splitlines()
-
-    return stop
-
-
-def _reports(pipe: int) -> bool:
-    """Whether the filter reports within the time limit that it has begun or ended."""
-    ready, _, _ = select.select([pipe], [], [], FILTER_TIMEOUT_S)
-    return bool(ready and os.read(pipe, 1))
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _flush() -> None:
@@ -149,10 +177,9 @@ def remarks_text(name: str, remarks: list[str], arguments: tuple[str, ...], lowe
 
 
 def _remark_line(remark: Rematerialization, arguments: tuple[str, ...], places: Mapping[str, str]) -> str:
-    argument = re.fullmatch(r"args\[(\d+)\](.*)", remark.op_name)
-    if argument:
-        path = "/".join(re.findall(r"\w+", argument[2]))
-        where = named_path(f"{argument[1]}/{path}".rstrip("/"), arguments)
+    argument = re.fullmatch(r"(\w+)((?:\[[^]]*\]|\.\w+)*)", remark.op_name)
+    if argument and argument[1] in arguments:  # `state['up'][0]`, as JAX writes the path `state/up/0`
+        where = "/".join([argument[1], *re.findall(r"\w+", argument[2])])
     else:
         where = line_text(places.get(remark.op_name, "")) if remark.op_name in places else remark.op_name
     if not remark.array:

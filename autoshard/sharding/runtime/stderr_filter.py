@@ -5,9 +5,8 @@
 It is a process, not a thread: the last words of a compiler that aborts still appear, and a compiler that holds Python's
 lock does not wait for it. It imports nothing from autoshard.
 
-MARKER is a text that ends the filtering. KEPT is the descriptor of a file that gets the remarks, DONE that of a pipe
-that gets a byte when filtering begins and another when MARKER was read. From then on everything is copied, because
-other processes may have inherited the input.
+MARKER is a text that ends the lines of one compilation. KEPT is the descriptor of a file that gets the remarks, DONE
+that of a pipe that gets a byte when a MARKER was read and all lines before it were written.
 """
 
 import os
@@ -20,29 +19,28 @@ LOG_LINE = re.compile(rb"[WIEF]?\d")
 
 
 def main(marker: bytes, kept: int, done: int) -> None:
-    """Filters until the marker, then copies until the end of the input."""
-    os.write(done, b"b")
-    pending, is_filtering = b"", True
+    """Filters until the end of the input."""
+    pending = b""
     while chunk := os.read(0, 1 << 16):
-        if not is_filtering:
-            _write(2, chunk)
-            continue
         pending += chunk
-        before, found, after = pending.partition(marker)
-        lines = before.splitlines(keepends=True)
-        partial = b"" if found or not lines or lines[-1].endswith(b"\n") else lines.pop()
-        for line in lines:
-            _write(kept if REMARK in line else 2, line)
-        if found:
-            _write(2, after)
+        while marker in pending:
+            before, _, pending = pending.partition(marker)
+            _copy(before.splitlines(keepends=True), kept)
             os.write(done, b"e")
-            is_filtering = False
-        elif _may_be_remark(partial, marker):
+        lines = pending.splitlines(keepends=True)
+        partial = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        _copy(lines, kept)
+        if _may_be_remark(partial, marker):
             pending = partial
         else:
             _write(2, partial)
             pending = b""
-    _write(2, pending if is_filtering else b"")
+    _write(2, pending)
+
+
+def _copy(lines: list[bytes], kept: int) -> None:
+    for line in lines:
+        _write(kept if REMARK in line else 2, line)
 
 
 def _may_be_remark(partial: bytes, marker: bytes) -> bool:
