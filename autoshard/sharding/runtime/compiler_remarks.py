@@ -1,8 +1,8 @@
 """Keeps XLA's lines about involuntary full rematerializations off the terminal while a planned program is compiled.
 
 XLA's partitioner writes them to file descriptor 2. During the first call of a planned program, which compiles it, the
-descriptor is redirected to `stderr_filter.py`, a process that is started once. All other lines appear as ever. The remarks are
-counted, priced and reported in one warning. Those that cost next to nothing are left out.
+descriptor is redirected to `stderr_filter.py`, a process that is started once. All other lines appear as ever. The
+remarks are counted, priced and reported in one warning. Those that cost next to nothing are left out.
 """
 
 from __future__ import annotations
