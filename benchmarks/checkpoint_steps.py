@@ -2,17 +2,17 @@
 
     python benchmarks/checkpoint_steps.py [--rounds 5] [--context 8]
 
-A GPT with AdamW, 480 MB in 64 leaves, sharded by the planner over eight virtual devices, takes steps of some tenths of a
-second on random tokens, each of which donates the state. In turn, each checkpointer saves beside them:
+A GPT with AdamW, 480 MB in 64 leaves, sharded by the planner over eight virtual devices, takes steps of some tenths of
+a second on random tokens, each of which donates the state. In turn, each checkpointer saves beside them:
 
     plain      steps without a save, before it
     blocked    the time until `save` returns
     committed  the time from the call until the step is on disk under its name, in plain steps
     beside     the median of the steps that begin before the step is committed, relative to plain ones
 
-On virtual devices the copy, the digests, the writing and the steps share the host's cores; on a pod they do not. So only
-ratios of one run mean something on a machine that is used by others too. Small steps are short of cores: a save takes
-about half a core-second, whatever the steps do.
+On virtual devices the copy, the digests, the writing and the steps share the host's cores; on a pod they do not. A save
+takes about half a core-second, whatever the steps do, so the shorter the steps, the more of them it slows down. On a
+machine that others use too, only ratios within one run mean something.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def main() -> None:
     for who, times in found.items():
         target = 2.0 if who == OURS else None
         rows.append(common.measured(f"committed: {who}", [one.committed / one.plain for one in times], "steps", target))
-    for who, times in found.items():
+    for who in found:
         rows.append(common.measured(f"blocked: {who}", 1e3 * blocked[who], "ms"))
         rows.append(common.Row(f"blocked by the first save: {who}", 1e3 * first[who].blocked, "ms"))
     rows += [
