@@ -105,9 +105,9 @@ def sample_tokens(
     if n == 0:
         return prompt
     built_in = isinstance(model, GPT | MoE)
-    context = model.cfg.context if context is None else context
-    if not built_in or length + n > context:
-        return _generate_windowed(model, tokens, length, n, write_choice, min(context, length + n))
+    longest: int = model.cfg.context if context is None else context
+    if not built_in or length + n > longest:
+        return _generate_windowed(model, tokens, length, n, write_choice, min(longest, length + n))
     logits, cache = model.extend(prompt, model.cache(batch, length + n))
 
     def step(index: jax.Array, carry: Any) -> Any:

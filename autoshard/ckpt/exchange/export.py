@@ -282,7 +282,9 @@ def _inference(file: Any) -> dict[str, Any] | None:
             )
         if not isinstance(content["model"], str):
             raise ValueError(f"model is {content['model']!r}, it must be a name")
-        dict(content["config"]), _generation(content), content["generation"].get("use_ema")
+        if not isinstance(content["config"], dict):
+            raise TypeError(f"config is {content['config']!r}, it must be a table")
+        _generation(content)
         return content
     except CheckpointError:
         raise
