@@ -1,86 +1,173 @@
-"""Measure how much checkpoints slow down the training of a model of 100 million parameters.
+"""Compare saves beside training steps with Orbax's own: when they are committed, how long they block, what they cost.
 
-    python benchmarks/checkpoint_steps.py [--rounds 5]
+    python benchmarks/checkpoint_steps.py [--rounds 5] [--context 8]
 
-A GPT with AdamW, sharded by the planner over eight virtual devices, takes steps on random tokens. In turn:
+A GPT with AdamW, 480 MB in 64 leaves, sharded by the planner over eight virtual devices, takes steps of some tenths of
+a second on random tokens, each of which donates the state. In turn, each checkpointer saves beside them:
 
-    plain      a step
-    returned   the time until `save` returns; a step follows
-    saved      the save and that step together. `save` dispatches a copy on the devices, which also delays the step
-    beside     steps while a save is computing digests and writing
+    plain      steps without a save, before it
+    blocked    the time until `save` returns
+    committed  the time from the call until the step is on disk under its name, in plain steps
+    beside     the median of the steps that begin before the step is committed, relative to plain ones
 
-On virtual devices the copy, the digests, the writing and the steps share the host's cores; on a pod they do not.
+On virtual devices the copy, the digests, the writing and the steps share the host's cores; on a pod they do not. A save
+takes about half a core-second, whatever the steps do, so the shorter the steps, the more of them it slows down. On a
+machine that others use too, only ratios within one run mean something.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import common  # sets up the devices first
 import jax
 import numpy as np
+import orbax.checkpoint
+from orbax.checkpoint import v1 as ocp
 from real_steps import batch_of, create
 
 from autoshard import auto_shard
-from autoshard.ckpt import Checkpointer
+from autoshard.ckpt import Checkpointer, RetentionPolicy
 from autoshard.models.workloads import workload
 from autoshard.train.program.build import workload_step
 
-MODEL = workload("gpt-125m").with_(vocab=16384, context=128, batch_size=8)
+MODEL = workload("gpt-125m").with_(vocab=4096, width=512, heads=8, batch_size=8, remat="none")
 PLAN = "fsdp:8"
+PLAIN_STEPS = 4  # before each save; chosen
+OURS = "ours"
+
+
+class Saver(NamedTuple):
+    """A checkpointer: starts a save of a state, waits for it, and where a step is when it is committed."""
+
+    save: Callable[[int, Any], Any]
+    wait: Callable[[], Any]
+    path: Callable[[int], Path]
+
+
+@contextlib.contextmanager
+def savers(root: Path, state: Any) -> Iterator[dict[str, Saver]]:
+    """Open the checkpointers, each of which keeps one step."""
+    newest: Any = ocp.training.preservation_policies.LatestN(1)  # Orbax types its parameter more narrowly
+    options = orbax.checkpoint.CheckpointManagerOptions(max_to_keep=1)
+    with (
+        Checkpointer(root / OURS, keep=RetentionPolicy(last=1)) as ours,
+        ocp.training.Checkpointer(str(root / "training"), preservation_policy=newest) as training,
+        orbax.checkpoint.CheckpointManager(root / "manager", options=options) as manager,
+    ):
+        ours.prepare(state)
+        pending: list[Any] = []
+        yield {
+            OURS: Saver(ours.save, ours.wait, lambda step: root / OURS / f"step_{step:08d}"),
+            "Orbax's Checkpointer": Saver(
+                lambda step, state: pending.append(training.save_async(step, state)),
+                lambda: pending.pop().result(),
+                lambda step: root / "training" / str(step),
+            ),
+            "Orbax's CheckpointManager": Saver(
+                lambda step, state: manager.save(step, args=orbax.checkpoint.args.StandardSave(state)),
+                manager.wait_until_finished,
+                lambda step: root / "manager" / str(step),
+            ),
+        }
+
+
+class Times(NamedTuple):
+    """One save: seconds until it returned and was committed, of a plain step, and of a step beside it."""
+
+    blocked: float
+    committed: float
+    plain: float
+    beside: float
+
+
+def save_beside(saver: Saver, number: int, current: Callable[[], Any], step: Callable[[], float]) -> Times:
+    """Take steps, save, and take steps until the save is committed."""
+    plain = float(np.median([step() for _ in range(PLAIN_STEPS)]))
+    committed: list[float] = []
+
+    def watch() -> None:
+        while not saver.path(number).exists():
+            time.sleep(0.003)
+        committed.append(time.perf_counter())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    begun = time.perf_counter()
+    saver.save(number, current())
+    blocked = time.perf_counter() - begun
+    beside = [step()]
+    while not committed:
+        beside.append(step())
+    watching.join()
+    saver.wait()
+    return Times(blocked, committed[0] - begun, plain, float(np.median(beside)))
 
 
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    train_step, state, batch = workload_step(MODEL)
+    parser.add_argument("--context", type=int, default=8, help="tokens in a row: more of them make longer steps")
+    options = parser.parse_args()
+    model = MODEL.with_(context=options.context)
+    train_step, state, batch = workload_step(model)
     step = auto_shard(train_step, donate_argnums=0, plan=PLAN)
     step.plan(state, batch)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
-    state = step.init(create(MODEL), jax.random.key(0))
+    state = step.init(create(model), jax.random.key(0))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    tokens = batch_of(MODEL)
+    tokens = batch_of(model)
 
-    def timed_step(checkpoints: Checkpointer | None = None) -> tuple[float, float]:
-        """Return the seconds of a step with its save, and of the save alone until it returns."""
+    def timed_step() -> float:
         nonlocal state
-        begun = time.perf_counter()
-        if checkpoints is not None:
-            checkpoints.save(0, state)
-        returned = time.perf_counter() - begun
-        state, metrics = step(state, tokens)
-        jax.block_until_ready((state, metrics))
-        return time.perf_counter() - begun, returned
 
-    seconds: dict[str, list[float]] = {name: [] for name in ("plain", "saved", "returned", "beside")}
-    for number in range(rounds + 1):
-        with tempfile.TemporaryDirectory() as root, Checkpointer(Path(root)) as checkpoints:
-            plain = timed_step()[0]
-            saved, returned = timed_step(checkpoints)
-            beside = []
-            while not checkpoints.steps():
-                beside.append(timed_step()[0])
-            if number:  # the first compiles
-                for name, value in (("plain", plain), ("saved", saved), ("returned", returned)):
-                    seconds[name].append(value)
-                seconds["beside"] += beside[:-1]  # the writing ends during the last one
-    values = {name: np.array(each) for name, each in seconds.items()}
-    rows = [common.measured(name, 1e3 * each, "ms") for name, each in values.items() if len(each)]
-    plain = float(np.median(values["plain"]))
+        def run() -> None:
+            nonlocal state
+            state, metrics = step(state, tokens)
+            jax.block_until_ready((state, metrics))
+
+        return common.timed(run)[0]
+
+    found: dict[str, list[Times]] = {}
+    first: dict[str, Times] = {}
+    with tempfile.TemporaryDirectory() as root, savers(Path(root), state) as each:
+        timed_step()
+        for number in range(options.rounds + 1):
+            for who, saver in each.items():
+                times = save_beside(saver, number, lambda: state, timed_step)
+                if number:  # the first starts threads and compiles
+                    found.setdefault(who, []).append(times)
+                else:
+                    first[who] = times
+    rows = [common.measured("a plain step", [1e3 * one.plain for times in found.values() for one in times], "ms")]
+    blocked = {who: np.array([one.blocked for one in times]) for who, times in found.items()}
+    for who, times in found.items():
+        target = 2.0 if who == OURS else None
+        rows.append(common.measured(f"committed: {who}", [one.committed / one.plain for one in times], "steps", target))
+    for who in found:
+        rows.append(common.measured(f"blocked: {who}", 1e3 * blocked[who], "ms"))
+        rows.append(common.Row(f"blocked by the first save: {who}", 1e3 * first[who].blocked, "ms"))
     rows += [
-        common.measured("`save` returned after, of a step", values["returned"] / plain, "x", 0.03),
-        common.measured("a step with its save / a step", values["saved"] / plain, "x"),
+        common.measured(f"blocked / {who}", blocked[OURS] / each_blocked, "x", 1.0)
+        for who, each_blocked in blocked.items()
+        if who != OURS
     ]
-    if len(values["beside"]):
-        rows.append(common.measured("steps during the writing / others", values["beside"] / plain, "x"))
-    context = {"parameters": parameters, "state_bytes": nbytes, "tokens": MODEL.batch_size * MODEL.config.context}
-    common.report("checkpoint_steps", rows, rounds=rounds, plan=PLAN, **context)
+    for who, times in found.items():
+        target = 1.15 if who == OURS else None
+        rows.append(
+            common.measured(f"steps beside / plain: {who}", [one.beside / one.plain for one in times], "x", target)
+        )
+    context = {"parameters": parameters, "state_bytes": nbytes, "tokens": model.batch_size * model.config.context}
+    common.report("checkpoint_steps", rows, rounds=options.rounds, plan=PLAN, **context)
 
 
 if __name__ == "__main__":

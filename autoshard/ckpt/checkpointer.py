@@ -263,7 +263,7 @@ class Checkpointer:
         step: int | None,
         folder: Any,
         *,
-        use_ema: bool = False,
+        use_ema: bool | None = False,
         dtype: str | None = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> Exported:
@@ -277,7 +277,7 @@ class Checkpointer:
         Args:
             step: the number of the step.
             folder: a new folder on this machine.
-            use_ema: whether to export the moving average of the parameters.
+            use_ema: whether to export the moving average of the parameters. None: what the run evaluated.
             dtype: dtype of floating-point tensors; by default the saved one.
             shard_bytes: largest number of bytes of tensors in one file. A larger model is written as several files
                 and an index.
@@ -293,7 +293,7 @@ class Checkpointer:
 
         return self._reader.read(step, write)
 
-    def model(self, step: int | None = None, *, use_ema: bool = False, dtype: str | None = None) -> Model:
+    def model(self, step: int | None = None, *, use_ema: bool | None = False, dtype: str | None = None) -> Model:
         """Return the model of a step, as tensors that are read one at a time while the step stays; see `export`."""
         return self._reader.read(step, lambda path, number: step_model(path, number, use_ema=use_ema, dtype=dtype))
 

@@ -89,7 +89,7 @@ def _copy(options: Parser) -> None:
 def _export(options: Parser) -> None:
     _place(options)
     _out(options)
-    options.add_argument("--use-ema", action="store_true", help="export the moving average of the parameters")
+    _use_ema(options)
     options.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of floating-point tensors")
     _shard_bytes(options)
 
@@ -98,7 +98,16 @@ def _merge(options: Parser) -> None:
     options.add_argument("base", metavar="BASE", help=f"{_PLACE}; or a folder with model.safetensors")
     options.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder of a LoRA adapter that PEFT wrote")
     _out(options)
+    _use_ema(options)
     _shard_bytes(options)
+
+
+def _use_ema(options: Parser) -> None:
+    options.add_argument(
+        "--use-ema",
+        action=argparse.BooleanOptionalAction,
+        help="use the moving average of the parameters (default: as the run's evaluation did)",
+    )
 
 
 def _out(options: Parser) -> None:

@@ -235,8 +235,13 @@ def _export(given: argparse.Namespace) -> int:
     export = place.checkpoints.export(
         place.step, given.out, use_ema=given.use_ema, dtype=given.dtype, shard_bytes=given.shard_bytes
     )
-    print(f"{export.tensors} tensors, {bytes_text(export.nbytes)}, in {export.folder}: {', '.join(export.files)}")
+    what = f"{export.tensors} tensors{_averaged(export.averaged)}, {bytes_text(export.nbytes)}"
+    print(f"{what}, in {export.folder}: {', '.join(export.files)}")
     return 0
+
+
+def _averaged(averaged: bool) -> str:
+    return " (moving average of the parameters)" if averaged else ""
 
 
 def _merge(given: argparse.Namespace) -> int:
@@ -244,14 +249,17 @@ def _merge(given: argparse.Namespace) -> int:
     adapter = read_adapter(given.adapter)
     folder = Path(given.base)
     if any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        if given.use_ema:
+            raise ConfigError(f"--use-ema is for steps, but {str(folder)!r} has files of a model: leave it out")
         base = read_model(folder)
     else:
         place = open_place(given.base)
-        base = place.checkpoints.model(place.step)
+        base = place.checkpoints.model(place.step, use_ema=given.use_ema)
     model = merge_adapter(base, adapter)
     export = write_model(model, given.out, shard_bytes=given.shard_bytes)
     changed = sum(one is not other for one, other in zip(base.tensors, model.tensors, strict=True))
-    print(f"{changed} of {export.tensors} tensors changed; {bytes_text(export.nbytes)} in {export.folder}")
+    what = f"{changed} of {export.tensors} tensors{_averaged(base.averaged)} changed"
+    print(f"{what}; {bytes_text(export.nbytes)} in {export.folder}")
     return 0
 
 

@@ -33,12 +33,18 @@ def run(arguments: Sequence[str]) -> int:
         action=argparse.BooleanOptionalAction,
         help="use the moving average of the parameters (default: as the run's evaluation did)",
     )
+    options.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="package.module:function that makes the model of a run that was trained with --model. It is imported and "
+        "called; the name in inference.json never is",
+    )
     options.add_argument("--show-plan", action="store_true", help="also print the plan")
     given = options.parse_args(arguments)
     _check(given.tokens, given.temperature, given.top_k)
     from autoshard.train.inference.exported_model import open_generator
 
-    generator = open_generator(given.run_dir, given.step, use_ema=given.use_ema)
+    generator = open_generator(given.run_dir, given.step, use_ema=given.use_ema, factory=given.model)
     text, plan = generator.generate(
         given.prompt, given.tokens, seed=given.seed, temperature=given.temperature, top_k=given.top_k
     )

@@ -7,6 +7,7 @@ recomputed for each new token. In both cases, a `MoE` uses `extend`, which drops
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,7 @@ def _generate(
 
 
 def sample_tokens(
-    model: GPT | MoE,
+    model: Any,
     prompt: jax.Array,
     key: jax.Array,
     temperature: jax.Array,
@@ -79,8 +80,13 @@ def sample_tokens(
     n: int,
     top_k: int | None,
     greedy: bool,
+    context: int | None = None,
 ) -> jax.Array:
-    """The traceable part of `generate`: returns the prompt and its continuation, `[batch, length + n]`."""
+    """The traceable part of `generate`: returns the prompt and its continuation, `[batch, length + n]`.
+
+    Another model than `GPT` and `MoE` maps tokens `[batch, seq]` to logits `[batch, seq, vocab]`, those of a position
+    from the tokens up to it. It is called on at most `context` tokens, once for each new token.
+    """
     batch, length = prompt.shape
     tokens = jnp.concatenate([prompt, jnp.zeros((batch, n), prompt.dtype)], axis=1)
 
@@ -98,8 +104,10 @@ def sample_tokens(
 
     if n == 0:
         return prompt
-    if length + n > model.cfg.context:
-        return _generate_windowed(model, tokens, length, n, write_choice)
+    built_in = isinstance(model, GPT | MoE)
+    longest: int = model.cfg.context if context is None else context
+    if not built_in or length + n > longest:
+        return _generate_windowed(model, tokens, length, n, write_choice, min(longest, length + n))
     logits, cache = model.extend(prompt, model.cache(batch, length + n))
 
     def step(index: jax.Array, carry: Any) -> Any:
@@ -112,18 +120,21 @@ def sample_tokens(
     return write_choice(tokens, logits, jnp.int32(length + n - 1))[0]
 
 
-def _generate_windowed(model: GPT | MoE, tokens: jax.Array, length: int, n: int, write_choice: Any) -> jax.Array:
-    """Generate without a cache: each token is predicted from a window of the last `context` tokens."""
-    window = min(model.cfg.context, length + n)
+def _generate_windowed(model: Any, tokens: jax.Array, length: int, n: int, write_choice: Any, window: int) -> jax.Array:
+    """Generate without a cache: each token is predicted from a window of the last tokens."""
+
+    def logits_of(recent: jax.Array) -> jax.Array:
+        if not isinstance(model, GPT | MoE):
+            accepted = inspect.signature(model).parameters
+            return model(recent, **({"deterministic": True} if "deterministic" in accepted else {}))
+        # Use `extend`, not a call: in a call of a MoE, the zeros would compete with the text for capacity.
+        return model.extend(recent, model.cache(tokens.shape[0], window))[0]
 
     def step(index: jax.Array, tokens: jax.Array) -> jax.Array:
         # The window holds zeros from `index` on. Causal attention does not see them.
         start = jnp.maximum(index - window, 0)
         recent = lax.dynamic_slice_in_dim(tokens, start, window, axis=1)
-        # Use `extend`, not a call: in a call of a MoE, those zeros would compete with the text for capacity.
-        logits, _ = model.extend(recent, model.cache(tokens.shape[0], window))
-        return write_choice(tokens, lax.dynamic_index_in_dim(logits, index - 1 - start, axis=1, keepdims=False), index)[
-            0
-        ]
+        logits = lax.dynamic_index_in_dim(logits_of(recent), index - 1 - start, axis=1, keepdims=False)
+        return write_choice(tokens, logits, index)[0]
 
     return lax.fori_loop(length, length + n, step, tokens)

@@ -29,6 +29,7 @@ from autoshard.errors import CheckpointError, RemovedStepError
 MODEL_PARTS = ("params", "frozen", "variables")  # the parts of a train state that belong to the model
 AVERAGE = ("ema", "mean"), ("ema", "weight")
 INFERENCE_FILE, INFERENCE_FORMAT = "inference.json", 1  # beside the steps: the trainer's description of the model
+FAN_IN = "fan_in"  # "first" in the metadata of a safetensors file if weights are known to be `[in, out]`
 TOKENIZER_FILE = "tokenizer.json"  # beside the steps: the tokenizer, unless tokens are bytes
 
 
@@ -42,12 +43,14 @@ class Exported:
         files: the names of the files.
         tensors: the number of tensors.
         nbytes: bytes of the tensors.
+        averaged: whether the parameters are their moving average.
     """
 
     folder: Path
     files: tuple[str, ...]
     tensors: int
     nbytes: int
+    averaged: bool = False
 
 
 def copy_step(source: StepDirectory, step: int, target: StepDirectory) -> None:
@@ -109,14 +112,18 @@ class Model:
         tensors: the tensors, in the order that reads each pack once.
         files: the files to write beside them: name -> JSON values.
         where: the step or folder of the model.
+        averaged: whether the parameters are their moving average.
+        fan_in_first: whether weights are known to be `[in, out]`, as those of the trainer's models.
     """
 
     tensors: tuple[Tensor, ...]
     files: Mapping[str, Any]
     where: str
+    averaged: bool = False
+    fan_in_first: bool = False
 
 
-def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None = None) -> Model:
+def step_model(path: Any, step: int, *, use_ema: bool | None = False, dtype: str | None = None) -> Model:
     """Return the model of a step. Each tensor is compared with its digest when it is read. The step stays meanwhile.
 
     The name of a tensor is its `.`-joined path, without the part of the train state. Reading a tensor with values out
@@ -125,7 +132,8 @@ def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None
     Args:
         path: the path of the step.
         step: the number of the step.
-        use_ema: whether to use the moving average of the parameters, divided by its weight.
+        use_ema: whether to use the moving average of the parameters, divided by its weight. None: as the evaluations of
+            the run, of which `inference.json` says so; before the first update of the average they use the parameters.
         dtype: the dtype of floating-point tensors; by default the saved one.
 
     Raises:
@@ -140,7 +148,7 @@ def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None
     digests = expected_digests(path, step, manifest)
     specs = {spec.key: spec for spec in manifest.leaves}
     where = f"step {step} in {path.parent}"
-    sources = model_leaves(specs, use_ema, where)
+    inference = _inference(path.parent / INFERENCE_FILE)
     with reading(path, step):
         leaves = orbax_storage.LeafReader(path, manifest)
 
@@ -153,7 +161,12 @@ def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None
             raise damage_error(path, step, "values differ from the saved ones", [spec.key])
         return values
 
-    weight = float(read(specs[AVERAGE[1]])) if use_ema else 1.0
+    evaluated = use_ema is None and inference is not None and inference["generation"].get("use_ema") is True
+    averaged = bool(use_ema) or (evaluated and AVERAGE[1] in specs)
+    sources = model_leaves(specs, averaged, where)
+    weight = float(read(specs[AVERAGE[1]])) if averaged else 1.0
+    if not weight > 0 and use_ema is None:
+        averaged, weight, sources = False, 1.0, model_leaves(specs, False, where)
     if not weight > 0:
         raise CheckpointError(f"{where} has no moving average of the parameters yet: leave out --use-ema.")
 
@@ -170,7 +183,10 @@ def step_model(path: Any, step: int, *, use_ema: bool = False, dtype: str | None
 
     names = {spec.key: key for key, spec in sources.items()}
     tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
-    return Model(tensors, _files(manifest.config, tensors, path.parent / INFERENCE_FILE), where)
+    # The kernels of Flax are fan-in first.
+    return Model(
+        tensors, _files(manifest.config, tensors, inference), where, averaged, fan_in_first=inference is not None
+    )
 
 
 def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
@@ -188,11 +204,13 @@ def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -
     if not is_integer(shard_bytes) or shard_bytes < 1:
         raise CheckpointError(f"shard_bytes={shard_bytes!r}: it must be an integer of at least 1.")
     with _new_folder(folder) as draft:
-        files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata={"format": "flax", "from": model.where})
+        metadata = {"format": "flax", "from": model.where} | ({FAN_IN: "first"} if model.fan_in_first else {})
+        files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata=metadata)
         for name, content in model.files.items():
             (draft / name).write_text(json.dumps(content, indent=1) + "\n")
     names = (*(file.name for file in files), *model.files)
-    return Exported(folder, names, len(model.tensors), sum(one.nbytes for one in model.tensors))
+    nbytes = sum(one.nbytes for one in model.tensors)
+    return Exported(folder, names, len(model.tensors), nbytes, model.averaged)
 
 
 def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> dict[Key, LeafSpec]:
@@ -248,26 +266,40 @@ def _exported_dtype(spec: LeafSpec, dtype: str | None) -> str:
     return dtype if dtype is not None and floating else spec.dtype
 
 
-def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Any) -> dict[str, Any]:
+def _inference(file: Any) -> dict[str, Any] | None:
+    """Return the content of an `inference.json`, or None if there is none.
+
+    Raises:
+        CheckpointError: it is damaged or of a newer version.
+    """
+    if not file.exists():
+        return None
+    try:
+        content = json.loads(file.read_text())
+        if content.get("format", INFERENCE_FORMAT) > INFERENCE_FORMAT:
+            raise CheckpointError(
+                f"{file} has format {content['format']}, this version reads up to {INFERENCE_FORMAT}: upgrade"
+            )
+        if not isinstance(content["model"], str):
+            raise ValueError(f"model is {content['model']!r}, it must be a name")
+        if not isinstance(content["config"], dict):
+            raise TypeError(f"config is {content['config']!r}, it must be a table")
+        _generation(content)
+        return content
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the JSON files beside the tensors: the model's config, and with an `inference.json` sampling settings."""
     model = config.get("model", {})
     model = dict(model) if isinstance(model, Mapping) else {"name": model}
     generation = {}
-    if inference.exists():
-        try:
-            content = json.loads(inference.read_text())
-            if content.get("format", INFERENCE_FORMAT) > INFERENCE_FORMAT:
-                raise CheckpointError(
-                    f"{inference} has format {content['format']}, this version reads up to {INFERENCE_FORMAT}: upgrade"
-                )
-            if not isinstance(content["model"], str):
-                raise ValueError(f"model is {content['model']!r}, it must be a name")
-            model = {"name": content["model"], **content["config"]}  # takes precedence over the run's config
-            generation = {"generation_config.json": _generation(content)}
-        except CheckpointError:
-            raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise CheckpointError(f"{inference} is damaged: {type(error).__name__}: {error}") from error
+    if inference is not None:
+        model = {"name": inference["model"], **inference["config"]}  # takes precedence over the run's config
+        generation = {"generation_config.json": _generation(inference)}
     name = model.pop("name", None)
     kinds = [one.dtype for one in tensors if "float" in one.dtype]
     head = {"architectures": [name]} if name else {}

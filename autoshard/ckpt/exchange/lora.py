@@ -5,7 +5,9 @@ For a module with weight W, the adapter has :math:`A \in R^{r \times in}` and :m
 .. math:: W' = W + s B A,\quad s = \alpha / r,\ \text{or}\ \alpha / \sqrt r\ \text{if rank-stabilized.}
 
 W is stored as `[out, in]`, or as `[in, out]` (fan-in first), as in Flax. For an embedding the sum is
-:math:`W + s (B A)^T`.
+:math:`W + s (B A)^T`. In the trainer's models W is fan-in first, whatever the adapter's settings say about the weights
+with which it was trained. Their heads are separate dimensions, and the layers of a scan are stacked: the module
+`blocks.3.attention.wq` changes `blocks.attention.wq[3]`, of shape `[in, heads, head_dim]`.
 
 Sources: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; PEFT's checkpoint format,
 https://huggingface.co/docs/peft/developer_guides/checkpoint.
@@ -13,10 +15,11 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +30,7 @@ from safetensors import SafetensorError
 from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.ckpt.exchange import safetensors
-from autoshard.ckpt.exchange.export import Model, cast_values
+from autoshard.ckpt.exchange.export import FAN_IN, Model, cast_values
 from autoshard.ckpt.exchange.safetensors import INDEX, Tensor
 from autoshard.errors import CheckpointError, MismatchError
 
@@ -236,7 +239,7 @@ def read_model(folder: Path) -> Model:
         CheckpointError: the folder has no model, or it cannot be read.
     """
     try:
-        tensors = safetensors.read(folder)
+        tensors, metadata = safetensors.read(folder), safetensors.metadata(folder)
         files = {
             file.name: json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.name != INDEX
         }
@@ -244,7 +247,7 @@ def read_model(folder: Path) -> Model:
         raise CheckpointError(f"{folder} has no model: there is no {Path(error.filename).name}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"the model in {folder} cannot be read: {error}") from error
-    return Model(tuple(tensors), files, str(folder))
+    return Model(tuple(tensors), files, str(folder), fan_in_first=metadata.get(FAN_IN) == "first")
 
 
 def merge_adapter(base: Model, adapter: Adapter) -> Model:
@@ -254,39 +257,83 @@ def merge_adapter(base: Model, adapter: Adapter) -> Model:
         MismatchError: the adapter is for another base; lists every module that does not match.
     """
     by_name = {one.name: one for one in base.tensors}
-    tensors = dict(by_name)
+    adapter = replace(adapter, fan_in_first=adapter.fan_in_first or base.fan_in_first)
+    edits: dict[str, list[Callable[[np.ndarray], None]]] = {}
     wrong = []
-    for name, values in adapter.saved.items():
-        if name not in by_name or by_name[name].shape != values.shape:
-            have = list(by_name[name].shape) if name in by_name else "no such tensor"
-            wrong.append(f"{name}: the base has {have}, the adapter {list(values.shape)}")
+    for module, values in adapter.saved.items():
+        name, index = _place(module.removesuffix(".weight"), by_name)
+        shape = _shape_at(by_name.get(name), index)
+        if shape != values.shape:
+            have = "no such tensor" if shape is None else list(shape)
+            wrong.append(f"{module}: the base has {have}, the adapter {list(values.shape)}")
             continue
-        tensors[name] = replace(by_name[name], read=_replaced(by_name[name], values))
+        edits.setdefault(name, []).append(_replacement(by_name[name], index, values))
     for module in adapter.pairs:
-        name = next((name for name in (f"{module}.weight", module) if name in by_name), None)
-        if name is None:
-            wrong.append(f"{module}: the base has no such weight")
-            continue
-        mismatch = adapter.mismatch(module, by_name[name].shape)
+        name, index = _place(module, by_name)
+        shape = _shape_at(by_name.get(name), index)
+        mismatch = "the base has no such weight" if shape is None else adapter.mismatch(module, shape)
         if mismatch is not None:
             wrong.append(f"{module}: {mismatch}")
             continue
-        tensors[name] = replace(tensors[name], read=_added(tensors[name], adapter, module))
+        edits.setdefault(name, []).append(_sum(by_name[name], index, adapter, module))
     if wrong:
         raise MismatchError(
             f"the adapter in {adapter.where} is for another base than {base.where}: {len(wrong)} of "
             f"{len(adapter.pairs) + len(adapter.saved)} modules do not match:\n{listing(wrong)}"
         )
-    return replace(base, tensors=tuple(tensors.values()), where=f"{base.where} and {adapter.where}")
+    tensors = tuple(_edited(one, edits[one.name]) if one.name in edits else one for one in base.tensors)
+    return replace(base, tensors=tensors, where=f"{base.where} and {adapter.where}")
 
 
-def _added(tensor: Tensor, adapter: Adapter, module: str) -> Callable[[], np.ndarray]:
+def _place(module: str, names: Container[str]) -> tuple[str, tuple[int, ...]]:
+    """Return the name of a module's weight in the base, and its index in a stack of layers or experts.
+
+    >>> _place("blocks.3.attention.wq", ["blocks.attention.wq"])
+    ('blocks.attention.wq', (3,))
+    >>> _place("blocks.3.attention.wq", ["blocks.3.attention.wq.weight"])
+    ('blocks.3.attention.wq.weight', ())
+    """
+    levels = module.split(".")
+    numbers = [position for position, level in enumerate(levels) if level.isdecimal()]
+    for count in range(len(numbers) + 1):
+        for stacked in itertools.combinations(numbers, count):
+            stem = ".".join(level for position, level in enumerate(levels) if position not in stacked)
+            for name in (f"{stem}.weight", stem):
+                if name in names:
+                    return name, tuple(int(levels[position]) for position in stacked)
+    return module, ()
+
+
+def _shape_at(tensor: Tensor | None, index: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape of a tensor at an index of its leading dimensions; None if it has no such index."""
+    if tensor is None or len(tensor.shape) < len(index):
+        return None
+    in_range = all(number < size for number, size in zip(index, tensor.shape, strict=False))
+    return tensor.shape[len(index) :] if in_range else None
+
+
+def _sum(tensor: Tensor, index: tuple[int, ...], adapter: Adapter, module: str) -> Callable[[np.ndarray], None]:
+    """Return an edit that adds a module's pair at an index of the tensor."""
+
+    def edit(values: np.ndarray) -> None:
+        total = values[index].astype(np.float32) + adapter.change(module, values[index].shape)
+        values[index] = cast_values(tensor.name, total, tensor.dtype)
+
+    return edit
+
+
+def _replacement(tensor: Tensor, index: tuple[int, ...], new: np.ndarray) -> Callable[[np.ndarray], None]:
+    def edit(values: np.ndarray) -> None:
+        values[index] = cast_values(tensor.name, new, tensor.dtype)
+
+    return edit
+
+
+def _edited(tensor: Tensor, edits: Sequence[Callable[[np.ndarray], None]]) -> Tensor:
     def read() -> np.ndarray:
-        total = tensor.read().astype(np.float32) + adapter.change(module, tensor.shape)
-        return cast_values(tensor.name, total, tensor.dtype)
+        values = np.array(tensor.read())
+        for edit in edits:
+            edit(values)
+        return values
 
-    return read
-
-
-def _replaced(tensor: Tensor, values: np.ndarray) -> Callable[[], np.ndarray]:
-    return lambda: cast_values(tensor.name, values, tensor.dtype)
+    return replace(tensor, read=read)

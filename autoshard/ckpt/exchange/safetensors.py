@@ -162,6 +162,13 @@ def read(folder: Path) -> list[Tensor]:
     return [one for tensors in by_file.values() for one in tensors]
 
 
+def metadata(folder: Path) -> dict[str, str]:
+    """Return the metadata of the files that `read` reads; those of one file if there are several."""
+    name = min((_places(folder) or {"": "model.safetensors"}).values())
+    with open_tensors(folder / name) as file:
+        return file.metadata() or {}
+
+
 def _places(folder: Path) -> dict[str, str] | None:
     """Return the file of each tensor; None if there is no index.
 

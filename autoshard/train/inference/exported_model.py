@@ -4,7 +4,7 @@ DIR/inference.json     the model's class and architecture, its dtype, maximum le
 DIR/tokenizer.json     a copy of the tokenizer's file, unless tokens are bytes
 
 No other file of a run is read, neither its config nor a script. Nothing that the file names is imported: only the
-models in `MODELS` are rebuilt.
+models in `MODELS` are rebuilt, and the model of a factory that the caller names.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
 from autoshard.train.config.run_directory import checkpoints_in
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import Codec, load_codec
+from autoshard.train.program.build import factory_builder
 from autoshard.train.program.planned_step import shardings
-from autoshard.train.step.train_state import Program
+from autoshard.train.step.train_state import Program, fill_streams
 
 FILE, FORMAT = INFERENCE_FILE, INFERENCE_FORMAT
 
@@ -177,6 +178,7 @@ class TextGenerator:
         codec: encodes and decodes text.
         checkpoints: the checkpoints with its parameters.
         step: step to load; None for the newest intact one.
+        vocab: number of tokens.
         use_ema: whether to use the moving average of the parameters.
         or_parameters: whether to use the parameters themselves before the average's first update, as the run's
             evaluations do.
@@ -187,6 +189,7 @@ class TextGenerator:
     codec: Codec
     checkpoints: Checkpointer
     step: int | None
+    vocab: int
     use_ema: bool
     or_parameters: bool = False
 
@@ -213,17 +216,20 @@ class TextGenerator:
         start = self.codec.encode(prompt).astype(np.int32)
         if not len(start):
             raise ConfigError("the prompt is empty: give at least one character")
-        vocab = self.model.cfg.vocab
+        vocab = self.vocab
         if top_k is not None and top_k > vocab:
             raise ConfigError(
                 f"top-k is {top_k}, but the model's vocabulary has {vocab} tokens: give at most that number"
             )
-        graph, abstract = nnx.split(self.model)
+        graph, streams, abstract = nnx.split(self.model, nnx.RngState, ...)
+        stream_shapes = nnx.to_pure_dict(streams)
         greedy = temperature == 0.0
 
         def continued(params: Any, prompt: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
-            model: Any = nnx.merge(graph, params)
-            return sample_tokens(model, prompt, key, temperature, n=tokens, top_k=top_k, greedy=greedy)
+            model: Any = nnx.merge(graph, fill_streams(stream_shapes, key), params)
+            model.eval()
+            options: dict[str, Any] = {"n": tokens, "top_k": top_k, "greedy": greedy}
+            return sample_tokens(model, prompt, key, temperature, context=self.inference.max_length, **options)
 
         params = nnx.to_pure_dict(abstract)
         rest = (
@@ -307,29 +313,24 @@ def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any, *, or_p
     return jax.tree_util.tree_map_with_path(corrected, state["params"], like)
 
 
-def open_generator(folder: Path, step: int | None = None, *, use_ema: bool | None = None) -> TextGenerator:
+def open_generator(
+    folder: Path, step: int | None = None, *, use_ema: bool | None = None, factory: str | None = None
+) -> TextGenerator:
     """Open the model of a folder of checkpoints.
 
     Args:
         folder: folder of checkpoints, or of a run that has them.
         step: step to load; by default the newest intact one.
         use_ema: whether to use the moving average of the parameters; by default as the file says.
+        factory: `package.module:function` that makes the model, if it is not built in. It is imported and called; a
+            name in the file never is.
 
     Raises:
         AutoshardError: There is no model, it cannot generate text, or the step does not exist.
     """
     folder = checkpoints_in(folder)
     inference = read_inference(folder)
-    if inference.model not in MODELS:
-        raise ConfigError(
-            f"the model in {str(folder)!r} is {inference.model!r}, which is not built in: it cannot be sampled"
-        )
-    kind, config_kind = MODELS[inference.model]
-    try:
-        config = config_kind(**inference.config)
-        model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))  # pyright: ignore[reportCallIssue]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / FILE}: the architecture does not fit this version: {error}") from error
+    model, vocab = _model(folder, inference, factory)
     checkpoints = Checkpointer(folder, keep=None)
     if not checkpoints.steps():
         raise ConfigError(f"{str(folder)!r} has no checkpoint yet: wait for the first save, or give another folder")
@@ -337,7 +338,31 @@ def open_generator(folder: Path, step: int | None = None, *, use_ema: bool | Non
         checkpoints.describe(step)
     default = bool(inference.generation.get("use_ema"))
     codec, averages = _codec(folder, inference), default if use_ema is None else use_ema
-    return TextGenerator(model, inference, codec, checkpoints, step, averages, or_parameters=use_ema is None)
+    return TextGenerator(model, inference, codec, checkpoints, step, vocab, averages, or_parameters=use_ema is None)
+
+
+def _model(folder: Path, inference: Inference, factory: str | None) -> tuple[nnx.Module, int]:
+    """Return the model, with shapes in place of arrays, and the size of its vocabulary."""
+    name = inference.model
+    if name not in MODELS:
+        if factory is None:
+            raise ConfigError(
+                f"the model in {str(folder)!r} is {name!r}, which is not built in. If you trust that code, name it: "
+                f"--model {name} imports and calls it"
+            )
+        vocab = inference.config.get("vocab")
+        if not isinstance(vocab, int) or isinstance(vocab, bool):
+            raise ConfigError(f"{folder / FILE} is damaged: vocab is {vocab!r}, it must be an integer")
+        build = factory_builder(factory, vocab=vocab, context=inference.max_length)
+        return nnx.eval_shape(lambda: build(nnx.Rngs(0))), vocab
+    if factory is not None:
+        raise ConfigError(f"the model in {str(folder)!r} is {name!r}, which is built in: leave out --model")
+    kind, config_kind = MODELS[name]
+    try:
+        config = config_kind(**inference.config)
+        return nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0))), config.vocab  # pyright: ignore[reportCallIssue]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / FILE}: the architecture does not fit this version: {error}") from error
 
 
 def _codec(folder: Path, inference: Inference) -> Codec:

@@ -59,15 +59,24 @@ def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
     """
     if config.model == "gpt":
         return lambda rngs: GPT(config.gpt, rngs=rngs)
-    factory = load_function(config.model, "--model")
+    return factory_builder(config.model, vocab=config.gpt.vocab, context=config.gpt.context)
+
+
+def factory_builder(name: str, *, vocab: int, context: int) -> Callable[[nnx.Rngs], nnx.Module]:
+    """Import the factory `package.module:function`, and return a function that makes its model from random streams.
+
+    Raises:
+        ConfigError: The factory cannot be found. The returned function raises it if the factory does not return an
+            `nnx.Module` or a `GPTConfig`.
+    """
+    factory = load_function(name, "--model")
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
-        available = {"rngs": rngs, "vocab": config.gpt.vocab, "context": config.gpt.context}
-        model = factory(**_accepted(factory, available))
+        model = factory(**_accepted(factory, {"rngs": rngs, "vocab": vocab, "context": context}))
         if isinstance(model, GPTConfig):
             model = GPT(model, rngs=rngs)
         if not isinstance(model, nnx.Module):
-            raise ConfigError(f"--model {config.model} returned {type(model).__name__}, not an nnx.Module")
+            raise ConfigError(f"--model {name} returned {type(model).__name__}, not an nnx.Module")
         return model
 
     return build

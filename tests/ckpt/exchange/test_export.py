@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from autoshard.ckpt import Checkpointer, CheckpointError, DamagedCheckpointError
 from autoshard.ckpt.restore.checkpoint_diff import compare
+from autoshard.cli import main
 
 
 def train_state(seed: int = 0) -> dict[str, Any]:
@@ -109,6 +110,42 @@ def test_an_exported_average_is_debiased_and_has_the_saved_dtypes(saved: Checkpo
     np.testing.assert_array_equal(tensors["layers.w"], mean["layers"]["w"] / 0.5)
     assert tensors["layers.half"].dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(tensors["head"], mean["head"] / 0.5)
+
+
+@pytest.mark.parametrize("evaluated", [True, False, None], ids=["average", "parameters", "no inference.json"])
+def test_the_command_exports_what_was_evaluated(
+    saved: Checkpointer, tmp_path: Path, capsys: pytest.CaptureFixture, evaluated: bool | None
+) -> None:
+    if evaluated is not None:
+        inference: dict[str, Any] = {"model": "gpt", "config": {}, "max_length": 64}
+        inference |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": evaluated}}
+        (tmp_path / "run" / "inference.json").write_text(json.dumps(inference))
+    state = train_state(2)
+    heads = {True: state["ema"]["mean"]["head"] / 0.5, False: state["params"]["head"]}
+    for number, option in enumerate(([], ["--use-ema"], ["--no-use-ema"])):
+        averaged = bool(evaluated) if not option else option == ["--use-ema"]
+        out = tmp_path / str(number)
+        assert main(["ckpt", "export", str(tmp_path / "run"), str(out), *option]) == 0
+        assert ("4 tensors (moving average of the parameters), " in capsys.readouterr().out) == averaged
+        np.testing.assert_array_equal(load_file(out / "model.safetensors")["head"], heads[averaged])
+
+
+def test_before_the_first_update_the_parameters_were_evaluated(tmp_path: Path) -> None:
+    inference: dict[str, Any] = {"model": "gpt", "config": {}, "max_length": 64}
+    inference |= {"generation": {"temperature": 0.8, "top_k": None, "use_ema": True}}
+    state = train_state(1)
+    state["ema"]["weight"] = jnp.float32(0)
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state, block=True)
+        checkpoints.save(2, {"params": state["params"]}, block=True)
+        (tmp_path / "run" / "inference.json").write_text(json.dumps(inference))
+        for step in (1, 2):
+            exported = checkpoints.export(step, tmp_path / str(step), use_ema=None)
+            assert not exported.averaged
+            weights = load_file(tmp_path / str(step) / "model.safetensors")
+            np.testing.assert_array_equal(weights["head"], state["params"]["head"])
+        with pytest.raises(CheckpointError, match="has no moving average of the parameters yet"):
+            checkpoints.export(1, tmp_path / "out", use_ema=True)
 
 
 def test_dtypes_of_an_export(saved: Checkpointer, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """LoRA adapters of PEFT: the merged model computes the same as base plus adapter."""
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -17,6 +19,7 @@ from autoshard.ckpt import Checkpointer, CheckpointError, MismatchError
 from autoshard.ckpt.exchange.export import write_model
 from autoshard.ckpt.exchange.lora import merge_adapter, read_adapter, read_model
 from autoshard.cli import main
+from autoshard.models import GPT, GPTConfig
 
 RNG = np.random.default_rng(0)
 IN, OUT, RANK, VOCAB = 24, 16, 4, 30
@@ -263,3 +266,70 @@ def test_a_merge_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.
     model = merge_adapter(read_model(base), read_adapter(adapter))
     assert sum(np.asarray(one.read()).nbytes for one in model.tensors) == 6 * OUT * IN * 4
     assert all(one.read() is not one.read() for one in model.tensors)  # values are not cached
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
+@pytest.mark.parametrize("scan", [False, True])
+def test_an_adapter_of_the_trainers_model(tmp_path: Path, fan_in_fan_out: bool, scan: bool, exported: bool) -> None:
+    """The merged model computes base plus adapter: layers are stacked, heads apart, and weights `[in, out]`.
+
+    All matrices are square here, so that a transposed change would have the right shape.
+    """
+    cfg = GPTConfig(vocab=16, layers=2, heads=4, width=8, ffn=8, context=4, scan_layers=scan, tie_head=True)
+    model = GPT(cfg, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"params": params}, block=True)
+        content = {"model": "gpt", "config": dataclasses.asdict(cfg), "dtype": "float32", "max_length": 4, "format": 1}
+        content |= {"generation": {"temperature": 1.0, "top_k": None}, "tokenizer": {"kind": "bytes"}}
+        (tmp_path / "run" / "inference.json").write_text(json.dumps(content))
+        if exported:
+            checkpoints.export(1, tmp_path / "base")
+    modules = [f"blocks.{layer}.{part}" for layer in (0, 1) for part in ("attention.wq", "attention.wo", "mlp.w_up")]
+    pairs = {module: (normal(RANK, 8), normal(8, RANK)) for module in modules[:-1]}
+    tensors = {f"{module}.lora_{side}.weight": pair[side == "B"] for module, pair in pairs.items() for side in "AB"}
+    table, norm = normal(RANK, 16), normal(8)
+    tensors |= {"embed.lora_embedding_A": table, "embed.lora_embedding_B": np.eye(8, RANK, dtype=np.float32)}
+    tensors |= {"blocks.1.mlp_norm.scale": norm}
+    adapter = write_adapter(tmp_path / "adapter", tensors, fan_in_fan_out=fan_in_fan_out)
+    base = tmp_path / ("base" if exported else "run")
+    assert main(["ckpt", "merge", str(base), str(adapter), str(tmp_path / "out")]) == 0
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+
+    for layer in (0, 1):
+        for part in ("attention.wq", "attention.wo", "attention.wk", "mlp.w_up", "mlp_norm.scale"):
+            stacked, alone = f"blocks.{part}", f"blocks.{layer}.{part}"
+            before, after = (
+                of[stacked][layer] if scan else of[alone]
+                for of in ({".".join(path): leaf for path, leaf in flat(params)}, merged)
+            )
+            want = np.asarray(before)
+            if alone in pairs:
+                a, b = pairs[alone]
+                x = np.eye(8, dtype=np.float32)
+                want = want + (10 / RANK * (x @ a.T) @ b.T).reshape(want.shape)
+            if alone == "blocks.1.mlp_norm.scale":
+                want = norm
+            np.testing.assert_allclose(after, want, atol=1e-5, err_msg=alone)
+    np.testing.assert_allclose(
+        merged["embed"], np.asarray(params["embed"]) + 10 / RANK * table.T @ np.eye(RANK, 8), atol=1e-5
+    )
+
+
+def flat(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, part in tree.items():
+        yield from flat(part, (*path, str(name))) if isinstance(part, dict) else [((*path, str(name)), part)]
+
+
+def test_layers_that_the_base_does_not_have(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, {"params": {"blocks": {"up": jnp.ones((2, OUT, IN))}}}, block=True)
+        base = checkpoints.model(1)
+    pair = {"lora_A.weight": normal(RANK, IN), "lora_B.weight": normal(OUT, RANK)}
+    names = ("blocks.2.up", "blocks.0.1.2.3.up", "blocks.up.1", "blocks.1.up")
+    adapter = write_adapter(tmp_path / "adapter", {f"{n}.{side}": m for n in names for side, m in pair.items()})
+    with pytest.raises(MismatchError) as caught:
+        merge_adapter(base, read_adapter(adapter))
+    assert "2 of 4 modules do not match" in str(caught.value)
+    assert all(f"{name}: the base has no such weight" in str(caught.value) for name in names[:2])

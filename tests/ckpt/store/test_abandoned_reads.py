@@ -1,5 +1,6 @@
 """Which tracebacks are dropped after a failed read: those of Orbax's abandoned reads, and no others."""
 
+import inspect
 import logging
 import sys
 from collections.abc import Iterator
@@ -32,11 +33,15 @@ def report(error: BaseException, source: Any = None) -> None:
 
 
 def coroutine_in(file: str) -> Any:
-    scope: dict[str, Any] = {}
-    exec(compile("async def read(): pass", file, "exec"), scope)
-    coroutine = scope["read"]()
+    coroutine = unstarted(file, "read")
     coroutine.close()
     return coroutine
+
+
+def unstarted(file: str, name: str) -> Any:
+    scope: dict[str, Any] = {}
+    exec(compile(f"async def {name}(): pass", file, "exec"), scope)
+    return scope[name]()
 
 
 def test_the_tracebacks_of_abandoned_reads_are_dropped_after_a_failure(reported: list[Any]) -> None:
@@ -87,3 +92,19 @@ def test_records_of_asyncio(reported: list[Any], caplog: pytest.LogCaptureFixtur
     caplog.clear()
     logging.getLogger("asyncio").error("Task was destroyed but it is pending! <Task at /site-packages/orbax/a.py>")
     assert not caplog.records
+
+
+@pytest.mark.filterwarnings("error")
+def test_reads_that_were_not_started_are_closed_after_a_failure(reported: list[Any]) -> None:
+    orbax = "/site-packages/orbax/checkpoint/handlers.py"
+    reads = [unstarted(orbax, name) for name in ("read", "_async_deserialize", "_get_array_metadatas")]
+    others = [unstarted(orbax, "write"), unstarted("/home/me/train.py", "read")]
+    with abandoned_reads.silenced():
+        pass
+    assert {inspect.getcoroutinestate(one) for one in (*reads, *others)} == {inspect.CORO_CREATED}
+    with pytest.raises(OSError), abandoned_reads.silenced():
+        raise OSError
+    assert {inspect.getcoroutinestate(one) for one in reads} == {inspect.CORO_CLOSED}
+    assert {inspect.getcoroutinestate(one) for one in others} == {inspect.CORO_CREATED}
+    for one in others:
+        one.close()

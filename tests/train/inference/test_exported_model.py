@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -16,9 +17,16 @@ from autoshard.cli import main
 from autoshard.errors import ConfigError, DataError
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import load_codec
-from autoshard.train.inference.exported_model import FILE, TOKENIZER_FILE, open_generator, read_inference
+from autoshard.train.inference.exported_model import (
+    FILE,
+    TOKENIZER_FILE,
+    open_generator,
+    read_inference,
+    write_inference,
+)
 from autoshard.train.inference.text_generation import sample_text
 from autoshard.train.inference.trained_model import load_trained
+from autoshard.train.program.build import make_program_of
 from autoshard.train.run.loop import Trainer, train
 
 MakeConfig = Callable[..., TrainConfig]
@@ -89,6 +97,40 @@ def test_a_mixture_of_experts_is_rebuilt(
     assert text == expected and plan.mesh.size == jax.device_count()
 
 
+def test_the_model_of_a_factory_is_rebuilt_if_the_caller_names_it(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The file keeps the name only for the message: whoever wrote the file must not choose the code that runs."""
+    monkeypatch.chdir(Path(__file__).parents[1])  # the folder of user_code.py
+    config, folder = make_config(model="user_code:factory"), tmp_path / "checkpoints"
+    program = make_program_of(config)
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(1, program.create_state(jax.random.key(0)), block=True)
+    write_inference(folder, config, program)
+    assert read_inference(folder).model == "user_code:factory"
+    modules = {name: module for name, module in sys.modules.items() if name != "user_code"}
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.modules", modules)
+        with pytest.raises(ConfigError, match="not built in. If you trust that code, name it: --model user_code:fact"):
+            open_generator(folder)
+        assert "user_code" not in sys.modules
+    assert main(["generate", str(folder), "--model", "user_code:factory", "--tokens", "20", "--temperature", "0"]) == 0
+    text = capsys.readouterr().out
+    with Checkpointer(folder, keep=None) as checkpoints:
+        table = np.asarray(checkpoints.restore()["params"]["table"]["embedding"])
+    tokens = [ord("\n")]
+    for _ in range(20):  # a bigram: more than one window of 16 tokens
+        tokens.append(int(table[tokens[-1]].argmax()))
+    assert text == load_codec(None).decode(np.array(tokens)) + "\n"
+    for name, message in (
+        ("user_code:no_such", "has no function 'no_such'"),
+        ("user_code:not_a_model", "returned int, not an nnx.Module"),
+        ("user_code:experts", "is a checkpoint of another model: 12 of 19 leaves"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=message):
+            open_generator(folder, factory=name).generate("a", 1)
+
+
 @pytest.mark.slow
 def test_an_average_without_an_update(make_config: MakeConfig) -> None:
     """By default the parameters are used instead, as in the run's evaluations."""
@@ -155,6 +197,8 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
         open_generator(folder).generate("", 1)
     with pytest.raises(ConfigError, match="top-k is 300, but the model's vocabulary has 256"):
         open_generator(folder).generate("a", 1, top_k=300)
+    with pytest.raises(ConfigError, match="is 'gpt', which is built in: leave out --model"):
+        open_generator(folder, factory="mine.models:make")
     for change, message in (
         ({"model": "mine.models:make"}, "is 'mine.models:make', which is not built in"),
         (

@@ -1,0 +1,44 @@
+"""Section 7 of the design lists the public names of the subpackages, and nothing else."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import autoshard.ckpt
+import autoshard.train
+
+
+@pytest.mark.parametrize("package", [autoshard.ckpt, autoshard.train], ids=lambda package: package.__name__)
+def test_the_contract_lists_the_public_names(package, root: Path) -> None:
+    contract = (root / "docs/design.md").read_text().split("## 7. The public contract")[1].split("\n## ")[0]
+    table = contract.split(f"`{package.__name__}`:\n\n")[1].split("\n\n")[0]
+    first_column = [row.split(" | ")[0] for row in table.splitlines()[2:]]
+    names = {name for cell in first_column for name in re.findall(r"`(\w+)", cell)}
+    names |= set(re.findall(r"-> (\w+)`", "".join(first_column)))
+    assert names == set(package.__all__)
+    assert all(getattr(package, name).__name__ == name for name in names)
+
+
+def test_methods_of_the_contract_exist(root: Path) -> None:
+    row = next(
+        line for line in (root / "docs/design.md").read_text().splitlines() if line.startswith("| `Checkpointer(")
+    )
+    methods = set(re.findall(r"`\.(\w+)", row))
+    public = {name for name in vars(autoshard.ckpt.Checkpointer) if not name.startswith("_")} | {"restored"}
+    assert methods == public
+
+
+def test_the_stub_of_the_trainer_declares_its_names(root: Path) -> None:
+    stub = ast.parse((root / "autoshard/train/__init__.pyi").read_text())
+    declared = {
+        alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert sorted(declared) == sorted(autoshard.train.__all__)
+    for name, module in declared.items():
+        assert getattr(autoshard.train, name) is getattr(importlib.import_module(str(module)), name)
+    with pytest.raises(AttributeError, match="module 'autoshard.train' has no attribute 'no_such'"):
+        getattr(autoshard.train, "no_such")  # noqa: B009
+    assert dir(autoshard.train) == sorted(autoshard.train.__all__)
