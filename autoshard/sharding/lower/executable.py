@@ -70,7 +70,8 @@ class Executable:
             return jax.tree.unflatten(traced.out_tree, lowered(*leaves))
 
         run.__name__ = traced.name
-        donated = sorted({int(traced.owners[i]) for i in traced.donated})
+        owners = {int(traced.owners[i]) for i in traced.donated}
+        donated = sorted(owner if owner >= 0 else len(in_args) for owner in owners)  # keyword arguments come last
         device = mesh.devices.flat[0]
         options = supported_options(
             plan.compiler_options.get("cuda" if device.platform == "gpu" else device.platform, {}), device

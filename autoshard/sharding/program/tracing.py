@@ -44,6 +44,7 @@ class Traced:
         state: pairs (input leaf, output leaf) of the state.
         owners: for each input leaf the index of its argument; -1 for keyword arguments.
         donated: input leaves whose buffers the results may reuse.
+        donated_arguments: indices of the arguments that the user donates by number: they are meant to be state.
         annotated: input leaf -> the `PartitionSpec` with which the module that owns it is annotated.
         flags: the JAX settings at the time of the trace (`trace_flags`).
         state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
@@ -63,6 +64,7 @@ class Traced:
     state: list[tuple[int, int]]
     owners: list[int]
     donated: frozenset[int]
+    donated_arguments: frozenset[int]
     annotated: dict[int, Any]
     flags: tuple[Any, ...]
     state_like: list[tuple[int, int]]
@@ -142,6 +144,7 @@ def trace(
     input_paths: list[str] | None = None,
     annotations: Sequence[Any] = (),
     static_numbers: bool = False,
+    donate_from: int | None = None,
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
@@ -153,6 +156,8 @@ def trace(
         input_paths: paths of the input leaves, if their key paths are not meaningful.
         annotations: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
         static_numbers: whether Python numbers among the results are static.
+        donate_from: if given, the positional arguments from this index on are donated as well, and so are keyword
+            arguments if there are that many positional ones: else one of them may be an argument before it.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -194,10 +199,19 @@ def trace(
         out_avals=list(out_shapes),
         state=found.state,
         owners=owners,
-        donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),
+        donated=frozenset(
+            i
+            for i, owner in enumerate(owners)
+            if owner in donate_argnums or _is_from(donate_from, owner if owner >= 0 else len(args))
+        ),
+        donated_arguments=frozenset(donate_argnums),
         annotated={i: spec for i, spec in enumerate(annotations) if spec is not None},
         flags=trace_flags(),
         state_like=found.state_like,
         mismatches=mismatches,
         static_numbers=static_numbers,
     )
+
+
+def _is_from(first: int | None, index: int) -> bool:
+    return first is not None and index >= first

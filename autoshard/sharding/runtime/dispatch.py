@@ -38,7 +38,8 @@ class GraphArguments(Exception):
 class PlannedSignature:
     """One planned signature: the plan, the jitted function, and the shardings of its inputs."""
 
-    def __init__(self, bound: BoundPlan):
+    def __init__(self, bound: BoundPlan, hides_warnings: bool = False):
+        self.hides_warnings = hides_warnings  # about donated buffers
         self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
         self.state = frozenset(i for i, _ in self.traced.state)
 
@@ -86,7 +87,13 @@ class PlannedSignature:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the jitted function with arguments of the planned signature, with their static leaves hidden."""
-        results = self.jitted(*args, kwargs) if kwargs else self.jitted(*args)
+        arguments = (*args, kwargs) if kwargs else args
+        if self.hides_warnings:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+                results = self.jitted(*arguments)
+        else:
+            results = self.jitted(*arguments)
         return reveal_static(results) if self.traced.static_results else results
 
 
@@ -106,10 +113,11 @@ class PureFunction:
         options: Mapping[str, Any],
         donate: tuple[int, ...],
         variants: Any = None,
-        static_numbers: bool = False,
+        filter_jit: _compat.FilterJit | None = None,
     ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
-        self.static_numbers, self.has_static = static_numbers, static_numbers  # has_static: a call had static leaves
+        self.filter_jit, self.static_numbers = filter_jit, filter_jit is not None
+        self.has_static = self.static_numbers  # a call had static leaves
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
         self.static_changes = StaticChanges(fn)
         self.entries: dict[Any, PlannedSignature] = {}
@@ -242,7 +250,8 @@ class PureFunction:
         attempts: list[Attempt] = []
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, self.donate, names, written, self.static_numbers)
+            donate_from = self.filter_jit and self.filter_jit.donate_from
+            traced = trace(fn, args, kwargs, self.donate, names, written, self.static_numbers, donate_from)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     bound = plan_traced(
@@ -271,7 +280,7 @@ class PureFunction:
         chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)
         for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
             warnings.warn(warning.message, warning.category, stacklevel=2)
-        return PlannedSignature(chosen)
+        return PlannedSignature(chosen, self.filter_jit is not None and self.filter_jit.hides_warnings)
 
 
 def _type_of(x: Any) -> tuple[Any, Any, bool]:
