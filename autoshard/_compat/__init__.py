@@ -20,7 +20,7 @@ from autoshard._compat.array_types import (
     weakly_typed,
 )
 from autoshard._compat.coordination import delete_text, publish_text, texts_under, wait_for_text
-from autoshard._compat.equinox_objects import equinox_module, is_filter_jit
+from autoshard._compat.equinox_objects import FilterJit, equinox_module, filter_jit_of
 from autoshard._compat.flax_objects import (
     annotated_specs,
     has_graph_nodes,
@@ -67,6 +67,7 @@ __all__ = [
     "CRASHES_ON_DONATED",
     "ELLIPSIS",
     "HOST_KIND",
+    "FilterJit",
     "Literal",
     "ONE_JAXPR_TYPE",
     "abstract_array",
@@ -83,13 +84,13 @@ __all__ = [
     "element_shape",
     "equinox_module",
     "expand_hijax",
+    "filter_jit_of",
     "delete_text",
     "has_deleted",
     "has_graph_nodes",
     "wait_for_text",
     "defining_modules",
     "is_extended",
-    "is_filter_jit",
     "is_floating",
     "is_jaxpr",
     "is_on_host",

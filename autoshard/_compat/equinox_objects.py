@@ -1,10 +1,13 @@
 """Equinox's conventions: its modules and its `filter_jit` trace arrays only, so Python numbers are static there.
 
+`filter_jit(donate=...)` donates all arguments, or all but the first.
+
 Equinox is not a dependency. If the program has not imported it, there are no such objects.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from typing import Any
@@ -15,9 +18,27 @@ def equinox_module() -> type | None:
     return getattr(sys.modules.get("equinox"), "Module", None)
 
 
-def is_filter_jit(fn: Any) -> bool:
-    """Returns whether a function is `equinox.filter_jit(...)`, or a `functools.partial` of one."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+@dataclasses.dataclass(frozen=True)
+class FilterJit:
+    """How an `equinox.filter_jit(...)` treats its arguments, besides that Python numbers are static.
+
+    Attributes:
+        donate_from: it donates the positional arguments from this one on, and keyword arguments; None for none.
+        hides_warnings: whether it hides JAX's warnings about donated buffers that no result can use.
+    """
+
+    donate_from: int | None
+    hides_warnings: bool
+
+
+def filter_jit_of(fn: Any) -> FilterJit | None:
+    """Returns how `fn` treats its arguments if it is an `equinox.filter_jit(...)`, or a partial of one; else None."""
+    partials = (functools.partial, getattr(sys.modules.get("equinox"), "Partial", functools.partial))
+    given = 0  # arguments of the partials
+    while isinstance(fn, partials):
+        fn, given = fn.func, given + len(fn.args)
     wrapper = getattr(sys.modules.get("equinox._jit"), "_JitWrapper", None)
-    return wrapper is not None and isinstance(fn, wrapper)
+    if wrapper is None or not isinstance(fn, wrapper):
+        return None
+    skipped = 0 if fn.donate_first else 1
+    return FilterJit(max(skipped - given, 0) if fn.donate_rest else None, fn.filter_warning)

@@ -6,16 +6,22 @@ from functools import cache
 import pytest
 
 from tests.foreign import (
+    equinox_batch_norm,
     equinox_mlp,
+    haiku_cnn,
+    haiku_lstm,
     harness,
+    keras_cnn,
     linen_lstm,
     linen_train_state,
     linen_transformer,
     nnx_cnn,
     nnx_transformer,
+    numpyro_svi,
     optax_inject_hyperparams,
     optax_mlp,
     optax_multi_steps,
+    penzai_mlp,
     scan_recurrence,
 )
 
@@ -32,14 +38,21 @@ PROGRAMS = {
         optax_multi_steps,
         optax_inject_hyperparams,
         equinox_mlp,
+        equinox_batch_norm,
+        haiku_cnn,
+        haiku_lstm,
+        keras_cnn,
+        numpyro_svi,
+        penzai_mlp,
     )
 }
 MIXED = "dp:2 fsdp:2 tp:2"
 # Always run: the planner's own plan for some programs, and one plan with three mesh axes. Longer suites run the others.
 ALWAYS = [("nnx_transformer", None), ("optax_mlp", None), ("optax_mlp", MIXED)]
 ALWAYS += [(name, "fsdp:8") for name in ("equinox_mlp", "linen_train_state")]
-ALWAYS += [(name, MIXED) for name in ("optax_multi_steps", "optax_inject_hyperparams")]
+ALWAYS += [(name, MIXED) for name in ("optax_multi_steps", "optax_inject_hyperparams", "penzai_mlp")]
 ONE_JAX = [("nnx_cnn", None), ("scan_recurrence", None), ("nnx_transformer", MIXED)]
+ONE_JAX += [(name, MIXED) for name in ("equinox_batch_norm", "haiku_cnn", "keras_cnn")]
 CASES = [(name, plan) for name in PROGRAMS for plan in (None, MIXED, "dp:8", "fsdp:8", "tp:8")]
 STEPS = 20
 

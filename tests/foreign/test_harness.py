@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.foreign import harness, nnx_cnn, nnx_transformer, scan_recurrence
 from tests.foreign.test_foreign import ADAPTIVE, PROGRAMS, STEPS, single
 
+SLOW = ("equinox_batch_norm", "haiku_cnn", "haiku_lstm", "keras_cnn", "numpyro_svi", "penzai_mlp")
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
 REFERENCE = harness.Result(
     losses=[2.0, 1.0],
     state={"w": np.ones(4), "b": np.full(4, 1e-9), "count": np.array(2)},
@@ -33,7 +35,7 @@ def place_by_hand(mesh, state, batches):
     return state, jax.tree.map(lambda x: jax.device_put(x, sharded if x.ndim else replicated), batches)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     """Therefore a difference under `auto_shard` is not due to rounding in the program."""
     program = PROGRAMS[name]
@@ -42,7 +44,7 @@ def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     harness.compare(single(name), result, state=name not in ADAPTIVE)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", NAMES)
 def test_programs_learn(name):
     losses = single(name).losses
     assert np.all(np.isfinite(losses))

@@ -35,7 +35,7 @@ def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
     Raises:
         StateChangedError: the argument is donated, or is certainly state.
     """
-    donated = {traced.owners[i] for i in traced.donated}
+    donated = traced.donated_arguments
     for mismatch in traced.mismatches:
         certain = (_is_donated_state if mismatch.owner in donated else _is_state)(mismatch, traced, axes)
         if certain is None:

@@ -81,7 +81,8 @@ class Executable:
 
         run.__name__ = traced.name
         _compat.with_names(run, traced.user_names)
-        donated = sorted({int(traced.owners[i]) for i in traced.donated})
+        owners = {int(traced.owners[i]) for i in traced.donated}
+        donated = sorted(owner if owner >= 0 else len(in_args) for owner in owners)  # keyword arguments come last
         device = mesh.devices.flat[0]
         options = supported_options(
             plan.compiler_options.get("cuda" if device.platform == "gpu" else device.platform, {}), device

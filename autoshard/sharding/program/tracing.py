@@ -47,6 +47,7 @@ class Traced:
         state: pairs (input leaf, output leaf) of the state.
         owners: for each input leaf the index of its argument; -1 for keyword arguments.
         donated: input leaves whose buffers the results may reuse.
+        donated_arguments: indices of the arguments that the user donates by number: they are meant to be state.
         annotated: input leaf -> the `PartitionSpec` with which the module that owns it is annotated.
         flags: the JAX settings at the time of the trace (`trace_flags`).
         state_like: pairs (input leaf, output leaf) of results that have the same leaves as an argument, but are not its
@@ -68,6 +69,7 @@ class Traced:
     state: list[tuple[int, int]]
     owners: list[int]
     donated: frozenset[int]
+    donated_arguments: frozenset[int]
     annotated: dict[int, Any]
     flags: tuple[Any, ...]
     state_like: list[tuple[int, int]]
@@ -157,6 +159,7 @@ def trace(
     annotations: Sequence[Any] = (),
     static_numbers: bool = False,
     arguments: Sequence[str] | None = None,
+    donate_from: int | None = None,
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
@@ -169,6 +172,8 @@ def trace(
         annotations: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
         static_numbers: whether Python numbers among the results are static.
         arguments: names of the positional arguments; by default, those of the function's parameters.
+        donate_from: if given, the positional arguments from this index on are donated as well, and so are keyword
+            arguments if there are that many positional ones: else one of them may be an argument before it.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -217,7 +222,12 @@ def trace(
         out_avals=[v.aval for v in _compat.open_jaxpr(closed).outvars],
         state=found.state,
         owners=owners,
-        donated=frozenset(i for i, owner in enumerate(owners) if owner in donate_argnums),
+        donated=frozenset(
+            i
+            for i, owner in enumerate(owners)
+            if owner in donate_argnums or _is_from(donate_from, owner if owner >= 0 else len(args))
+        ),
+        donated_arguments=frozenset(donate_argnums),
         annotated={i: spec for i, spec in enumerate(annotations) if spec is not None},
         flags=trace_flags(),
         state_like=found.state_like,
@@ -226,3 +236,7 @@ def trace(
         arguments=argument_names(fn) if arguments is None else tuple(arguments),
         static_numbers=static_numbers,
     )
+
+
+def _is_from(first: int | None, index: int) -> bool:
+    return first is not None and index >= first

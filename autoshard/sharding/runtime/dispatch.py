@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.errors import AutoshardWarning, PlanError, PlanRequestError
@@ -31,6 +30,7 @@ from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.absent_arguments import absent_error
+from autoshard.sharding.runtime.argument_types import is_placed, type_of
 from autoshard.sharding.runtime.compiler_remarks import kept_remarks, remarks_text
 from autoshard.sharding.runtime.process_agreement import check_same_plan
 from autoshard.sharding.runtime.static_changes import StaticChanges
@@ -43,7 +43,8 @@ class GraphArguments(Exception):
 class PlannedSignature:
     """One planned signature: the plan, the jitted function, and the shardings of its inputs."""
 
-    def __init__(self, bound: BoundPlan):
+    def __init__(self, bound: BoundPlan, hides_warnings: bool = False):
+        self.hides_warnings = hides_warnings  # about donated buffers
         self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
         self.state = frozenset(i for i, _ in self.traced.state)
 
@@ -60,7 +61,9 @@ class PlannedSignature:
 
     def run(self, *args: Any) -> Any:
         """Call the jitted function for the first time, which compiles it. Later calls go to it directly."""
-        with kept_remarks() as remarks:
+        with kept_remarks() as remarks, warnings.catch_warnings():
+            if self.hides_warnings:
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             results = self.jitted(*args)
         self.run = self.jitted
         text = remarks_text(self.traced.name, remarks, self.traced.arguments, self.lowered_text) if remarks else ""
@@ -148,10 +151,11 @@ class PureFunction:
         options: Mapping[str, Any],
         donate: tuple[int, ...],
         variants: Any = None,
-        static_numbers: bool = False,
+        filter_jit: _compat.FilterJit | None = None,
     ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
-        self.static_numbers, self.has_static = static_numbers, static_numbers  # has_static: a call had static leaves
+        self.filter_jit, self.static_numbers = filter_jit, filter_jit is not None
+        self.has_static = self.static_numbers  # a call had static leaves
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
         self.static_changes = StaticChanges(fn)
         self.arguments: tuple[str, ...] | None = None  # names of the arguments, if `fn` does not have them
@@ -218,7 +222,7 @@ class PureFunction:
         leaves, tree = jax.tree.flatten((args, kwargs))
         mesh = _compat.current_mesh() if self.takes_placement else None
         try:
-            types = tuple(map(_type_of, leaves))
+            types = tuple(map(type_of, leaves))
         except TypeError:
             hidden = self.hide_static(args, kwargs)
             if hidden[0] is args and hidden[1] is kwargs:
@@ -230,7 +234,7 @@ class PureFunction:
         """Make the error that names the first leaf of the arguments that is neither an array nor a number."""
         for keys, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
             try:
-                _type_of(leaf)
+                type_of(leaf)
             except TypeError:
                 problem = f"argument '{path_of(keys[1:])}' is {leaf!r:.60}, a {type(leaf).__name__}"
                 break
@@ -273,7 +277,7 @@ class PureFunction:
         placement = tuple(
             (i, leaves[i].sharding)
             for i in entry.misplaced(leaves)
-            if i not in entry.state and _is_placed(leaves[i]) and self.takes_placement
+            if i not in entry.state and is_placed(leaves[i]) and self.takes_placement
         )
         if not placement:
             return entry
@@ -314,7 +318,10 @@ class PureFunction:
         attempts: list[Attempt] = []
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, self.donate, names, written, self.static_numbers, self.arguments)
+            donate_from = self.filter_jit and self.filter_jit.donate_from
+            traced = trace(
+                fn, args, kwargs, self.donate, names, written, self.static_numbers, self.arguments, donate_from
+            )
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     bound = plan_traced(
@@ -343,23 +350,7 @@ class PureFunction:
         chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)
         for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
             warnings.warn(warning.message, warning.category, stacklevel=2)
-        return PlannedSignature(chosen)
-
-
-def _type_of(x: Any) -> tuple[Any, Any, bool, bool]:
-    if isinstance(x, type):
-        raise TypeError(f"{x} is a class")
-    if not hasattr(x, "dtype"):  # a Python number
-        return (), jax.dtypes.canonicalize_dtype(jax.numpy.result_type(x)), True, False
-    if getattr(x.dtype, "kind", "") in tuple("OSU"):
-        raise TypeError(f"JAX does not support {x.dtype}")
-    dtype = x.dtype if _compat.is_extended(x.dtype) else jax.dtypes.canonicalize_dtype(x.dtype)
-    return x.shape, dtype, bool(getattr(x, "weak_type", False)), _compat.is_on_host(x)
-
-
-def _is_placed(x: Any) -> bool:
-    """Return whether the caller has placed an array on several devices."""
-    return isinstance(x.sharding, NamedSharding) and x.sharding.mesh.size > 1 and getattr(x, "committed", True)
+        return PlannedSignature(chosen, self.filter_jit is not None and self.filter_jit.hides_warnings)
 
 
 class GraphFunction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +44,10 @@ class PlannedFunction:
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
         donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
         self.donate = _without_static_positions(donated, self.static)
-        self.static_numbers = _compat.is_filter_jit(fn)  # of all arguments, as in the function itself
+        self.filter_jit = _compat.filter_jit_of(fn)
+        if self.filter_jit is not None and self.filter_jit.donate_from is not None:
+            (first,) = _without_static_positions([self.filter_jit.donate_from], self.static)
+            self.filter_jit = dataclasses.replace(self.filter_jit, donate_from=first)
         self.functions: dict[Any, PureFunction | GraphFunction] = {}
         self._plain = self._make(fn)
         self._graph: GraphFunction | None = None
@@ -74,7 +78,7 @@ class PlannedFunction:
         return self if instance is None else functools.partial(self, instance)
 
     def _make(self, fn: Callable[..., Any]) -> PureFunction:
-        return PureFunction(fn, self.options, self.donate, self.variants, self.static_numbers)
+        return PureFunction(fn, self.options, self.donate, self.variants, self.filter_jit)
 
     def _graph_function(self) -> GraphFunction:
         if self._graph is None:

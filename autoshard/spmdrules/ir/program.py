@@ -2,10 +2,10 @@
 
 Calls (`jit`, `remat`, `custom_jvp_call`, ...) are transparent: their inner values are the outer ones. Loops and
 branches have their own values, and edges join these to the outer ones: `LoopEdge(outer, inner, stacked=True)` means
-that the outer value is the inner one with a leading dimension that counts loop iterations. Two patterns are rewritten
-so that they can be sharded: gathers and scatters whose index counts along a dimension (`index_batching`) and the
-gradient of sum pooling (`pooling_gradient`). Every pass (propagation, logical axes, cost, lowering) walks this
-structure in the same order.
+that the outer value is the inner one with a leading dimension that counts loop iterations. Three patterns are
+rewritten so that they can be sharded: gathers and scatters whose index counts along a dimension (`index_batching`), the
+gradient of sum pooling (`pooling_gradient`) and collectives under `vmap` (`mapped_collectives`). Every pass
+(propagation, logical axes, cost, lowering) walks this structure in the same order.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autoshard._shown import shown
 from autoshard.spmdrules.core.registry import check_fit, replicated_rule, rule_for
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.index_batching import ConstantIndices
+from autoshard.spmdrules.ir.mapped_collectives import as_reduction
 from autoshard.spmdrules.ir.pooling_gradient import fuse_padding
 
 
@@ -180,7 +181,7 @@ class _Builder:
             return -1 if isinstance(atom, _compat.Literal) else env[atom]
 
         for eqn in fuse_padding(jaxpr):
-            for each in self.constant_indices.rewrite(eqn, tuple(map(read, eqn.invars))):
+            for each in self.constant_indices.rewrite(as_reduction(eqn), tuple(map(read, eqn.invars))):
                 op = self.op(each, tuple(map(read, each.invars)), trips)
                 block.ops.append(op)
                 env.update(zip(each.outvars, op.results, strict=True))
