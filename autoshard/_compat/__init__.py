@@ -51,6 +51,7 @@ from autoshard._compat.jaxprs import (
     split_constants,
     with_derivative_of,
 )
+from autoshard._compat.jit_settings import jit_settings
 from autoshard._compat.memory_spaces import (
     HOST_KIND,
     abstract_array,
@@ -95,6 +96,7 @@ __all__ = [
     "is_jaxpr",
     "is_on_host",
     "is_tracer",
+    "jit_settings",
     "memory_kind",
     "needs_one_device",
     "nnx_jit",

@@ -9,3 +9,7 @@ SUGGESTIONS_EACH, SUGGESTIONS = 3, 4
 # Largest depth in the results at which `state_matching.match` looks for the updated value of an argument: 0 is all
 # results, 1 an element of a returned tuple. An argument that is returned deeper is not recognised as state.
 MAX_STATE_DEPTH = 3
+
+# How deep the attributes of a static leaf are searched for arrays (`hidden_arrays`): an object, a container in it, an
+# object in that, its attributes. Chosen. Arrays further inside are not found, and become constants.
+SEARCHED_DEPTH = 4

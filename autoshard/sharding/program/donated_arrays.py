@@ -1,4 +1,4 @@
-"""Arrays that were donated to an earlier call, and must not be passed again."""
+"""Donated arrays: those of an earlier call must not be passed again, and a call cannot donate one array twice."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ import jax
 from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.program.path_patterns import first_few
+
+
+def without_repeated(leaves: Sequence[Any]) -> list[Any] | None:
+    """Return the leaves with copies in place of arrays that occur again; None if no array occurs twice.
+
+    A program with donated arguments would write over the memory of both. JAX refuses that, or crashes.
+    """
+    if len(set(map(id, leaves))) == len(leaves):
+        return None
+    known: set[int] = set()
+    found = list(leaves)
+    for i, x in enumerate(leaves):
+        if isinstance(x, jax.Array) and not _compat.is_tracer(x) and id(x) in known:
+            found[i] = jax.device_put(x, x.sharding, may_alias=False)
+        known.add(id(x))
+    return found
 
 
 def has_donated(arguments: Any) -> bool:

@@ -9,6 +9,7 @@ only itself. Python numbers are data, as under `jax.jit`. In Equinox modules, an
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from flax import linen, nnx
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.errors import PlanError
+from autoshard.sharding.program.hidden_arrays import array_inside
 
 _GRAPH_NODES = (nnx.Pytree, nnx.Variable)  # `nnx.split` separates their data from the rest
 
@@ -46,7 +48,7 @@ class StaticLeaf:
         return repr(self.value)
 
 
-def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0) -> Any:
+def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, of_results: bool = False) -> Any:
     """Replace the static leaves of a tree by `StaticLeaf`s. Return the tree itself if it has none.
 
     Args:
@@ -54,9 +56,10 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0) -> A
         what: its name in messages.
         numbers: whether Python numbers are static.
         skip: number of keys to leave out at the start of a path in messages.
+        of_results: whether these are the results of a function under trace.
 
     Raises:
-        PlanError: a static leaf is not hashable.
+        PlanError: a static leaf is not hashable, or holds arrays that can change unseen.
     """
     module = _compat.equinox_module()
     whole = _GRAPH_NODES if module is None else (*_GRAPH_NODES, module)
@@ -70,6 +73,8 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0) -> A
             return leaf if _same(leaves, inside) else jax.tree.unflatten(structure, inside)
         if not is_static(leaf, numbers):
             return leaf
+        if inside := array_inside(leaf, only_traced=of_results):
+            raise _hidden_array_error(tree, leaf, what, skip, inside)
         try:
             return StaticLeaf(leaf)
         except PlanError:
@@ -111,10 +116,23 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _unhashable_error(tree: Any, leaf: Any, what: str, skip: int) -> PlanError:
+def _path_of_leaf(tree: Any, leaf: Any, skip: int) -> str:
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, _GRAPH_NODES))[0]
     keys = next((keys for keys, x in flat if x is leaf), ())
-    path = jax.tree_util.keystr(tuple(keys[skip:]), simple=True, separator="/")
+    return jax.tree_util.keystr(tuple(keys[skip:]), simple=True, separator="/")
+
+
+def _hidden_array_error(tree: Any, leaf: Any, what: str, skip: int, inside: str) -> PlanError:
+    owner = leaf.__self__ if isinstance(leaf, types.MethodType) else leaf
+    return PlanError(
+        f"{what} '{_path_of_leaf(tree, leaf, skip)}' is a {type(leaf).__name__}, which holds an array at {inside}: it "
+        "is no pytree, so the array would be a constant of the plan. Register the class "
+        f"{type(owner).__name__} as a pytree (jax.tree_util.register_dataclass), or pass the array itself"
+    )
+
+
+def _unhashable_error(tree: Any, leaf: Any, what: str, skip: int) -> PlanError:
+    path = _path_of_leaf(tree, leaf, skip)
     kind = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
     return PlanError(
         f"{what} '{path}' is {leaf!r:.60}, {kind}: it is neither an array of numbers nor a number, and not hashable, "

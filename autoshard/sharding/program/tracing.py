@@ -183,7 +183,8 @@ def trace(
 
     def run(*leaves: Any) -> Any:
         a, k = reveal_static(jax.tree.unflatten(in_tree, leaves))
-        results = hide_static(call_users(fn, a, k), f"auto_shard({name}): result", static_numbers)
+        what = f"auto_shard({name}): result"
+        results = hide_static(call_users(fn, a, k), what, static_numbers, of_results=True)
         result, tree = jax.tree.flatten(results)
         out.append(tree)
         return result

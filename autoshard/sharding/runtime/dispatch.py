@@ -26,7 +26,7 @@ from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
 from autoshard.sharding.program.argument_names import argument_names
-from autoshard.sharding.program.donated_arrays import donated_error, has_donated
+from autoshard.sharding.program.donated_arrays import donated_error, has_donated, without_repeated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.absent_arguments import absent_error
@@ -157,6 +157,7 @@ class PureFunction:
         self.filter_jit, self.static_numbers = filter_jit, filter_jit is not None
         self.has_static = self.static_numbers  # a call had static leaves
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
+        self.donates = bool(donate) or (filter_jit is not None and filter_jit.donate_from is not None)
         self.static_changes = StaticChanges(fn)
         self.arguments: tuple[str, ...] | None = None  # names of the arguments, if `fn` does not have them
         self.entries: dict[Any, PlannedSignature] = {}
@@ -174,6 +175,8 @@ class PureFunction:
             args, kwargs = self.hide_static(args, kwargs)
         if _compat.CRASHES_ON_DONATED:
             self.check_not_donated(args, kwargs)
+        if self.donates:
+            args, kwargs = self.with_distinct_arrays(args, kwargs)
         entry = self.last
         if len(self.entries) > 1:
             entry = self.entries.get(self.signature(args, kwargs))
@@ -206,6 +209,14 @@ class PureFunction:
         if self.graph_arguments is not None:
             return _compat.nnx_paths(*self.graph_arguments)
         return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+
+    def with_distinct_arrays(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with copies of arrays that occur twice, which cannot be donated."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        distinct = without_repeated(leaves)
+        return (args, kwargs) if distinct is None else jax.tree.unflatten(tree, distinct)
 
     def check_not_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check that no array among the arguments was donated to an earlier call.

@@ -41,6 +41,10 @@ class PlannedFunction:
         self.fn, self.options, self.variants, self.example = fn, options, variants, example
         self.names = argument_names(fn)
         count, limit = len(self.names), None if _takes_any_number(fn) else len(self.names)
+        own = _compat.jit_settings(fn)  # `auto_shard(jax.jit(f, ...))` keeps the settings of the jit
+        static_argnums = own.static_argnums if static_argnums in ((), []) else static_argnums
+        donate_argnums = own.donate_argnums if donate_argnums in ((), []) else donate_argnums
+        self.static_keywords = frozenset(own.static_argnames)
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
         donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
         self.donate = _without_static_positions(donated, self.static)
@@ -60,7 +64,7 @@ class PlannedFunction:
         if OUTER_PLAN.get():
             return self.fn(*args, **kwargs)  # inside a planned function: the outer plan applies
         try:
-            if self.static:
+            if self.static or self.static_keywords:
                 target, args, kwargs = self._without_static(args, kwargs)
                 return target(*args, **kwargs)
             if self._graph is not None:
@@ -88,8 +92,8 @@ class PlannedFunction:
     def _without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict]:
         """Return the function with its static arguments bound, and the other arguments."""
         by_position = {n: args[n] for n in self.static if n < len(args)}
-        by_name = {self.names[n]: kwargs[self.names[n]] for n in self.static if n < len(self.names)
-                   and self.names[n] in kwargs} if self.names else {}  # fmt: skip
+        names = {self.names[n] for n in self.static if n < len(self.names)} | self.static_keywords
+        by_name = {k: v for k, v in kwargs.items() if k in names}
         rest = tuple(a for i, a in enumerate(args) if i not in by_position)
         keywords = {k: v for k, v in kwargs.items() if k not in by_name}
         graph = _compat.has_graph_nodes((rest, keywords))
@@ -116,7 +120,7 @@ class PlannedFunction:
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Return the planned signature of these arguments (arrays or shapes). Plans it if it is new."""
-        if self.static:
+        if self.static or self.static_keywords:
             target, args, kwargs = self._without_static(args, kwargs)
         elif self._graph is not None or _compat.has_graph_nodes((args, kwargs)):
             target = self._graph_function()

@@ -45,7 +45,8 @@ def create_sharded(
     values = [leaves[i] for i in arrays]
 
     def arrays_of(*values: Any) -> Any:
-        return hide_static(pure(*values), f"auto_shard({name}).init: result", entry.traced.static_numbers)
+        what = f"auto_shard({name}).init: result"
+        return hide_static(pure(*values), what, entry.traced.static_numbers, of_results=True)
 
     shapes = jax.eval_shape(arrays_of, *values)
     results = jax.tree_util.tree_flatten_with_path(shapes)[0]

@@ -1,0 +1,139 @@
+"""Objects that are not pytrees and hold arrays are refused, and arrays that occur twice can be donated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+import autoshard
+from autoshard.errors import PlanError
+from autoshard.sharding.program.hidden_arrays import array_inside
+from tests.sharding.programs import assert_close
+
+
+class Model:
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+    def loss(self, x: jax.Array) -> jax.Array:
+        return jnp.mean((x @ self.w) ** 2)
+
+
+class Holder:
+    __slots__ = ("models",)
+
+    def __init__(self, *models: Model) -> None:
+        self.models = list(models)
+
+
+class Compared(Model):
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compared) and np.array_equal(self.w, other.w)
+
+    def __hash__(self) -> int:
+        return hash(np.asarray(self.w).tobytes())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frozen:
+    scale: float
+    table: Any
+
+
+X, W = jnp.ones((16, 8)), jnp.ones((8, 4))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "path"),
+    [
+        (Model(W), ".w"),
+        (Model(np.ones(3)), ".w"),
+        (Model(W).loss, ".__self__.w"),
+        (Holder(Model(None), Model(W)), ".models[1].w"),
+        (Model({"a": {"b": W}}), ".w['a']['b']"),
+        (Model(None), None),
+        (Model(np.array(["a"])), None),
+        (Compared(W), None),
+        (Frozen(1.0, W), None),
+        (jax.nn.relu, None),
+        (functools.partial(jnp.matmul, W), None),
+        (lambda x: x @ W, None),
+        (optax.adam(1e-3).update, None),
+        (linen.Dense(3).apply, None),
+        ("text", None),
+        (object(), None),
+    ],
+)
+def test_arrays_in_attributes_are_found(leaf: Any, path: str | None) -> None:
+    assert array_inside(leaf) == path
+
+
+def test_an_argument_that_holds_arrays_is_refused() -> None:
+    @autoshard.auto_shard
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        return model.loss(x)
+
+    with pytest.raises(PlanError, match=r"argument '0' is a Model, which holds an array at \.w: .*the class Mo"):
+        step(Model(W), X)
+    with pytest.raises(PlanError, match=r"holds an array at \.w"):
+        autoshard.plan(step.__wrapped__, Model(W), X)
+    bound = autoshard.auto_shard(lambda loss, x: loss(x))
+    with pytest.raises(PlanError, match=r"holds an array at \.__self__\.w: .*Register the class Model"):
+        bound(Model(W).loss, X)
+
+
+def test_a_result_that_holds_a_value_under_trace_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"result '' is a Model, which holds an array at \.w"):
+        autoshard.auto_shard(lambda x: Model(x * 2))(X)
+    text, doubled = autoshard.auto_shard(lambda x: (Model(np.ones(3)), x * 2))(X)
+    assert isinstance(text, Model) and float(doubled[0, 0]) == 2.0
+
+
+def averaged_step(state: Any, x: jax.Array) -> Any:
+    grads = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(state["params"])
+    params = state["params"] - 0.1 * grads
+    return {"params": params, "ema": 0.9 * state["ema"] + 0.1 * params}
+
+
+@pytest.mark.parametrize("words", ["dp:8", "fsdp:8"])
+def test_an_array_that_occurs_twice_can_be_donated(words: str) -> None:
+    want = averaged_step({"params": W, "ema": W}, X)
+    step = autoshard.auto_shard(averaged_step, plan=words, donate_argnums=0)
+    w = W + 0
+    state = step({"params": w, "ema": w}, X)
+    assert_close(want, state)
+    want = averaged_step({"params": want["params"], "ema": want["params"]}, X)
+    assert_close(want, step({"params": state["params"], "ema": state["params"]}, X))
+
+
+def test_a_donated_array_can_be_another_argument() -> None:
+    def distance(w: jax.Array, target: jax.Array, x: jax.Array) -> Any:
+        return w - 0.1 * jnp.mean(x) * (w - target / 2), jnp.sum((w - target) ** 2)
+
+    step = autoshard.auto_shard(distance, plan="dp:8", donate_argnums=0)
+    w = W + 0
+    assert_close(distance(W, W, X), step(w, w, X))
+    w = step(W + 0, W, X)[0]
+    assert_close(distance(w + 0, w + 0, X), step(w, w, X))
+
+
+def test_the_settings_of_a_jit_are_kept() -> None:
+    def decayed(w: jax.Array, x: jax.Array, *, power: int) -> Any:
+        return w - 0.1 * jnp.mean(x) * w**power, jnp.sum(x)
+
+    step = autoshard.auto_shard(jax.jit(decayed, donate_argnames="w", static_argnames="power"), plan="dp:8")
+    w = W + 0
+    new, _ = step(w, X, power=2)
+    assert_close(decayed(W, X, power=2)[0], new)
+    placed = step(new, X, power=3)[0]
+    assert new.is_deleted() and not placed.is_deleted()
+    numbered = autoshard.auto_shard(jax.jit(lambda x, n: x * n if n > 1 else x, static_argnums=1), plan="dp:8")
+    assert_close(X * 3, numbered(X, 3))
