@@ -95,7 +95,8 @@ def fastest_measured(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
     times = ", ".join(f"{_name(run.plan)} {time_text(1e6 * run.median)}" for run in ranked[:SHOWN_PLANS])
     more = ", ..." if len(ranked) > SHOWN_PLANS else ""
     note = f"the fastest of {len(ranked)} run on {first.target}: {times}{more}{failed}"
-    return ranked[0].bound.where(notes=(*ranked[0].plan.notes, note))
+    measured = tuple((_name(run.plan), 1e6 * run.median) for run in ranked)
+    return ranked[0].bound.where(measured=measured, notes=(*ranked[0].plan.notes, note))
 
 
 def _take_turns(runs: Sequence[_Run]) -> None:

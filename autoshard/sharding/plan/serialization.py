@@ -62,7 +62,7 @@ def plan_from_json(text: str, cls: type[P]) -> P:
 
 
 def _names() -> list[str]:
-    return [name for name in fields_of(ShardingPlan) if name != "audits"]
+    return [name for name in fields_of(ShardingPlan) if name not in ("audits", "measured")]
 
 
 def _read(data: Any, problems: list[str]) -> dict[str, Any]:

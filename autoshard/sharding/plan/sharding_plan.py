@@ -77,6 +77,8 @@ class ShardingPlan:
             is bound to `functools.partial(fn, **plan.variant)`.
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
+        measured: the plans that were run, the fastest first: (strategy with its variant in parentheses, median time of
+            a step in microseconds). They are neither compared nor written to JSON.
     """
 
     mesh: AbstractMesh
@@ -108,6 +110,7 @@ class ShardingPlan:
     variant: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    measured: tuple[tuple[str, float], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def fits(self) -> bool:

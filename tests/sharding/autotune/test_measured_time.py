@@ -14,6 +14,7 @@ from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.autotune import measured_time, synthetic_inputs
 from autoshard.sharding.autotune.constants import FINAL_TURNS, TURNS
 from autoshard.sharding.planner.shortlist import without_near_duplicates
+from autoshard.sharding.report.page import page
 
 
 @pytest.fixture
@@ -63,6 +64,10 @@ def test_the_fastest_plan_is_chosen(step_seconds):
     assert plan.chosen == strategies[2] and plan.inputs == planned(plan=strategies[2]).inputs
     note = plan.notes[-1]
     assert note.startswith(f"the fastest of 4 run on cpu:8: {strategies[2]} 500 ms") and f"{best.chosen} 1.00 s" in note
+    assert plan.measured[0] == (strategies[2], pytest.approx(5e5)) and len(plan.measured) == 4
+    assert (best.chosen, pytest.approx(1e6)) in plan.measured and '"measured"' not in plan.to_json()
+    html = page(plan)
+    assert "measured, the median of its runs" in html and "faster by the estimate, but not as measured" in html
 
 
 def test_a_measured_plan_computes_the_values_of_one_device():

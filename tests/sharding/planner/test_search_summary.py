@@ -38,6 +38,15 @@ def test_the_counts_of_a_search_add_up():
     assert f"{n.fitting} of the {n.priced} fit 720 KiB, {n.priced - n.fitting} do not" in story
 
 
+def test_the_names_of_plans_are_explained():
+    plan = planned()
+    (record,) = plan.history
+    assert "<code>dp+vocab</code>" in search_section(plan) and ". All fit " in search_section(plan)
+    known = replace(record, tried=tuple(t for t in record.tried if not t.changed))
+    section = search_section(replace(plan, history=(known,)))
+    assert "named by its strategy" in section and "<code>dp+vocab</code>" not in section
+
+
 def test_rows_that_tie_say_so():
     plan = planned()
     (record,) = plan.history

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-from autoshard._units import bytes_text, ratio_text, time_text
+from autoshard._units import bytes_text, ratio_text, time_text, variant_text
 from autoshard.sharding.audit.audit import FAILURES, Audit
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.parts import folded, table
@@ -30,6 +30,12 @@ def audit_of(plan: ShardingPlan) -> Audit | None:
     ]
     named = [audit for audit in found if audit.strategy.partition(" (")[0] == plan.chosen]
     return next(iter(named or found), None)
+
+
+def measured_us(plan: ShardingPlan) -> float | None:
+    """The measured time of a step of the plan; None if it was not run."""
+    name = f"{plan.chosen} ({variant_text(plan.variant)})" if plan.variant else plan.chosen
+    return dict(plan.measured).get(name)
 
 
 def compiled_audit(plan: ShardingPlan) -> Audit | None:

@@ -8,12 +8,13 @@ from html import escape
 
 from autoshard._units import bytes_text, line_text, percent_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.page.compiled import compiled_audit
+from autoshard.sharding.report.page.compiled import compiled_audit, measured_us, source_of
 from autoshard.sharding.report.page.legends import bar_legend
 from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, key, kind_class, search_box, stack, table
 from autoshard.sharding.report.summary import exposed_us, local_bytes, memory_rows, mesh_sizes
 
 COLLECTIVES_SHOWN = 12
+ENLARGED = 0.1  # a peak below this fraction of the limit is also drawn enlarged
 MEMORY_KINDS = ("parameter", "optimizer", "data", "temporary", "constant")
 
 
@@ -52,6 +53,10 @@ def memory_section(plan: ShardingPlan) -> str:
     alone = bytes_text(plan.alone.peak_memory_bytes) if plan.alone else "-"
     cells.append(["<b>peak</b>", f"<b>{bytes_text(peak)}</b>", percent_text(peak, peak), alone])
     listed = table(["kind", "this plan", "share", "on one device"], cells, (1, 2, 3), wide=(3,))
+    if 0 < peak < ENLARGED * limit:
+        enlarged = stack(parts, peak, f"the same, enlarged: {words}")
+        scale_text += (f'<p class="remark">The same, enlarged:</p>{enlarged}'
+                       f'<p class="ends"><span>0</span><span>{bytes_text(peak)}</span></p>')  # fmt: skip
     return (f'<p class="figure">{words} <small>{free}</small>{over}</p>{drawn}{scale_text}{listed}'
             f"{_compiled_peak(plan)}{_host_memory(plan)}")  # fmt: skip
 
@@ -85,8 +90,9 @@ def _host_memory(plan: ShardingPlan) -> str:
     listed = table(["kind", "this plan", "share", "on one device"], cells, (1, 2, 3), wide=(3,))
     words = ("In the memory of the host, not of the device, and not part of the limit. Each device's shards are copied "
              "to the device for use.")  # fmt: skip
+    ends = f'<p class="ends"><span>0</span><span>{bytes_text(total)}</span></p>'
     return (f'<h3>Host memory per device</h3><p class="remark">{words}</p><p class="figure">{bytes_text(total)}</p>'
-            f"{stack(parts, total, label)}{listed}")  # fmt: skip
+            f"{stack(parts, total, label)}{ends}{listed}")  # fmt: skip
 
 
 def _memory_class(kind: str) -> str:
@@ -148,7 +154,19 @@ def time_section(plan: ShardingPlan) -> str:
     if hidden:
         why = (f'<p class="remark">All work takes {spent}. {time_text(hidden)} of it is communication during compute, '
                f"so the step takes {time_text(step)}.</p>")  # fmt: skip
-    return f'<p class="figure">{time_text(step)} <small>estimated: {words}</small></p>{lanes}{listed}{why}'
+    return (f'<p class="figure">{time_text(step)} <small>estimated: {words}</small></p>{lanes}{listed}{why}'
+            f"{_known_step(plan)}")  # fmt: skip
+
+
+def _known_step(plan: ShardingPlan) -> str:
+    """The measured or compiled step time, if there is one."""
+    step, audit, measured = time_text(plan.estimate.step_time_us), compiled_audit(plan), measured_us(plan)
+    if measured is not None:
+        return f'<p class="remark">Measured, the step takes {time_text(measured)} instead of {step}.</p>'
+    if audit is None or audit.step_time_us is None:
+        return ""
+    return (f'<p class="remark">Compiled, the step takes {time_text(audit.step_time_us)} {source_of(audit)} instead '
+            f'of {step}; see <a href="#compiled">the compiled program</a>.</p>')  # fmt: skip
 
 
 def _lane_legend(moved: dict[str, Traffic], hidden: float) -> str:

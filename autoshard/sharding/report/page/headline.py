@@ -10,7 +10,7 @@ from html import escape
 from autoshard._shown import shown
 from autoshard._units import bytes_text, percent_text, ratio_text, time_text, variant_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.page.compiled import audit_of, compiled_audit, failure_text, source_of
+from autoshard.sharding.report.page.compiled import audit_of, compiled_audit, failure_text, measured_us, source_of
 from autoshard.sharding.report.page.search import is_fastest, plan_counts, ratio_or_tie
 from autoshard.sharding.report.page.tensors import NAMES, table_id
 from autoshard.sharding.report.summary import (
@@ -33,7 +33,7 @@ class Card:
     Attributes:
         heading: What it is.
         figure: Its value as text.
-        source: Where the value comes from: `estimated` or `compiled`.
+        source: Where the value comes from: `estimated`, `compiled` or `measured`.
         remarks: Lines below it.
         is_bad: Whether it exceeds a limit.
     """
@@ -80,6 +80,8 @@ def verdict_text(plan: ShardingPlan) -> str:
     ok = sum(audit.ok for audit in plan.audits)
     if ok > 1:
         return f"{name}, the fastest of {ok} that were compiled, of {counts.priced} plans"
+    if len(plan.measured) > 1:
+        return f"{name}, the fastest of {len(plan.measured)} that were run, of {counts.priced} plans"
     among = f"{counts.priced} plans"
     if counts.fitting < counts.priced:
         among = f"{counts.fitting} plans that fit {size} (of {counts.priced})"
@@ -95,9 +97,11 @@ def _next_best(plan: ShardingPlan) -> list[tuple[str, str]]:
 def _cards(plan: ShardingPlan) -> list[Card]:
     here, audit = plan.estimate, compiled_audit(plan)
     exposed = exposed_us(plan) if audit is None else audit.exposed_us or 0.0
+    measured = measured_us(plan)
+    source = audit and f"compiled, {source_of(audit)}" if measured is None else "measured, the median of its runs"
+    known = audit and audit.step_time_us if measured is None else measured
     cards = [
-        _card("step time", here.step_time_us, audit and audit.step_time_us, time_text,
-              f"{time_text(exposed)} exposed communication", audit and f"compiled, {source_of(audit)}"),
+        _card("step time", here.step_time_us, known, time_text, f"{time_text(exposed)} exposed communication", source),
         _memory_card(plan),
         _card("traffic per step", here.comm_bytes, audit and audit.wire_bytes, bytes_text, "sent by each device"),
     ]  # fmt: skip
@@ -137,6 +141,8 @@ def _card(
 
 def _sources(plan: ShardingPlan) -> str:
     words = "Estimated: by the cost model of the search."
+    if measured_us(plan) is not None:
+        words += " Measured: on the attached devices, with synthetic inputs."
     if compiled_audit(plan):
         words += (' Compiled: read from the program that the target\'s compiler made, which was not run. '
                   '<a href="#compiled">Both side by side</a>.')  # fmt: skip
@@ -148,7 +154,7 @@ def _counts(plan: ShardingPlan) -> str:
     roles = [(role, totals(some)[0]) for role, some in groups_by_role(plan)]
     items = []
     if roles:
-        parts = [(count, NAMES.get(role, role or "inputs").lower(), f"#{table_id(role)}") for role, count in roles]
+        parts = [(count, _role_text(role, count), f"#{table_id(role)}") for role, count in roles]
         items.append(_count(len(plan.inputs), "array{s} as input", "#tensors", parts))
     if plan.outputs:
         items.append(_count(len(plan.outputs), "array{s} as result", f"#{table_id('results')}", []))
@@ -162,8 +168,14 @@ def _counts(plan: ShardingPlan) -> str:
         parts = [(n.known, "proposed", ""), (n.changed, "by local search", "")]
         items.append(_count(n.priced, "plan{s} priced", "#plans", [part for part in parts if part[0]]))
         if plan.limit_bytes:
-            items[-1] += f"; {n.fitting} fit{'s' * (n.fitting == 1)} the memory"
+            items[-1] += f"; {n.fitting} fit{'s' * (n.fitting == 1)} {bytes_text(plan.limit_bytes)}"
     return "".join(f"<li>{item}</li>" for item in items)
+
+
+def _role_text(role: str, count: int) -> str:
+    if count == 1 and role in ("parameter", "other"):
+        return {"parameter": "parameter", "other": "counter or key"}[role]
+    return NAMES.get(role, role or "inputs").lower()
 
 
 def _count(total: int, words: str, link: str, parts: list[tuple[int, str, str]]) -> str:

@@ -102,9 +102,18 @@ def search_section(plan: ShardingPlan) -> str:
     kinds = dict.fromkeys(map(_bar_class, rows))
     names = {"k-chosen": "chosen", "k-rival": "fits", "k-unfit": "does not fit"}
     key = bar_legend([(kind, names[kind]) for kind in names if kind in kinds], "Bars compare step times:")
-    listed = (f'<h3 id="plans">Plans</h3>{search_box("plans", "plans-list")}{key}'
+    listed = (f'<h3 id="plans">Plans</h3>{_names_text(rows)}{search_box("plans", "plans-list")}{key}'
               f'<div id="plans-list">{_plans(plan, history, rows)}</div>')  # fmt: skip
     return f"<p>{_story(plan)}</p>{pick}{chart}{tip}{_variants(plan, history)}{listed}"
+
+
+def _names_text(rows: Sequence[Row]) -> str:
+    """How to read the names of plans."""
+    words = "A plan is named by its strategy: kinds of mesh axes with their sizes."
+    if any(r.tried.changed for r in rows):
+        words += (" A word such as <code>tp-ffn</code> or <code>dp+vocab</code> is a change by local search: one "
+                  "logical axis or kind of state removed (-) from that mesh axis, or added (+) to it.")  # fmt: skip
+    return f'<p class="remark">{words}</p>'
 
 
 def _history(plan: ShardingPlan) -> Sequence[SearchRecord]:
@@ -138,7 +147,8 @@ def _story(plan: ShardingPlan) -> str:
     parts += [f"{n.changed} that local search made by changing the best"] if n.changed else []
     words += f": {', and '.join(parts)}"
     if plan.limit_bytes:
-        words += f". {n.fitting} of the {n.priced} fit {bytes_text(plan.limit_bytes)}, {n.priced - n.fitting} do not"
+        size, unfit = bytes_text(plan.limit_bytes), n.priced - n.fitting
+        words += f". {n.fitting} of the {n.priced} fit {size}, {unfit} do not" if unfit else f". All fit {size}"
     if not is_fastest(plan):
         kind = "chosen, although others are faster by the estimate; the table says why"
     elif plan.limit_bytes:
@@ -160,7 +170,8 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
     if tried.step_time_us < here.step_time_us and tried.changed:
         return "faster, but does more work than the known plan, or gains too little over it"
     if tried.step_time_us < here.step_time_us:
-        return "faster by the estimate, but not as compiled" if plan.audits else "faster by the estimate"
+        outcome = ", but not as measured" if plan.measured else ", but not as compiled" if plan.audits else ""
+        return f"faster by the estimate{outcome}"
     if not tried.compute_us:
         return "slower"
     compute = tried.compute_us - here.compute_us

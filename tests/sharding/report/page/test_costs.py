@@ -24,6 +24,17 @@ def test_memory_is_drawn_to_scale_with_the_limit(shown):
     assert bytes_text(plan.limit_bytes) in text and bytes_text(plan.estimate.peak_memory_bytes) in text
 
 
+def test_little_memory_is_also_drawn_enlarged(show, shown):
+    plan = requested()  # less than 1 MiB of 95.7 GiB
+    assert plan.estimate.peak_memory_bytes < plan.limit_bytes / 1000
+    page = shown("requested")
+    whole, parts = boxes(page, "#memory .bar")[1], boxes(page, "#memory .bar .k-temporary")
+    share = plan.estimate.memory_bytes["temporary"] / plan.estimate.peak_memory_bytes
+    assert parts[1][2] == pytest.approx(whole[2] * share, abs=1.5)
+    large = show(plan.where(limit_bytes=plan.estimate.peak_memory_bytes * 2))
+    assert len(boxes(large, "#memory .bar")) == 1
+
+
 def test_memory_of_a_plan_that_does_not_fit_exceeds_the_mark(show):
     plan = requested()
     page = show(plan.where(limit_bytes=plan.estimate.peak_memory_bytes / 2))
@@ -95,7 +106,7 @@ def test_host_memory_has_a_bar_of_its_own(shown):
     text = texts(page, "#memory")[0]
     total = plan.estimate.host_memory_bytes
     assert "Host memory per device" in text and bytes_text(total) in text
-    whole = boxes(page, "#memory .bar")[1]
+    whole = boxes(page, "#memory .bar")[2]
     state, rest = boxes(page, "#memory h3 ~ .bar > span")
     assert state[2] == pytest.approx(whole[2] * 2 / 3, abs=1.5) and rest[2] == pytest.approx(whole[2] / 3, abs=1.5)
     rows = texts(page, "#memory h3 ~ .scroll tbody tr")

@@ -73,6 +73,19 @@ def test_the_verdict_counts_all_priced_plans():
     assert "chosen from" in verdict_text(slow) and "fastest" not in verdict_text(slow)
 
 
+def test_a_measured_step_time_comes_first():
+    plan = searched()
+    name = compiled().audits[1].strategy
+    measured = plan.where(measured=(("another", 100.0), (name, 2000.0)))
+    shown = cards(headline(measured))
+    estimated = f"estimated {time_text(plan.estimate.step_time_us)}"
+    assert shown["step time"][:3] == ["2.00 ms", "measured, the median of its runs", estimated]
+    assert "the fastest of 2 that were run" in verdict_text(measured)
+    assert "Measured, the step takes 2.00 ms instead of" in page(measured)
+    assert "Compiled, the step takes 1.00 ms by the compiler" in page(compiled())
+    assert cards(headline(plan.where(measured=(("another", 100.0),))))["step time"][1] == "estimated"
+
+
 def test_the_next_best_plan_can_be_a_tie():
     plan = searched()
     us, peak = plan.estimate.step_time_us, plan.estimate.peak_memory_bytes
