@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -16,7 +17,7 @@ from tests.spmdrules.rows import numbers
 def _primitive(name, implementation, batch_rule=None):
     primitive = Primitive(name)
     primitive.def_impl(implementation)
-    primitive.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+    primitive.def_abstract_eval(lambda x: ShapedArray(x.shape, x.dtype))
     mlir.register_lowering(primitive, mlir.lower_fun(lambda x: jnp.tanh(x) * 2, multiple_results=False))
     if batch_rule is not None:
         batching.primitive_batchers[primitive] = batch_rule
