@@ -34,6 +34,7 @@ class Program:
         batch: the other arguments.
         optimizer: the optimizer.
         plans: requested plans; others than the usual ones if it has no axis for these.
+        tolerance: relative; a larger one if the program amplifies rounding of its inputs more than others.
     """
 
     loss: Callable[..., Any]
@@ -41,6 +42,7 @@ class Program:
     batch: tuple[Any, ...]
     optimizer: optax.GradientTransformationExtraArgs | optax.GradientTransformation = optax.sgd(0.1, momentum=0.9)
     plans: Sequence[str] = PLANS
+    tolerance: float = TOLERANCE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ def main() -> int:
             sharded = one_step.run(program, plan)
             pairs = ((single.grads, sharded.grads), (single.others, sharded.others))
             grads, others = (max(one_step.errors(*pair).values()) for pair in pairs)
-            failed |= not max(grads, others) <= one_step.TOLERANCE
+            failed |= not max(grads, others) <= program.tolerance
             print(f"{name:42}{plan:19}{sharded.share:>10.0%}{grads:>10.1e}{others:>10.1e}", flush=True)
     return int(failed)
 

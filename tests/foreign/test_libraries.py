@@ -34,6 +34,6 @@ def test_one_step_equals_one_device(make):
     for plan in program.plans:
         sharded = one_step.run(program, plan)
         for one, other in ((single.grads, sharded.grads), (single.others, sharded.others)):
-            wrong = {k: e for k, e in one_step.errors(one, other).items() if not e <= one_step.TOLERANCE}
+            wrong = {k: e for k, e in one_step.errors(one, other).items() if not e <= program.tolerance}
             assert wrong == {}, plan
         assert sharded.share < 1

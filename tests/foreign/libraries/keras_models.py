@@ -4,6 +4,8 @@ import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
+import dataclasses  # noqa: E402
+
 import keras  # noqa: E402
 from keras import layers  # noqa: E402
 
@@ -28,7 +30,8 @@ def _classify(model, x):
 def mobilenet():
     keras.utils.set_random_seed(0)
     model = keras.applications.MobileNetV2((32, 32, 3), 0.35, weights=None, classes=16, classifier_activation=None)
-    return _classify(model, normal(8, 32, 32, 3))
+    # Inputs that are changed by 1e-7 change its gradients by 7e-5, on one device.
+    return dataclasses.replace(_classify(model, normal(8, 32, 32, 3)), tolerance=1e-3)
 
 
 def recurrence():
