@@ -132,6 +132,33 @@ def expand_hijax(eqn: Any) -> Any | None:
         return None
 
 
+def expand_by_implementation(eqn: Any) -> Any | None:
+    """Expands a primitive that another library defines to a closed jaxpr, by tracing its implementation.
+
+    JAX calls the implementation where the primitive is not under `jax.jit`, so both compute the same.
+
+    Returns None for JAX's own primitives, and if the implementation cannot be traced or only applies the primitive.
+    """
+    implementation = eqn.primitive.impl
+    while isinstance(implementation, functools.partial):
+        implementation = implementation.func
+    if (getattr(implementation, "__module__", None) or "jax").partition(".")[0] in ("jax", "jaxlib"):
+        return None
+    try:
+        with source_of(eqn):
+            computed = functools.partial(eqn.primitive.impl, **eqn.params)
+            expanded = jax.make_jaxpr(computed)(*map(shape_dtype_of, eqn.invars))
+    except Exception:  # code of another library, which may need concrete arrays
+        return None
+    results = [(v.aval.shape, v.aval.dtype) for v in open_jaxpr(expanded).outvars]
+    if results != [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]:
+        return None
+    inner = open_jaxpr(expanded).eqns
+    while len(inner) == 1 and inner[0].primitive.name == "jit":
+        inner = open_jaxpr(inner[0].params["jaxpr"]).eqns
+    return None if [e.primitive for e in inner] == [eqn.primitive] else expanded
+
+
 def with_derivative_of(eqn: Any, fn: Any) -> Any:
     """Returns `fn`, which computes the results of a HiJAX operator, with the operator's own derivative.
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-tx = optax.sgd(0.05, momentum=0.9)
+tx = optax.sgd(0.02, momentum=0.9)
 
 
 def forward(images, is_training):

@@ -20,6 +20,7 @@ from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
+    extends_computed_spec,
     operand_spec,
     result_spec,
     runs_on_shards,
@@ -31,7 +32,7 @@ from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, const
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
-from autoshard.spmdrules.ir.program import Block, Op
+from autoshard.spmdrules.ir.program import IMPLEMENTATION, Block, Op
 
 # Calls that take the constants of their jaxpr as first operands, and the parameter with the number of constants.
 _CONSTANT_COUNTS = {"linear_call": "num_callee_consts", "remat_opt": "num_consts"}
@@ -123,8 +124,11 @@ class Lowering:
         if op.name not in REDUCTIONS:
             operands = zip(args, rule.operands, op.operands, strict=True)
             args = [self.resharded(x, chosen.spec(d), v) for x, d, v in operands]
-        if is_matmul(op) and wants[0] != chosen.spec(rule.results[0]):
-            return [add_window_dims(op, self.constrain(matmul(op, *args), drop_window_dims(op, wants[0])))]
+        if is_matmul(op) and wants[0] != (computed := chosen.spec(rule.results[0])):
+            product = matmul(op, *args)
+            if not extends_computed_spec(rule, rule.results[0], computed, wants[0]):
+                product = self.constrain(product, drop_window_dims(op, computed))
+            return [add_window_dims(op, self.constrain(product, drop_window_dims(op, wants[0])))]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
         if op.name not in REDUCTIONS:
             computed = [chosen.spec(d) for d in rule.results]
@@ -179,6 +183,8 @@ class Lowering:
         if name == "call_hi_primitive":
             return list(_compat.with_derivative_of(op.eqn, self.function(op.blocks[0]))(*args))
         inner = op.blocks[0]
+        if inner.param == IMPLEMENTATION:  # its library defines how it is differentiated and mapped, so it is kept
+            return _compat.bind(op.eqn, params, *args)
         traced = jax.make_jaxpr(self.function(inner))(*args)
         if name in ("remat2", *_CONSTANT_COUNTS):
             bare, consts = _compat.split_constants(traced)

@@ -18,7 +18,7 @@ import jax
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.spmdrules.core.registry import check_fit, replicated_rule, rule_for
+from autoshard.spmdrules.core.registry import check_fit, has_rule, replicated_rule, rule_for
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.index_batching import ConstantIndices
 from autoshard.spmdrules.ir.mapped_collectives import as_reduction
@@ -71,7 +71,7 @@ class Block:
 
     Attributes:
         jaxpr: the jaxpr.
-        param: the name of the equation parameter that holds it.
+        param: the name of the equation parameter that holds it; `IMPLEMENTATION` if none does.
         inputs: the numbers of its inputs.
         ops: its operators in order.
         outputs: the numbers of its outputs.
@@ -136,6 +136,7 @@ CALLS = frozenset({
     "xla_metadata_call",
 })  # fmt: skip
 CONTROL = frozenset({"scan", "while", "cond"})
+IMPLEMENTATION = ""  # in place of the name of a parameter: the jaxpr of a primitive that another library defines
 
 
 def build(closed: Any) -> Program:
@@ -251,9 +252,15 @@ class _Builder:
 
 
 def called(eqn: Any) -> tuple[str, Any] | None:
-    """Returns the parameter that holds the jaxpr of a transparent call, and that jaxpr; None for other equations."""
+    """Returns the parameter that holds the jaxpr of a transparent call, and that jaxpr; None for other equations.
+
+    A primitive without a rule that another library defines is a call of its implementation, which no parameter holds.
+    """
     if eqn.primitive.name not in CALLS:
-        return None
+        if has_rule(eqn.primitive) or eqn.primitive.name in CONTROL:
+            return None
+        expanded = _compat.expand_by_implementation(eqn)
+        return None if expanded is None else (IMPLEMENTATION, expanded)
     if eqn.primitive.name == "custom_linear_solve":
         return "jaxprs", _solve_jaxpr(eqn)
     if eqn.primitive.name == "call_hi_primitive":

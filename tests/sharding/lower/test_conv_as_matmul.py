@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import autoshard
+from autoshard.sharding.lower import lowering
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.spmdrules.ir.program import Op, build
 
@@ -113,3 +115,12 @@ def test_a_kernel_is_gathered_once_and_its_gradient_is_reduce_scattered() -> Non
     audit = autoshard.plan(step, WEIGHTS, x, plan="fsdp:8", target="v5e:4x2").verify()
     assert {c.kind for c in audit.collectives if c.wire_bytes > 1000} == {"all-gather", "reduce-scatter"}
     assert audit.unplanned_bytes < 1000 and audit.wire_bytes == pytest.approx(audit.predicted_wire_bytes, rel=0.02)
+
+
+def test_a_batch_that_is_sharded_further_has_the_same_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a sum over tp at (dp, fsdp) directly to ((dp, fsdp), tp), XLA's partitioner computes wrong values."""
+    x, w = jax.random.normal(jax.random.key(0), (8, 1, 1, 112)), jax.random.normal(jax.random.key(1), (1, 1, 112, 336))
+    specs = {"0": P(("dp", "fsdp"), None, None, "tp"), "1": P(None, None, "tp", "fsdp")}
+    sharded = autoshard.auto_shard(conv, mesh={"dp": 2, "fsdp": 2, "tp": 2}, fixed=specs)
+    monkeypatch.setattr(lowering, "result_spec", lambda *_: (("dp", "fsdp"), (), (), ("tp",)))
+    np.testing.assert_allclose(sharded(x, w), conv(x, w), rtol=1e-4, atol=1e-4)
