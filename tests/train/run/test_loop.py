@@ -133,9 +133,28 @@ def test_how_often_metrics_and_checkpoints_are_written(
     assert lines[-2]["mfu"] == pytest.approx(lines[-2]["tokens_per_second"] * share)
 
 
-def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig) -> None:
+def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All saves are of the types for which the run prepared them before its first step."""
+    calls: list[tuple[str, Any]] = []
+
+    def types(state: Any) -> Any:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
+
+    def recorded(name: str, position: int) -> None:
+        method = getattr(Checkpointer, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append((name, types(args[position])))
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(Checkpointer, name, call)
+
+    recorded("prepare", 1)
+    recorded("save", 2)
     config = make_config(steps=3, checkpoint_minutes=1e-9, keep_checkpoints=0)
     train(config)
+    assert [name for name, _ in calls] == ["prepare", "save", "save", "save"]
+    assert all(saved == calls[0][1] for _, saved in calls)
     assert config.run_dir is not None
     steps = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step_*"))
     assert steps == ["step_00000001", "step_00000002", "step_00000003"]
