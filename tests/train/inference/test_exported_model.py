@@ -225,6 +225,7 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
         read_inference(folder)
 
 
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 @pytest.mark.slow
 def test_a_run_resumed_on_the_same_machine_keeps_its_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(steps=3, plan="dp:2 fsdp:2 tp:2")

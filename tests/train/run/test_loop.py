@@ -63,6 +63,7 @@ def test_a_run_learns_and_writes_all_its_files(make_config: MakeConfig, capsys: 
     assert load_trained(result.run_dir, step=20).step == 20
 
 
+@pytest.mark.filterwarnings("ignore:.*devices (have work|are idle)")
 @pytest.mark.slow
 def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path: Path) -> None:
     shape = dict(gpt=dict(width=32, heads=4, kv_heads=2, dropout=0.1), steps=3, microbatches=2)
