@@ -268,15 +268,15 @@ def test_every_option_of_generate_is_passed_on(
         received.update(prompt=prompt, tokens=tokens, **options)
         return "once upon", "the plan"
 
-    def open_generator(folder: Path, step: int | None, *, use_ema: bool | None) -> Any:
-        received.update(folder=folder, step=step, use_ema=use_ema)
+    def open_generator(folder: Path, step: int | None, *, use_ema: bool | None, factory: Any) -> Any:
+        received.update(folder=folder, step=step, use_ema=use_ema, factory=factory)
         return SimpleNamespace(generate=generate)
 
     monkeypatch.setattr("autoshard.train.inference.exported_model.open_generator", open_generator)
     options = "--prompt once --tokens 3 --temperature 0.5 --top-k 4 --seed 5 --step 6 --no-use-ema --show-plan".split()
     assert main(["generate", str(tmp_path), *options]) == 0 and capsys.readouterr().out == "the plan\nonce upon\n"
     assert received == dict(
-        folder=tmp_path, step=6, prompt="once", tokens=3, temperature=0.5, top_k=4, seed=5, use_ema=False
+        folder=tmp_path, step=6, prompt="once", tokens=3, temperature=0.5, top_k=4, seed=5, use_ema=False, factory=None
     )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from autoshard._shown import shown
 
+
+@shown
 class JitSettings(NamedTuple):
     """What a `jax.jit(...)` donates, and what is static in it. JAX adds the numbers of named parameters."""
 

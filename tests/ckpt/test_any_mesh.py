@@ -109,6 +109,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
+@pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 @pytest.mark.parametrize(("name", "source", "target"), CASES)
 def test_a_run_resumes_on_another_mesh(saved: Any, name: str, source: str, target: str) -> None:
     folder, saved_state, losses = saved(name, source)

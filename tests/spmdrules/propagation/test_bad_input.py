@@ -301,8 +301,8 @@ SPECS = {
         "fixed '0/b' dim 0 has size 4, not divisible by mesh axes ('data', 'model') (8). Pad it to 8, or drop",
     ),
     "fixed, no such path": (
-        planned({"params/*": P("data")}),
-        "fixed 'params/*' matches no input. There are 0/b, 0/w, 1",
+        planned({"layers/*": P("data")}),
+        "fixed 'layers/*' matches no input. There are params/b, params/w, x",
     ),
     "fixed, no spec": (
         planned({"1": "data"}),
