@@ -161,6 +161,26 @@ def _() -> Any:
     return planned(plan="fsdp:4 tp:2", mesh={"data": 8})
 
 
+@row('plan=Plan of tp:8 with mesh={"data": 8}', "'tp': 8", "'data': 8")
+def _() -> Any:
+    return auto_shard(step, plan=planned(plan="tp:8"), mesh={"data": 8})
+
+
+@row('plan=Plan for cpu:8 with target="v5e:2x4"', "cpu:8", "v5e:2x4")
+def _() -> Any:
+    return planned(plan=planned(plan="tp:8"), target="v5e:2x4")
+
+
+@row("plan=Plan with memory_limit_bytes=1000 and verify=2", "memory_limit_bytes=1000", "verify=2", "plan='tp:8'")
+def _() -> Any:
+    return planned(plan=planned(plan="tp:8"), memory_limit_bytes=1000, verify=2)
+
+
+@row("Plan.bind with measure=2", "measure=2")
+def _() -> Any:
+    return planned(plan="tp:8").bind(step, state(), batch(), measure=2)
+
+
 # Machines
 
 

@@ -48,7 +48,8 @@ def auto_shard(
         target: a machine to plan for; default: the attached one.
         memory_limit_bytes: memory limit of one device.
         fixed: shardings that the plan must keep, see `autoshard.plan`.
-        plan: a plan to use: "fsdp:8", a table, or a `Plan`.
+        plan: a plan to use: "fsdp:8", a table, or a `Plan`. A `Plan` takes no other mesh, and no `fixed`,
+            `memory_limit_bytes`, `verify` or `measure`.
         variants: static keywords to choose from, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
@@ -112,7 +113,8 @@ def plan(
         fixed: `{path: PartitionSpec}`, or `{path: names of logical axes}`, where path is a path (`0/params/wq`), a
             glob (`*/wq`), or the end of a path (`wq`) that fits one input. Paths take precedence over globs. Without a
             mesh, only meshes that have the axes of these specs are searched.
-        plan: a plan to use: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
+        plan: a plan to use: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`. A `Plan`
+            takes no other mesh, and no `fixed`, `memory_limit_bytes`, `verify` or `measure`.
         variants: `{static keyword: values}`; all combinations are tried and the best is planned. Or a function from the
             `Attempt`s so far (at first none) to the keywords to try next.
         donate_argnums: arguments whose buffers the results may reuse.

@@ -98,14 +98,14 @@ class Plan(ShardingPlan):
         Args:
             fn: the function.
             *args: its arguments, arrays or shapes.
-            mesh: devices to run on, see `autoshard.plan`.
-            memory_limit_bytes: memory limit of one device.
+            mesh: devices to run on: the plan's mesh, see `autoshard.plan`.
+            memory_limit_bytes: must be None, because a plan is already chosen.
             fixed: must be None or empty, because a plan already fixes the sharding of every input.
             variants: see `autoshard.plan`.
             donate_argnums: arguments whose buffers the results may reuse.
             static_argnums: arguments that are not arrays.
-            verify: see `autoshard.plan`.
-            measure: see `autoshard.plan`.
+            verify: must be 0; `Plan.verify()` compiles the plan.
+            measure: must be 0.
             strict: raise an error, instead of a warning, if a primitive has no rule.
             **kwargs: arguments by keyword.
 
