@@ -76,6 +76,8 @@ def parse_request(text: str) -> Request:
     Raises:
         PlanRequestError: a word is unknown, a size is missing, or a mesh axis occurs twice.
     """
+    if text.lstrip().startswith("{"):
+        raise PlanRequestError("plan is the JSON of a plan, as text: pass Plan.from_json(text) instead")
     sizes: dict[str, int] = {}
     kinds: dict[str, str] = {}
     flags: set[str] = set()
