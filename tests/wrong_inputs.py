@@ -181,6 +181,27 @@ def _() -> Any:
     return planned(plan="tp:8").bind(step, state(), batch(), measure=2)
 
 
+@row("plan=planned.to_json()", "Plan.from_json")
+def _() -> Any:
+    return planned(plan=planned(plan="tp:8").to_json())
+
+
+@row("variants=[1, 2]", "variants is [1, 2]")
+def _() -> Any:
+    numbers: Any = [1, 2]
+    return auto_shard(step, variants=numbers)
+
+
+@row('variants={"remat": True}', "variants", "[True]")
+def _() -> Any:
+    return planned(variants={"remat": True})
+
+
+@row('variants={"remat": [True, False]} of a step without remat', "variants", "'remat'", "state, batch")
+def _() -> Any:
+    return planned(variants={"remat": [True, False]})
+
+
 # Machines
 
 

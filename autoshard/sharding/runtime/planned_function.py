@@ -13,6 +13,7 @@ from autoshard import _compat
 from autoshard._tracebacks import hide_own_frames, hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
+from autoshard.sharding.planner.variants import checked_variants
 from autoshard.sharding.program.argument_names import argument_names, without_parameters
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.runtime.batch_sharding import shard_batch
@@ -38,7 +39,8 @@ class PlannedFunction:
             )
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
-        self.fn, self.options, self.variants, self.example = fn, options, variants, example
+        self.fn, self.options, self.example = fn, options, example
+        self.variants = checked_variants(variants, fn)
         self.names = argument_names(fn)
         count, limit = len(self.names), None if _takes_any_number(fn) else len(self.names)
         self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
