@@ -202,6 +202,48 @@ def _() -> Any:
     return planned(variants={"remat": [True, False]})
 
 
+# Habits from `jax.jit`
+
+
+def sharded(*args: Any, **options: Any) -> Any:
+    return auto_shard(*args, **options)
+
+
+@row('auto_shard(step, "fsdp:8")', "plan='fsdp:8'")
+def _() -> Any:
+    return sharded(step, "fsdp:8")
+
+
+@row('auto_shard(step, {"data": 8})', "mesh=")
+def _() -> Any:
+    return sharded(step, {"data": 8})
+
+
+@row("auto_shard(step, state, batch)", "auto_shard(step)(state, batch)")
+def _() -> Any:
+    return sharded(step, state(), batch())
+
+
+@row('auto_shard(step, static_argnames="train")', "static_argnums")
+def _() -> Any:
+    return sharded(step, static_argnames="train")
+
+
+@row('@auto_shard(donate_argnames="state")', "donate_argnums")
+def _() -> Any:
+    return sharded(donate_argnames="state")
+
+
+@row('auto_shard(step, in_shardings=P("data"))', "fixed=", "plan=")
+def _() -> Any:
+    return sharded(step, in_shardings=P("data"))
+
+
+@row("plan(step, state, batch, out_shardings=None)", "fixed=", "plan=")
+def _() -> Any:
+    return planned(out_shardings=None)
+
+
 # Machines
 
 

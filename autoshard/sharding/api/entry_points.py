@@ -12,6 +12,7 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.api.auto_sharded import AutoSharded
 from autoshard.sharding.api.flax_modules import shard_class
+from autoshard.sharding.api.jit_habits import check_jit_options, explains_jit_options
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.planner.planning import PlanLike
@@ -20,6 +21,7 @@ from autoshard.sharding.runtime.plan_options import checked_options
 
 
 @hides_own_frames
+@explains_jit_options
 def auto_shard(
     obj: Any = None,
     /,
@@ -143,6 +145,7 @@ def plan(
         >>> autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8").mesh.size
         8
     """
+    check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)
