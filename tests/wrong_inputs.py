@@ -101,6 +101,11 @@ def _() -> Any:
     return planned(plan="fdsp:8")
 
 
+@row('plan="zero3:8"', "Did you mean 'fsdp'")
+def _() -> Any:
+    return planned(plan="zero3:8")
+
+
 @row('plan="fsdp"', "fsdp:8")
 def _() -> Any:
     return planned(plan="fsdp")
@@ -315,6 +320,16 @@ def _() -> Any:
     return planned(fixed={"0/upp": P("tp")}, plan="tp:8")
 
 
+@row('fixed={"state.up": P("tp")}', "Similar paths: state/up")
+def _() -> Any:
+    return planned(fixed={"state.up": P("tp")})
+
+
+@row("""fixed={"['up']": P("tp")}""", "Similar paths: state/up")
+def _() -> Any:
+    return planned(fixed={"['up']": P("tp")})
+
+
 @row('fixed={"0/up": P("model")} under plan="tp:8"', "model", "tp")
 def _() -> Any:
     return planned(fixed={"0/up": P("model")}, plan="tp:8")
@@ -360,6 +375,17 @@ def _() -> Any:
 @row("donate_argnums=5 of two arguments", "5", "2")
 def _() -> Any:
     return auto_shard(step, donate_argnums=5)(state(), batch())
+
+
+@row('donate_argnums="state"', "'state'", "0 (state), 1 (batch)")
+def _() -> Any:
+    name: Any = "state"
+    return auto_shard(step, donate_argnums=name)
+
+
+@row("a generator as an argument", "'1'", "generator", "list")
+def _() -> Any:
+    return auto_shard(lambda s, batches: s)(state(), (batch() for _ in range(3)))
 
 
 @row("static_argnums=1 with an array", "hash")

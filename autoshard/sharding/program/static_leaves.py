@@ -9,6 +9,7 @@ only itself. Python numbers are data, as under `jax.jit`. In Equinox modules, an
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 
+_ONE_SHOT = (types.GeneratorType, map, filter, zip, enumerate)
 _GRAPH_NODES = (nnx.Pytree, nnx.Variable)  # `nnx.split` separates their data from the rest
 
 
@@ -56,7 +58,7 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0) -> A
         skip: number of keys to leave out at the start of a path in messages.
 
     Raises:
-        PlanError: a static leaf is not hashable.
+        PlanError: a static leaf is not hashable, or is a generator.
     """
     module = _compat.equinox_module()
     whole = _GRAPH_NODES if module is None else (*_GRAPH_NODES, module)
@@ -70,6 +72,11 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0) -> A
             return leaf if _same(leaves, inside) else jax.tree.unflatten(structure, inside)
         if not is_static(leaf, numbers):
             return leaf
+        if isinstance(leaf, _ONE_SHOT):
+            raise PlanError(
+                f"{what} '{_path_to(tree, leaf, skip)}' is a {type(leaf).__name__}, whose items can be read only once, "
+                "while the function is traced: pass a list or an array of its items"
+            )
         try:
             return StaticLeaf(leaf)
         except PlanError:
@@ -111,10 +118,14 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _unhashable_error(tree: Any, leaf: Any, what: str, skip: int) -> PlanError:
+def _path_to(tree: Any, leaf: Any, skip: int) -> str:
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, _GRAPH_NODES))[0]
     keys = next((keys for keys, x in flat if x is leaf), ())
-    path = jax.tree_util.keystr(tuple(keys[skip:]), simple=True, separator="/")
+    return jax.tree_util.keystr(tuple(keys[skip:]), simple=True, separator="/")
+
+
+def _unhashable_error(tree: Any, leaf: Any, what: str, skip: int) -> PlanError:
+    path = _path_to(tree, leaf, skip)
     kind = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
     return PlanError(
         f"{what} '{path}' is {leaf!r:.60}, {kind}: it is neither an array of numbers nor a number, and not hashable, "
