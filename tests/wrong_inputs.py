@@ -504,6 +504,19 @@ def _() -> Any:
         return saved(folder).restore(like={"w": jnp.ones((4, 8)), "bias": jnp.zeros(8)})
 
 
+@row("restore(like=..., shardings=plan)", "plan.in_shardings()[0]")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        like = {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}
+        return saved(folder).restore(like=like, shardings=planned(plan="fsdp:8"))
+
+
+@row("restore(like=..., shardings=step)", "step.plan(state, batch).in_shardings()[0]")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(folder).restore(like={"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, shardings=auto_shard(step))
+
+
 @row("restore from an empty folder", "no checkpoint")
 def _() -> Any:
     with tempfile.TemporaryDirectory() as folder:

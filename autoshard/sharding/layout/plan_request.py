@@ -13,7 +13,9 @@ Words of a strategy, such as `fsdp:8 tp:4 seq`:
     A+NAME    mesh axis A also shards the logical axis NAME, or stores NAME (parameter, optimizer)
     A-NAME    mesh axis A does not shard or store NAME
 
-Upper case is accepted too. A table instead lists the logical axes of each mesh axis: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
+Upper case is accepted too.
+
+A table instead lists the logical axes of each mesh axis: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
 """
 
 from __future__ import annotations

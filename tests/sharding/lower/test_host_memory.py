@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import Plan, auto_shard, plan
+from autoshard.ckpt import Checkpointer
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -192,3 +194,14 @@ def test_init_keeps_the_memory_spaces_of_what_it_creates() -> None:
     assert kinds(again[1]) == {"pinned_host"}
     want = jax.jit(offloaded_step)(*create_on_host(), batch())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), tuple(state), tuple(want[:2]))
+
+
+def test_a_checkpoint_is_restored_into_the_memory_of_the_plan(tmp_path: Path) -> None:
+    params, moments = create_on_host()
+    shardings = plan(offloaded_step, params, moments, batch(), plan="fsdp:8").in_shardings()
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, (params, moments), block=True)
+        shapes = jax.eval_shape(create_on_host)
+        restored = checkpoints.restore(like=shapes, shardings=shardings[:2])
+    assert kinds(restored[0]) == {"device"} and kinds(restored[1]) == {"pinned_host"}
+    assert restored[1][0].mu["up"].sharding == shardings[1][0].mu["up"]
