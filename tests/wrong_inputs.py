@@ -101,6 +101,11 @@ def _() -> Any:
     return planned(plan="fdsp:8")
 
 
+@row('plan="zero3:8"', "Did you mean 'fsdp'")
+def _() -> Any:
+    return planned(plan="zero3:8")
+
+
 @row('plan="fsdp"', "fsdp:8")
 def _() -> Any:
     return planned(plan="fsdp")
@@ -159,6 +164,89 @@ def _() -> Any:
 @row('plan="fsdp:4 tp:2" with mesh={"data": 8}', "data")
 def _() -> Any:
     return planned(plan="fsdp:4 tp:2", mesh={"data": 8})
+
+
+@row('plan=Plan of tp:8 with mesh={"data": 8}', "'tp': 8", "'data': 8")
+def _() -> Any:
+    return auto_shard(step, plan=planned(plan="tp:8"), mesh={"data": 8})
+
+
+@row('plan=Plan for cpu:8 with target="v5e:2x4"', "cpu:8", "v5e:2x4")
+def _() -> Any:
+    return planned(plan=planned(plan="tp:8"), target="v5e:2x4")
+
+
+@row("plan=Plan with memory_limit_bytes=1000 and verify=2", "memory_limit_bytes=1000", "verify=2", "plan='tp:8'")
+def _() -> Any:
+    return planned(plan=planned(plan="tp:8"), memory_limit_bytes=1000, verify=2)
+
+
+@row("Plan.bind with measure=2", "measure=2")
+def _() -> Any:
+    return planned(plan="tp:8").bind(step, state(), batch(), measure=2)
+
+
+@row("plan=planned.to_json()", "Plan.from_json")
+def _() -> Any:
+    return planned(plan=planned(plan="tp:8").to_json())
+
+
+@row("variants=[1, 2]", "variants is [1, 2]")
+def _() -> Any:
+    numbers: Any = [1, 2]
+    return auto_shard(step, variants=numbers)
+
+
+@row('variants={"remat": True}', "variants", "[True]")
+def _() -> Any:
+    return planned(variants={"remat": True})
+
+
+@row('variants={"remat": [True, False]} of a step without remat', "variants", "'remat'", "state, batch")
+def _() -> Any:
+    return planned(variants={"remat": [True, False]})
+
+
+# Habits from `jax.jit`
+
+
+def sharded(*args: Any, **options: Any) -> Any:
+    return auto_shard(*args, **options)
+
+
+@row('auto_shard(step, "fsdp:8")', "plan='fsdp:8'")
+def _() -> Any:
+    return sharded(step, "fsdp:8")
+
+
+@row('auto_shard(step, {"data": 8})', "mesh=")
+def _() -> Any:
+    return sharded(step, {"data": 8})
+
+
+@row("auto_shard(step, state, batch)", "auto_shard(step)(state, batch)")
+def _() -> Any:
+    return sharded(step, state(), batch())
+
+
+@row('auto_shard(step, static_argnames="train")', "static_argnums")
+def _() -> Any:
+    return sharded(step, static_argnames="train")
+
+
+@row('@auto_shard(donate_argnames="state")', "donate_argnums")
+def _() -> Any:
+    return sharded(donate_argnames="state")
+
+
+@row('auto_shard(step, in_shardings=P("data"))', "fixed=", "plan=")
+def _() -> Any:
+    return sharded(step, in_shardings=P("data"))
+
+
+@row("plan(step, state, batch, out_shardings=None)", "fixed=", "plan=")
+def _() -> Any:
+    return planned(out_shardings=None)
 
 
 # Machines
@@ -232,6 +320,16 @@ def _() -> Any:
     return planned(fixed={"0/upp": P("tp")}, plan="tp:8")
 
 
+@row('fixed={"state.up": P("tp")}', "Similar paths: state/up")
+def _() -> Any:
+    return planned(fixed={"state.up": P("tp")})
+
+
+@row("""fixed={"['up']": P("tp")}""", "Similar paths: state/up")
+def _() -> Any:
+    return planned(fixed={"['up']": P("tp")})
+
+
 @row('fixed={"0/up": P("model")} under plan="tp:8"', "model", "tp")
 def _() -> Any:
     return planned(fixed={"0/up": P("model")}, plan="tp:8")
@@ -277,6 +375,17 @@ def _() -> Any:
 @row("donate_argnums=5 of two arguments", "5", "2")
 def _() -> Any:
     return auto_shard(step, donate_argnums=5)(state(), batch())
+
+
+@row('donate_argnums="state"', "'state'", "0 (state), 1 (batch)")
+def _() -> Any:
+    name: Any = "state"
+    return auto_shard(step, donate_argnums=name)
+
+
+@row("a generator as an argument", "'1'", "generator", "list")
+def _() -> Any:
+    return auto_shard(lambda s, batches: s)(state(), (batch() for _ in range(3)))
 
 
 @row("static_argnums=1 with an array", "hash")
@@ -393,6 +502,19 @@ def _() -> Any:
 def _() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return saved(folder).restore(like={"w": jnp.ones((4, 8)), "bias": jnp.zeros(8)})
+
+
+@row("restore(like=..., shardings=plan)", "plan.in_shardings()[0]")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        like = {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}
+        return saved(folder).restore(like=like, shardings=planned(plan="fsdp:8"))
+
+
+@row("restore(like=..., shardings=step)", "step.plan(state, batch).in_shardings()[0]")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(folder).restore(like={"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, shardings=auto_shard(step))
 
 
 @row("restore from an empty folder", "no checkpoint")

@@ -16,6 +16,7 @@ from autoshard._columns import listing
 from autoshard.ckpt.state.named_leaves import Key, is_typed_key
 from autoshard.errors import CheckpointError
 from autoshard.sharding.plan.replication import sharded_axes
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
 def with_shardings(template: Any, shardings: Any) -> Any:
@@ -31,8 +32,9 @@ def with_shardings(template: Any, shardings: Any) -> Any:
     Raises:
         CheckpointError: the trees do not match, `shardings` contains something else, or a leaf has too few dimensions.
     """
+    wanted = _as_shardings(shardings)
     try:
-        by_leaf = jax.tree.broadcast(_as_shardings(shardings), template, is_leaf=lambda node: node is None)
+        by_leaf = jax.tree.broadcast(wanted, template, is_leaf=lambda node: node is None)
     except ValueError as error:
         raise CheckpointError(f"shardings do not match the structure of the state: {error}") from error
     wrong: list[str] = []
@@ -66,9 +68,12 @@ def _as_shardings(shardings: Any) -> Any:
         if isinstance(one, jax.Device):
             return SingleDeviceSharding(one)
         if not isinstance(one, PartitionSpec):
-            reason = f"a {type(one).__name__} is not a sharding: pass NamedSharding(mesh, PartitionSpec(...))"
+            reason = f"a {type(one).__name__} is not a sharding: {_instead_of(one)}"
         elif (mesh := _compat.current_mesh()) is None:
-            reason = f"{one} needs a mesh: pass NamedSharding(mesh, {one}), or set a mesh with jax.set_mesh"
+            reason = (
+                f"{one} needs a mesh: pass NamedSharding(mesh, {one}), or plan.in_shardings() in place of "
+                "plan.in_specs, or set a mesh with jax.set_mesh"
+            )
         else:
             try:
                 return NamedSharding(mesh, one)
@@ -81,6 +86,15 @@ def _as_shardings(shardings: Any) -> Any:
     if wrong:
         raise CheckpointError(f"shardings:\n{listing(wrong)}")
     return converted
+
+
+def _instead_of(wrong: Any) -> str:
+    """What to pass in place of something that is not a sharding."""
+    if isinstance(wrong, ShardingPlan):
+        return "pass those of the state, plan.in_shardings()[0] if it is the first argument"
+    if hasattr(wrong, "plan") and hasattr(wrong, "init"):  # a function under `auto_shard`
+        return "pass those of its plan, step.plan(state, batch).in_shardings()[0] if the state is the first argument"
+    return "pass NamedSharding(mesh, PartitionSpec(...))"
 
 
 def _joined(path: Any) -> str:

@@ -12,6 +12,7 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.api.auto_sharded import AutoSharded
 from autoshard.sharding.api.flax_modules import shard_class
+from autoshard.sharding.api.jit_habits import check_jit_options, explains_jit_options
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.planner.planning import PlanLike
@@ -20,6 +21,7 @@ from autoshard.sharding.runtime.plan_options import checked_options
 
 
 @hides_own_frames
+@explains_jit_options
 def auto_shard(
     obj: Any = None,
     /,
@@ -48,7 +50,8 @@ def auto_shard(
         target: a machine to plan for; default: the attached one.
         memory_limit_bytes: memory limit of one device.
         fixed: shardings that the plan must keep, see `autoshard.plan`.
-        plan: a plan to use: "fsdp:8", a table, or a `Plan`.
+        plan: a plan to use: "fsdp:8", a table, or a `Plan`. A `Plan` takes no other mesh, and no `fixed`,
+            `memory_limit_bytes`, `verify` or `measure`.
         variants: static keywords to choose from, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
@@ -112,7 +115,8 @@ def plan(
         fixed: `{path: PartitionSpec}`, or `{path: names of logical axes}`, where path is a path (`0/params/wq`), a
             glob (`*/wq`), or the end of a path (`wq`) that fits one input. Paths take precedence over globs. Without a
             mesh, only meshes that have the axes of these specs are searched.
-        plan: a plan to use: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`.
+        plan: a plan to use: "fsdp:8 tp:4 seq", `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`, or a `Plan`. A `Plan`
+            takes no other mesh, and no `fixed`, `memory_limit_bytes`, `verify` or `measure`.
         variants: `{static keyword: values}`; all combinations are tried and the best is planned. Or a function from the
             `Attempt`s so far (at first none) to the keywords to try next.
         donate_argnums: arguments whose buffers the results may reuse.
@@ -141,6 +145,7 @@ def plan(
         >>> autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8").mesh.size
         8
     """
+    check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

@@ -51,6 +51,17 @@ class Plan(ShardingPlan):
         args, kwargs = reveal_static(jax.tree.unflatten(traced.in_tree, [leaf.spec for leaf in self.inputs]))
         return (*args, kwargs) if kwargs else args
 
+    @hides_own_frames
+    def in_shardings(self, devices: Any = None) -> Any:
+        """`NamedSharding`s, with memory kinds, in the structure of `in_specs`. `devices` default to the attached ones.
+
+        `jax.device_put(arguments, plan.in_shardings())` moves arguments to where the plan has them.
+        """
+        bound = bound_or_error(self.bound)
+        shardings, _ = self.shardings(bound.executable.mesh_over(devices))
+        args, kwargs = reveal_static(jax.tree.unflatten(bound.traced.in_tree, shardings))
+        return (*args, kwargs) if kwargs else args
+
     @property
     def out_specs(self) -> Any:
         """`PartitionSpec`s in the structure of the results."""
@@ -61,10 +72,11 @@ class Plan(ShardingPlan):
     def jit(self, devices: Any = None) -> Callable[..., Any]:
         """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones.
 
-        It is called as the function itself, and has `.lower`. Arrays of other shapes or dtypes are an error.
+        It is called as the function itself, and has `.lower`. Arrays of other shapes, dtypes or shardings are an error.
         """
         executable = self._executable()
-        return executable.wrap(PlannedCall(executable.jit(devices, weak=True), executable.traced))
+        shardings, _ = self.shardings(executable.mesh_over(devices))
+        return executable.wrap(PlannedCall(executable.jit(devices, weak=True), executable.traced, shardings))
 
     def _executable(self) -> Executable:
         """The executable with this plan, because `where` may have changed attributes since the plan was bound."""
@@ -98,14 +110,14 @@ class Plan(ShardingPlan):
         Args:
             fn: the function.
             *args: its arguments, arrays or shapes.
-            mesh: devices to run on, see `autoshard.plan`.
-            memory_limit_bytes: memory limit of one device.
+            mesh: devices to run on: the plan's mesh, see `autoshard.plan`.
+            memory_limit_bytes: must be None, because a plan is already chosen.
             fixed: must be None or empty, because a plan already fixes the sharding of every input.
             variants: see `autoshard.plan`.
             donate_argnums: arguments whose buffers the results may reuse.
             static_argnums: arguments that are not arrays.
-            verify: see `autoshard.plan`.
-            measure: see `autoshard.plan`.
+            verify: must be 0; `Plan.verify()` compiles the plan.
+            measure: must be 0.
             strict: raise an error, instead of a warning, if a primitive has no rule.
             **kwargs: arguments by keyword.
 

@@ -32,6 +32,7 @@ class AxisUses:
         heads: batch dimensions of a contraction of two activations.
         experts: batch dimensions of a contraction of an activation with a weight.
         indexed: axes of the rows of a table that a gather or scatter indexes.
+        windows: axes of the windows of convolution kernels, which are never sharded.
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
@@ -45,6 +46,7 @@ class AxisUses:
     heads: set[int] = field(default_factory=set)
     experts: set[int] = field(default_factory=set)
     indexed: set[int] = field(default_factory=set)
+    windows: set[int] = field(default_factory=set)
 
 
 def find_uses(
@@ -154,7 +156,9 @@ class _UseCollector:
                 for c in factors.get(f.name, ())
             }  # fmt: skip
             uses.used.add(weight)
-            if op.name != "conv_general_dilated":  # there, a shared axis is the channel of a depthwise kernel
+            if op.name == "conv_general_dilated":
+                uses.windows |= sides[place] & self.of_kind("whole", rule, factors)
+            else:  # in a convolution, a shared axis is the channel of a depthwise kernel
                 uses.experts |= shared
 
     def weight(self, value: int) -> frozenset[int]:

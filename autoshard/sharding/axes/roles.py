@@ -90,7 +90,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             parameter_bytes[c] += axis_weight(program.avals[v])
     use = find_uses(program, axes, batch, in_parameters, owner)
-    shared = {c for c, weights in use.weights.items() if len(weights) > 1}
+    shared = {c for c, weights in use.weights.items() if len(weights) > 1} - use.windows
     data = [v for v, role in inputs.items() if role == "data"]
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
     residual = _residual(use, shared - use.heads, parameter_bytes, in_data)

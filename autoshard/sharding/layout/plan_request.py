@@ -13,6 +13,8 @@ Words of a strategy, such as `fsdp:8 tp:4 seq`:
     A+NAME    mesh axis A also shards the logical axis NAME, or stores NAME (parameter, optimizer)
     A-NAME    mesh axis A does not shard or store NAME
 
+Upper case is accepted too.
+
 A table instead lists the logical axes of each mesh axis: `{"tp": ["heads", "ffn"], "fsdp": ["batch"]}`.
 """
 
@@ -34,6 +36,7 @@ from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, us
 
 KINDS = ("dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp communicates most, so its devices are nearest
 FLAGS = ("seq", "state")
+_ELSEWHERE = {"zero3": "fsdp", "zero": "fsdp", "ddp": "dp", "mp": "tp", "sp": "seq"}  # names in other libraries
 
 
 @shown
@@ -76,25 +79,32 @@ def parse_request(text: str) -> Request:
     Raises:
         PlanRequestError: a word is unknown, a size is missing, or a mesh axis occurs twice.
     """
+    if text.lstrip().startswith("{"):
+        raise PlanRequestError("plan is the JSON of a plan, as text: pass Plan.from_json(text) instead")
     sizes: dict[str, int] = {}
     kinds: dict[str, str] = {}
     flags: set[str] = set()
     changes: list[Change] = []
     words = text.replace(",", " ").split()
-    named = "|".join([*(re.escape(word.rpartition("=")[0]) for word in words if "=" in word), r"\w+?"])
-    change_of = re.compile(rf"((?:{named})(?:_\d+)?)([+-])(.+)")
+    named = [word.rpartition("=")[0] for word in words if "=" in word]
+    axes = "|".join([*map(re.escape, named), r"\w+?"])
+    change_of = re.compile(rf"((?:{axes})(?:_\d+)?)([+-])(.+)")
     for word in words:
-        if word in FLAGS:
-            flags.add(word)
+        if word.lower() in FLAGS:
+            flags.add(word.lower())
             continue
         if "=" not in word and (found := change_of.fullmatch(word)):
-            changes.append(Change(found[1], found[2] == "+", found[3]))
+            axis = re.sub(r"_\d+$", "", found[1])
+            is_kind = axis not in named and axis.lower() in KINDS
+            changes.append(Change(found[1].lower() if is_kind else found[1], found[2] == "+", found[3]))
             continue
         name, equals, rest = word.rpartition("=")
         kind, _, size = rest.partition(":")
+        kind = kind.lower()
         axis = name if equals else kind
         if kind not in KINDS:
-            near = difflib.get_close_matches(kind, [*KINDS, *FLAGS], n=1)
+            similar = difflib.get_close_matches(kind, [*KINDS, *FLAGS], n=1)
+            near = [_ELSEWHERE[kind]] if kind in _ELSEWHERE else similar
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise PlanRequestError(
                 f"plan '{text}': unknown word '{word}'; known: {', '.join(f'{k}:N' for k in KINDS)}, "

@@ -6,12 +6,14 @@ the user's function by keyword, and refuses other arrays than those that were pl
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from autoshard.errors import PlanError
 from autoshard.sharding.lower.executable import NewSignature
+from autoshard.sharding.lower.placement_differences import placement_differences
 from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
 from autoshard.sharding.program.donated_arrays import donated_error, has_donated
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
@@ -21,8 +23,9 @@ from autoshard.sharding.program.tracing import TRACE_FLAGS, Traced
 class PlannedCall:
     """A jitted program that takes its arguments as the user's function does."""
 
-    def __init__(self, jitted: Any, traced: Traced):
+    def __init__(self, jitted: Any, traced: Traced, shardings: Sequence[Any]):
         self.jitted, self.traced = jitted, traced
+        self.shardings = shardings  # of the flat inputs
         self.__name__ = traced.name
         self.planned_args, self.planned_kwargs = jax.tree.unflatten(traced.in_tree, traced.in_avals)
         self.hides = traced.static_arguments or traced.static_results
@@ -32,20 +35,28 @@ class PlannedCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program."""
-        arguments = self._arguments(args, kwargs)
-        try:
-            results = self.jitted(*arguments)
-        except NewSignature:
-            raise self._mismatch_error(args, kwargs) from None
+        results = self._checked(self.jitted, args, kwargs)
         return reveal_static(results) if self.hides else results
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the program for these arguments, arrays or shapes, as `jax.jit(...).lower` does."""
+        return self._checked(self.jitted.lower, args, kwargs)
+
+    def _checked(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the jitted program or its `lower`.
+
+        Raises:
+            PlanError: the arguments have other structures, shapes, dtypes or places than the planned ones.
+        """
         arguments = self._arguments(args, kwargs)
         try:
-            return self.jitted.lower(*arguments)
+            return run(*arguments)
         except NewSignature:
-            raise self._mismatch_error(args, kwargs) from None
+            raise self._mismatch_error(args, kwargs, jax.tree.leaves(arguments)) from None
+        except (ValueError, TypeError, AssertionError) as error:
+            if misplaced := self._placement_differences(jax.tree.leaves(arguments)):
+                raise self._misplaced_error(misplaced) from error
+            raise
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments as the jitted program takes them: those that were planned by keyword in one last mapping.
@@ -74,14 +85,29 @@ class PlannedCall:
         positional = tuple(named.pop(name) for name in names[:count])
         return positional, named
 
-    def _mismatch_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlanError:
+    def _mismatch_error(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any] | None = None
+    ) -> PlanError:
+        """The error about arguments that are not as planned. `leaves` are given if their structure is as planned."""
         planned = dict(zip(self.traced.in_paths, self.traced.in_avals, strict=True))
         args, kwargs = self._as_planned(args, kwargs)
         different = differences_text(planned, leaves_by_path((args, kwargs)))
+        # Memory kinds are a part of the signature.
+        if not different and leaves is not None and (misplaced := self._placement_differences(leaves)):
+            return self._misplaced_error(misplaced)
         problem = f"the arguments are not those of the plan: {different}" if different else (
             f"the arguments have another structure than those of the plan, or JAX another setting of "
             f"{', '.join(TRACE_FLAGS)}"
         )  # fmt: skip
         return PlanError(
             f"{self.__name__}: {problem}. Plan again with these arguments, or pass those that were planned"
+        )
+
+    def _placement_differences(self, leaves: Sequence[Any]) -> str:
+        return placement_differences(self.traced.in_paths, leaves, self.shardings)
+
+    def _misplaced_error(self, different: str) -> PlanError:
+        return PlanError(
+            f"{self.__name__}: {different}. Move the arguments with jax.device_put(arguments, plan.in_shardings()), or "
+            "call the function under auto_shard, which takes arrays from anywhere"
         )

@@ -7,6 +7,7 @@ or a function from the attempts so far to the variants to try next.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoshard._shown import shown
+from autoshard._typed import short_repr
 from autoshard._units import variant_text
+from autoshard.errors import PlanError
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.search_summary import variant_records
@@ -46,6 +49,59 @@ Next = Callable[[Sequence[Attempt]], Sequence[Mapping[str, Any]]]
 Variants = Mapping[str, Sequence[Any]] | Next
 
 
+def checked_variants(variants: Any, fn: Callable[..., Any]) -> Variants | None:
+    """Return the variants of a function after a check of their types and keywords.
+
+    What a function returns is checked when it is called.
+
+    Raises:
+        PlanError: `variants` has another type, or the function does not take a keyword.
+    """
+    if variants is None:
+        return None
+    if isinstance(variants, Mapping):
+        for name, values in variants.items():
+            if not isinstance(name, str):
+                raise PlanError(f"variants: {short_repr(name)} is not a keyword; give {{keyword: values}}")
+            if isinstance(values, str) or not isinstance(values, Iterable):
+                raise PlanError(
+                    f"variants: {name!r} is {short_repr(values)}; give a list of its values, such as "
+                    f"{{{name!r}: [{short_repr(values)}]}}"
+                )
+        _check_keywords(fn, variants)
+        return variants
+    if not callable(variants):
+        raise PlanError(
+            f"variants is {short_repr(variants)}; give {{keyword: values}}, or a function from the attempts so far to "
+            "the keywords to try next"
+        )
+
+    def following(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        choices = _checked_choices(variants(attempts))
+        for choice in choices:
+            _check_keywords(fn, choice)
+        return choices
+
+    return following
+
+
+def _check_keywords(fn: Callable[..., Any], names: Iterable[Any]) -> None:
+    """Raise a `PlanError` if a function does not take these keywords. One without a signature may take any."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if unknown := [name for name in names if name not in known]:
+        raise PlanError(
+            f"variants: {getattr(fn, '__name__', type(fn).__name__)} does not take the keyword {short_repr(unknown[0])}"
+            f"; it takes {', '.join(known) or 'none'}. Variants are values of keywords of the function, such as "
+            "remat=True"
+        )
+
+
 def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> Iterator[list[dict[str, Any]]]:
     """The variants to plan, round by round.
 
@@ -53,30 +109,17 @@ def variant_rounds(variants: Variants | None, attempts: Sequence[Attempt]) -> It
         variants: the values of each keyword, all combinations of which are one round; or a function from the attempts
             so far (none at first) to the variants to try next. The iteration ends when it returns nothing new.
         attempts: the outcomes so far. The caller appends to it during the iteration.
-
-    Raises:
-        TypeError: `variants` is neither.
     """
     if not variants:
         yield [{}]
         return
     if isinstance(variants, Mapping):
-        for name, values in variants.items():
-            if not isinstance(name, str):
-                raise TypeError(f"variants: {name!r:.60} is not a keyword; give {{keyword: values}}")
-            if isinstance(values, str) or not isinstance(values, Iterable):
-                raise TypeError(f"variants: {name!r} is {values!r:.60}; give a list of its values")
         yield [dict(zip(variants, values, strict=True)) for values in itertools.product(*variants.values())]
         return
-    if not callable(variants):
-        raise TypeError(
-            f"variants is {variants!r:.60}; give {{keyword: values}}, or a function from the attempts so far to the "
-            "keywords to try next"
-        )
     tried: list[dict[str, Any]] = []
     while True:
         new: list[dict[str, Any]] = []
-        for choice in _checked_choices(variants(tuple(attempts))):
+        for choice in map(dict, variants(tuple(attempts))):
             if not any(_same(choice, other) for other in tried):
                 tried.append(choice)
                 new.append(choice)
@@ -89,7 +132,9 @@ def _checked_choices(returned: Any) -> list[dict[str, Any]]:
     """The variants that the user's function of attempts returned, after a check of their types."""
     choices = None if isinstance(returned, Mapping | str) or not isinstance(returned, Iterable) else list(returned)
     if choices is None or not all(isinstance(one, Mapping) for one in choices):
-        raise TypeError(f"variants returned {returned!r:.60}: return a list of {{keyword: value}}, empty at the end")
+        raise PlanError(
+            f"variants returned {short_repr(returned)}: return a list of {{keyword: value}}, empty at the end"
+        )
     return [dict(one) for one in choices]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import glob
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -81,8 +82,13 @@ def _as_tuple(forms: Forms) -> tuple[str, ...]:
 
 
 def suggestions(path: str, paths: Iterable[str]) -> str:
-    """A sentence for an error message about an unknown path: similar paths, or the first few that exist."""
+    """A sentence for an error message about an unknown path: similar paths, or the first few that exist.
+
+    >>> suggestions("state.layers['wq']", ["state/layers/wq"])
+    'Similar paths: state/layers/wq'
+    """
     paths = list(dict.fromkeys(paths))
+    path = re.sub(r"[\[\]'\".]+", "/", path).strip("/")  # as Python and `jax.tree_util.keystr` write it
     last = path.rpartition("/")[2].lower()
     by_last = {p.rpartition("/")[2].lower(): p for p in reversed(paths)}
     found = [p for p in paths if last and last in p.lower()][:SUGGESTIONS_EACH]

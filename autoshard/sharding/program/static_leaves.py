@@ -22,6 +22,7 @@ from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.program.hidden_arrays import array_inside
 
+_ONE_SHOT = (types.GeneratorType, map, filter, zip, enumerate)
 _GRAPH_NODES = (nnx.Pytree, nnx.Variable)  # `nnx.split` separates their data from the rest
 
 
@@ -59,7 +60,7 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, o
         of_results: whether these are the results of a function under trace.
 
     Raises:
-        PlanError: a static leaf is not hashable, or holds arrays that can change unseen.
+        PlanError: a static leaf is not hashable, is a generator, or holds arrays that can change unseen.
     """
     module = _compat.equinox_module()
     whole = _GRAPH_NODES if module is None else (*_GRAPH_NODES, module)
@@ -73,6 +74,11 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, o
             return leaf if _same(leaves, inside) else jax.tree.unflatten(structure, inside)
         if not is_static(leaf, numbers):
             return leaf
+        if isinstance(leaf, _ONE_SHOT):
+            raise PlanError(
+                f"{what} '{_path_to(tree, leaf, skip)}' is a {type(leaf).__name__}, whose items can be read only once, "
+                "while the function is traced: pass a list or an array of its items"
+            )
         if inside := array_inside(leaf, only_traced=of_results):
             raise _hidden_array_error(tree, leaf, what, skip, inside)
         try:
@@ -116,7 +122,7 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _path_of_leaf(tree: Any, leaf: Any, skip: int) -> str:
+def _path_to(tree: Any, leaf: Any, skip: int) -> str:
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, _GRAPH_NODES))[0]
     keys = next((keys for keys, x in flat if x is leaf), ())
     return jax.tree_util.keystr(tuple(keys[skip:]), simple=True, separator="/")
@@ -125,14 +131,14 @@ def _path_of_leaf(tree: Any, leaf: Any, skip: int) -> str:
 def _hidden_array_error(tree: Any, leaf: Any, what: str, skip: int, inside: str) -> PlanError:
     owner = leaf.__self__ if isinstance(leaf, types.MethodType) else leaf
     return PlanError(
-        f"{what} '{_path_of_leaf(tree, leaf, skip)}' is a {type(leaf).__name__}, which holds an array at {inside}: it "
+        f"{what} '{_path_to(tree, leaf, skip)}' is a {type(leaf).__name__}, which holds an array at {inside}: it "
         "is no pytree, so the array would be a constant of the plan. Register the class "
         f"{type(owner).__name__} as a pytree (jax.tree_util.register_dataclass), or pass the array itself"
     )
 
 
 def _unhashable_error(tree: Any, leaf: Any, what: str, skip: int) -> PlanError:
-    path = _path_of_leaf(tree, leaf, skip)
+    path = _path_to(tree, leaf, skip)
     kind = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
     return PlanError(
         f"{what} '{path}' is {leaf!r:.60}, {kind}: it is neither an array of numbers nor a number, and not hashable, "

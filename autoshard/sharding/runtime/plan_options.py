@@ -8,7 +8,8 @@ from typing import Any
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import Table
-from autoshard.sharding.machines.targets import check_name
+from autoshard.sharding.machines.device_mesh import mesh_sizes
+from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
@@ -43,18 +44,42 @@ def checked_options(verify: int, measure: int, **options: Any) -> dict[str, Any]
             f"plan is {short_repr(request)}; give a strategy such as 'fsdp:8', a table such as {{'fsdp': ['batch']}}, "
             "or a Plan"
         )
-    if isinstance(request, ShardingPlan) and options["fixed"]:
-        raise PlanError(
-            "plan is a Plan, which fixes the sharding of every input, and fixed is given too. Drop one of them, or "
-            f"give the plan's strategy with fixed: plan={request.chosen!r}"
-        )
     if limit is not None and not _is_positive(limit):
         raise PlanError(
             f"memory_limit_bytes is {short_repr(limit)}; give a positive number of bytes for each device, "
             "such as 4 * 2**30"
         )
+    if isinstance(request, ShardingPlan):
+        _check_plan_alone(request, options | {"verify": verify, "measure": measure})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
+
+
+def _check_plan_alone(plan: ShardingPlan, options: Mapping[str, Any]) -> None:
+    """Check that a `Plan` comes without options that would choose another one.
+
+    Raises:
+        PlanError: there are such options; the message names them.
+    """
+    mesh, planned, target = options["mesh"], mesh_sizes(plan.mesh), options["target"]
+    if mesh is not None and mesh_sizes(mesh) != planned:
+        raise PlanError(
+            f"plan is a Plan for the mesh {planned}, and mesh is {mesh_sizes(mesh)}. Drop one of them, or plan again "
+            "for this mesh"
+        )
+    if target is not None and find_target(target).name != plan.target:
+        raise PlanError(
+            f"plan is a Plan for target '{plan.target}', and target is '{target}'. Drop one of them, or plan again for "
+            "this target"
+        )
+    given = [f"{name}={short_repr(options[name])}" for name in ("fixed", "memory_limit_bytes", "verify", "measure")
+             if options[name]]  # fmt: skip
+    if given:
+        raise PlanError(
+            f"plan is a Plan, which fixes the sharding of every input, and {' and '.join(given)} "
+            f"{'is' if len(given) == 1 else 'are'} given too. Drop the Plan or the rest, or give the plan's strategy "
+            f"instead: plan={plan.chosen!r}"
+        )
 
 
 def _is_positive(n: Any) -> bool:

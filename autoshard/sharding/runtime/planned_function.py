@@ -13,6 +13,7 @@ from autoshard import _compat
 from autoshard._tracebacks import hide_own_frames, hides_own_frames
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
+from autoshard.sharding.planner.variants import checked_variants
 from autoshard.sharding.program.argument_names import argument_names, without_parameters
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.runtime.batch_sharding import shard_batch
@@ -38,15 +39,16 @@ class PlannedFunction:
             )
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
-        self.fn, self.options, self.variants, self.example = fn, options, variants, example
+        self.fn, self.options, self.example = fn, options, example
+        self.variants = checked_variants(variants, fn)
         self.names = argument_names(fn)
-        count, limit = len(self.names), None if _takes_any_number(fn) else len(self.names)
+        limit, where = None if _takes_any_number(fn) else len(self.names), f"auto_shard({self.__name__}):"
         own = _compat.jit_settings(fn)  # `auto_shard(jax.jit(f, ...))` keeps the settings of the jit
         static_argnums = own.static_argnums if static_argnums in ((), []) else static_argnums
         donate_argnums = own.donate_argnums if donate_argnums in ((), []) else donate_argnums
         self.static_keywords = frozenset(own.static_argnames)
-        self.static = _checked_argnums(static_argnums, count, limit, f"auto_shard({self.__name__}): static_argnums")
-        donated = _checked_argnums(donate_argnums, count, limit, f"auto_shard({self.__name__}): donate_argnums")
+        self.static = _checked_argnums(static_argnums, self.names, limit, f"{where} static_argnums")
+        donated = _checked_argnums(donate_argnums, self.names, limit, f"{where} donate_argnums")
         self.donate = _without_static_positions(donated, self.static)
         self.filter_jit = _compat.filter_jit_of(fn)
         if self.filter_jit is not None and self.filter_jit.donate_from is not None:
@@ -207,13 +209,25 @@ def _takes_any_number(fn: Callable[..., Any]) -> bool:
     return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
 
 
-def _checked_argnums(argnums: int | Sequence[int], count: int, limit: int | None, what: str) -> list[int]:
+def _checked_argnums(argnums: int | Sequence[int], names: Sequence[str], limit: int | None, what: str) -> list[int]:
     """Normalize argument numbers; negative ones count from the end.
+
+    Args:
+        argnums: the numbers.
+        names: the names of the function's positional arguments.
+        limit: one more than the largest possible number, if there is one.
+        what: the name of the numbers in messages.
 
     Raises:
         PlanError: there is no such argument.
     """
-    numbers = list(argnums) if isinstance(argnums, Iterable) else [argnums]
+    count = len(names)
+    numbers = [argnums] if isinstance(argnums, str) or not isinstance(argnums, Iterable) else list(argnums)
+    if texts := [n for n in numbers if isinstance(n, str)]:
+        raise PlanError(
+            f"{what} {short_repr(texts[0])}: give the positions of arguments as numbers, not their names. The function "
+            f"has {', '.join(f'{i} ({name})' for i, name in enumerate(names)) or 'no named positional arguments'}"
+        )
     wrong = [n for n in numbers if not _is_integer(n) or n < -count or (limit is not None and n >= limit)]
     if wrong:
         raise PlanError(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from autoshard import _compat
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.program.argument_differences import differences
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.static_leaves import hide_static, is_static, reveal_static
-from autoshard.sharding.program.tracing import Traced, path_of
+from autoshard.sharding.program.tracing import Traced, name_of, path_of
 from autoshard.sharding.runtime.dispatch import PlannedSignature
 
 
@@ -25,6 +26,8 @@ def create_sharded(
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run `create(*args, **kwargs)` with its result sharded like the planned argument of the same structure.
+
+    Results that `create` puts into host memory stay there. A warning names those that the plan has on the device.
 
     Raises:
         PlanError: no argument of the plan has the structure, shapes and dtypes of the result.
@@ -48,14 +51,41 @@ def create_sharded(
         what = f"auto_shard({name}).init: result"
         return hide_static(pure(*values), what, entry.traced.static_numbers, of_results=True)
 
-    shapes = jax.eval_shape(arrays_of, *values)
+    program, shapes = jax.make_jaxpr(arrays_of, return_shape=True)(*values)  # `eval_shape` drops memory spaces
     results = jax.tree_util.tree_flatten_with_path(shapes)[0]
     made = [(tuple(keys), shape) for keys, shape in results]
     inputs = _find_arguments(entry.traced, made)
     if inputs is None:
         raise PlanError(f"auto_shard({name}).init: {_mismatch_text(entry.traced, made, create)}")
-    out = jax.tree.unflatten(jax.tree.structure(shapes), [entry.in_shardings[i] for i in inputs])
+    shardings = _keeping_host_memory(entry, inputs, program.out_avals, f"auto_shard({name}).init: {name_of(create)}")
+    out = jax.tree.unflatten(jax.tree.structure(shapes), shardings)
     return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
+
+
+def _keeping_host_memory(entry: PlannedSignature, inputs: list[int], made: list[Any], creator: str) -> list[Any]:
+    """The planned sharding of each result, in host memory if `create` puts the result there.
+
+    Args:
+        entry: the plan.
+        inputs: the planned input of each result.
+        made: the avals of the results.
+        creator: what made them, for the warning about results that the plan has in device memory.
+    """
+    shardings, paths = [entry.in_shardings[i] for i in inputs], []
+    for n, (i, aval) in enumerate(zip(inputs, made, strict=True)):
+        if _compat.is_on_host(aval) and not _compat.is_on_host(entry.traced.in_avals[i]):
+            shardings[n] = shardings[n].with_memory_kind(_compat.HOST_KIND)
+            paths.append(f"'{entry.traced.in_paths[i]}'")
+    if paths:
+        warnings.warn(
+            f"{creator} puts {first_few(paths)} into host memory, where the state stays, but the plan has it in device "
+            "memory, because jax.eval_shape drops memory spaces. So the next call is planned again. Call .plan(...) "
+            "with arrays, or with shapes that have a memory kind: shape.update(sharding="
+            "jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host'))",
+            AutoshardWarning,
+            stacklevel=5,
+        )
+    return shardings
 
 
 Leaves = list[tuple[tuple[Any, ...], Any]]  # key path and shape of each array

@@ -90,7 +90,9 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
 def place_step(train_step: TrainStep, program: Program, config: TrainConfig, plan: Plan | None = None) -> PlacedStep:
     """Plan the train step, or bind a given plan to it, and collect its shardings. No array is allocated."""
     _check_devices(config)
-    options: dict[str, Any] = plan_options(config) | ({"plan": plan, "measure": 0} if plan is not None else {})
+    options: dict[str, Any] = plan_options(config)
+    if plan is not None:  # it was made with the other options
+        options = {"plan": plan, "target": config.target}
     step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
     shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
     made = step.plan(shapes, batch)

@@ -149,8 +149,18 @@ def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple
             f"planned anew: the checkpoint's plan, {saved.chosen}, is for {saved.target}; on {here} the plan is "
             f"{placed.plan.chosen}"
         )
-    if not _lacks_devices(config, count) or _requested(config) != _requested(stored):
+    if not _lacks_devices(config, count):
         return place(config, None), None
+    if _requested(config) != _requested(stored):  # the user's own request, which is not changed
+        try:
+            return place(config, None), None
+        except (ConfigError, PlanError) as error:
+            if not (new := _new_options(config, stored)):
+                raise
+            raise PlanError(
+                f"{error}. Leave out {' and '.join(new)} to scale the plan of the run to {count} "
+                f"device{'s' * (count > 1)}"
+            ) from error
     before = " ".join(f"--{name} {_value(value)}" for name, value in _requested(config).items() if value is not None)
     why = f"planned anew: the run was started with {before}; on {count} device{'s' * (count > 1)} the plan is"
     for scaled in scalings(config, count):
@@ -166,6 +176,12 @@ def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple
             return placed, f"{why} {placed.plan.chosen}"
     placed = place(replace(config, plan=None, mesh=None, target=None), None)
     return placed, f"{why} {placed.plan.chosen}, from a search, because no scaling of the request fits"
+
+
+def _new_options(config: TrainConfig, stored: TrainConfig) -> list[str]:
+    """The options of the plan that are new in a resumed run."""
+    before = _requested(stored)
+    return [_option(name) for name, value in _requested(config).items() if value not in (None, before[name])]
 
 
 def _requested(config: TrainConfig) -> dict[str, str | None]:

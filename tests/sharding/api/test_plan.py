@@ -112,6 +112,18 @@ def test_a_plan_bound_again_computes_the_same():
     assert wq.addressable_shards[0].data.shape == (16, 2, 4)
 
 
+def test_a_plan_is_used_on_its_own_mesh_and_target():
+    """A `Plan` takes options that do not contradict it: its mesh, in any form, and its target."""
+    devices = np.array(jax.devices()).reshape(2, 4)
+    for options in (
+        {"mesh": {"fsdp": 2, "tp": 4}},
+        {"mesh": jax.sharding.Mesh(devices[::-1], ("fsdp", "tp"))},
+        {"target": "cpu:8", "strict": True},
+    ):
+        step = autoshard.auto_shard(train_step, plan=planned(), **options)
+        assert step.plan(*shapes()).in_specs == planned().in_specs
+
+
 def test_an_unbound_plan_has_no_function():
     plan = Plan.from_json(planned().to_json())
     for use in (lambda: plan.in_specs, lambda: plan.out_specs, plan.jit):

@@ -290,7 +290,8 @@ def test_without_a_mesh_only_plans_with_the_axes_of_the_spec_are_searched():
 def test_a_plan_and_fixed_specs_at_once():
     planned = plan(sgd_step, mlp_state(), batch(), target="cpu:8", plan="fsdp:8")
     with pytest.raises(
-        AutoshardError, match="plan is a Plan.* and fixed is given too. Drop one of them, or .*: plan='fsdp:8'"
+        AutoshardError,
+        match=r"plan is a Plan.* and fixed={'0/w': P\(\)} is given too. Drop the Plan or .*: plan='fsdp:8'",
     ):
         auto_shard(sgd_step, plan=planned, fixed={"0/w": P()})
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autoshard import plan
-from autoshard.sharding.layout.plan_request import may_be_mesh_axis
+from autoshard.sharding.layout.plan_request import may_be_mesh_axis, parse_request
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
 
@@ -64,3 +64,15 @@ def test_a_mesh_axis_is_split_if_only_a_part_of_it_divides():
 )
 def test_which_mesh_axes_a_plan_may_have(axis, mesh, words, may):
     assert may_be_mesh_axis(axis, mesh, words) is may
+
+
+@pytest.mark.parametrize(
+    ("words", "canonical"),
+    [
+        ("FSDP:4 Tp:2 SEQ", "fsdp:4 tp:2 seq"),
+        ("TP:8 TP-ffn Tp_1+Batch", "tp:8 tp-ffn tp_1+Batch"),
+        ("TP=DP:8 TP-ffn", "TP=dp:8 TP-ffn"),  # names of mesh axes and logical axes keep their case
+    ],
+)
+def test_words_may_be_in_upper_case(words, canonical):
+    assert str(parse_request(words)) == canonical

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from autoshard import Plan, auto_shard, plan
-from autoshard.errors import PlanError
+from autoshard.ckpt import Checkpointer
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import bound_or_error
@@ -166,3 +168,40 @@ def test_offloaded_activations_take_host_memory() -> None:
 def test_plain_plans_do_not_mention_memory() -> None:
     made = plan(loss_of, parameters(), batch(), plan="dp:8")
     assert isinstance(made, ShardingPlan) and "memory_kind" not in made.to_json() and "by kind" not in str(made)
+
+
+def create_on_host() -> Any:
+    params = parameters()
+    moments = ADAM.init(params)
+    return params, jax.tree.map(lambda x: jax.device_put(x, HOST) if x.ndim else x, moments)
+
+
+def test_init_keeps_the_memory_spaces_of_what_it_creates() -> None:
+    """Shapes of `jax.eval_shape` have no memory space, so the plan has the moments in device memory."""
+    params, moments = jax.eval_shape(create_on_host)
+    step = auto_shard(offloaded_step, plan="fsdp:8", donate_argnums=(0, 1))
+    blind = step.plan(params, moments, batch())
+    with pytest.warns(AutoshardWarning, match=r"create_on_host puts '1/0/mu/down'.* into host memory.*pinned_host"):
+        state = step.init(create_on_host)
+    assert kinds(state[1]) == {"pinned_host"} and kinds(state[0]) == {"device"}
+    assert state[1][0].mu["up"].sharding.spec == blind.in_specs[1][0].mu["up"] != P()
+    *state, _ = step(*state, batch())
+    assert kinds(state[1]) == {"pinned_host"}
+    place = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    on_host = jax.tree.map(lambda x: x.update(sharding=place) if x.ndim else x, moments)
+    assert step.plan(params, on_host, batch()).estimate.host_memory_bytes > 0
+    again = step.init(create_on_host)  # without a warning
+    assert kinds(again[1]) == {"pinned_host"}
+    want = jax.jit(offloaded_step)(*create_on_host(), batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), tuple(state), tuple(want[:2]))
+
+
+def test_a_checkpoint_is_restored_into_the_memory_of_the_plan(tmp_path: Path) -> None:
+    params, moments = create_on_host()
+    shardings = plan(offloaded_step, params, moments, batch(), plan="fsdp:8").in_shardings()
+    with Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(1, (params, moments), block=True)
+        shapes = jax.eval_shape(create_on_host)
+        restored = checkpoints.restore(like=shapes, shardings=shardings[:2])
+    assert kinds(restored[0]) == {"device"} and kinds(restored[1]) == {"pinned_host"}
+    assert restored[1][0].mu["up"].sharding == shardings[1][0].mu["up"]

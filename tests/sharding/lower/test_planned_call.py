@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard, plan
 from autoshard.errors import PlanError
@@ -64,3 +66,34 @@ def test_other_arguments_than_the_planned_ones_are_named(name):
         with pytest.raises(PlanError, match=r"has 5 inputs, this function 4: '1/mask' float32\[32\] is missing"):
             auto_shard(masked_step, plan=planned)(mlp_state(), data)
         assert_close(masked_step(mlp_state(), data), auto_shard(masked_step, plan="dp:8")(mlp_state(), data))
+
+
+def noisy(w, key):
+    return w + jax.random.normal(jax.device_put(key, jax.memory.Space.Device), w.shape)
+
+
+def test_arguments_in_other_places_than_the_planned_ones_are_named():
+    planned = plan(sgd_step, mlp_state(), X, plan="tp:8")
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    rows = Mesh(jax.devices(), ("rows",))
+    for place, text in (
+        (jax.devices()[3], r"'0/w' is on cpu:3, planned P\(None, 'tp'\) on mesh {'tp': 8}\. Move"),
+        (NamedSharding(rows, P("rows")), r"'0/w' is P\('rows',\) on mesh {'rows': 8}, planned"),
+        (host, "'0/w' is on cpu:0 in pinned_host memory, planned"),
+    ):
+        moved = mlp_state() | {"w": jax.device_put(mlp_state()["w"], place)}
+        for use in (planned.jit(), planned.jit().lower):
+            with pytest.raises(PlanError, match=f"sgd_step: {text}"):
+                use(moved, batch())
+        arguments = jax.device_put((moved, batch()), planned.in_shardings())
+        assert_close(sgd_step(mlp_state(), batch()), planned.jit()(*arguments))
+
+
+def test_a_random_key_in_host_memory():
+    key = jax.device_put(jax.random.key(0), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    planned = plan(noisy, jnp.ones((32, 8)), key)
+    with pytest.raises(PlanError, match=r"'1' is on cpu:0 in pinned_host .*, planned P\(\) on mesh .*in pinned_host"):
+        planned.jit()(jnp.ones((32, 8)), key)
+    arguments = jax.device_put((jnp.ones((32, 8)), key), planned.in_shardings())
+    assert arguments[1].sharding.memory_kind == "pinned_host"
+    assert_close(noisy(jnp.ones((32, 8)), jax.random.key(0)), planned.jit()(*arguments))

@@ -41,6 +41,18 @@ def mixer(params: Any, x: jax.Array) -> jax.Array:
     return jax.lax.scan(layer, x, params)[0]
 
 
+def convolutions(params: Any, x: jax.Array) -> jax.Array:
+    """The transposed convolution swaps the kernel's channels, so its windows are what both uses have in common."""
+    orders = ("NWC", "WIO", "NWC")
+
+    def layer(h: jax.Array, w: jax.Array) -> Any:
+        h = h + jnp.tanh(jax.lax.conv_general_dilated(h, w, (1,), "SAME", dimension_numbers=orders))
+        back = jax.lax.conv_transpose(h, w, (1,), "SAME", dimension_numbers=orders, transpose_kernel=True)
+        return h + jnp.tanh(back), None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], Any, jax.Array]] = {
     "residual": (residual_layers, normal(0, 4, SIZE, SIZE), normal(1, 16, SIZE)),
     "recurrence": (
@@ -53,6 +65,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any, jax.Array]] = {
         {"tokens": normal(0, 3, SIZE, SIZE), "channels": normal(2, 3, SIZE, SIZE)},
         normal(1, 16, SIZE, SIZE),
     ),
+    "convolutions": (convolutions, normal(0, 2, 3, 16, 16), normal(1, 16, 16, 16)),
 }
 
 

@@ -68,9 +68,11 @@ def test_a_function_returns_the_variants_to_try_next():
         (object(), "variants is <object object at"),
         (lambda attempts: {"remat": "full"}, "variants returned {'remat': 'full'}: return a list"),
         (lambda attempts: None, "variants returned None: return a list"),
-        ({"remat": "full"}, "variants: 'remat' is 'full'; give a list of its values"),
+        (lambda attempts: [{"rematt": "full"}], "does not take the keyword 'rematt'; it takes"),
+        ({"remat": "full"}, "variants: 'remat' is 'full'; give a list of its values, such as {'remat': ['full']}"),
+        ({5: ["full"]}, "variants: 5 is not a keyword"),
     ):
-        with pytest.raises(TypeError, match=re.escape(said)):
+        with pytest.raises(PlanError, match=re.escape(said)):
             tiny(variants=wrong)
     with pytest.raises(PlanError, match="variants gives no variant to try"):
         tiny(variants=lambda attempts: [])

@@ -88,6 +88,17 @@ def test_the_plan_of_other_devices_is_made_anew_in_kind(
     assert line is None and tried == [(None, "data=2", None, None)]
 
 
+def test_a_new_plan_for_more_devices_than_there_are(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    attach(monkeypatch, 4)
+    stored = make_config(plan="fsdp:4 tp:2")
+
+    def place(config: TrainConfig, _: Any) -> Any:
+        raise PlanError(f"plan '{config.plan}' takes 8 devices, but cpu:4 has 4")
+
+    with pytest.raises(PlanError, match="but cpu:4 has 4. Leave out --plan to scale the plan of the run to 4 devices$"):
+        place_again(place, replace(stored, plan="fsdp:8"), stored)
+
+
 def test_a_searched_plan_of_other_devices_is_searched_anew(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
