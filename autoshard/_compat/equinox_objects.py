@@ -12,16 +12,13 @@ import functools
 import sys
 from typing import Any
 
-from autoshard._shown import shown
-
 
 def equinox_module() -> type | None:
     """Returns `equinox.Module`, or None if Equinox is not imported."""
     return getattr(sys.modules.get("equinox"), "Module", None)
 
 
-@shown
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FilterJit:
     """How an `equinox.filter_jit(...)` treats its arguments, besides that Python numbers are static.
 

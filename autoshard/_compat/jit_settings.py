@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
-from autoshard._shown import shown
 
-
-@shown
-class JitSettings(NamedTuple):
+@dataclasses.dataclass(frozen=True, repr=False)
+class JitSettings:
     """What a `jax.jit(...)` donates, and what is static in it. JAX adds the numbers of named parameters."""
 
     donate_argnums: tuple[int, ...] = ()
@@ -18,5 +17,5 @@ class JitSettings(NamedTuple):
 
 def jit_settings(fn: Any) -> JitSettings:
     """Returns the settings of a `jax.jit(...)`; empty ones for other functions."""
-    info = getattr(fn, "_jit_info", None)
-    return JitSettings(*(tuple(getattr(info, name, ())) for name in JitSettings._fields))
+    info, names = getattr(fn, "_jit_info", None), [field.name for field in dataclasses.fields(JitSettings)]
+    return JitSettings(*(tuple(getattr(info, name, ())) for name in names))

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 from functools import cache
+from typing import Any
 
 import jax
 import numpy as np
@@ -115,11 +116,12 @@ def test_a_plan_bound_again_computes_the_same():
 def test_a_plan_is_used_on_its_own_mesh_and_target():
     """A `Plan` takes options that do not contradict it: its mesh, in any form, and its target."""
     devices = np.array(jax.devices()).reshape(2, 4)
-    for options in (
+    several: list[dict[str, Any]] = [
         {"mesh": {"fsdp": 2, "tp": 4}},
         {"mesh": jax.sharding.Mesh(devices[::-1], ("fsdp", "tp"))},
         {"target": "cpu:8", "strict": True},
-    ):
+    ]
+    for options in several:
         step = autoshard.auto_shard(train_step, plan=planned(), **options)
         assert step.plan(*shapes()).in_specs == planned().in_specs
 
