@@ -222,8 +222,8 @@ def _checked_argnums(argnums: int | Sequence[int], names: Sequence[str], limit: 
         PlanError: there is no such argument.
     """
     count = len(names)
-    single = isinstance(argnums, str) or not isinstance(argnums, Iterable)
-    numbers: list[Any] = [argnums] if single else list(argnums)
+    given: Any = argnums
+    numbers = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     if texts := [n for n in numbers if isinstance(n, str)]:
         raise PlanError(
             f"{what} {short_repr(texts[0])}: give the positions of arguments as numbers, not their names. The function "
