@@ -15,7 +15,12 @@ from autoshard.errors import PlanError
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.lower.placement_differences import placement_differences
 from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
-from autoshard.sharding.program.donated_arrays import donated_error, has_donated
+from autoshard.sharding.program.donated_arrays import (
+    donated_error,
+    has_donated,
+    without_repeated,
+    without_shared_memory,
+)
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import TRACE_FLAGS, Traced
 
@@ -29,13 +34,14 @@ class PlannedCall:
         self.__name__ = traced.name
         self.planned_args, self.planned_kwargs = jax.tree.unflatten(traced.in_tree, traced.in_avals)
         self.hides = traced.static_arguments or traced.static_results
+        self.called = False
 
     def __repr__(self) -> str:
         return f"Plan.jit of {getattr(self, '__name__', 'nothing yet')}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program."""
-        results = self._checked(self.jitted, args, kwargs)
+        results = self._checked(self._run, args, kwargs)
         return reveal_static(results) if self.hides else results
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +79,15 @@ class PlannedCall:
         if has_donated(leaves):  # JAX crashes on them, or raises an error without their paths
             raise donated_error(self.__name__, self.traced.in_paths, leaves)
         return (*args, kwargs) if self.planned_kwargs else args
+
+    def _run(self, *arguments: Any) -> Any:
+        """Run the jitted program, with copies of donated arrays that share memory (at later calls: that repeat)."""
+        if self.traced.donated:
+            leaves, tree = jax.tree.flatten(arguments)
+            distinct = (without_repeated if self.called else without_shared_memory)(leaves, self.traced.donated)
+            self.called = True
+            arguments = arguments if distinct is None else jax.tree.unflatten(tree, distinct)
+        return self.jitted(*arguments)
 
     def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each argument as it was planned, by position or by keyword."""

@@ -1,8 +1,11 @@
-"""Donated arrays: those of an earlier call must not be passed again, and a call cannot donate one array twice."""
+"""Donated arrays: those of an earlier call must not be passed again, and a call cannot donate one array twice.
+
+A program writes over the memory of donated arrays. JAX ends the process if another argument has the same memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,20 +15,55 @@ from autoshard.errors import PlanError
 from autoshard.sharding.program.path_patterns import first_few
 
 
-def without_repeated(leaves: Sequence[Any]) -> list[Any] | None:
-    """Return the leaves with copies in place of arrays that occur again; None if no array occurs twice.
+def without_repeated(leaves: Sequence[Any], donated: Collection[int]) -> list[Any] | None:
+    """Return the leaves with copies of donated arrays that occur again; None if no leaf occurs twice.
 
-    A program with donated arguments would write over the memory of both. JAX refuses that, or crashes.
+    It is fast, because it runs at every call. It does not see memory that two arrays share.
+
+    Args:
+        leaves: the leaves of the arguments.
+        donated: the indices of those that are donated.
     """
     if len(set(map(id, leaves))) == len(leaves):
         return None
-    known: set[int] = set()
+    return _distinct(leaves, donated, lambda x: [id(x)])
+
+
+def without_shared_memory(leaves: Sequence[Any], donated: Collection[int]) -> list[Any]:
+    """Return the leaves with copies of donated arrays that share memory with another leaf, on any device.
+
+    `jax.device_put` makes such arrays: it copies no shard that is the same in the old sharding and in the new one.
+    """
+    return _distinct(leaves, donated, _buffers) if donated else list(leaves)
+
+
+def _distinct(
+    leaves: Sequence[Any], donated: Collection[int], memory_of: Callable[[Any], Iterable[Hashable]]
+) -> list[Any]:
     found = list(leaves)
-    for i, x in enumerate(leaves):
-        if isinstance(x, jax.Array) and not _compat.is_tracer(x) and id(x) in known:
-            found[i] = jax.device_put(x, x.sharding, may_alias=False)
-        known.add(id(x))
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _compat.is_tracer(x)]
+    used = {part for i in arrays if i not in donated for part in memory_of(leaves[i])}
+    for i in arrays:
+        if i in donated:
+            parts = set(memory_of(leaves[i]))
+            if parts & used:
+                found[i] = _copy(leaves[i])
+            used |= parts
     return found
+
+
+def _copy(array: Any) -> Any:
+    if getattr(array, "committed", True):
+        return jax.device_put(array, array.sharding, may_alias=False)
+    return jax.numpy.copy(array)  # `device_put` to a sharding would commit it
+
+
+def _buffers(array: Any) -> list[Hashable]:
+    """The device and the address of each shard of an array."""
+    try:
+        return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards]
+    except jax.errors.JaxRuntimeError:  # a device that gives no addresses
+        return [id(array)]
 
 
 def has_donated(arguments: Any) -> bool:

@@ -26,7 +26,12 @@ from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
 from autoshard.sharding.program.argument_names import argument_names
-from autoshard.sharding.program.donated_arrays import donated_error, has_donated, without_repeated
+from autoshard.sharding.program.donated_arrays import (
+    donated_error,
+    has_donated,
+    without_repeated,
+    without_shared_memory,
+)
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.absent_arguments import absent_error
@@ -47,6 +52,7 @@ class PlannedSignature:
         self.hides_warnings = hides_warnings  # about donated buffers
         self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
         self.state = frozenset(i for i, _ in self.traced.state)
+        self.inspected = False  # whether a call went through `inspect_and_call`
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -155,9 +161,9 @@ class PureFunction:
     ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
         self.filter_jit, self.static_numbers = filter_jit, filter_jit is not None
+        self.donates = bool(donate) or (filter_jit is not None and filter_jit.donate_from is not None)
         self.has_static = self.static_numbers  # a call had static leaves
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
-        self.donates = bool(donate) or (filter_jit is not None and filter_jit.donate_from is not None)
         self.static_changes = StaticChanges(fn)
         self.arguments: tuple[str, ...] | None = None  # names of the arguments, if `fn` does not have them
         self.entries: dict[Any, PlannedSignature] = {}
@@ -173,15 +179,14 @@ class PureFunction:
         """Call the function under the plan for these arguments."""
         if self.has_static:
             args, kwargs = self.hide_static(args, kwargs)
-        if _compat.CRASHES_ON_DONATED:
-            self.check_not_donated(args, kwargs)
-        if self.donates:
-            args, kwargs = self.with_distinct_arrays(args, kwargs)
+        leaves = self.check_not_donated(args, kwargs) if _compat.CRASHES_ON_DONATED or self.donates else []
         entry = self.last
         if len(self.entries) > 1:
             entry = self.entries.get(self.signature(args, kwargs))
-        if entry is None:
+        if entry is None or not entry.inspected:
             return self.inspect_and_call(args, kwargs)
+        if self.donates and (distinct := without_repeated(leaves, entry.traced.donated)):
+            args, kwargs = jax.tree.unflatten(jax.tree.structure((args, kwargs)), distinct)
         try:
             return entry.call(args, kwargs)
         except NewSignature:
@@ -210,23 +215,16 @@ class PureFunction:
             return _compat.nnx_paths(*self.graph_arguments)
         return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
 
-    def with_distinct_arrays(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with copies of arrays that occur twice, which cannot be donated."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        distinct = without_repeated(leaves)
-        return (args, kwargs) if distinct is None else jax.tree.unflatten(tree, distinct)
-
-    def check_not_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check that no array among the arguments was donated to an earlier call.
+    def check_not_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the leaves of the arguments, of which none was donated to an earlier call.
 
         Raises:
             PlanError: some were.
         """
-        if has_donated((args, kwargs)):
-            leaves = jax.tree.leaves((args, kwargs))
+        leaves = jax.tree.leaves((args, kwargs))
+        if has_donated(leaves):
             raise donated_error(name_of(self.fn), self.paths(args, kwargs), leaves) from None
+        return leaves
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a plan depends on: structure, shapes, dtypes, memory kinds, JAX's settings, the current mesh."""
@@ -259,8 +257,7 @@ class PureFunction:
     def inspect_and_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function after an inspection of the arguments: plan new signatures and move misplaced arrays."""
         args, kwargs = self.hide_static(args, kwargs)
-        self.check_not_donated(args, kwargs)
-        leaves = jax.tree.leaves((args, kwargs))
+        leaves = self.check_not_donated(args, kwargs)
         traced = [i for i, x in enumerate(leaves) if _compat.is_tracer(x)]
         if traced and not _compat.under_trace():
             path = path_of(jax.tree_util.tree_flatten_with_path((args, kwargs))[0][traced[0]][0][1:])
@@ -276,8 +273,9 @@ class PureFunction:
         entry = self.entry_for_placement(entry, args, kwargs)
         entry.check_target()
         entry.check_agreement()
-        self.last = entry
-        args, kwargs = jax.tree.unflatten(entry.traced.in_tree, entry.place(leaves))
+        self.last, entry.inspected = entry, True
+        leaves = without_shared_memory(entry.place(leaves), entry.traced.donated)
+        args, kwargs = jax.tree.unflatten(entry.traced.in_tree, leaves)
         return entry.call(args, kwargs)
 
     def entry_for_placement(

@@ -248,3 +248,11 @@ def test_a_plan_for_a_machine_that_is_not_attached_is_not_run():
             run()
     assert_close(sgd_step(mlp_state(), batch())[0], step.plan(mlp_state(), batch()).jit()(mlp_state(), batch())[0])
     assert_close(sgd_step(mlp_state(), batch())[0], auto_shard(sgd_step, target="cpu:8")(mlp_state(), batch())[0])
+
+
+def test_the_first_call_of_each_of_several_plans_is_inspected():
+    double = auto_shard(lambda x: x * 2, target="h100:8")
+    for rows in (16, 32):
+        double.plan(batch(size=rows))
+    with pytest.raises(PlanError, match="plan is for target 'h100:8', but the devices"):
+        double(batch(size=16))

@@ -97,34 +97,6 @@ def test_a_result_that_holds_a_value_under_trace_is_refused() -> None:
     assert isinstance(text, Model) and float(doubled[0, 0]) == 2.0
 
 
-def averaged_step(state: Any, x: jax.Array) -> Any:
-    grads = jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(state["params"])
-    params = state["params"] - 0.1 * grads
-    return {"params": params, "ema": 0.9 * state["ema"] + 0.1 * params}
-
-
-@pytest.mark.parametrize("words", ["dp:8", "fsdp:8"])
-def test_an_array_that_occurs_twice_can_be_donated(words: str) -> None:
-    want = averaged_step({"params": W, "ema": W}, X)
-    step = autoshard.auto_shard(averaged_step, plan=words, donate_argnums=0)
-    w = W + 0
-    state = step({"params": w, "ema": w}, X)
-    assert_close(want, state)
-    want = averaged_step({"params": want["params"], "ema": want["params"]}, X)
-    assert_close(want, step({"params": state["params"], "ema": state["params"]}, X))
-
-
-def test_a_donated_array_can_be_another_argument() -> None:
-    def distance(w: jax.Array, target: jax.Array, x: jax.Array) -> Any:
-        return w - 0.1 * jnp.mean(x) * (w - target / 2), jnp.sum((w - target) ** 2)
-
-    step = autoshard.auto_shard(distance, plan="dp:8", donate_argnums=0)
-    w = W + 0
-    assert_close(distance(W, W, X), step(w, w, X))
-    w = step(W + 0, W, X)[0]
-    assert_close(distance(w + 0, w + 0, X), step(w, w, X))
-
-
 def test_the_settings_of_a_jit_are_kept() -> None:
     def decayed(w: jax.Array, x: jax.Array, *, power: int) -> Any:
         return w - 0.1 * jnp.mean(x) * w**power, jnp.sum(x)
