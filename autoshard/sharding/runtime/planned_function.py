@@ -223,7 +223,8 @@ def _checked_argnums(argnums: int | Sequence[int], names: Sequence[str], limit: 
     """
     count = len(names)
     given: Any = argnums
-    numbers = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+    single = isinstance(given, str) or not isinstance(given, Iterable)
+    numbers: list[Any] = [given] if single else [*given]
     if texts := [n for n in numbers if isinstance(n, str)]:
         raise PlanError(
             f"{what} {short_repr(texts[0])}: give the positions of arguments as numbers, not their names. The function "
