@@ -84,7 +84,9 @@ def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: An
     assert_same(checkpoints.restore(3, states[3]), states[3])
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "delete"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "delete", *(pytest.param(each, marks=pytest.mark.slow) for each in ("truncate", "empty"))]
+)
 def test_every_file_of_a_step(run: Any, tmp_path: Path, assert_same: Any, damage: str) -> None:
     """For each file, either the damage is detected or the restore does not depend on the file."""
     checkpoints, states = run

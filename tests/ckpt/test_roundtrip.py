@@ -152,7 +152,7 @@ def test_the_manifest_has_versions_and_devices(tmp_path: Path) -> None:
     assert body["written_by"]["devices"] == 8 and body["written_by"]["versions"]["jax"] == jax.__version__
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_eight_devices_to_four_to_one_in_fresh_processes(tmp_path: Path, run_python: Callable[..., Any]) -> None:
     """Each process has a different number of devices, as on another machine."""
     code = """

@@ -143,6 +143,7 @@ def test_data_parallelism_moves_no_tokens():
     assert {kind for kind, _, _, line in planned.traffic if "(experts)" in line} <= {"all-reduce"}
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_no_weight_of_an_expert_is_gathered():
     audit = plan(*workload_step(TINY), target="v5e:2x4", plan="ep:8", donate_argnums=0).verify()

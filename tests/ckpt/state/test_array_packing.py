@@ -305,7 +305,9 @@ def test_every_bit_of_wide_floats(mesh8: Mesh) -> None:
         np.testing.assert_array_equal(np.asarray(unpacked_leaves[i]).view(np.uint64), np.roll(words, i))
 
 
-@pytest.mark.parametrize("dtype", ["int2", "int4", "float4_e2m1fn"])
+@pytest.mark.parametrize(
+    "dtype", ["int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int2", "float4_e2m1fn"))]
+)
 def test_types_of_less_than_a_byte_are_not_packed(tmp_path: Path, assert_same: Any, dtype: str) -> None:
     values = np.random.default_rng(0).integers(-2, 2, (80, 6)).astype(dtype)
     state = {"narrow": [jnp.asarray(value) for value in values], "wide": [jnp.float32(i) for i in range(80)]}

@@ -87,6 +87,7 @@ def test_a_function_cannot_change_the_attempts():
     assert [v["remat"] for v, *_ in tiny(variants=following).variants] == ["full"]
 
 
+@pytest.mark.slow
 def test_as_many_layers_as_fit_use_the_lighter_policy():
     """Where one policy does not fit and the next does, policies that layers take in turn are searched."""
     work = workload("gpt-350m")
@@ -166,6 +167,7 @@ def test_the_text_and_the_json_name_the_variant():
     assert "variant" not in str(plan(*workload_step(TINY), target="cpu:8", donate_argnums=0))
 
 
+@pytest.mark.slow
 def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
     class Audit:
         ok, peak_bytes, kind, message = True, 0, "ok", ""
@@ -247,6 +249,7 @@ def test_variants_that_change_numbers_are_left_out():
     assert workload_variant_values(workload("gpt-tiny").with_(batch_size=6))["microbatches"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_command_searches_what_no_option_sets(capsys):
     tiny_model = ["gpt-tiny", "--target", "cpu:8"]
     assert command.run([*tiny_model, "--microbatches", "1"]) == command.run([*tiny_model, "--remat", "full"]) == 0

@@ -44,6 +44,7 @@ def all_axes(plan: Plan) -> set[str]:
     return {a for a, n in zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True) if n > 1}
 
 
+@pytest.mark.slow
 def test_column_then_row_for_a_large_model_and_a_short_batch():
     """Megatron's pairs: one matrix is sharded by columns and the next by rows, over the same mesh axes."""
     planned = planned_for("llama2-70b", "v5p:8x8x4", batch_size=64)

@@ -153,7 +153,16 @@ def test_expected_map(row):
     assert row.rule().text == row.expected
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k[4] is not None], ids=lambda k: f"{k[0]}-{k[5]}")
+COMPUTED = [k for k in KERNELS if k[4] is not None]
+
+
+def _marked(kernel):
+    """The gradient without a bias runs in `make test`; the other kernels take as long and are marked."""
+    marks = () if kernel[0].endswith("bwd") and not kernel[5] and "fp8" not in kernel[0] else pytest.mark.slow
+    return pytest.param(kernel, marks=marks, id=f"{kernel[0]}-{kernel[5]}")
+
+
+@pytest.mark.parametrize("kernel", [_marked(kernel) for kernel in COMPUTED])
 def test_the_map_holds_for_what_the_kernel_computes(kernel):
     _, _, args, text, computes, _ = kernel
     errors = [str(f) for f in check_rule(operator(text)(computes), *args, partitioner=False) if f.kind == "wrong"]

@@ -70,6 +70,7 @@ def test_it_generates_the_same_text_as_the_run(make_config: MakeConfig, tmp_path
     assert seeds[0] == seeds[1] != seeds[2]
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_mixture_of_experts_is_rebuilt(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
