@@ -47,6 +47,14 @@ class Frozen:
     table: Any
 
 
+class Words(dict[str, Any]):
+    """A mapping that must not be read to its end."""
+
+    def items(self) -> Any:
+        yield from ((str(i), [str(i)]) for i in range(100))
+        raise AssertionError("read to the end")
+
+
 X, W = jnp.ones((16, 8)), jnp.ones((8, 4))
 
 
@@ -60,6 +68,9 @@ X, W = jnp.ones((16, 8)), jnp.ones((8, 4))
         (Model({"a": {"b": W}}), ".w['a']['b']"),
         (Model(None), None),
         (Model(np.array(["a"])), None),
+        (Model(Model(W).loss), ".w.__self__.w"),
+        (Holder(Model(Words()), Model([Words() for _ in range(2000)]), Model(W)), ".models[2].w"),
+        (Model(autoshard.auto_shard(lambda x: x, example=(W,))), None),
         (Compared(W), None),
         (Frozen(1.0, W), None),
         (jax.nn.relu, None),
