@@ -21,6 +21,7 @@ from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
 from autoshard.sharding.planner.shortlist import Shortlist, without_near_duplicates
+from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
 
@@ -58,6 +59,7 @@ def plan_traced(
     problem.check_rules_known(strict)
     problem.check_effects()
     check_state_kept(traced, problem.axes)
+    warn_of_state_left_on_device(traced)
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
     candidate, others = problem.choose(plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {})

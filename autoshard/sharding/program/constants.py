@@ -13,3 +13,7 @@ MAX_STATE_DEPTH = 3
 # How deep the attributes of a static leaf are searched for arrays (`hidden_arrays`): an object, a container in it, an
 # object in that, its attributes. Chosen. Arrays further inside are not found, and become constants.
 SEARCHED_DEPTH = 4
+
+# Of each container, the search looks at this many items, and in all at this many values that are neither numbers nor
+# text: a vocabulary of 50,000 words must not slow down a call. Chosen: the search takes at most a millisecond.
+SEARCHED_ITEMS, SEARCHED_VALUES = 64, 1000

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import jax
@@ -18,9 +19,11 @@ import numpy as np
 from flax import linen
 
 from autoshard import _compat
-from autoshard.sharding.program.constants import SEARCHED_DEPTH
+from autoshard.sharding.program.constants import SEARCHED_DEPTH, SEARCHED_ITEMS, SEARCHED_VALUES
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial, type, types.ModuleType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial, type, types.ModuleType,
+              jax.custom_jvp, jax.custom_vjp)  # fmt: skip
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})  # exact types, which hold nothing
 
 
 def array_inside(leaf: Any, *, only_traced: bool = False) -> str | None:
@@ -35,7 +38,7 @@ def array_inside(leaf: Any, *, only_traced: bool = False) -> str | None:
         return inside and f".__self__{inside}"
     if not _is_compared_by_identity(leaf):
         return None
-    return next(_arrays(leaf, "", SEARCHED_DEPTH, only_traced), None)
+    return _first_array(leaf, only_traced)
 
 
 def _is_compared_by_identity(value: Any) -> bool:
@@ -46,29 +49,43 @@ def _is_compared_by_identity(value: Any) -> bool:
     return type(value).__hash__ is object.__hash__
 
 
-def _arrays(value: Any, path: str, depth: int, only_traced: bool) -> Iterator[str]:
-    if _compat.is_tracer(value) or (not only_traced and _is_array(value)):
-        yield path
-    elif depth and not isinstance(value, _FUNCTIONS):
-        for key, inside in _parts(value):
-            yield from _arrays(inside, path + key, depth - 1, only_traced)
+def _first_array(leaf: Any, only_traced: bool) -> str | None:
+    """Search the leaf level by level. It is fast, because it runs at every call that has static leaves."""
+    level, left = [(leaf, "")], SEARCHED_VALUES
+    for _ in range(SEARCHED_DEPTH):
+        values, level = level, []
+        for value, path in values:
+            pattern, parts = _parts(value)
+            for key, inside in parts:
+                if type(inside) in _PLAIN or isinstance(inside, _FUNCTIONS):
+                    continue
+                if _compat.is_tracer(inside) or (not only_traced and _is_array(inside)):
+                    return path + pattern.format(key)
+                if left := left - 1:
+                    level.append((inside, path + pattern.format(key)))
+                else:
+                    return None
+    return None
 
 
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array) or (isinstance(value, np.ndarray) and value.dtype.kind in "fiucb")
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """The items of a container, or the attributes of an object, with their text in a path."""
+def _parts(value: Any) -> tuple[str, Iterable[tuple[Any, Any]]]:
+    """The pattern of keys in a path, and the first items of a container or the attributes of an object."""
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", inside) for key, inside in list(value.items()))
-    elif isinstance(value, (list, tuple)):
-        yield from ((f"[{i}]", inside) for i, inside in enumerate(value))
-    else:
-        slots = [name for cls in type(value).__mro__ for name in _names(getattr(cls, "__slots__", ()))]
-        found = {name: getattr(value, name, None) for name in slots if not name.startswith("__")}
-        found |= getattr(value, "__dict__", {})
-        yield from ((f".{name}", inside) for name, inside in found.items())
+        return "[{!r}]", islice(value.items(), SEARCHED_ITEMS)
+    if isinstance(value, (list, tuple)):
+        return "[{}]", enumerate(value[:SEARCHED_ITEMS])
+    if isinstance(value, types.MethodType):
+        return ".{}", [("__self__", value.__self__)]
+    attributes = getattr(value, "__dict__", {})
+    if "__wrapped__" in attributes:  # a function in a wrapper
+        return "", ()
+    slots = [name for cls in type(value).__mro__ for name in _names(cls.__dict__.get("__slots__", ()))]
+    found = {name: getattr(value, name, None) for name in slots if not name.startswith("__")}
+    return ".{}", list((found | attributes).items())
 
 
 def _names(slots: Any) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_fl
 from autoshard.sharding.runtime.absent_arguments import absent_error
 from autoshard.sharding.runtime.argument_types import is_placed, type_of
 from autoshard.sharding.runtime.compiler_remarks import kept_remarks, remarks_text
+from autoshard.sharding.runtime.donated_keywords import warn_of_donated_keywords
 from autoshard.sharding.runtime.process_agreement import check_same_plan
 from autoshard.sharding.runtime.static_changes import StaticChanges
 
@@ -158,8 +159,10 @@ class PureFunction:
         donate: tuple[int, ...],
         variants: Any = None,
         filter_jit: _compat.FilterJit | None = None,
+        donated_names: frozenset[str] = frozenset(),
     ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
+        self.donated_names = donated_names  # with the names of keyword-only arguments
         self.filter_jit, self.static_numbers = filter_jit, filter_jit is not None
         self.donates = bool(donate) or (filter_jit is not None and filter_jit.donate_from is not None)
         self.has_static = self.static_numbers  # a call had static leaves
@@ -307,6 +310,7 @@ class PureFunction:
                 raise GraphArguments
             if self.has_static:
                 self.static_changes.note((args, kwargs), key[1:])
+            warn_of_donated_keywords(name_of(self.fn), self.donated_names, kwargs)
             try:
                 entry = self.entries[key] = self.make(args, kwargs)
             except (TypeError, AttributeError, ValueError) as error:

@@ -44,12 +44,16 @@ class PlannedFunction:
         self.names = argument_names(fn)
         limit, where = None if _takes_any_number(fn) else len(self.names), f"auto_shard({self.__name__}):"
         own = _compat.jit_settings(fn)  # `auto_shard(jax.jit(f, ...))` keeps the settings of the jit
-        static_argnums = own.static_argnums if static_argnums in ((), []) else static_argnums
-        donate_argnums = own.donate_argnums if donate_argnums in ((), []) else donate_argnums
+        if static_argnums in ((), []):
+            static_argnums = _below(own.static_argnums, limit)
+        names: frozenset[str] = frozenset()
+        if donate_argnums in ((), []):
+            donate_argnums, names = _below(own.donate_argnums, limit), frozenset(own.donate_argnames)
         self.static_keywords = frozenset(own.static_argnames)
         self.static = _checked_argnums(static_argnums, self.names, limit, f"{where} static_argnums")
         donated = _checked_argnums(donate_argnums, self.names, limit, f"{where} donate_argnums")
         self.donate = _without_static_positions(donated, self.static)
+        self.donated_names = names | {self.names[n] for n in donated if n < len(self.names)}
         self.filter_jit = _compat.filter_jit_of(fn)
         if self.filter_jit is not None and self.filter_jit.donate_from is not None:
             (first,) = _without_static_positions([self.filter_jit.donate_from], self.static)
@@ -84,7 +88,7 @@ class PlannedFunction:
         return self if instance is None else functools.partial(self, instance)
 
     def _make(self, fn: Callable[..., Any]) -> PureFunction:
-        return PureFunction(fn, self.options, self.donate, self.variants, self.filter_jit)
+        return PureFunction(fn, self.options, self.donate, self.variants, self.filter_jit, self.donated_names)
 
     def _graph_function(self) -> GraphFunction:
         if self._graph is None:
@@ -198,6 +202,11 @@ def _unhashable_text(arguments: Mapping[int | str, Any]) -> str:
 def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) -> tuple[int, ...]:
     """Return the donated argument numbers, counted without the static arguments."""
     return tuple(d - sum(s < d for s in statics) for d in donated)
+
+
+def _below(numbers: Sequence[int], limit: int | None) -> list[int]:
+    """The numbers of positional arguments; a partial makes those after a keyword that it binds keyword-only."""
+    return [n for n in numbers if limit is None or n < limit]
 
 
 def _takes_any_number(fn: Callable[..., Any]) -> bool:

@@ -16,7 +16,6 @@ from flax import linen
 import autoshard
 from autoshard.errors import PlanError
 from autoshard.sharding.program.hidden_arrays import array_inside
-from tests.sharding.programs import assert_close
 
 
 class Model:
@@ -48,6 +47,14 @@ class Frozen:
     table: Any
 
 
+class Words(dict[str, Any]):
+    """A mapping that must not be read to its end."""
+
+    def items(self) -> Any:
+        yield from ((str(i), [str(i)]) for i in range(100))
+        raise AssertionError("read to the end")
+
+
 X, W = jnp.ones((16, 8)), jnp.ones((8, 4))
 
 
@@ -61,6 +68,9 @@ X, W = jnp.ones((16, 8)), jnp.ones((8, 4))
         (Model({"a": {"b": W}}), ".w['a']['b']"),
         (Model(None), None),
         (Model(np.array(["a"])), None),
+        (Model(Model(W).loss), ".w.__self__.w"),
+        (Holder(Model(Words()), Model([Words() for _ in range(2000)]), Model(W)), ".models[2].w"),
+        (Model(autoshard.auto_shard(lambda x: x, example=(W,))), None),
         (Compared(W), None),
         (Frozen(1.0, W), None),
         (jax.nn.relu, None),
@@ -95,17 +105,3 @@ def test_a_result_that_holds_a_value_under_trace_is_refused() -> None:
         autoshard.auto_shard(lambda x: Model(x * 2))(X)
     text, doubled = autoshard.auto_shard(lambda x: (Model(np.ones(3)), x * 2))(X)
     assert isinstance(text, Model) and float(doubled[0, 0]) == 2.0
-
-
-def test_the_settings_of_a_jit_are_kept() -> None:
-    def decayed(w: jax.Array, x: jax.Array, *, power: int) -> Any:
-        return w - 0.1 * jnp.mean(x) * w**power, jnp.sum(x)
-
-    step = autoshard.auto_shard(jax.jit(decayed, donate_argnames="w", static_argnames="power"), plan="dp:8")
-    w = W + 0
-    new, _ = step(w, X, power=2)
-    assert_close(decayed(W, X, power=2)[0], new)
-    placed = step(new, X, power=3)[0]
-    assert new.is_deleted() and not placed.is_deleted()
-    numbered = autoshard.auto_shard(jax.jit(lambda x, n: x * n if n > 1 else x, static_argnums=1), plan="dp:8")
-    assert_close(X * 3, numbered(X, 3))
