@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 
-class JitSettings(NamedTuple):
+@dataclasses.dataclass(frozen=True, repr=False)
+class JitSettings:
     """What a `jax.jit(...)` donates, and what is static in it. JAX adds the numbers of named parameters, and names."""
 
     donate_argnums: tuple[int, ...] = ()
