@@ -35,7 +35,7 @@ def hides_own_frames(fn: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # of any type: only its traceback changes, and it is raised again
             hide_own_frames(error)
             raise
 

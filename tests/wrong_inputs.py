@@ -85,7 +85,7 @@ def message_of(wrong: WrongInput) -> str:
                 code = wrong.run()
         except AutoshardError as error:
             return f"{type(error).__name__}: {error}"
-        except Exception as error:  # noqa: BLE001  another error is a row that fails, and is printed too
+        except Exception as error:  # of any other type: the test of this row fails with it, and the table prints it
             return f"not ours: {type(error).__name__}: {error}"
     told = [f"{type(w.message).__name__}: {w.message}" for w in caught if isinstance(w.message, AutoshardWarning)]
     if told:

@@ -148,7 +148,7 @@ def expand_by_implementation(eqn: Any) -> Any | None:
         with source_of(eqn):
             computed = functools.partial(eqn.primitive.impl, **eqn.params)
             expanded = jax.make_jaxpr(computed)(*map(shape_dtype_of, eqn.invars))
-    except Exception:  # code of another library, which may need concrete arrays
+    except Exception:  # the implementation is another library's code: on traced values it may raise any error
         return None
     results = [(v.aval.shape, v.aval.dtype) for v in open_jaxpr(expanded).outvars]
     if results != [(v.aval.shape, v.aval.dtype) for v in eqn.outvars]:

@@ -82,7 +82,7 @@ def sample_tokens(
     greedy: bool,
     context: int | None = None,
 ) -> jax.Array:
-    """The traceable part of `generate`: returns the prompt and its continuation, `[batch, length + n]`.
+    """Return the prompt and its continuation, `[batch, length + n]`. This is the part of `generate` that JAX traces.
 
     Another model than `GPT` and `MoE` maps tokens `[batch, seq]` to logits `[batch, seq, vocab]`, those of a position
     from the tokens up to it. It is called on at most `context` tokens, once for each new token.

@@ -17,6 +17,7 @@ OF_EXTRA = {
 def _cases():
     for library in LIBRARIES:
         if library in OF_EXTRA and importlib.util.find_spec(OF_EXTRA[library]) is None:
+            # `make test` does not install this extra. `make test-all` does, so that nothing is skipped there.
             reason = f"needs {OF_EXTRA[library]}, of the extra `libraries`"
             yield pytest.param(None, id=library, marks=[pytest.mark.slow, pytest.mark.skip(reason)])
             continue

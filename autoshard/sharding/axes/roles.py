@@ -133,8 +133,8 @@ def _head_dims(
 ) -> tuple[int, ...]:
     """The axes of the elements of a head.
 
-    Two activations are contracted over them, or the contraction keeps them (values). Queries and keys that are rotated
-    have others in the contraction than in their weights; those have the same size and come after the heads.
+    Attention contracts queries and keys over them, and keeps those of the values. After a rotary embedding, queries and
+    keys have other axes than their weights. The axes of the weights then have the same size and follow the heads.
     """
     flat = [[c for dim in axes.of_value[v] for c in dim] for v in parameters]
     after_heads = [c for dims in flat for c in dims[_last(dims, heads) :] if c not in heads and c not in others]

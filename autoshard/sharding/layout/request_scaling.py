@@ -1,4 +1,4 @@
-"""Scale a requested plan to another number of devices, in its own words: `fsdp:8` to `fsdp:4`.
+"""Scale a requested plan to another number of devices: `fsdp:8` becomes `fsdp:4`. The kinds of parallelism stay.
 
     minimize    the changes of the sizes, those of the innermost mesh axes first
     such that   the sizes multiply to the number of devices,

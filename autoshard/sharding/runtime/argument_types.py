@@ -1,4 +1,4 @@
-"""What a plan depends on of a single array or number among the arguments."""
+"""The properties of a single argument, an array or a number, that a plan depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard import _compat
 
 
 def type_of(x: Any) -> tuple[Any, Any, bool, bool]:
-    """Return what a plan depends on: shape, dtype, whether the type is weak, whether it is in host memory.
+    """Return shape, dtype, weak type and host memory of an argument: what a plan depends on.
 
     Raises:
         TypeError: it is neither an array nor a number.

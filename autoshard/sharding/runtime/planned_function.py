@@ -80,7 +80,7 @@ class PlannedFunction:
             except GraphArguments:
                 pass
             return self._graph_function()(*args, **kwargs)
-        except Exception as error:
+        except Exception as error:  # of any type: only its traceback changes, and it is raised again
             hide_own_frames(error)
             raise
 

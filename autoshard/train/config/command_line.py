@@ -123,7 +123,7 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _of_stored_run(named: TrainConfig, stored: TrainConfig) -> TrainConfig:
-    """Return a preset with the stored values of all settings that must not change on resume.
+    """Return the named preset. A resumed run keeps its stored values, except of settings that may change.
 
     If the run was started from another preset, the named one is returned as it is: its settings are requested ones.
     """

@@ -198,7 +198,7 @@ def _lacks_devices(config: TrainConfig, count: int) -> bool:
 
 
 def scalings(config: TrainConfig, count: int) -> Iterator[TrainConfig]:
-    """Yield the config with its plan and its mesh scaled to a number of devices, the smallest change first."""
+    """Scale the plan and the mesh of a config to `count` devices. Yield the config with the smallest change first."""
     if config.plan is not None:
         for request in scaled_requests(parse_request(config.plan), count, config.microbatch_size):
             mesh = _mesh_text(request.sizes) if config.mesh is not None else None

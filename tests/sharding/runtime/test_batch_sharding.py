@@ -1,11 +1,5 @@
 """`step.shard_batch`: the global batch from each process's rows; and batches of an evaluation step."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +8,8 @@ import pytest
 from autoshard import auto_shard
 from autoshard.errors import PlanError
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
+from tests.sharding.runtime.two_processes import run_in_two_processes
 
-ROOT = Path(__file__).resolve().parents[3]
 CODE = """
 import jax, jax.numpy as jnp, numpy as np, sys
 from autoshard import auto_shard
@@ -44,18 +38,7 @@ for plan in ("dp:4", "tp:4", "dp:2 tp:2", "fsdp:4"):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_each_process_passes_its_rows():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for number in range(2):
-        env = os.environ | {
-            "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
-        }  # fmt: skip
-        command = [sys.executable, "-c", CODE, f"127.0.0.1:{port}", str(number)]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    outputs = run_in_two_processes(CODE)
     for printed, _ in outputs:
         losses = [float(line.split()[-1]) for line in printed.splitlines() if "p:" in line and "[Gloo]" not in line]
         assert len(losses) == 5 and losses == pytest.approx([losses[0]] * 5, rel=1e-5)

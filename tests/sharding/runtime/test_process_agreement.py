@@ -1,14 +1,9 @@
 """Processes that made different plans all raise before the first step."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.sharding.runtime.two_processes import run_in_two_processes
+
 CODE = """
 import jax, jax.numpy as jnp, sys
 from autoshard import auto_shard
@@ -36,18 +31,7 @@ if mine == 0:
 @pytest.mark.whole
 @pytest.mark.multiprocess
 def test_processes_with_different_plans_raise():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for number in range(2):
-        env = os.environ | {
-            "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
-        }  # fmt: skip
-        command = [sys.executable, "-c", CODE, f"127.0.0.1:{port}", str(number)]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    outputs = run_in_two_processes(CODE)
     for printed, errors in outputs:
         lines = [line for line in printed.splitlines() if "[Gloo]" not in line]
         assert lines and lines[0] == "agreed True", errors
