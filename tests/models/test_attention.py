@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jax.test_util import check_grads
 
 import autoshard
-from autoshard.models.attention import AUTO_BLOCKWISE_KEYS, attention
+from autoshard.kernels.constants import BLOCKWISE_KEYS
+from autoshard.models.attention import attention
 from autoshard.models.workloads import workload
 from autoshard.train.program.build import workload_step
 from tests.models.small import quickly
@@ -19,7 +20,7 @@ from tests.models.small import quickly
 MASKS = {"none": None, "keys": (2, 1, 1, True), "heads": (1, 4, True, True), "rows": (1, 1, True, 1)}
 
 
-@partial(jax.jit, static_argnames=("causal", "impl", "block_size"))
+@partial(jax.jit, static_argnames=("causal", "impl", "block_size", "window", "soft_cap"))
 def run(q, k, v, mask=None, **options):
     return attention(q, k, v, mask=mask, **options)
 
@@ -70,6 +71,46 @@ def test_matches_an_explicit_softmax(impl, block, causal, kind):
     mask = make_mask(kind, 8, 8)
     out = run(q, k, v, mask, causal=causal, impl=impl, block_size=block)
     np.testing.assert_allclose(out, explicit_attention(q, k, v, causal, mask), atol=2e-6)
+
+
+def explicit_scores(q, k, *, window, causal, soft_cap, segments):
+    """Computes scores in float64, -inf where a query does not see a key."""
+    seq, group = q.shape[1], q.shape[2] // k.shape[2]
+    scores = np.einsum("bshd,bthd->bhst", *(np.asarray(x, np.float64) for x in (q, np.repeat(k, group, 2))))
+    scores = scores / np.sqrt(q.shape[-1])
+    scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+    distance = np.arange(seq)[:, None] - np.arange(seq)
+    visible = (distance >= 0) if causal else np.ones((seq, seq), bool)
+    if window is not None:
+        visible = visible & (np.abs(distance) < window)
+    visible = np.broadcast_to(visible, scores.shape)
+    if segments is not None:
+        visible = visible & (segments[:, None, :, None] == segments[:, None, None, :])
+    return np.where(visible, scores, -np.inf)
+
+
+@pytest.mark.parametrize("impl", ["plain", "blockwise", "splash"])
+@pytest.mark.parametrize("window, causal, soft_cap, has_segments, has_sinks", [
+    (3, True, None, False, False), (2, False, None, False, True), (None, True, 1.5, True, False),
+    (None, False, None, True, True), (5, True, 0.5, True, True),
+])  # fmt: skip
+def test_windows_caps_segments_and_sinks_match_an_explicit_softmax(
+    impl, window, causal, soft_cap, has_segments, has_sinks
+):
+    seq = 128 if impl == "splash" else 9
+    q, k, v = qkv(11, seq)
+    segments = np.stack([np.arange(seq) // 4, np.arange(seq) // 3]) if has_segments else None
+    sinks = np.array([0.5, -1.0, 2.0, 0.0]) if has_sinks else None
+    scores = explicit_scores(q, k, window=window, causal=causal, soft_cap=soft_cap, segments=segments)
+    weights = np.exp(scores)
+    total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[None, :, None, None])
+    expected = np.einsum("bhst,bthd->bshd", weights / total, np.repeat(np.asarray(v), 2, 2))
+    out = run(
+        q, k, v, causal=causal, impl=impl, block_size=4, window=window, soft_cap=soft_cap,
+        segment_ids=None if segments is None else jnp.asarray(segments),
+        sinks=None if sinks is None else jnp.asarray(sinks, jnp.float32),
+    )  # fmt: skip
+    np.testing.assert_allclose(out, expected, atol=3e-6)
 
 
 @settings(max_examples=8)
@@ -185,7 +226,7 @@ def test_auto_depends_on_the_number_of_keys():
         q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv(0, 1, keys, batch=1))
         return "scan" in str(jax.make_jaxpr(lambda *qkv: attention(*qkv, causal=False))(q, k, v))
 
-    assert scans(AUTO_BLOCKWISE_KEYS) and not scans(AUTO_BLOCKWISE_KEYS - 1)
+    assert scans(BLOCKWISE_KEYS) and not scans(BLOCKWISE_KEYS - 1)
 
 
 def test_scale_replaces_the_default():
@@ -201,7 +242,13 @@ def test_scale_replaces_the_default():
     [
         ({"heads": 3}, "3 query heads are not a multiple of 2 kv heads"),
         ({"keys": 5}, "causal=True needs as many keys as queries"),
-        ({"impl": "flash"}, "choose one of auto, plain, blockwise, cudnn"),
+        ({"impl": "flash"}, "choose one of auto, plain, blockwise, splash, cudnn"),
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"soft_cap": 0.0}, "soft_cap is 0.0; it must be a finite number above 0"),
+        ({"dropout": 0.1}, "no implementation drops attention weights"),
+        ({"sinks": jnp.ones(3)}, r"sinks \(3,\) must be \[heads\] = \(4,\)"),
+        ({"segment_ids": jnp.ones((2, 4))}, "segment_ids must be integers"),
+        ({"segment_ids": jnp.ones((2, 3), int)}, r"segment_ids must be integers of queries \(2, 4\)"),
         ({"block_size": 0}, "at least 1"),
         ({"mask": jnp.ones((2, 1, 4, 4))}, "mask must be boolean"),
         ({"mask": jnp.ones((2, 3, 4, 4), bool)}, "where each dimension may be 1"),
@@ -226,7 +273,7 @@ def test_cudnn_needs_an_nvidia_gpu_and_16_bits():
     q, k, v = qkv(0, 8, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"needs an NVIDIA GPU and cuDNN, but the backend is cpu; choose 'auto'"):
         attention(q, k, v, causal=True, impl="cudnn")
-    with pytest.raises(ValueError, match="takes bfloat16 and float16, not float32"):
+    with pytest.raises(ValueError, match="cudnn takes bfloat16 and float16, not float32"):
         attention(*qkv(0, 8), causal=True, impl="cudnn")
 
 

@@ -87,6 +87,7 @@ class _UseCollector:
             self.record_contraction(op, rule, factors, self.batch)
         if is_operator(op.eqn.primitive) and self.batch is not None:
             self.record_operator(op, rule, factors)
+            self.record_opaque_attention(op, rule, factors, self.batch)
 
     def has_batch(self, value: int) -> bool:
         """Whether a value has the batch axis."""
@@ -124,6 +125,33 @@ class _UseCollector:
                 else:
                     uses.produced[c].add(with_factor[0][0])
                     uses.contracted[c].add(with_factor[-1][0])
+
+    def record_opaque_attention(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
+        """Records the axes of a declared operator that contracts activations with each other: an attention kernel.
+
+        It contracts a factor that several activations have and no result has. What it needs whole are elements of a
+        head.
+        """
+        avals = self.axes.program.avals
+        activations = [
+            {f for dim in dims for f in dim}
+            for v, dims in zip(op.operands, rule.operands, strict=True)
+            if self.has_batch(v) and _compat.is_floating(avals[v].dtype)
+        ]
+        results = [{f for dim in dims for f in dim} for dims in rule.results]
+        if len(activations) < 2 or not results or not self.has_batch(op.results[0]):
+            return
+        common = set.intersection(*activations, *results)
+        repeated = {f for side in activations for f in side if sum(f in other for other in activations) > 1}
+
+        def classes(names: set[str]) -> set[int]:
+            return {c for name in names for c in factors.get(name, ())}
+
+        if contracted := repeated - set.union(*results):
+            whole = self.of_kind("whole", rule, factors)
+            self.uses.inner |= (classes(contracted) | whole) & self.in_parameters
+            self.uses.heads |= classes(common) - {batch}
+            self.uses.kept |= classes(set.union(*results) - common) & self.in_parameters
 
     def record_contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
         """Records the axes that a contraction of an activation with a weight or an activation produces or sums over."""

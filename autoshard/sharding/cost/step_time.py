@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
 from autoshard import _compat
@@ -53,13 +54,14 @@ from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_mem
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED, Chip
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import matmul_flops
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_cost
 from autoshard.spmdrules.ir.program import Op
 
 
@@ -194,6 +196,8 @@ class CostModel:
             op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.flops_per_byte
         )
         assert op.rule is not None
+        if is_declared(op) and (cost := declared_cost(op.eqn, _shard_types(op, strategy, mesh))):
+            return Price(declared_us(cost, chip), strategy.moves, cost.held_bytes)
         if opaque := self._opaque_memory(op, strategy, mesh):
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
         else:
@@ -211,16 +215,7 @@ class CostModel:
         """Return the memory of a declared operator on one shard; None for other operators."""
         if not is_declared(op):
             return None
-        assert op.rule is not None
-        shapes = tuple(
-            (
-                tuple(
-                    n // shard_count((axes,), mesh) for n, axes in zip(v.aval.shape, strategy.spec(dims), strict=True)
-                ),
-                v.aval.dtype,
-            )
-            for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
-        )
+        shapes = tuple((x.shape, x.dtype) for x in _shard_types(op, strategy, mesh))
         return trace_opaque_memory(op.eqn.params["fn"], shapes, fuses_operands=self.target.platform == "tpu")
 
     def _memory_us(
@@ -297,6 +292,28 @@ class CostModel:
                 before_loops.append(gather)
         of_class = [after_update.get(v) for v in updated.examples]
         return before_loops + [gather for n in updated.numbers.tolist() if (gather := of_class[n]) is not None]
+
+
+def _shard_types(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """Return shape and dtype of each operand on one shard."""
+    assert op.rule is not None
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(n // shard_count((axes,), mesh) for n, axes in zip(v.aval.shape, strategy.spec(dims), strict=True)),
+            v.aval.dtype,
+        )
+        for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
+    ]
+
+
+def declared_us(cost: KernelCost, chip: Chip) -> float:
+    """Return the microseconds of an operator with a declared cost. Its arithmetic and its traffic overlap."""
+    times = (
+        cost.flops / (chip.peak(cost.itemsize) * PEAK_REACHED),
+        cost.vector_ops / chip.vector_ops if chip.vector_ops else 0.0,
+        cost.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED),
+    )
+    return max(times) * 1e6 + cost.overhead_us
 
 
 def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:

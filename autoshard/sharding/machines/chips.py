@@ -62,6 +62,7 @@ class Chip:
         options: compiler options. They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
+        vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them.
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
 
@@ -85,6 +86,7 @@ class Chip:
     options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
+    vector_ops: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)
 
     def peak(self, itemsize: int) -> float:
@@ -117,6 +119,7 @@ def _tpu(
     kinds: str,
     tile: int = 128,
     on_chip_mib: int = 128,
+    vector_units: int = 1,
     **more: Any,
 ) -> Chip:
     # v5e and v6e: a dimension of 16 chips is a ring. Three dimensions: slices are built of 4 x 4 x 4 cubes, whose
@@ -125,7 +128,7 @@ def _tpu(
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, constants.SLICE_BANDWIDTH,
         torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
-        on_chip_bytes=on_chip_mib * 2**20, **more,
+        on_chip_bytes=on_chip_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"], **more,
     )  # fmt: skip
 
 
@@ -147,6 +150,7 @@ CHIPS: Mapping[str, Chip] = {
         torus=3,
         pod=4096,
         kinds="v4",
+        vector_units=2,
         clock_hz=1.05e9,
         options=_NO_WINDOWED_EINSUM,
     ),
@@ -171,6 +175,7 @@ CHIPS: Mapping[str, Chip] = {
         torus=3,
         pod=8960,
         kinds="v5p|v5",
+        vector_units=2,
         clock_hz=1.75e9,
         flops_8bit=918e12,
         hides=_ASYNCHRONOUS,

@@ -20,6 +20,10 @@ BANDWIDTH_REACHED = 0.8
 # rounds the dimensions of a shard up to tiles. (The tile of a TPU is the side of its matrix unit, in `chips`.)
 GPU_TILE = 64
 
+# 32-bit operations that the vector unit of a TPU's core can start in one cycle: 8 x 128 lanes with 4 arithmetic units
+# each. Source: https://jax-ml.github.io/scaling-book/tpus. The predicted times of Pallas kernels depend on it.
+VECTOR_LANES = 8 * 128 * 4
+
 # --- Links and networks that have no rated figure. The time of every collective depends on them (`topology`).
 
 # Latency of one hop on a TPU's torus, in microseconds. Source: chosen, not measured.

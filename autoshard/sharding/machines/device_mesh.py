@@ -59,6 +59,13 @@ def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
     return Machine(target_for(devices, count), sizes, concrete)
 
 
+def find_platform(mesh: MeshLike | None, target: str | None) -> str:
+    """The platform of the machine that the arguments `mesh=` and `target=` describe."""
+    if target is not None:
+        return find_target(target).platform
+    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+
+
 def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
     """The axes of a mesh in order: name -> size."""
     if isinstance(mesh, (Mesh, AbstractMesh)):

@@ -3,9 +3,9 @@
 A contraction counts 2 x (elements of one operand) x (sizes of the result's dimensions that this operand lacks). For a
 convolution this operand is the kernel, so that taps on padding count too. A contraction over a ragged dimension (the
 gradient of expert weights) counts one masked product of all rows per group, because XLA compiles it to that. A vendor's
-kernel counts the products that it computes (`spmdrules.families.cudnn`). A declared operator counts the contractions
-inside it. Every other operator, and a declared one without contractions, counts one FLOP for each element of its
-results.
+kernel counts the products that it computes (`spmdrules.families.cudnn`). A declared operator counts the FLOPs that it
+declares, else the contractions inside it. Every other operator, and a declared one without contractions, counts one
+FLOP for each element of its results.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autoshard import _compat
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Dims
+from autoshard.spmdrules.custom_ops.kernel_cost import declared_cost
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
 from autoshard.spmdrules.families.cudnn import KERNELS, kernel_flops
 from autoshard.spmdrules.ir.program import Op, Program, build
@@ -47,7 +48,10 @@ def matmul_flops(op: Op) -> Mapping[int, float]:
         return {itemsize(avals[0]): kernel_flops(op.name, avals, op.eqn.params)}
     if not is_operator(op.eqn.primitive):
         return {}
-    return _inner_matmul_flops(op.eqn.params["fn"], tuple((v.aval.shape, v.aval.dtype) for v in op.eqn.invars))
+    operands = [v.aval for v in op.eqn.invars]
+    if cost := declared_cost(op.eqn, operands):
+        return {cost.itemsize: cost.flops}
+    return _inner_matmul_flops(op.eqn.params["fn"], tuple((x.shape, x.dtype) for x in operands))
 
 
 @functools.lru_cache(maxsize=256)

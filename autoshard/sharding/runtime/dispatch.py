@@ -18,6 +18,7 @@ from autoshard import _compat
 from autoshard.errors import AutoshardWarning, PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
+from autoshard.sharding.machines.device_mesh import find_platform
 from autoshard.sharding.machines.targets import is_made_of, target_for
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -329,11 +330,21 @@ class PureFunction:
         options: dict[str, Any] = dict(self.options)
         shortlist = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
+        platform = find_platform(options["mesh"], options["target"])
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             donate_from = self.filter_jit and self.filter_jit.donate_from
             traced = trace(
-                fn, args, kwargs, self.donate, names, written, self.static_numbers, self.arguments, donate_from
+                fn,
+                args,
+                kwargs,
+                self.donate,
+                names,
+                written,
+                self.static_numbers,
+                self.arguments,
+                donate_from,
+                platform,
             )
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:

@@ -1,7 +1,8 @@
 """The JAX primitive of an opaque operator: one equation in a jaxpr, lowered as its function.
 
-Its parameters are `fn`, the function of arrays; `text`, the declared rule; and `vjp`, the declared derivative (None:
-JAX differentiates the function).
+Its parameters are `fn`, the function of arrays; `text`, the declared rule; `vjp`, the declared derivative (None: JAX
+differentiates the function); and `cost`, a function from operands to the declared `KernelCost` (None: the cost of the
+function's own operators).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from autoshard import _compat
 from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
+from autoshard.spmdrules.custom_ops.kernel_cost import Cost, KernelCost
 
 Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
 _PRIMITIVES: set[Primitive] = set()
@@ -45,11 +47,13 @@ def returning_list(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
     return as_list
 
 
-def apply(primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp: Vjp | None) -> tuple[Any, ...]:
+def apply(
+    primitive: Primitive, args: Sequence[Any], *, fn: Any, text: str, vjp: Vjp | None, cost: Cost | None = None
+) -> tuple[Any, ...]:
     """Binds the primitive; if a vjp is declared, inside a `custom_vjp`."""
 
     def bind(*xs: Any) -> tuple[Any, ...]:
-        return tuple(primitive.bind(*xs, fn=fn, text=text, vjp=vjp))
+        return tuple(primitive.bind(*xs, fn=fn, text=text, vjp=vjp, cost=cost))
 
     args = unify_varying_axes(args)
     if vjp is None:
@@ -103,7 +107,7 @@ def make_primitive(name: str) -> Primitive:
 
 
 def is_operator(primitive: Any) -> bool:
-    """Whether a primitive was created by `@operator`: its equations have `fn`, `text` and `vjp`."""
+    """Whether a primitive was created by `@operator`: its equations have `fn`, `text`, `vjp` and `cost`."""
     return primitive in _PRIMITIVES
 
 
@@ -176,13 +180,26 @@ def _batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], **par
     mapped = tuple(d is not None for d in dims)
     moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
     fn = _vmapped(params["fn"], tuple(0 if m else None for m in mapped))
-    out = primitive.bind(*moved, fn=fn, text=batched_text(params["text"], mapped), vjp=None)
+    cost = params["cost"] and _batched_cost(params["cost"], mapped)
+    out = primitive.bind(*moved, fn=fn, text=batched_text(params["text"], mapped), vjp=None, cost=cost)
     return out, [0] * len(out)
 
 
 @functools.lru_cache(maxsize=1024)
 def _vmapped(fn: Callable[..., Any], in_axes: tuple[int | None, ...]) -> Callable[..., Any]:
     return jax.vmap(fn, in_axes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _batched_cost(cost: Cost, mapped: tuple[bool, ...]) -> Cost:
+    """Returns the cost of an operator with one more leading dimension in the operands that are `mapped`."""
+
+    def batched(*avals: Any) -> KernelCost:
+        size = next(a.shape[0] for a, m in zip(avals, mapped, strict=True) if m)
+        rows = [jax.ShapeDtypeStruct(a.shape[m:], a.dtype) for a, m in zip(avals, mapped, strict=True)]
+        return cost(*rows).times(size)
+
+    return batched
 
 
 def batched_text(text: str, mapped: Sequence[bool]) -> str:

@@ -19,13 +19,16 @@ from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import rule as register
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, make_primitive, result_types, returning_list
 from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
 _compat.exclude_from_user_code(__file__)
 
 
-def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+def operator(
+    text: str, *, vjp: Vjp | None = None, name: str | None = None, cost: Callable[..., KernelCost] | None = None
+) -> Callable[[Callable[..., Any]], Any]:
     """Turns a function into an operator with a declared rule, which can be planned and runs on shards of its operands.
 
     The function takes arrays by position (and hashable options by keyword) and returns an array or a flat tuple of
@@ -43,6 +46,9 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
             are the residuals. Both functions are planned operator by operator, so opaque code in them should be an
             operator too. Without `vjp`, JAX differentiates the function, which opaque code may not support.
         name: its name in jaxprs, plans and messages; by default the function's name.
+        cost: what the operator costs, for the estimate of a plan: `cost(*operands)` returns a `KernelCost` for operands
+            of some shapes and dtypes, those of one shard. It gets the options by keyword. Without `cost`, the
+            operators inside the function are counted, which finds nothing inside a Pallas kernel or an FFI call.
 
     Returns:
         A decorator. The operator that it returns is called like the function and keeps it as `__wrapped__`.
@@ -63,6 +69,8 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
             f"@operator('{text}'): vjp must be a pair (fwd, bwd) of functions, where fwd may be None, "
             f"but got {vjp!r:.80}"
         )
+    if cost is not None and not callable(cost):
+        raise TypeError(f"@operator('{text}'): cost must be a function that returns a KernelCost, but got {cost!r:.80}")
 
     def decorate(fn: Callable[..., Any]) -> Any:
         primitive = make_primitive(name or _name_of(fn))
@@ -74,7 +82,8 @@ def operator(text: str, *, vjp: Vjp | None = None, name: str | None = None) -> C
             for key, value in options.items():
                 _check_option(primitive.name, key, value)
             bound = _with_options(fn, tuple(sorted(options.items()))) if options else fn
-            out = apply(primitive, arrays, fn=bound, text=text, vjp=_vjp_with_options(vjp, options))
+            bound_cost = _with_options(cost, tuple(sorted(options.items()))) if cost and options else cost
+            out = apply(primitive, arrays, fn=bound, text=text, vjp=_vjp_with_options(vjp, options), cost=bound_cost)
             return out if len(parsed.results) > 1 else out[0]
 
         return call
@@ -162,7 +171,7 @@ def run_sharded(
     reduce-scattered where the requested spec allows it.
 
     Args:
-        params: the parameters of the operator's equation: `fn`, `text` and `vjp`.
+        params: the parameters of the operator's equation.
         mesh: a `Mesh` or `AbstractMesh`.
         operand_specs: for each operand a `PartitionSpec`, or a tuple with the mesh axes of each dimension.
         result_specs: for each result the same, or None to leave it as the rule does.

@@ -1,0 +1,41 @@
+"""Constants of the kernels, with unit, source and what depends on them."""
+
+# Lanes and sublanes of a TPU's vector registers. Splash attention takes blocks of a multiple of `LANES` queries and
+# keys. Source: https://docs.jax.dev/en/latest/pallas/tpu/details.html
+LANES, SUBLANES = 128, 8
+
+# Keys in a block where a kernel's operator runs in plain JAX, on platforms without the kernel. Source: the default of
+# `attention`. Only speed and memory on those platforms depend on it.
+FALLBACK_BLOCK = 512
+
+# Largest number of positions in a block of splash attention: of 16-bit elements, of wider ones, and computed at a time.
+# Source: Google's recipes for v5p and v6e use blocks of 1024 to 2048 (https://github.com/AI-Hypercomputer/tpu-recipes);
+# with these the kernels fit a vector memory of 16 MiB, the compiler's default limit.
+LARGEST_BLOCK, LARGEST_BLOCK_32_BITS, LARGEST_COMPUTED = 1024, 512, 512
+
+# --- The cost of splash attention (`attention_cost`). All predicted times of attention on TPUs depend on these figures.
+
+# Vector operations for each pair of a query and a key, counted in the source of the kernels: mask (position of the key,
+# comparison, choice), maximum, subtraction, exponential, sum, rounding to 16 bits.
+VECTOR_OPS_FORWARD = 9
+
+# The same for each of the two kernels of the backward pass: mask, subtraction, exponential, two roundings, difference
+# and product of the gradient of the scores.
+VECTOR_OPS_BACKWARD = 9
+
+# Additional vector operations of a soft cap: two products, a hyperbolic tangent of two operations, and its derivative.
+VECTOR_OPS_SOFT_CAP = 5
+
+# Microseconds of one step of a kernel's grid beside its arithmetic. Source: the overhead of about 0.35 us that JAX's
+# guide to Pallas on TPUs gives (https://docs.jax.dev/en/latest/pallas/tpu/matmul.html).
+STEP_OVERHEAD_US = 0.35
+
+# --- The choice of an implementation (`kernel_choice`).
+
+# With at least this many keys, `auto` uses the blockwise implementation where no kernel serves. Below, the score matrix
+# is small: 2048 x 2048 float32 scores are 16 MiB per head. Source: chosen, not measured.
+BLOCKWISE_KEYS = 2048
+
+# With at least this many keys, `auto` uses the platform's kernel. Source: chosen, not measured: below, one block holds
+# all keys, and the plain implementation is one kernel of XLA too.
+KERNEL_KEYS = 1024
