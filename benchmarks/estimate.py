@@ -41,13 +41,14 @@ from estimate_report import table
 from estimate_result import Estimate, Row, Traffic
 from hlo import Instruction, read
 from hlo_collectives import Collective
-from hlo_cost import Cost, has_unknown_cost
+from hlo_cost import Cost, has_unknown_cost, stated_cost
 from hlo_schedule import Device, Schedule
 from links import Chip, Target, wire
 
 # Fractions of the peak and of the memory bandwidth that kernels reach. Chosen, not measured.
 FLOPS_SHARE, MEMORY_SHARE = 0.95, 0.8
 UNKNOWN_CYCLES = 2**63 - 1
+VECTOR_LANES = 8 * 128 * 4  # of a TPU's core: lanes times arithmetic units (jax-ml.github.io/scaling-book)
 GiB = 2**30
 # TPU: Google Cloud's page on each version gives the peak, the memory bandwidth and the interconnect bandwidth per chip,
 # which is divided by the number of links and by 2. The clock is the one at which the matrix units reach the peak; at
@@ -57,9 +58,9 @@ GiB = 2**30
 # jax-ml.github.io/scaling-book. GPU: NVIDIA's data sheets of the H100 SXM (`link` is all its NVLinks together) and of
 # the DGX H100 (one 400 Gb/s port for each GPU).
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip(1.05e9, 275e12, 1228e9, 30.75 * GiB, 50e9, 15e9, torus=3, wraps_at=4, all_wrap=True),
+    "v4": Chip(1.05e9, 275e12, 1228e9, 30.75 * GiB, 50e9, 15e9, torus=3, wraps_at=4, all_wrap=True, cores=2),
     "v5e": Chip(1.5e9, 197e12, 819e9, 15.75 * GiB, 50e9, 15e9, torus=2, wraps_at=16),
-    "v5p": Chip(1.75e9, 459e12, 2765e9, 95.74 * GiB, 100e9, 15e9, torus=3, wraps_at=4, all_wrap=True),
+    "v5p": Chip(1.75e9, 459e12, 2765e9, 95.74 * GiB, 100e9, 15e9, torus=3, wraps_at=4, all_wrap=True, cores=2),
     "v6e": Chip(1.75e9, 918e12, 1640e9, 31.25 * GiB, 100e9, 32e9, torus=2, wraps_at=16),
     "h100": Chip(0.0, 989e12, 3350e9, 80e9, 450e9, 55e9, network=50e9),
 }
@@ -146,7 +147,8 @@ def cycles(instruction: Instruction) -> int | None:
 def roofline(chip: Chip, cost: Cost) -> tuple[float, float]:
     """Return the seconds of an instruction, and of its memory traffic alone."""
     traffic = cost.hbm_bytes / (MEMORY_SHARE * chip.hbm)
-    return max(cost.work / (FLOPS_SHARE * chip.flops), traffic, cost.host_bytes / chip.host), traffic
+    vector = cost.vector / (chip.cores * VECTOR_LANES * chip.clock) if chip.clock else 0.0
+    return max(cost.work / (FLOPS_SHARE * chip.flops), vector, traffic, cost.host_bytes / chip.host), traffic
 
 
 def _measures(machine: Target) -> dict[str, Callable[[Instruction, Cost], tuple[float, float]]]:
@@ -154,7 +156,7 @@ def _measures(machine: Target) -> dict[str, Callable[[Instruction, Cost], tuple[
 
     def by_cycles(instruction: Instruction, cost: Cost) -> tuple[float, float]:
         seconds, traffic = roofline(chip, cost)
-        count = cycles(instruction)
+        count = None if stated_cost(instruction) else cycles(instruction)  # a kernel has 0 cycles
         return (seconds if count is None else count / chip.clock), traffic
 
     def by_roofline(_: Instruction, cost: Cost) -> tuple[float, float]:

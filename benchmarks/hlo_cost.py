@@ -6,7 +6,8 @@ that it calls.
     convolution   2 x batch x features of the result x input features of the kernel x, for each spatial dimension, the
                   pairs (output position, kernel position) that meet a real input, neither padding nor the holes of a
                   dilation (XLA:TPU writes batched products as such convolutions)
-    cuBLAS, cuDNN calls count alike; other custom calls count by their `cost_estimate`, if they have one
+    cuBLAS, cuDNN calls count alike; other custom calls count by their `cost_estimate`, if they have one: also its bytes
+                  and its transcendental operations, each with `VECTOR_OPS` operations on vectors
 Products at a higher precision take several passes of a TPU's matrix unit (3 for `high`, 6 for `highest`); 32-bit ones
 run at half speed on a GPU (TF32). `work` includes that, `flops` does not. Elementwise arithmetic is not counted.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hlo import HBM, HOST, Array, Computation, Instruction, Module, bits_of
@@ -43,16 +44,19 @@ SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = ("dynamic-update-slice", "scatter")
 MOVES = ("copy", "convert", "transpose")  # each element of the result is one of the operand
 PASSES = {"high": 3, "highest": 6}
+# Operations on vectors for each exponential of an attention kernel: those on the mask, the maximum, the sum, and casts.
+VECTOR_OPS = 9
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations (`flops`), their time in units of 16-bit operations (`work`), and bytes of each memory."""
+    """Operations of products (`flops`), in units of 16-bit operations (`work`), of vectors; bytes of each memory."""
 
     flops: float = 0.0
     work: float = 0.0
     hbm_bytes: float = 0.0
     host_bytes: float = 0.0
+    vector: float = 0.0
 
 
 def cost(module: Module, where: Computation, instruction: Instruction, gpu: bool = False) -> Cost:
@@ -61,7 +65,20 @@ def cost(module: Module, where: Computation, instruction: Instruction, gpu: bool
     products = [(flops(*pair), _slowdown(*pair, gpu)) for pair in inner]
     total, work = sum(n for n, _ in products), sum(n * slow for n, slow in products)
     moved = {space: sum(size for at, size in traffic(module, where, instruction) if at == space) for space in (0, 5)}
+    if stated := stated_cost(instruction):
+        return replace(stated, host_bytes=moved[HOST])
     return Cost(total, work, moved[HBM], moved[HOST])
+
+
+def stated_cost(instruction: Instruction) -> Cost | None:
+    """Return the cost that a kernel states to the compiler; None for other instructions."""
+    found = re.search(r'"cost_estimate":\{([^}]*)\}', instruction.attributes)
+    if instruction.opcode != "custom-call" or not found:
+        return None
+    stated = {name: float(count) for name, count in re.findall(r'"(\w+)":"?(\d+)', found[1])}
+    operations = stated.get("flops", 0.0)
+    vector = VECTOR_OPS * stated.get("transcendentals", 0.0)
+    return Cost(operations, operations, stated.get("bytes_accessed", 0.0), vector=vector)
 
 
 def is_free(instruction: Instruction) -> bool:
@@ -74,7 +91,7 @@ def is_free(instruction: Instruction) -> bool:
 def has_unknown_cost(instruction: Instruction) -> bool:
     """Whether an instruction is a kernel of unknown cost, apart from its operands and results."""
     target = instruction.attribute("custom_call_target") or ""
-    known = is_free(instruction) or "__cu" in target or _declared_flops(instruction)
+    known = is_free(instruction) or "__cu" in target or stated_cost(instruction) is not None
     return instruction.opcode == "custom-call" and not known
 
 
@@ -262,12 +279,7 @@ def _library_call_flops(where: Computation, instruction: Instruction) -> float:
         elif "BackwardFilter" in target:
             right, result = result, right
         return _convolution(left, right, result, instruction)
-    return _declared_flops(instruction)
-
-
-def _declared_flops(instruction: Instruction) -> float:
-    given = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes)
-    return float(given[1]) if given else 0.0
+    return 0.0
 
 
 def _numbers(text: str | None) -> list[int]:

@@ -58,7 +58,7 @@ class Chip:
 
     `link` is one link, one way; a GPU's is all its NVLinks together, and `network` its share of the host's network.
     `torus` is the number of dimensions of a TPU's torus. A dimension is a ring if its size is a multiple of `wraps_at`;
-    with `all_wrap`, only if all sizes are.
+    with `all_wrap`, only if all sizes are. `cores` is the number of tensor cores of a TPU's device.
     """
 
     clock: float
@@ -71,6 +71,7 @@ class Chip:
     wraps_at: int = 0
     all_wrap: bool = False
     network: float = 0.0
+    cores: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,11 @@ JAX offers them as one differentiable function only. An operator for each lets a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
 
 
 def _modules() -> tuple[Any, Any]:
@@ -83,3 +87,28 @@ def backward(
         (q, k, v, segments, None, out, log_sum, dq_info, dkv_info), d_out,
     )  # fmt: skip
     return gradients[3], gradients[4], gradients[5]
+
+
+def with_costs(fn: Callable[..., Any], costs: Mapping[str, tuple[float, float, float]], *args: Any) -> Any:
+    """Calls a function whose Pallas kernels tell the compiler what they cost. JAX's splash attention states no costs.
+
+    Args:
+        fn: a function of pytrees of arrays.
+        costs: a part of a kernel's name, such as `_dq_` -> its FLOPs, transcendental operations and bytes accessed.
+        *args: its arguments.
+    """
+    from jax.experimental import pallas
+
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    eqns = []
+    for eqn in closed.jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            for part, (flops, transcendentals, size) in costs.items():
+                if part in str(eqn.params["name"]):
+                    cost = pallas.CostEstimate(
+                        flops=int(flops), transcendentals=int(transcendentals), bytes_accessed=int(size)
+                    )
+                    eqn = eqn.replace(params={**eqn.params, "cost_estimate": cost})
+        eqns.append(eqn)
+    priced = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
+    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(priced)(*jax.tree.leaves(args)))

@@ -8,20 +8,26 @@ sequence the last one is priced: its queries see the most keys, and the other sh
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autoshard.kernels.constants import (
+    FLOAT32,
     LANES,
     STEP_OVERHEAD_US,
     SUBLANES,
-    VECTOR_OPS_BACKWARD,
-    VECTOR_OPS_FORWARD,
+    VECTOR_OPS,
     VECTOR_OPS_SOFT_CAP,
 )
 from autoshard.kernels.visibility import Visibility
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
+
+
+def stated(cost: KernelCost) -> tuple[float, float, float]:
+    """Return what a kernel states to the compiler: FLOPs, transcendental operations, and bytes accessed."""
+    return cost.flops, cost.vector_ops / VECTOR_OPS, cost.moved_bytes
 
 
 def visited_blocks(visibility: Visibility, queries: int, keys: int, block_q: int, block_k: int) -> int:
@@ -46,54 +52,65 @@ def forward_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
         call: the `SplashCall`.
     """
     block_q, block_k, _ = call.blocks.fit(q.shape[3], k.shape[2]).forward
-    widths = k.shape[3] + v.shape[3]
-    ops = VECTOR_OPS_FORWARD + _cap_ops(call)
-    rows, size = math.prod(q.shape[:4]), q.dtype.itemsize
-    log_sums = rows * LANES * 4  # one float32 in each lane
-    moved = rows * widths * size + log_sums
-    return _cost(call, q, k, block_q, block_k, products=widths, ops=ops, loads=widths, moved=moved, held=log_sums)
+    width, rows = k.shape[3] + v.shape[3], math.prod(q.shape[:4])
+    log_sums = rows * LANES * FLOAT32  # one in each lane
+    moved = rows * width * q.dtype.itemsize + log_sums
+    return _Kernel(call, q, k, block_q, block_k).cost(width, block_k * width, moved, log_sums)
 
 
-def backward_cost(q: Any, k: Any, v: Any, out: Any, log_sum: Any, d_out: Any, *others: Any, call: Any) -> KernelCost:
-    """Return the cost of the two kernels of the backward pass. The arguments are those of `forward_cost`."""
-    blocks = call.blocks.fit(q.shape[3], k.shape[2])
-    d, e, size = k.shape[3], v.shape[3], q.dtype.itemsize
-    ops = VECTOR_OPS_BACKWARD + 2 * _cap_ops(call)
-    rows, key_rows = math.prod(q.shape[:4]), math.prod(k.shape[:3])
-    statistics = 2 * rows * SUBLANES * 4  # log-sum-exp and d_out . out, one float32 in each sublane
-    # Scores and the gradient of the weights are computed in both kernels.
-    moved = 2 * key_rows * (d + e) * size
-    dkv = _cost(
-        call, q, k, *blocks.dkv[:2], products=2 * (d + e), ops=ops, loads=d + e, moved=moved, held=statistics,
-        loads_queries=True,
-    )  # fmt: skip
-    moved = rows * (2 * d + 2 * e) * size + statistics
-    dq = _cost(call, q, k, *blocks.dq, products=2 * d + e, ops=ops, loads=d + e, moved=moved, held=0.0)
-    return dkv.plus(dq)
+def dkv_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
+    """Return the cost of the kernel of the gradients of keys and values. The arguments are those of `forward_cost`."""
+    block_q, block_k, _ = call.blocks.fit(q.shape[3], k.shape[2]).dkv
+    width = k.shape[3] + v.shape[3]
+    moved = 2 * math.prod(k.shape[:3]) * width * q.dtype.itemsize
+    held = 2 * math.prod(q.shape[:4]) * SUBLANES * FLOAT32  # log-sum-exp and d_out . out, one in each sublane
+    kernel = _Kernel(call, q, k, block_q, block_k)
+    return kernel.cost(2 * width, block_q * width, moved + held, held)
 
 
-def _cap_ops(call: Any) -> int:
-    return 0 if call.softmax.soft_cap is None else VECTOR_OPS_SOFT_CAP
+def dq_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
+    """Return the cost of the kernel of the gradient of queries. The arguments are those of `forward_cost`."""
+    block_q, block_k = call.blocks.fit(q.shape[3], k.shape[2]).dq
+    d, e, rows = k.shape[3], v.shape[3], math.prod(q.shape[:4])
+    moved = rows * (2 * (d + e) * q.dtype.itemsize + 2 * SUBLANES * FLOAT32)
+    return _Kernel(call, q, k, block_q, block_k).cost(2 * d + e, block_k * (d + e), moved, 0.0)
 
 
-def _cost(
-    call: Any, q: Any, k: Any, block_q: int, block_k: int, *,
-    products: int, ops: int, loads: int, moved: float, held: float, loads_queries: bool = False,
-) -> KernelCost:  # fmt: skip
-    """Return the cost of one kernel: per pair `2 * products` FLOPs and `ops` vector operations.
+def backward_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
+    """Return the cost of the backward pass: two kernels. The arguments are those of `forward_cost`."""
+    return dkv_cost(q, k, v, call=call).plus(dq_cost(q, k, v, call=call))
 
-    Each visited block loads rows of `loads` elements: of its keys, or of its queries if `loads_queries`.
-    """
-    heads, queries, keys = math.prod(q.shape[:3]), q.shape[3], k.shape[2]
-    blocks = heads * visited_blocks(call.softmax.visibility, queries, keys, block_q, block_k)
-    pairs = float(blocks) * block_q * block_k
-    loaded = float(blocks) * (block_q if loads_queries else block_k) * loads * q.dtype.itemsize
-    steps = heads * (queries // block_q) * (keys // block_k) if call.softmax.visibility.window is None else blocks
-    return KernelCost(
-        flops=2.0 * pairs * products,
-        itemsize=q.dtype.itemsize,
-        moved_bytes=loaded + moved,
-        held_bytes=held,
-        vector_ops=pairs * ops,
-        overhead_us=steps * STEP_OVERHEAD_US,
-    )
+
+@dataclass(frozen=True)
+class _Kernel:
+    """One kernel of a call, with its block sizes."""
+
+    call: Any
+    q: Any
+    k: Any
+    block_q: int
+    block_k: int
+
+    def cost(self, products: int, loads: int, moved: float, held: float) -> KernelCost:
+        """Return the cost of a kernel.
+
+        Args:
+            products: elements of the vectors that each pair multiplies.
+            loads: elements that each visited block loads.
+            moved: bytes that are read and written once.
+            held: bytes of the kernel's own values.
+        """
+        visibility, itemsize = self.call.softmax.visibility, self.q.dtype.itemsize
+        heads, queries, keys = math.prod(self.q.shape[:3]), self.q.shape[3], self.k.shape[2]
+        blocks = heads * visited_blocks(visibility, queries, keys, self.block_q, self.block_k)
+        steps = heads * (queries // self.block_q) * (keys // self.block_k) if visibility.window is None else blocks
+        pairs = float(blocks) * self.block_q * self.block_k
+        capped = VECTOR_OPS_SOFT_CAP if self.call.softmax.soft_cap is not None else 0
+        return KernelCost(
+            flops=2.0 * pairs * products,
+            itemsize=itemsize,
+            moved_bytes=float(blocks) * loads * itemsize + moved,
+            held_bytes=held,
+            vector_ops=pairs * (VECTOR_OPS + capped),
+            overhead_us=steps * STEP_OVERHEAD_US,
+        )

@@ -4,6 +4,9 @@
 # keys. Source: https://docs.jax.dev/en/latest/pallas/tpu/details.html
 LANES, SUBLANES = 128, 8
 
+# Bytes of the float32 in which the kernels keep the statistics of softmax.
+FLOAT32 = 4
+
 # Keys in a block where a kernel's operator runs in plain JAX, on platforms without the kernel. Source: the default of
 # `attention`. Only speed and memory on those platforms depend on it.
 FALLBACK_BLOCK = 512
@@ -15,13 +18,11 @@ LARGEST_BLOCK, LARGEST_BLOCK_32_BITS, LARGEST_COMPUTED = 1024, 512, 512
 
 # --- The cost of splash attention (`attention_cost`). All predicted times of attention on TPUs depend on these figures.
 
-# Vector operations for each pair of a query and a key, counted in the source of the kernels: mask (position of the key,
-# comparison, choice), maximum, subtraction, exponential, sum, rounding to 16 bits.
-VECTOR_OPS_FORWARD = 9
-
-# The same for each of the two kernels of the backward pass: mask, subtraction, exponential, two roundings, difference
-# and product of the gradient of the scores.
-VECTOR_OPS_BACKWARD = 9
+# Vector operations for each pair of a query and a key, of which one is an exponential. Counted in the source of the
+# kernels. Forward: mask (position of the key, comparison, choice), maximum, subtraction, exponential, sum, rounding to
+# 16 bits. Each kernel of the backward pass: mask, subtraction, exponential, two roundings, difference and product of
+# the gradient of the scores. The audit counts as many for each transcendental operation that a kernel states.
+VECTOR_OPS = 9
 
 # Additional vector operations of a soft cap: two products, a hyperbolic tangent of two operations, and its derivative.
 VECTOR_OPS_SOFT_CAP = 5

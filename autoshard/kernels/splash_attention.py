@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard._compat import splash
-from autoshard.kernels.attention_cost import backward_cost, forward_cost
+from autoshard.kernels.attention_cost import backward_cost, dkv_cost, dq_cost, forward_cost, stated
 from autoshard.kernels.block_tables import visits_of_keys, visits_of_queries
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_backward, blockwise_forward, sink_gradient
 from autoshard.kernels.constants import FALLBACK_BLOCK, LANES
@@ -176,7 +176,8 @@ def _forward(call: SplashCall, q, k, v, pairs: Pairs, sinks):
             )  # fmt: skip
             return out.reshape(*q.shape[:3], -1), log_sum.reshape(q.shape[:3])
 
-        return jax.vmap(one)(q, k, v, _segments(pairs))
+        costs = {"_fwd_": stated(forward_cost(q, k, v, call=call))}
+        return splash.with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
 
     return _by_platform(call, kernel, plain, q, k, v, pairs, sinks)
 
@@ -207,7 +208,8 @@ def _backward(call: SplashCall, q, k, v, pairs: Pairs, out, log_sum, d_out):
             )  # fmt: skip
             return d_q.reshape(q.shape), d_k, d_v
 
-        return jax.vmap(one)(q, k, v, _segments(pairs), out, log_sum, d_out)
+        costs = {f"_{name}_": stated(cost(q, k, v, call=call)) for name, cost in (("dkv", dkv_cost), ("dq", dq_cost))}
+        return splash.with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs), out, log_sum, d_out)
 
     return _by_platform(call, kernel, plain, q, k, v, pairs, out, log_sum, d_out)
 

@@ -47,6 +47,8 @@ class Audit:
         missing: planned traffic that the compiled program does not have.
         replicated: arrays that the plan shards and the compiled program replicates.
         remarks: involuntary full rematerializations with cost and cause, in descending order of bytes.
+        kernels: kernel, such as an attention kernel -> its runs in a step, and their microseconds by the cost that it
+            states.
         notes: what the figures do not include.
         memory: bytes by kind: argument, output, temp, alias, code; on the host with `host_`.
         peak_bytes: peak memory, as the compiler reports it; for an `oom`, the memory that the program needs.
@@ -80,6 +82,7 @@ class Audit:
     missing: tuple[Missing, ...] = ()
     replicated: tuple[ReplicatedArray, ...] = ()
     remarks: tuple[Rematerialization, ...] = ()
+    kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
     peak_bytes: float | None = None
@@ -138,7 +141,15 @@ def _plain(value: Any) -> Any:
 
 def report(audit: Audit) -> str:
     """The text of an audit: the plan's figures beside those of the compiled program, and the differences."""
-    parts = [_head(audit), _failure(audit), _figures(audit), _traffic(audit), _unplanned(audit), _missing(audit)]
+    parts = [
+        _head(audit),
+        _failure(audit),
+        _figures(audit),
+        _kernels(audit),
+        _traffic(audit),
+        _unplanned(audit),
+        _missing(audit),
+    ]
     parts += [_replicated(audit), _remarks(audit), _notes(audit)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -198,6 +209,17 @@ def _row(
 
     ratio = ratio_text(compiled, planned) if compiled is not None and planned else ""
     return name, cell(planned), cell(compiled), "" if ratio == "-" else ratio
+
+
+def _kernels(audit: Audit) -> list[str]:
+    """The kernels that the compiler does not price, with the time by the cost that each states."""
+    if not audit.kernels:
+        return []
+    runs, us = (sum(each[n] for each in audit.kernels.values()) for n in (0, 1))
+    rows = [(f"{INDENT}kernel", "runs", "time")]
+    rows += [(INDENT + name, f"{n:.0f}", time_text(t)) for name, (n, t) in audit.kernels.items()]
+    return [f"kernels: {runs:.0f} runs per step, {time_text(us)} by the costs that they state",
+            *columns(rows, right=(1, 2))]  # fmt: skip
 
 
 def _traffic(audit: Audit) -> list[str]:

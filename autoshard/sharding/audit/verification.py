@@ -155,6 +155,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         missing=missing,
         replicated=replicated(executable, program, predicted.peak_bytes or 0.0),
         remarks=remarks,
+        kernels=schedule.kernel_runs,
         notes=(*predicted.notes, *_notes(program, schedule)),
         cycles=totals.cycles or None,
         compute_us=totals.compute_us,

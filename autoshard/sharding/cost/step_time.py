@@ -13,6 +13,7 @@
 `flops` are those of contractions and convolutions, `peak` is that of their dtype. `tiles` is the fraction of the
 matrix unit's tiles that a shard fills: a dimension of 64 fills half of a tile of 128. `bytes` are what a kernel reads
 and writes (for a declared operator, `opaque_memory`), without values that stay in on-chip memory (`Fusion.on_chip`).
+An operator with a declared cost is priced by that (`machines.kernel_time`).
 
 Decision points need the collectives of `operator_strategy.choose_strategy`. At other operators, an activation is
 gathered over each mesh axis that no longer shards the same logical axis. The collective is an all-to-all if the mesh
@@ -54,14 +55,15 @@ from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_mem
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED, Chip
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import matmul_flops
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_cost
+from autoshard.spmdrules.custom_ops.kernel_cost import declared_cost
 from autoshard.spmdrules.ir.program import Op
 
 
@@ -304,16 +306,6 @@ def _shard_types(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) ->
         )
         for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
     ]
-
-
-def declared_us(cost: KernelCost, chip: Chip) -> float:
-    """Return the microseconds of an operator with a declared cost. Its arithmetic and its traffic overlap."""
-    times = (
-        cost.flops / (chip.peak(cost.itemsize) * PEAK_REACHED),
-        cost.vector_ops / chip.vector_ops if chip.vector_ops else 0.0,
-        cost.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED),
-    )
-    return max(times) * 1e6 + cost.overhead_us
 
 
 def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:

@@ -6,6 +6,9 @@ FLOPs are those of the matrix products and convolutions in an instruction and in
 multiply-add counts 2. A convolution counts the pairs of an output and a window tap that fall on an input, not those on
 padding or dilation holes: XLA:TPU expresses batched products as such convolutions.
 
+A custom call that states its cost (`cost_estimate`, as Pallas kernels do) is priced by that: FLOPs, bytes, and vector
+operations, `VECTOR_OPS` for each transcendental one. The compiler gives such calls 0 cycles.
+
 Bytes are those of operands and results in the device's main memory. Of an operand that is sliced or gathered, only the
 bytes that are read count. Of an operand that is updated in place, only those of the update. This holds in fusions too.
 Bitcasts and tuples are free.
@@ -19,10 +22,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autoshard.kernels.constants import VECTOR_OPS
 from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.sharding.hlo.parser import HOST_MEMORY, MAIN_MEMORY, Array, Computation, Instruction, Program, bits
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.kernel_time import declared_us
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 FREE = (
     "add-dependency", "after-all", "bitcast", "conditional", "constant", "domain", "get-tuple-element", "opt-barrier",
@@ -34,6 +40,7 @@ UPDATES = ("dynamic-update-slice", "scatter")
 RESHAPES = ("bitcast", "reshape")
 # Passes of a TPU's matrix unit over bfloat16 parts of 32-bit operands, by `jax.lax.Precision` (3 and 6 products).
 PASSES = {"high": 3, "highest": 6}
+_STATED = re.compile(r'"cost_estimate":\{([^}]*)\}')
 UNKNOWN_CYCLES = 2**63 - 1  # what the compiler prints if it has no estimate
 
 
@@ -43,9 +50,15 @@ class Kernels:
     def __init__(self, program: Program, chip: Chip):
         self.program, self.chip = program, chip
 
+    @property
+    def _bandwidth(self) -> float:
+        return self.chip.memory_bandwidth * BANDWIDTH_REACHED
+
     def times_us(self, computation: Computation, i: Instruction) -> tuple[float, float]:
         """Microseconds of an instruction, and of its reads and writes alone."""
-        memory = self.moved_bytes(computation, i) / (self.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+        if stated := stated_cost(computation, i):
+            return declared_us(stated, self.chip), stated.moved_bytes / self._bandwidth * 1e6
+        memory = self.moved_bytes(computation, i) / self._bandwidth * 1e6
         inner = ((computation, i), *self.program.inside(i))
         return max(sum(self.product_us(at, instruction) for at, instruction in inner), memory), memory
 
@@ -126,6 +139,22 @@ class Kernels:
                 1 + (root.opcode == "scatter")
             )
         return whole
+
+
+def stated_cost(computation: Computation, i: Instruction) -> KernelCost | None:
+    """The cost that a custom call states; None if it states none."""
+    if i.opcode != "custom-call" or not (found := _STATED.search(i.attributes)):
+        return None
+    stated = {name: float(n) for name, n in re.findall(r'"(\w+)":"?(\d+)', found[1])}
+    sizes = [
+        bits(a.dtype) // 8 for v in computation.operands_of(i) for a in v.arrays if a.dtype.startswith(("f", "bf"))
+    ]
+    return KernelCost(
+        flops=stated.get("flops", 0.0),
+        itemsize=max(min(sizes, default=4), 1),
+        moved_bytes=stated.get("bytes_accessed", 0.0),
+        vector_ops=stated.get("transcendentals", 0.0) * VECTOR_OPS,
+    )
 
 
 def cycles_of(i: Instruction) -> int | None:

@@ -4,6 +4,7 @@ Instructions run in the order of the schedule. `now` is the simulated time. A di
 collective at a time, or two permutes in opposite directions.
 
     an instruction            now += its time: compiler cycles / clock rate, or a roofline if the compiler gives none
+    a kernel                  the time by the cost that it states
     a synchronous collective  starts when its links are free; now advances to its end, and all of it is exposed
     start ... done            runs in parallel with the instructions in between; the time left at `done` is exposed
     while                     simulates its body twice. The second iteration counts for all further ones, so that a
@@ -15,11 +16,12 @@ collective at a time, or two permutes in opposite directions.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
 from autoshard.sharding.hlo.collectives import SENDS, Collective, Collectives
-from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, is_free, reaches_host
+from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, is_free, reaches_host, stated_cost
 from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.hlo.trip_counts import Loops
@@ -141,6 +143,7 @@ class Schedule:
         self.collectives, self.loops = Collectives(program, links.cross_slice_groups), Loops(program)
         self.runs: dict[RunKey, CollectiveRuns] = {}
         self.totals = Totals()
+        self.kernel_runs: dict[str, tuple[float, float]] = {}  # kernel with a stated cost -> runs, microseconds
         self.unknown_loops: dict[str, Instruction] = {}
         self._priced: dict[int, tuple[float, float, float, int]] = {}
 
@@ -194,11 +197,17 @@ class Schedule:
         self.totals.compute_us += weight * time
         self.totals.roofline_us += weight * roofline
         self.totals.cycles += weight * cycles
+        if i.opcode == "custom-call" and stated_cost(computation, i):
+            name = re.sub(r"[.\d]+$", "", i.name)
+            runs, us = self.kernel_runs.get(name, (0.0, 0.0))
+            self.kernel_runs[name] = runs + weight, us + weight * time
 
     def _price(self, computation: Computation, i: Instruction) -> tuple[float, float, float, int]:
         """The time, the roofline time and the memory time of an instruction in microseconds, and its cycles."""
         roofline, memory = self.kernels.times_us(computation, i)
         cycles, clock_hz = cycles_of(i), self.kernels.chip.clock_hz
+        if stated_cost(computation, i):  # the compiler counts 0 cycles
+            return roofline, roofline, memory, round(roofline * clock_hz / 1e6)
         time = roofline if cycles is None or not clock_hz else cycles / clock_hz * 1e6
         return time, roofline, memory, cycles or 0
 

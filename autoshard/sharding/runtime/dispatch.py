@@ -330,22 +330,12 @@ class PureFunction:
         options: dict[str, Any] = dict(self.options)
         shortlist = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
+        donate_from = self.filter_jit and self.filter_jit.donate_from
         platform = find_platform(options["mesh"], options["target"])
+        trace_options = self.donate, names, written, self.static_numbers, self.arguments, donate_from, platform
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            donate_from = self.filter_jit and self.filter_jit.donate_from
-            traced = trace(
-                fn,
-                args,
-                kwargs,
-                self.donate,
-                names,
-                written,
-                self.static_numbers,
-                self.arguments,
-                donate_from,
-                platform,
-            )
+            traced = trace(fn, args, kwargs, *trace_options)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     bound = plan_traced(
