@@ -105,7 +105,7 @@ def test_the_axes_of_an_opaque_kernel_are_named_and_shard():
     step, params, x = attention_step(False)
     plan = autoshard.plan(step, params, x, plan="dp:2 tp:4")
     assert plan.logical_axes["0/wq"] == ("embed", "heads*heads_1", "head_dim")
-    assert plan.logical_axes["0/wv"] == ("embed", "heads", "head_dim")
+    assert plan.logical_axes["0/wv"] == ("embed", "heads", "head_dim_1")
     assert not any("splash" in row[3] for row in plan.traffic)
 
 
