@@ -17,15 +17,15 @@ Sources: GPT-2 (Radford et al. 2019) and nanoGPT for shapes and initialization.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.models.gpt_config import GPTConfig
-from autoshard.models.loss import cross_entropy
 from autoshard.models.stack import extend_layers, make_layers, run_layers
-from autoshard.models.transformer import Block, KVCache, Norm, dropout, dropout_keys, embed_tokens, param, predict
+from autoshard.models.transformer import Block, KVCache, Norm, dropout, dropout_keys, embed_tokens, param, predict, prediction_loss
 
 
 class GPT(nnx.Module):
@@ -65,12 +65,37 @@ class GPT(nnx.Module):
         Returns:
             `[batch, seq, vocab]` in `cfg.dtype`.
         """
+        return predict(self._features(tokens, deterministic, rngs), self.embed, self.head)
+
+    def loss(
+        self,
+        batch: Mapping[str, jax.Array],
+        *,
+        deterministic: bool = True,
+        rngs: nnx.Rngs | jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Compute the cross-entropy of a batch, with logits in `cfg.loss_chunks` chunks.
+
+        A subclass that computes other logits overrides this method and `__call__`.
+
+        Args:
+            batch: `inputs` and `targets`, integers `[batch, seq]`, and optionally `mask`, weights `[batch, seq]`.
+            deterministic: whether dropout is off.
+            rngs: source of the dropout key, as in a call.
+
+        Returns:
+            The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
+        """
+        x = self._features(batch["inputs"], deterministic, rngs)
+        return prediction_loss(self.cfg, x, self.embed, self.head, batch["targets"], batch.get("mask"))
+
+    def _features(self, tokens: jax.Array, deterministic: bool, rngs: nnx.Rngs | jax.Array | None) -> jax.Array:
+        """Compute the features `[batch, seq, width]` of which the logits are a linear function."""
         keys = dropout_keys(self.cfg, deterministic, rngs)
         x = embed_tokens(self.cfg, self.embed, self.position, tokens)
         if keys is not None:
             x, keys = dropout(x, self.cfg.dropout, keys[0]), keys[1:]
-        x = self.norm(run_layers(self.blocks, x, keys, remat=self.cfg.remat))
-        return predict(x, self.embed, self.head)
+        return self.norm(run_layers(self.blocks, x, keys, remat=self.cfg.remat))
 
     def cache(self, batch: int, length: int | None = None) -> KVCache:
         """Make an empty cache for the keys and values of `length` positions, `cfg.context` by default."""
@@ -131,7 +156,8 @@ def loss_fn(
     rngs: nnx.Rngs | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cross-entropy of the model's logits, summed over tokens, and the number of tokens."""
-    return cross_entropy(model(tokens, deterministic=deterministic, rngs=rngs), targets, mask)
+    batch = {"inputs": tokens, "targets": targets} | ({} if mask is None else {"mask": mask})
+    return model.loss(batch, deterministic=deterministic, rngs=rngs)
 
 
 def parameter_count(model: GPT) -> int:

@@ -44,6 +44,9 @@ class GPTConfig:
         attention: `plain`, `blockwise`, `auto` (chosen by sequence length), or `cudnn` (NVIDIA GPUs, 16-bit `dtype`).
             With `cudnn`, generation with a cache uses `auto`.
         block_size: number of keys in a block of blockwise attention.
+        loss_chunks: number of chunks of the vocabulary for which the loss computes logits one after the other, at most
+            `vocab`. With 1 the logits are whole, `[batch, seq, vocab]` in float32. With n the loss needs 1/n of their
+            memory, and computes them once more in the backward pass. A number that divides `vocab` serves best.
         dropout: dropout rate on the embedding and on each sublayer's output.
         dtype: dtype of the computation. Softmax, norms and the loss always use float32.
         param_dtype: dtype in which parameters are stored.
@@ -70,6 +73,7 @@ class GPTConfig:
     remat: str = "none"
     attention: Impl = "auto"
     block_size: int = 512
+    loss_chunks: int = 1
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
@@ -82,12 +86,14 @@ class GPTConfig:
             for name, allowed in _CHOICES.items()
             if getattr(self, name) not in allowed
         ]
-        sizes = ("vocab", "layers", "heads", "kv_heads", "width", "ffn", "context", "block_size")
+        sizes = ("vocab", "layers", "heads", "kv_heads", "width", "ffn", "context", "block_size", "loss_chunks")
         given = {name: getattr(self, name) for name in sizes if getattr(self, name) is not None}
         small = {name: size for name, size in given.items() if size < 1}
         problems += [f"{name} is {size}; it must be at least 1" for name, size in small.items()]
         if not small:
             problems += self._head_problems()
+            if self.loss_chunks > self.vocab:
+                problems.append(f"loss_chunks is {self.loss_chunks}; it must be at most vocab, {self.vocab}")
             problems += remat_problems(self.remat, self.layers, scan=self.scan_layers)
         if self.attention == "cudnn" and self.dtype == "float32":
             problems.append(

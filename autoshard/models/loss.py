@@ -29,8 +29,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array | None 
     logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     classes = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     picked = jnp.sum(jnp.where(classes == targets[..., None], logits, 0.0), axis=-1)
-    loss = jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - picked
+    return sum_and_count(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - picked, mask)
+
+
+def sum_and_count(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Sum the tokens' losses, weighted by the mask, and the weights; without a mask all weights are 1."""
     if mask is None:
-        return jnp.sum(loss), jnp.float32(targets.size)
+        return jnp.sum(losses), jnp.float32(losses.size)
     weights = mask.astype(jnp.float32)
-    return jnp.sum(loss * weights), jnp.sum(weights)
+    return jnp.sum(losses * weights), jnp.sum(weights)

@@ -39,7 +39,6 @@ from jax import lax
 
 from autoshard._shown import shown
 from autoshard.models import dropless
-from autoshard.models.loss import cross_entropy
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.stack import extend_layers, make_layers, run_layers
 from autoshard.models.transformer import (
@@ -54,6 +53,7 @@ from autoshard.models.transformer import (
     embed_tokens,
     param,
     predict,
+    prediction_loss,
     residual_deviation,
 )
 
@@ -297,6 +297,13 @@ class MoE(nnx.Module):
             deterministic: whether dropout is off.
             rngs: source of the dropout key: an `nnx.Rngs` (its `dropout` stream) or a key.
         """
+        x, losses = self._features(tokens, deterministic, rngs)
+        return predict(x, self.embed, self.head), losses
+
+    def _features(
+        self, tokens: jax.Array, deterministic: bool, rngs: nnx.Rngs | jax.Array | None
+    ) -> tuple[jax.Array, RouterLosses]:
+        """Compute the features `[batch, seq, width]` of which the logits are a linear function, and the losses."""
         gpt = self.cfg.gpt
         keys = dropout_keys(gpt, deterministic, rngs)
         x = embed_tokens(gpt, self.embed, self.position, tokens)
@@ -304,7 +311,7 @@ class MoE(nnx.Module):
             x, keys = dropout(x, gpt.dropout, keys[0]), keys[1 : 1 + gpt.layers // self.cfg.moe_every]
         zero = jnp.zeros((), jnp.float32)
         x, losses = run_layers(self.blocks, (x, RouterLosses(zero, zero)), keys, remat=gpt.remat)
-        return predict(self.norm(x), self.embed, self.head), losses
+        return self.norm(x), losses
 
     def cache(self, batch: int, length: int | None = None) -> KVCache:
         """Make an empty cache for the keys and values of `length` positions, `cfg.context` by default.
@@ -354,8 +361,10 @@ class MoE(nnx.Module):
         Returns:
             The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
         """
-        logits, losses = self.forward(batch["inputs"], deterministic=deterministic, rngs=rngs)
-        total, count = cross_entropy(logits, batch["targets"], batch["mask"])
+        x, losses = self._features(batch["inputs"], deterministic, rngs)
+        total, count = prediction_loss(
+            self.cfg.gpt, x, self.embed, self.head, batch["targets"], batch["mask"]
+        )
         if deterministic:
             return total, count
         return total + count * (self.cfg.balance_weight * losses.balance + self.cfg.z_weight * losses.z), count

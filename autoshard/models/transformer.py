@@ -17,8 +17,10 @@ from flax import nnx
 from jax import lax
 
 from autoshard._shown import shown
+from autoshard.kernels.cross_entropy import linear_cross_entropy
 from autoshard.models.attention import attention
 from autoshard.models.gpt_config import GPTConfig
+from autoshard.models.loss import cross_entropy, sum_and_count
 
 KeysValues = tuple[jax.Array, jax.Array]
 
@@ -255,3 +257,24 @@ def predict(x: jax.Array, embed: nnx.Param, head: nnx.Param | None) -> jax.Array
     if head is None:
         return jnp.einsum("bse,ve->bsv", x, embed[...].astype(x.dtype))
     return jnp.einsum("bse,ev->bsv", x, head[...].astype(x.dtype))
+
+
+def prediction_loss(
+    cfg: GPTConfig,
+    x: jax.Array,
+    embed: nnx.Param,
+    head: nnx.Param | None,
+    targets: jax.Array,
+    mask: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sum of cross-entropies of the logits that `predict` computes, and the number of tokens.
+
+    With `cfg.loss_chunks > 1` the logits are computed for one chunk of the vocabulary at a time.
+    """
+    if cfg.loss_chunks == 1:
+        return cross_entropy(predict(x, embed, head), targets, mask)
+    weight, vocab_axis = (embed, 0) if head is None else (head, 1)
+    # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
+    weight = weight[...].astype(x.dtype)
+    losses = linear_cross_entropy(x, weight, targets, chunks=cfg.loss_chunks, vocab_axis=vocab_axis)
+    return sum_and_count(losses, mask)

@@ -55,7 +55,7 @@ class LogicalAxes:
 
         A loop's stack of such slices is an alias of the input too, such as a cast parameter that is kept for the
         backward pass. So are a stack that is split into groups and a slice of one group, as in loops over groups of
-        layers.
+        layers, and an input with one dimension split into chunks over which a loop runs, and a chunk.
 
         Returns:
             Value -> the program input.
@@ -145,8 +145,11 @@ class LogicalAxes:
                 elif source >= 0 and op.name == "reshape":
                     leaves = self.of_value[op.results[0]]
                     # a reshape that only adds a leading dimension of size 1 is not an alias
-                    if any(leaves[:1]) and self._is_part_of_stack(op.results[0], source):
+                    whole = any(leaves[:1]) and self._is_part_of_stack(op.results[0], source)
+                    if whole or self._is_in_chunks(op.results[0], source):
                         aliases[op.results[0]] = source, position
+                elif source >= 0 and op.name == "transpose" and self._is_in_chunks(op.results[0], source):
+                    aliases[op.results[0]] = source, position
                 elif source >= 0 and op.name in _SLICING:
                     for number, result in enumerate(op.results):
                         if self._is_part_of_stack(result, source):
@@ -171,6 +174,16 @@ class LogicalAxes:
         inner = len(stack) - 1
         leading = {c for dim in own[: len(own) - inner] for c in dim}
         return len(own) >= inner and own[len(own) - inner :] == stack[1:] and leading <= set(stack[0])
+
+    def _is_in_chunks(self, value: int, source: int) -> bool:
+        """Whether a value is `source` with one dimension split into chunks over which a loop runs, in any order."""
+        whole, own = self.of_value[source], self.of_value[value]
+        classes = [c for dim in whole for c in dim]
+        if len({*classes}) < len(classes) or sorted(c for dim in own for c in dim) != sorted(classes):
+            return False
+        split = [dim for dim in whole if dim not in own]
+        parts = {c for dim in own if dim not in whole for c in dim}
+        return len(split) == 1 and parts == {*split[0]} and any(c in self.stacked for c in parts)
 
     @cached_property
     def co_occurring(self) -> dict[int, frozenset[int]]:

@@ -141,6 +141,18 @@ class Layout:
             spec = self._input_specs[key] = self.with_storage(*key)
         return spec
 
+    def alias_spec(self, source: int, value: int) -> Spec:
+        """The sharding of an alias of a program input that is stored sharded."""
+        spec, whole, own = self.stored_spec(source), self.axes.of_value[source], self.axes.of_value[value]
+        if len({*whole}) < len(whole):  # two dimensions have the same logical axes
+            return ((),) * (len(own) - len(spec)) + spec[max(len(spec) - len(own), 0) :]
+        return tuple(next((self._part(d, a, dim) for d, a in zip(whole, spec, strict=True) if dim == d[: len(dim)]), ()) for dim in own)
+
+    def _part(self, dim: tuple[int, ...], axes: tuple[str, ...], part: tuple[int, ...]) -> tuple[str, ...]:
+        """The mesh axes that shard the leading part of a dimension that is sharded over `axes`."""
+        divides = math.prod(self.axes.sizes[c] for c in part) % self.shard_count(axes) == 0
+        return axes if part == dim or (part and divides) else ()
+
     def is_gathered_before_loop(self, value: int) -> bool:
         """Whether a value is a stored stack that is gathered once before a loop, not in every iteration.
 
@@ -150,7 +162,7 @@ class Layout:
         if source is None or not self.aliased_inputs:
             return False
         leaves, aval = self.axes.of_value[source], self.axes.program.avals[source]
-        if not leaves or not any(c in self.axes.stacked for c in leaves[0]):
+        if not leaves or not any(c in self.axes.stacked for c in leaves[0][:1]):
             return False
         stored = self.stored_spec(source)
         if stored[0]:  # the user fixed this; in each iteration, only some devices would have the slice
@@ -229,9 +241,20 @@ class Layout:
                 if len(leaves[0]) > 1:
                     slices.append(((leaves[0][1:], *leaves[1:]), ((), *spec[1:])))
                     slices.append(((leaves[0][:1], leaves[0][1:], *leaves[1:]), ((), (), *spec[1:])))
+            slices += self._chunks(leaves, spec)
             for key, slice_spec in slices:
                 if role == "optimizer":  # the moments consume the gradient, and the parameter follows them
                     specs[key] = slice_spec
                 else:
                     specs.setdefault(key, slice_spec)
         return specs
+
+    def _chunks(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:
+        """A tensor with a dimension split into chunks over which a loop runs, and one chunk: logical axes and spec."""
+        found: list[tuple[Leaves, Spec]] = []
+        for d, dim in enumerate(leaves):
+            if len(dim) == 2 and dim[1] in self.axes.stacked and dim[0] not in self.axes.stacked:
+                rows, sharded = dim[:1], self._part(dim, spec[d], dim[:1])
+                chunk = (*leaves[:d], rows, *leaves[d + 1 :]), (*spec[:d], sharded, *spec[d + 1 :])
+                found += [chunk, ((dim[1:], *chunk[0]), ((), *chunk[1]))]
+        return found

@@ -33,8 +33,7 @@ def operand_spec(layout: Layout, value: int) -> Spec:
         return layout.stored_spec(value)
     source = layout.aliased_inputs.get(value)
     if source is not None and not layout.is_gathered_before_loop(source):
-        spec, rank = layout.stored_spec(source), len(layout.axes.of_value[value])
-        return ((),) * (rank - len(spec)) + spec[max(len(spec) - rank, 0) :]
+        return layout.alias_spec(source, value)
     if value in layout.roles.gradients:
         return gradient_spec_of(layout, value)
     return layout.spec(value)

@@ -152,14 +152,16 @@ class Lowering:
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
-        A cast keeps the stored sharding. A parameter that was gathered before its loop stays gathered when it gets more
+        A cast keeps the stored sharding, and so do the chunks of a parameter over which a loop runs. A parameter that was gathered before its loop stays gathered when it gets more
         dimensions, because XLA would shard it again.
         """
         layout = self.layout
         if op.name == "convert_element_type" and op.results[0] in layout.aliased_inputs:
             return [self.constrain(results[0], operand_spec(layout, op.results[0]))]
-        if op.name in ("broadcast_in_dim", "reshape"):
-            source = op.operands[0]
+        if op.name in ("broadcast_in_dim", "reshape", "transpose"):
+            source, result = op.operands[0], op.results[0]
+            if result in layout.aliased_inputs and not layout.is_gathered_before_loop(result):
+                return [self.constrain(results[0], operand_spec(layout, result))]
             if source in layout.aliased_inputs and layout.is_gathered_before_loop(source):
                 return [self.constrain(results[0], layout.spec(op.results[0]))]
         return results

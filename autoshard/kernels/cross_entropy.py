@@ -1,0 +1,158 @@
+"""The cross-entropy of a linear head, computed for one chunk of the vocabulary at a time, so that logits are never whole.
+
+With logits `z[v] = x . head[:, v]` and the target y of a token:
+
+    loss = log sum_v exp(z[v]) - z[y]
+    d_z  = (softmax(z) - onehot(y)) * d_loss;   d_x = sum_v d_z[v] head[:, v];   d_head[:, v] = sum over tokens d_z[v] x
+
+The forward pass scans over chunks with a running maximum and sum. The backward pass recomputes each chunk's logits from
+the saved log-sum-exp, adds to the gradient of `x`, and returns the chunk's gradient of the head as a result of the
+scan. So each part of the head's gradient is summed over devices once. Both passes hold `tokens * vocab / chunks`
+logits. They compute the logits three times in all; the whole loss computes them twice under remat, else once.
+
+Chunk j has the classes j, j + chunks, j + 2 chunks, ... Each device of a sharded vocabulary then has an equal part of
+every chunk, and chunks move nothing between devices. (XLA:TPU also needs less memory for this order than for
+consecutive classes.)
+
+The idea is that of Wijmans et al. 2024, Cut Your Losses (arXiv:2411.09009).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard.kernels.blockwise_attention import INVISIBLE
+
+# Accumulates in float32 for operands of any dtype.
+tensordot = partial(jnp.tensordot, preferred_element_type=jnp.float32)
+
+
+def linear_cross_entropy(
+    x: jax.Array, head: jax.Array, targets: jax.Array, *, chunks: int, vocab_axis: int = 1
+) -> jax.Array:
+    """Compute `log sum_v exp(z[v]) - z[target]` of each token, for logits `z = x @ head` that are never whole.
+
+    Logits are float32 whatever the dtype of `x`. A product `x @ head` in bfloat16 rounds them.
+
+    Args:
+        x: `[..., width]`.
+        head: `[width, vocab]`, or an embedding `[vocab, width]` with `vocab_axis=0`. It is cast to the dtype of `x`;
+            its gradient has its own dtype.
+        targets: integers `[...]`. A target outside the vocabulary has the logit 0.
+        chunks: number of chunks. If it does not divide the vocabulary, the last classes are padding with probability
+            0, and a sharded vocabulary is gathered. A vocabulary is sharded over n devices if n divides
+            `vocab / chunks`.
+        vocab_axis: the dimension of `head` that is the vocabulary.
+
+    Returns:
+        The loss in nats, float32 `[...]`.
+
+    Raises:
+        ValueError: If the shapes do not match, the targets are not integers, or `chunks` is not positive.
+
+    >>> x, head = jnp.ones((2, 3, 4)), jnp.zeros((4, 10))
+    >>> loss = linear_cross_entropy(x, head, jnp.zeros((2, 3), jnp.int32), chunks=4)
+    >>> loss.shape, round(float(loss[0, 0]), 4)  # log 10
+    ((2, 3), 2.3026)
+    """
+    _check(x, head, targets, chunks, vocab_axis)
+    return _loss(_Split(head.shape[vocab_axis], chunks, vocab_axis), x, head, targets)
+
+
+class _Split(NamedTuple):
+    """How the head is split: the size of the vocabulary, the number of chunks, and the vocabulary's dimension."""
+
+    vocab: int
+    chunks: int
+    axis: int
+
+    def split(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the scan's inputs: the chunks' numbers, and the head with the chunks in a leading dimension."""
+        missing = -self.vocab % self.chunks
+        if missing:
+            head = jnp.pad(head, [(0, missing if dim == self.axis else 0) for dim in range(2)])
+        before, after = head.shape[: self.axis], head.shape[self.axis + 1 :]
+        head = head.reshape(*before, -1, self.chunks, *after)
+        return jnp.arange(self.chunks, dtype=jnp.int32), jnp.moveaxis(head, self.axis + 1, 0)
+
+    def merge(self, chunks: jax.Array) -> jax.Array:
+        """Undo `split`."""
+        head = jnp.moveaxis(chunks, 0, self.axis + 1)
+        head = head.reshape(*head.shape[: self.axis], -1, *head.shape[self.axis + 2 :])
+        return lax.slice_in_dim(head, 0, self.vocab, axis=self.axis)
+
+    def logits(self, x: jax.Array, chunk: jax.Array, classes: jax.Array) -> jax.Array:
+        """Return a chunk's logits `[..., v]`. The logits of padding are so small that their exponentials are 0."""
+        logits = tensordot(x, chunk, (x.ndim - 1, 1 - self.axis))
+        return logits if self.vocab % self.chunks == 0 else jnp.where(classes < self.vocab, logits, INVISIBLE)
+
+    def classes(self, x: jax.Array, chunk: jax.Array, number: jax.Array) -> jax.Array:
+        """Return the class of each of the chunk's logits, int32 `[..., v]`."""
+        shape = (*x.shape[:-1], chunk.shape[self.axis])
+        return lax.broadcasted_iota(jnp.int32, shape, x.ndim - 1) * self.chunks + number
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(split: _Split, x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
+    return _forward(split, x, head, targets)[0]
+
+
+def _forward(split: _Split, x: jax.Array, head: jax.Array, targets: jax.Array):
+    def step(carry, inputs):
+        running_max, total, picked = carry
+        number, chunk = inputs
+        classes = split.classes(x, chunk, number)
+        logits = split.logits(x, chunk, classes)
+        new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))
+        total = total * jnp.exp(running_max - new_max) + jnp.sum(jnp.exp(logits - new_max[..., None]), axis=-1)
+        # A comparison and a sum, not indexing: a sharded vocabulary is not gathered.
+        picked = picked + jnp.sum(jnp.where(classes == targets[..., None], logits, 0.0), axis=-1)
+        return (new_max, total, picked), None
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    first = jnp.full(targets.shape, INVISIBLE, jnp.float32)
+    (top, total, picked), _ = lax.scan(step, (first, zeros, zeros), split.split(head.astype(x.dtype)))
+    log_total = top + jnp.log(total)
+    return log_total - picked, (x, head, targets, log_total)
+
+
+def _backward(split: _Split, saved, d_loss: jax.Array):
+    x, head, targets, log_total = saved
+    tokens = tuple(range(x.ndim - 1))
+
+    def step(d_x, inputs):
+        number, chunk = inputs
+        classes = split.classes(x, chunk, number)
+        weights = jnp.exp(split.logits(x, chunk, classes) - log_total[..., None])
+        d_logits = (weights - (classes == targets[..., None]).astype(jnp.float32)) * d_loss[..., None]
+        d_logits = d_logits.astype(x.dtype)
+        d_x = d_x + tensordot(d_logits, chunk, (x.ndim - 1, split.axis))
+        operands = (x, d_logits) if split.axis else (d_logits, x)
+        return d_x, jnp.tensordot(*operands, (tokens, tokens), preferred_element_type=head.dtype)
+
+    d_x, d_chunks = lax.scan(step, jnp.zeros(x.shape, jnp.float32), split.split(head.astype(x.dtype)))
+    return d_x.astype(x.dtype), split.merge(d_chunks), None
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _check(x: jax.Array, head: jax.Array, targets: jax.Array, chunks: int, vocab_axis: int) -> None:
+    where = f"linear_cross_entropy(x {x.shape}, head {head.shape}, targets {targets.dtype}{list(targets.shape)})"
+    problems = []
+    if vocab_axis not in (0, 1):
+        problems.append(f"vocab_axis is {vocab_axis}; it must be 0 or 1")
+    elif x.ndim < 1 or head.ndim != 2 or x.shape[-1] != head.shape[1 - vocab_axis]:
+        names = "[width, vocab]" if vocab_axis else "[vocab, width]"
+        problems.append(f"x must be [..., width] and, with vocab_axis={vocab_axis}, head {names}")
+    if targets.shape != x.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
+        problems.append(f"targets must be integers of shape {x.shape[:-1]}")
+    if chunks < 1:
+        problems.append(f"chunks is {chunks}; it must be at least 1")
+    if problems:
+        raise ValueError(f"{where}: {'; '.join(problems)}")
