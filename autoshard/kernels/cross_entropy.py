@@ -5,14 +5,14 @@ With logits `z[v] = x . head[:, v]` and the target y of a token:
     loss = log sum_v exp(z[v]) - z[y]
     d_z  = (softmax(z) - onehot(y)) * d_loss;   d_x = sum_v d_z[v] head[:, v];   d_head[:, v] = sum over tokens d_z[v] x
 
-The forward pass scans over chunks with a running maximum and sum. The backward pass recomputes each chunk's logits from
-the saved log-sum-exp, adds to the gradient of `x`, and returns the chunk's gradient of the head as a result of the
-scan. So each part of the head's gradient is summed over devices once. Both passes hold `tokens * vocab / chunks`
-logits. They compute the logits three times in all; the whole loss computes them twice under remat, else once.
+The forward pass scans over chunks with a running maximum and sum. The backward pass recomputes each chunk's logits and
+their softmax from the saved log-sum-exp, adds to the gradient of `x`, and returns the chunk's gradient of the head as a
+result of the scan. So each part of the head's gradient is summed over devices once. Both passes hold `tokens * vocab /
+chunks` logits and compute them once; the whole loss keeps them for its backward pass.
 
 Chunk j has the classes j, j + chunks, j + 2 chunks, ... Each device of a sharded vocabulary then has an equal part of
-every chunk, and chunks move nothing between devices. (XLA:TPU also needs less memory for this order than for
-consecutive classes.)
+every chunk, and no part of the head moves between devices. Their contributions to the gradient of `x` are summed over
+these devices once for each chunk. A head that is stored sharded is gathered chunk by chunk, in both passes.
 
 The idea is that of Wijmans et al. 2024, Cut Your Losses (arXiv:2411.09009).
 """
@@ -27,9 +27,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.kernels.blockwise_attention import INVISIBLE
-
-# Accumulates in float32 for operands of any dtype.
-tensordot = partial(jnp.tensordot, preferred_element_type=jnp.float32)
 
 
 def linear_cross_entropy(
@@ -86,9 +83,12 @@ class _Split(NamedTuple):
         head = head.reshape(*head.shape[: self.axis], -1, *head.shape[self.axis + 2 :])
         return lax.slice_in_dim(head, 0, self.vocab, axis=self.axis)
 
-    def logits(self, x: jax.Array, chunk: jax.Array, classes: jax.Array) -> jax.Array:
-        """Return a chunk's logits `[..., v]`. The logits of padding are so small that their exponentials are 0."""
-        logits = tensordot(x, chunk, (x.ndim - 1, 1 - self.axis))
+    def logits(self, x: jax.Array, chunk: jax.Array) -> jax.Array:
+        """Return a chunk's logits, float32 `[..., v]`; those of padding are 0."""
+        return jnp.tensordot(x, chunk, (x.ndim - 1, 1 - self.axis), preferred_element_type=jnp.float32)
+
+    def without_padding(self, logits: jax.Array, classes: jax.Array) -> jax.Array:
+        """Return the logits with those of padding so small that their exponentials are 0."""
         return logits if self.vocab % self.chunks == 0 else jnp.where(classes < self.vocab, logits, INVISIBLE)
 
     def classes(self, x: jax.Array, chunk: jax.Array, number: jax.Array) -> jax.Array:
@@ -107,11 +107,12 @@ def _forward(split: _Split, x: jax.Array, head: jax.Array, targets: jax.Array):
         running_max, total, picked = carry
         number, chunk = inputs
         classes = split.classes(x, chunk, number)
-        logits = split.logits(x, chunk, classes)
-        new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))
-        total = total * jnp.exp(running_max - new_max) + jnp.sum(jnp.exp(logits - new_max[..., None]), axis=-1)
+        logits = split.logits(x, chunk)
         # A comparison and a sum, not indexing: a sharded vocabulary is not gathered.
         picked = picked + jnp.sum(jnp.where(classes == targets[..., None], logits, 0.0), axis=-1)
+        logits = split.without_padding(logits, classes)
+        new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))
+        total = total * jnp.exp(running_max - new_max) + jnp.sum(jnp.exp(logits - new_max[..., None]), axis=-1)
         return (new_max, total, picked), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
@@ -128,10 +129,11 @@ def _backward(split: _Split, saved, d_loss: jax.Array):
     def step(d_x, inputs):
         number, chunk = inputs
         classes = split.classes(x, chunk, number)
-        weights = jnp.exp(split.logits(x, chunk, classes) - log_total[..., None])
+        weights = jnp.exp(split.without_padding(split.logits(x, chunk), classes) - log_total[..., None])
         d_logits = (weights - (classes == targets[..., None]).astype(jnp.float32)) * d_loss[..., None]
         d_logits = d_logits.astype(x.dtype)
-        d_x = d_x + tensordot(d_logits, chunk, (x.ndim - 1, split.axis))
+        # A sum over the devices of a sharded vocabulary is in the dtype of `x`, as for the whole loss.
+        d_x = d_x + jnp.tensordot(d_logits, chunk, (x.ndim - 1, split.axis)).astype(jnp.float32)
         operands = (x, d_logits) if split.axis else (d_logits, x)
         return d_x, jnp.tensordot(*operands, (tokens, tokens), preferred_element_type=head.dtype)
 

@@ -45,8 +45,9 @@ class GPTConfig:
             With `cudnn`, generation with a cache uses `auto`.
         block_size: number of keys in a block of blockwise attention.
         loss_chunks: number of chunks of the vocabulary for which the loss computes logits one after the other, at most
-            `vocab`. With 1 the logits are whole, `[batch, seq, vocab]` in float32. With n the loss needs 1/n of their
-            memory, and computes them once more in the backward pass. A number that divides `vocab` serves best.
+            `vocab`. With 1 the logits are whole, `[batch, seq, vocab]` in float32. With n the loss needs about 1/n of
+            their memory, and computes them again in the backward pass. A vocabulary is sharded over d devices only if
+            d * n divides it. Over these devices, the gradient of the features is summed n times instead of once.
         dropout: dropout rate on the embedding and on each sublayer's output.
         dtype: dtype of the computation. Softmax, norms and the loss always use float32.
         param_dtype: dtype in which parameters are stored.

@@ -28,6 +28,7 @@ VARIANTS = {
     "gpt2": GPT2,
     "unrolled": dataclasses.replace(TINY, scan_layers=False),
     "blockwise": dataclasses.replace(TINY, attention="blockwise", block_size=4),
+    "loss-in-chunks": dataclasses.replace(TINY, loss_chunks=4),
     "gpt2-tied-unrolled": dataclasses.replace(GPT2, tie_head=True, scan_layers=False),
 }
 
@@ -163,6 +164,15 @@ def test_remat_policies_order_the_memory():
     none, dots, full = temp_bytes("none", 64), temp_bytes("dots", 64), temp_bytes("full", 64)
     assert full < temp_bytes("dots,full", 64) < dots < temp_bytes("none,full", 64) < none
     assert abs(temp_bytes("dots,dots", 64) - dots) < 0.15 * dots
+
+
+@pytest.mark.parametrize("chunks", [2, 5])  # 5 does not divide the vocabulary
+@pytest.mark.parametrize("cfg", [TINY, GPT2], ids=["tied", "untied"])
+def test_the_loss_in_chunks_has_the_same_value_and_gradients(cfg, chunks):
+    loss, grads = loss_and_grads_of(dataclasses.replace(cfg, dropout=0.2), 1)
+    in_chunks, chunk_grads = loss_and_grads_of(dataclasses.replace(cfg, dropout=0.2, loss_chunks=chunks), 1)
+    np.testing.assert_allclose(in_chunks, loss, rtol=1e-6)
+    assert_close(chunk_grads, grads)
 
 
 def test_a_tied_head_is_one_parameter_with_the_sum_of_both_gradients():
@@ -347,6 +357,8 @@ def test_initialisation_has_gpt2_deviations():
         ({"layers": 0}, "layers is 0; it must be at least 1"),
         ({"heads": 0}, "heads is 0; it must be at least 1"),
         ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"loss_chunks": 0}, "loss_chunks is 0; it must be at least 1"),
+        ({"loss_chunks": 33}, "loss_chunks is 33; it must be at most vocab, 32"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )

@@ -276,6 +276,15 @@ def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
     np.testing.assert_allclose(evaluated, (plain, tokens), rtol=1e-6)
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_loss_in_chunks_is_the_same(deterministic):
+    def loss(model, batch):
+        return model.loss(batch, deterministic=deterministic)
+
+    whole, in_chunks = (called(filled_as(model_factory(with_gpt(SMALL, loss_chunks=n))), loss, batch()) for n in (1, 4))
+    np.testing.assert_allclose(in_chunks, whole, rtol=1e-6)
+
+
 def test_a_future_token_does_not_change_past_logits():
     """Dropless only: with a capacity, the first choice of a later token can take the slot of an earlier token."""
     model = filled_as(model_factory(DROPLESS))

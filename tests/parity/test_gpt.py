@@ -25,9 +25,11 @@ VARIANTS = {
     "blockwise": Case((("attention", "blockwise"),)),
     "gpt2": Case((("norm", "layernorm"), ("positions", "learned"), ("mlp", "gelu"), ("bias", True))),
     "untied": Case((("tie_head", False),)),
+    "loss-in-chunks": Case((("loss_chunks", 4),)),
+    "untied-loss-in-chunks": Case((("tie_head", False), ("loss_chunks", 3)), microbatches=2),  # padded
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("microbatches",)  # `test_every_variant_with_every_plan` runs the others
+QUICK = ("microbatches", "loss-in-chunks")  # `test_every_variant_with_every_plan` runs the others
 
 
 def compare(case: Case, plan: str | None) -> None:

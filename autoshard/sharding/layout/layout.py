@@ -142,16 +142,19 @@ class Layout:
         return spec
 
     def alias_spec(self, source: int, value: int) -> Spec:
-        """The sharding of an alias of a program input that is stored sharded."""
+        """The sharding of an alias of a program input: each dimension is sharded as in the input."""
         spec, whole, own = self.stored_spec(source), self.axes.of_value[source], self.axes.of_value[value]
-        if len({*whole}) < len(whole):  # two dimensions have the same logical axes
+        classes = [c for dim in whole for c in dim]
+        if len({*classes}) < len(classes):  # the order of dimensions tells them apart
             return ((),) * (len(own) - len(spec)) + spec[max(len(spec) - len(own), 0) :]
-        return tuple(next((self._part(d, a, dim) for d, a in zip(whole, spec, strict=True) if dim == d[: len(dim)]), ()) for dim in own)
+        of_dim = dict(zip(whole, spec, strict=True))
+        leading = {dim[:n]: self._leading(dim, n, axes) for dim, axes in of_dim.items() for n in range(1, len(dim))}
+        return tuple(of_dim.get(dim, leading.get(dim, ())) for dim in own)
 
-    def _part(self, dim: tuple[int, ...], axes: tuple[str, ...], part: tuple[int, ...]) -> tuple[str, ...]:
-        """The mesh axes that shard the leading part of a dimension that is sharded over `axes`."""
-        divides = math.prod(self.axes.sizes[c] for c in part) % self.shard_count(axes) == 0
-        return axes if part == dim or (part and divides) else ()
+    def _leading(self, dim: tuple[int, ...], parts: int, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The mesh axes that shard the leading parts of a dimension that is sharded over `axes`: all or none."""
+        size = math.prod(self.axes.sizes[c] for c in dim[:parts])
+        return axes if size % self.shard_count(axes) == 0 else ()
 
     def is_gathered_before_loop(self, value: int) -> bool:
         """Whether a value is a stored stack that is gathered once before a loop, not in every iteration.
@@ -250,11 +253,11 @@ class Layout:
         return specs
 
     def _chunks(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:
-        """A tensor with a dimension split into chunks over which a loop runs, and one chunk: logical axes and spec."""
+        """The logical axes and specs of a chunk, and of all chunks, if a loop runs over chunks of a dimension."""
         found: list[tuple[Leaves, Spec]] = []
         for d, dim in enumerate(leaves):
             if len(dim) == 2 and dim[1] in self.axes.stacked and dim[0] not in self.axes.stacked:
-                rows, sharded = dim[:1], self._part(dim, spec[d], dim[:1])
-                chunk = (*leaves[:d], rows, *leaves[d + 1 :]), (*spec[:d], sharded, *spec[d + 1 :])
-                found += [chunk, ((dim[1:], *chunk[0]), ((), *chunk[1]))]
+                chunk = (*leaves[:d], dim[:1], *leaves[d + 1 :])
+                sharded = (*spec[:d], self._leading(dim, 1, spec[d]), *spec[d + 1 :])
+                found += [(chunk, sharded), ((dim[1:], *chunk), ((), *sharded))]
         return found

@@ -89,6 +89,15 @@ def test_evaluation_has_no_dropout() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.parametrize("chunks", [4, 5])
+def test_evaluation_in_chunks_of_the_vocabulary_has_the_same_loss(chunks: int) -> None:
+    whole, in_chunks = gpt(), gpt(loss_chunks=chunks)
+    state = jax.jit(whole.create_state)(jax.random.key(0))
+    parts = state.params, state.frozen, state.variables
+    for one, other in zip(*(jax.jit(make_eval_step(p))(*parts, batch()) for p in (whole, in_chunks)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 def test_the_reported_learning_rate_is_the_one_used() -> None:
     rate = optax.linear_schedule(1.0, 0.0, 10)
     program = make_program(lambda rngs: GPT(GPTConfig(**SHAPE), rngs=rngs), optax.sgd(rate))
