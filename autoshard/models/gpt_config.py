@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from autoshard.models.attention import Impl
+from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.stack import remat_problems
 
 _CHOICES = {
@@ -41,8 +41,9 @@ class GPTConfig:
             every value that the backward pass needs, `full` only the layer's input, `dots` also the results of its
             projections. Several names, separated by commas, alternate over the layers: with `none,full` every second
             layer is recomputed.
-        attention: `plain`, `blockwise`, `auto` (chosen by sequence length), or `cudnn` (NVIDIA GPUs, 16-bit `dtype`).
-            With `cudnn`, generation with a cache uses `auto`.
+        attention: `plain`, `blockwise`, `splash` (JAX's kernel for TPUs), `cudnn` (NVIDIA GPUs, 16-bit `dtype`), or
+            `auto`: the kernel of the platform that the step is planned for, else by sequence length (see `attention`).
+            Generation with a cache uses `plain` or `blockwise`.
         block_size: number of keys in a block of blockwise attention.
         dropout: dropout rate on the embedding and on each sublayer's output.
         dtype: dtype of the computation. Softmax, norms and the loss always use float32.
@@ -92,6 +93,10 @@ class GPTConfig:
         if self.attention == "cudnn" and self.dtype == "float32":
             problems.append(
                 "attention is 'cudnn', which needs dtype bfloat16 or float16, not float32; change one of them"
+            )
+        if self.attention == "splash" and self.dtype == "float16":
+            problems.append(
+                "attention is 'splash', which needs dtype bfloat16 or float32, not float16; change one of them"
             )
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}; it must be at least 0 and below 1")

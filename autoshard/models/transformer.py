@@ -17,6 +17,8 @@ from flax import nnx
 from jax import lax
 
 from autoshard._shown import shown
+from autoshard.kernels.constants import BLOCKWISE_KEYS
+from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.attention import attention
 from autoshard.models.gpt_config import GPTConfig
 
@@ -155,7 +157,8 @@ class Attention(nnx.Module):
         )
         shape = (1, 1, x.shape[1], keys.shape[1])
         visible = lax.broadcasted_iota(jnp.int32, shape, 3) <= lax.broadcasted_iota(jnp.int32, shape, 2) + start
-        impl = "auto" if cfg.attention == "cudnn" else cfg.attention
+        plain: Impl = "plain" if keys.shape[1] < BLOCKWISE_KEYS else "blockwise"  # kernels take no mask array
+        impl = cfg.attention if cfg.attention in ("plain", "blockwise") else plain
         y = attention(q, keys, values, causal=False, mask=visible, impl=impl, block_size=cfg.block_size)
         return project("bshd,hde->bse", y, self.wo, self.bo), (keys, values)
 
