@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard._shown import shown
 from autoshard.kernels.visibility import Visibility
 
 # The score of an invisible pair. It is finite, so that a row without a visible key does not compute inf - inf.
@@ -26,6 +27,7 @@ INVISIBLE = -1e30
 einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
+@shown
 class Pairs(NamedTuple):
     """Arrays that restrict which pairs of a query and a key are visible; each may be None.
 
@@ -43,6 +45,7 @@ class Pairs(NamedTuple):
     key_segments: jax.Array | None = None
 
 
+@shown
 @dataclass(frozen=True)
 class Softmax:
     """The static part of an attention call.
@@ -202,6 +205,7 @@ def blockwise_backward(
     return d_q.astype(q.dtype), _merge_blocks(d_k, k.shape[1]), _merge_blocks(d_v, v.shape[1])
 
 
+@shown
 class _Block(NamedTuple):
     """One block of keys: the position of its first key, its keys and values, and its part of mask and segments."""
 

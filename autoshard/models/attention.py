@@ -104,7 +104,7 @@ def attention(
         out = plain_attention(softmax, grouped, k, v, pairs, grouped_sinks)
     else:
         out = blockwise_attention(softmax, min(block_size, keys), grouped, k, v, pairs, grouped_sinks)
-    return out.reshape(batch, seq, heads, head_dim)
+    return out.reshape(batch, seq, heads, head_dim)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _pair(segment_ids) -> tuple[jax.Array, jax.Array] | None:
