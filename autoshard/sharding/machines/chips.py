@@ -62,7 +62,7 @@ class Chip:
         options: compiler options. They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
-        vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them.
+        vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
 
