@@ -73,36 +73,36 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["ckpt", "ls", "nowhere"], "'nowhere' holds no checkpoints: there is no such folder"),
         (["ckpt"], "ACTION"),
         (["generate"], "run_dir"),
-        (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x', it must be a whole number"),
-        (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5, it must not be negative"),
+        (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x'; it must be a whole number"),
+        (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5; it must not be negative"),
         (
             ["generate", "nowhere", "--temperature", "-1", "--top-k", "0"],
-            "--temperature is -1.0, it must be at least 0",
+            "--temperature is -1.0; it must be at least 0",
         ),
         (["generate", "nowhere", "--temperature", "nan"], "--temperature is nan"),
-        (["generate", "nowhere", "--top-k", "0"], "--top-k is 0, it must be at least 1"),
+        (["generate", "nowhere", "--top-k", "0"], "--top-k is 0; it must be at least 1"),
         (
             ["train", "--data", __file__, "--run-dir", "/proc/no/such/folder"],
             "'/proc/no/such/folder' cannot be written to",
         ),
-        (["plan", "--batch-size", "0"], "error: batch_size is 0, it must be at least 1"),
+        (["plan", "--batch-size", "0"], "error: batch_size is 0; it must be at least 1"),
         (["plan", "--gpt.dropout", "nan"], "error: GPTConfig: dropout is nan"),
-        (["plan", "--optimizer.learning-rate", "nan"], "learning_rate is nan, it must be at least 0 and finite"),
+        (["plan", "--optimizer.learning-rate", "nan"], "learning_rate is nan; it must be at least 0 and finite"),
         (["plan", "--json", "no/such/plan.json"], "--json 'no/such/plan.json' cannot be written: No such file"),
         (["plan", "gpt-tiny", "--html", "."], "--html '.' cannot be written: Is a directory"),
         (["plan", "gpt-tiny", "--html", "-"], "a page cannot be printed. Name a file, such as plan.html"),
-        (["plan", "gpt-tiny", "--batch-size", "-4"], "error: gpt-tiny: batch_size is -4, it must be at least 1"),
-        (["plan", "gpt-tiny", "--set", "layers=abc"], "error: gpt-tiny: layers is 'abc', it must be a whole number"),
-        (["plan", "gpt-tiny", "--set", "layers=true"], "layers is True, it must be a whole number"),
+        (["plan", "gpt-tiny", "--batch-size", "-4"], "error: gpt-tiny: batch_size is -4; it must be at least 1"),
+        (["plan", "gpt-tiny", "--set", "layers=abc"], "error: gpt-tiny: layers is 'abc'; it must be a whole number"),
+        (["plan", "gpt-tiny", "--set", "layers=true"], "layers is True; it must be a whole number"),
         (
             ["plan", "gpt-tiny", "--set", "bias=5", "--set", "remat=5"],
-            "bias is 5, it must be true or false; remat is 5",
+            "bias is 5; it must be true or false; remat is 5",
         ),
         (["plan", "gpt-tiny", "--set", "norm_eps=NaN"], "norm_eps is nan; it must be a finite number above 0"),
         (["plan", "gpt-tiny", "--set", "bogus=1"], "error: gpt-tiny: GPTConfig has no field 'bogus'"),
         (["plan", "gpt-tiny", "--set", "layers=2", "--set", "layers=4"], "--set names 'layers' twice"),
         (["plan", "moe-tiny", "--set", 'gpt={"layer": 3}'], "gpt: there is no 'layer'; there are vocab, layers"),
-        (["plan", "wide-resnet-tiny", "--set", 'stages=[1, "a"]'], "stages[1] is 'a', it must be a whole number"),
+        (["plan", "wide-resnet-tiny", "--set", 'stages=[1, "a"]'], "stages[1] is 'a'; it must be a whole number"),
         (["plan", "gpt-tiny", "--fixed", "x=-,tp", "--fixed", "x=tp,-"], "--fixed names 'x' twice: give it once"),
         (["bench", "--calibrate", "no/such/here.toml"], "--calibrate 'no/such/here.toml' cannot be written"),
         (["plan", "--batch-size", "7", "--plan", "dp:8"], "batch 7 is not divisible by dp 8. Pad batch to 8"),
@@ -122,7 +122,7 @@ def test_mistakes_are_one_line_and_code_2(
 def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFixture) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["plan", "--gpt.layers", "abc"]) == 2
-    assert capsys.readouterr().err == "autoshard plan: error: --gpt.layers is 'abc', it must be a whole number\n"
+    assert capsys.readouterr().err == "autoshard plan: error: --gpt.layers is 'abc'; it must be a whole number\n"
 
 
 @pytest.mark.parametrize(

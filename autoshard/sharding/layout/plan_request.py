@@ -213,7 +213,7 @@ class Table:
         read = {k: (v,) if isinstance(v, str) else v for k, v in table.items()}
         columns = convert(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
         if not problems and not (columns and all(columns)):
-            problems.append(f"plan is {short_repr(table)}, but it must name mesh axes")
+            problems.append(f"plan is {short_repr(table)}; it must name mesh axes")
         if problems:
             raise PlanRequestError(
                 f"{'; '.join(problems)}: give the logical axes of each mesh axis, such as "

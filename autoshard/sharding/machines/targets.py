@@ -273,9 +273,9 @@ def _read_dims(dims: Any, problems: list[str]) -> tuple[Dim, ...]:
     for n, dim in enumerate(found):
         for name, least in (("size", 1), ("latency_us", 0), ("each_us", 0)):
             if getattr(dim, name) < least:
-                problems.append(f"dims[{n}].{name} is {getattr(dim, name)}, it must be at least {least}")
+                problems.append(f"dims[{n}].{name} is {getattr(dim, name)}; it must be at least {least}")
         if not dim.bandwidth > 0:
-            problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}, it must be above 0 bytes per second")
+            problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}; it must be above 0 bytes per second")
         if dim.name in [other.name for other in found[:n]]:
             problems.append(
                 f"dims[{n}].name is {dim.name!r}, which another dimension has too; give each dimension its own name"

@@ -77,7 +77,7 @@ def plain_message(message: str) -> str:
     for pattern in _NOT_A_NUMBER:
         if found := re.fullmatch(pattern, message):
             kind = "a whole number" if found["kind"].lower() == "int" else "a number"
-            return f"{found['name']} is {found['value']}, it must be {kind}"
+            return f"{found['name']} is {found['value']}; it must be {kind}"
     # A config's own message already says what is wrong.
     return re.sub(r"^Error parsing [\w.]+: ", "", message)
 

@@ -126,7 +126,7 @@ class TrainConfig:
         """Refuse invalid values, and report all of them at once."""
         positive = ("batch_size", "microbatches", "log_every", "prefetch", "ema_every")
         problems = [
-            f"{name} is {getattr(self, name)}, it must be at least 1" for name in positive if getattr(self, name) < 1
+            f"{name} is {getattr(self, name)}; it must be at least 1" for name in positive if getattr(self, name) < 1
         ]
         counts = (
             "steps",
@@ -143,22 +143,22 @@ class TrainConfig:
             "ema_spike",
         )
         problems += [
-            f"{name} is {getattr(self, name)}, it must not be negative"
+            f"{name} is {getattr(self, name)}; it must not be negative"
             for name in counts
             if not getattr(self, name) >= 0
         ]
         if self.microbatches >= 1 and self.batch_size % self.microbatches:
             problems.append(f"batch_size {self.batch_size} does not divide into {self.microbatches} microbatches")
         if not self.deadline_seconds > 0:
-            problems.append(f"deadline_seconds is {self.deadline_seconds}, it must be positive")
+            problems.append(f"deadline_seconds is {self.deadline_seconds}; it must be positive")
         if not 0 <= self.ema_decay < 1:
-            problems.append(f"ema_decay is {self.ema_decay}, it must be at least 0 and below 1")
+            problems.append(f"ema_decay is {self.ema_decay}; it must be at least 0 and below 1")
         if self.allow_other_data and not self.resume:
             problems.append("allow_other_data is only for resumed runs: add --resume, or leave it out")
         if self.sample_tokens and not self.prompt:
             problems.append("prompt is empty, but a sample continues it: give at least one character")
         if self.virtual_devices is not None and self.virtual_devices < 1:
-            problems.append(f"virtual_devices is {self.virtual_devices}, it must be at least 1")
+            problems.append(f"virtual_devices is {self.virtual_devices}; it must be at least 1")
         if problems:
             raise ConfigError("; ".join(problems))
 
