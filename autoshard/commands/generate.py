@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
         "enough: its inference.json describes the model.",
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
-    options.add_argument("run_dir", type=Path, help="folder of the run, or of its checkpoints")
+    options.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run, or of its checkpoints")
     options.add_argument("--prompt", default="\n", help="text to continue")
     options.add_argument("--tokens", type=int, default=200, help="number of tokens to add (default: 200)")
     options.add_argument(

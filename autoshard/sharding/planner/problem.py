@@ -18,6 +18,8 @@ from autoshard.sharding.layout import plan_request
 from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.request_scaling import scaled_requests
+from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
@@ -201,7 +203,7 @@ class PlanningProblem:
             request = replace(request, sizes=sizes, fixed_mesh=True)
         if request.devices != self.machine.target.devices:
             raise PlanError(f"plan '{text}' takes {request.devices} devices, but {self.machine.target.name} has "
-                            f"{self.machine.target.devices}")  # fmt: skip
+                            f"{self.machine.target.devices}; {self._ways_to_fit(request)}")  # fmt: skip
         missing = [
             k for a, k in request.kinds.items()
             if request.sizes[a] > 1 and not plan_request.classes_for(k, self.roles, request.flags)
@@ -221,6 +223,16 @@ class PlanningProblem:
         if problems:
             raise PlanError(f"plan '{text}': {'. '.join(problems)}")
         return plan_request.layout_of(self.axes, self.roles, request)
+
+    def _ways_to_fit(self, request: plan_request.Request) -> str:
+        """What to do about a request that takes another number of devices than the machine has."""
+        target, rows = self.machine.target, 0 if self.roles.batch is None else self.axes.sizes[self.roles.batch]
+        ways = []
+        if not self.target_given and target.platform == "cpu" and request.devices > target.devices:
+            ways.append(f"start with XLA_FLAGS={VIRTUAL_DEVICES}={request.devices}")
+        if target.devices > 1:
+            ways += [f"request '{fitting}'" for fitting in scaled_requests(request, target.devices, rows)[:1]]
+        return ", or ".join([*ways, f"plan for a target of {request.devices} devices"])
 
     def _lacking_for_seq(self, request: plan_request.Request) -> list[str]:
         """What the word `seq` needs and a plan or the program lacks."""

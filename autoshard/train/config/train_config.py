@@ -219,8 +219,13 @@ def replaced(config: Any, where: str, /, **values: Any) -> Any:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """End of a message about an unknown name: the similar known names, or all of them if none is similar."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=3)
+    close = similar(name, known)
     return f": did you mean {' or '.join(close)}?" if close else f": known are {', '.join(known)}"
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that are similar to an unknown one, at most three, the most similar first."""
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
 
 
 def load_toml(config: TrainConfig, path: Path) -> TrainConfig:

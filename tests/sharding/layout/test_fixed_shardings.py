@@ -156,7 +156,12 @@ def test_a_plan_from_json_keeps_what_was_fixed():
 BAD = {
     "unknown word": (dict(plan="fdsp:8"), r"unknown word 'fdsp:8'.*Did you mean 'fsdp'"),
     "no size": (dict(plan="tp"), "needs a number of devices, such as tp:8"),
-    "too many devices": (dict(plan="fsdp:16"), "takes 16 devices, but cpu:8 has 8"),
+    "too many devices": (
+        dict(plan="fsdp:16"),
+        "takes 16 devices, but cpu:8 has 8; start with XLA_FLAGS=--xla_force_host_platform_device_count=16, or request "
+        "'fsdp:8', or plan for a target of 16 devices",
+    ),
+    "too few devices": (dict(plan="dp:2 tp:2"), "but cpu:8 has 8; request 'dp:4 tp:2', or plan for a target of 4 dev"),
     "no such axis": (dict(plan="ep:8"), "no axis for ep; it has axes for dp, zero1, fsdp, tp; its"),
     "seq without tp": (
         dict(plan="dp:8 seq"),
