@@ -103,7 +103,7 @@ def workload(name: str) -> Workload:
     (16, 32)
     """
     if name not in WORKLOADS:
-        raise AutoshardError(f"unknown workload {name!r}{_known_names(name, WORKLOADS)}")
+        raise AutoshardError(f"unknown model {name!r}{_known_names(name, WORKLOADS)}")
     return WORKLOADS[name]
 
 

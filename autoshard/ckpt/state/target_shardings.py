@@ -68,7 +68,8 @@ def _as_shardings(shardings: Any) -> Any:
         if isinstance(one, jax.Device):
             return SingleDeviceSharding(one)
         if not isinstance(one, PartitionSpec):
-            reason = f"a {type(one).__name__} is not a sharding: {_instead_of(one)}"
+            kind = type(one).__name__
+            reason = f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind} is not a sharding: {_instead_of(one)}"
         elif (mesh := _compat.current_mesh()) is None:
             reason = (
                 f"{one} needs a mesh: pass NamedSharding(mesh, {one}), or plan.in_shardings() in place of "
@@ -84,7 +85,7 @@ def _as_shardings(shardings: Any) -> Any:
 
     converted = jax.tree_util.tree_map_with_path(as_sharding, shardings, is_leaf=lambda node: node is None)
     if wrong:
-        raise CheckpointError(f"shardings:\n{listing(wrong)}")
+        raise CheckpointError(f"shardings: {wrong[0]}" if len(wrong) == 1 else f"shardings:\n{listing(wrong)}")
     return converted
 
 

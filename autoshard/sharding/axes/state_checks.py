@@ -44,8 +44,7 @@ def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
         text, changes = f"auto_shard({traced.name}): argument {mismatch.owner}", _changes(mismatch, traced)
         if certain:
             raise StateChangedError(
-                f"{text} {what}: {changes}. A step must return its state with the leaves, shapes and dtypes that it "
-                "was passed with"
+                f"{text} {what}: {changes}. Return it with the leaves, shapes and dtypes that it was passed with"
             )
         warnings.warn(
             f"{text} looks like state that comes back changed: {changes}. A call with the returned value is planned "

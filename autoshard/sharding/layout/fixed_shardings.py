@@ -9,6 +9,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _compat
+from autoshard._units import spec_text
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
@@ -152,7 +153,7 @@ def with_fixed_shardings(
     raise FixedError(
         nearest.name,
         nearest.problems,
-        f". No mesh was given, so plans choose their own: those tried have the axes {used}",
+        f". Without mesh= a plan names its own mesh axes; those tried have {used}",
     )
 
 
@@ -252,17 +253,19 @@ def _fixed_spec(wanted: Any, aval: Any, where: str, layout: Layout, axes: Logica
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
-        raise NoSuchAxisError(f"{where}: {wanted} names mesh axis {unknown[0]!r}, but the mesh has "
+        raise NoSuchAxisError(f"{where}: {spec_text(wanted)} names mesh axis {unknown[0]!r}, but the mesh is "
                         f"{dict(layout.mesh)}; "
-                        + (f"did you mean {close[0]!r}? Or " if close else "")
-                        + "give mesh= with the names that the specs use")  # fmt: skip
+                        + (f"did you mean {close[0]!r}? Or " if close else "use its names, or ")
+                        + "give mesh= with the names that the spec uses")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"{where}: {wanted} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
+        raise PlanError(f"{where}: {spec_text(wanted)} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):
         n = layout.shard_count(dim)
         if aval.shape[d] % n:
-            raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
-                            f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
+            named = " x ".join(map(repr, dim))
+            raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh "
+                            f"{'axis' if len(dim) == 1 else 'axes'} {named} ({n}). Pad it to "
+                            f"{-(-aval.shape[d] // n) * n}, or drop {named} from its spec")  # fmt: skip
     return spec
 
 

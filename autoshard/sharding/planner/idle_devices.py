@@ -44,8 +44,8 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
         named = " and ".join(f"{a} ({layout.mesh[a]})" for a in idle)
         axes, verb = ("mesh axis", "shards") if len(idle) == 1 else ("mesh axes", "shard")
         text = (
-            f"only {useful} of the {devices} devices have work of their own, and the others repeat it: {axes} {named} "
-            f"{verb} no work" + (f" ({why})" if why else "")
+            f"only {useful} of the {devices} devices have work of their own, and the others repeat it: "
+            f"{why or f'{axes} {named} {verb} no work'}"
         )
     remedies = [
         f"pad {problem.axes.name(u.cls)} to {multiple(problem.axes.sizes[u.cls], u.wanted_shards)}" for u in found

@@ -173,7 +173,7 @@ class PlanningProblem:
             )
             raise PlanError(
                 f"auto_shard({self.traced.name}): plan '{strategy}' shards nothing: "
-                f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request a plan that divides"
+                f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request another plan"
             )
 
     def shards_nothing(self, layout: Layout) -> bool:
@@ -189,16 +189,18 @@ class PlanningProblem:
         return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
 
     def undivided_text(self, one: Undivided) -> str:
-        """Such as `vocab 50257 is not divisible by tp 8`."""
-        axis = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}"
-        return f"{axis} is not divisible by {', '.join(one.over)} {one.wanted_shards}"
+        """Such as `vocab 50257 is not divisible by tp 8`, or by `8 (tp x tp_1)`."""
+        axis, ways = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}", one.wanted_shards
+        parts = f"{one.over[0]} {ways}" if len(one.over) == 1 else f"{ways} ({' x '.join(one.over)})"
+        return f"{axis} is not divisible by {parts}"
 
     def _requested_layout(self, text: str) -> Layout:
         request = plan_request.parse_request(text)
         sizes = self.machine.sizes
         if sizes is not None and dict(request.sizes) != dict(sizes):
-            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what its axes are for, such as "
-                            f"'{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or give no mesh")  # fmt: skip
+            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}; say what each axis of the mesh is "
+                            f"for, such as plan='{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or leave out "
+                            "mesh=")  # fmt: skip
         if sizes is not None:
             request = replace(request, sizes=sizes, fixed_mesh=True)
         if request.devices != self.machine.target.devices:
@@ -211,15 +213,13 @@ class PlanningProblem:
         problems = []
         if missing:
             useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
+            lacked = "; ".join(f"{k} shards {plan_request.SHARDS[k]}, but the program has none" for k in missing)
+            remedy = f"Use one of {', '.join(useful)}" if useful else "It can be sharded with 'state' only"
             names = sorted(set(self.axes.names.values()))
-            problems.append(f"the program has no axis for {', '.join(missing)}; it has axes for "
-                            f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
+            problems.append(f"{lacked}: its logical axes are {', '.join(names)}. {remedy}")
         lacking = self._lacking_for_seq(request) if "seq" in request.flags else []
         if lacking:
-            problems.append(
-                "'seq' needs tp in the plan and a sequence in the program, because tp then shards the sequence too; "
-                f"{', '.join(lacking)}. Leave 'seq' out"
-            )
+            problems.append(f"'seq' makes tp shard the sequence too, but {' and '.join(lacking)}. Leave 'seq' out")
         if problems:
             raise PlanError(f"plan '{text}': {'. '.join(problems)}")
         return plan_request.layout_of(self.axes, self.roles, request)

@@ -104,10 +104,9 @@ class PlannedSignature:
         if self.bound.problem.target_given and not is_made_of(target, devices):
             here = target_for(devices, len(devices)).name
             raise PlanError(
-                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices that it "
-                f"would run on are '{here}' ({devices[0].device_kind}). Leave out target= to plan for these devices. "
-                "Without the target attached, .plan(...) and .lower(...) work; .plan(...).jit() runs its plan here "
-                "anyway"
+                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices are '{here}' "
+                f"({devices[0].device_kind}). To run on these, leave out target=, or use .plan(...).jit(), which runs "
+                f"the plan for '{target.name}' here. .plan(...) and .lower(...) work anywhere"
             )
 
     @functools.cache  # noqa: B019  an entry lives as long as its function

@@ -134,9 +134,9 @@ def _differences(traced: Traced, planned: dict[str, int], made: Leaves, name: st
 def _mismatch_text(traced: Traced, made: Leaves, create: Callable[..., Any]) -> str:
     """How the results differ from the argument that is most like them."""
     creator = getattr(create, "__name__", "the function")
-    text = f"the state that {creator} makes is none of the planned arguments"
+    text = f"{creator} returns none of the planned arguments"
     if arguments := _arguments(traced):
         nearest, planned = min(arguments.items(), key=lambda one: len(_differences(traced, one[1], made)))
         different = _differences(traced, planned, made, nearest)
-        text += f". The most similar is '{nearest}', but {first_few(different, '; ')}"
-    return f"{text}. Return an argument, or a tuple of several, with the same structure, shapes and dtypes"
+        text += f". The most similar one is '{nearest}', but {first_few(different, '; ')}"
+    return f"{text}. Return an argument, or a tuple of several, with the planned structure, shapes and dtypes"

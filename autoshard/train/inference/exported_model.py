@@ -142,7 +142,10 @@ def read_inference(folder: Path) -> Inference:
     except ConfigError:
         raise
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(folder)!r} has no {FILE}, so there is no model to generate text with") from error
+        raise ConfigError(
+            f"{str(folder)!r} has no {FILE}, so there is no model to generate text with: give the folder of a run, of "
+            "its checkpoints, or of a model that was exported"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 

@@ -50,7 +50,7 @@ def test_shardings_that_do_not_divide(tmp_path: Path, mesh8: Mesh, files_of: Cal
 def test_invalid_shardings(saved: Path, mesh8: Mesh) -> None:
     with Checkpointer(saved) as checkpoints:
         for shardings, message in (
-            (P("data"), r"shardings:\n  P(artitionSpec)?\(.*\) needs a mesh: pass NamedSharding\(mesh, "),
+            (P("data"), r"shardings: P(artitionSpec)?\(.*\) needs a mesh: pass NamedSharding\(mesh, "),
             (mesh8, "a Mesh is not a sharding: pass NamedSharding"),
             ("data", "a str is not a sharding"),
             ({"params": {"w": P("data"), "b": "x"}, "step": None, "rng": None}, "params/b: a str(?s:.*)params/w: P"),

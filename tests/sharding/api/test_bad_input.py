@@ -29,16 +29,19 @@ def planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": {}}, r"plan is {}; it must name mesh axes: give the logical axes of each mesh axis"),
+        ({"plan": {}}, r"plan is {}; it must have mesh axes as keys: give the logical axes of each mesh axis"),
         ({"plan": {"a": None}}, "plan 'a' is None; it must be a list"),
         ({"plan": {"a": {"batch"}}}, "plan 'a' is {'batch'}; it must be a list"),
         ({"plan": {"a": [["batch"]]}}, r"plan 'a'\[0\] is \['batch'\]; it must be text"),
         ({"plan": {5: ["batch"]}}, "a key of plan is 5; it must be text"),
         ({"plan": 5}, "plan is 5; give a strategy such as 'fsdp:8'"),
         ({"target": 5}, "target is 5; write its name as text, such as 'v5p:4x4x4'"),
-        ({"donate_argnums": 1.0}, "donate_argnums 1.0: the function has 2 positional arguments, numbered 0 to 1"),
-        ({"donate_argnums": None}, "donate_argnums None: the function has 2 positional arguments"),
-        ({"static_argnums": [True]}, "static_argnums True: the function has 2 positional arguments"),
+        (
+            {"donate_argnums": 1.0},
+            "donate_argnums is 1.0; it must be positions of arguments, as numbers: 0",
+        ),
+        ({"donate_argnums": None}, "donate_argnums is None; it must be positions of arguments"),
+        ({"static_argnums": [True]}, "static_argnums is True; it must be positions of arguments"),
         ({"memory_limit_bytes": 10**400}, "memory_limit_bytes is 10+; give a positive number"),
         ({"memory_limit_bytes": np.array([1, 2])}, "memory_limit_bytes is array.*; give a positive number"),
         ({"strict": "no"}, "strict is 'no'; give True or False"),

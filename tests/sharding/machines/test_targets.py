@@ -46,13 +46,13 @@ def test_the_dimensions_of_a_target(name, dims):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("v7:3", "does not exist.*Chips: v4, v5e"),
-        ("v5pp:4x4x4", "Did you mean 'v5p:...'"),
+        ("v7:3", "target 'v7:3': there is no chip 'v7'.*The chips are v4, v5e"),
+        ("v5pp:4x4x4", "there is no chip 'v5pp'. Did you mean 'v5p:4x4x4'\\?"),
         ("h100:x", "target 'h100:x': 'x' is not a shape; write the number of GPUs, such as h100:8, or hosts x GPUs"),
         ("H100:4x", "'4x' is not a shape"),
-        ("h100", "target 'h100': it has no shape; write the number of GPUs"),
+        ("h100", "target 'h100' has no shape; write the number of GPUs"),
         ("v5p:4x4x4*y", r"'4x4x4\*y' is not a shape; write the sizes of the 3 dimensions of the torus, such as v5p"),
-        ("v5litepod:", "it has no shape; .* such as v5e:4x4, or v5e:4x4\\*2 for 2 slices"),
+        ("v5litepod:", "' has no shape; .* such as v5e:4x4, or v5e:4x4\\*2 for 2 slices"),
         ("cpu:eight", "'eight' is not a shape; write the number of devices, such as cpu:8"),
         ("v5e:16", "torus of 2 dimensions; write v5e:4x4"),
         ("v5p:4x4", "torus of 3 dimensions"),

@@ -182,7 +182,7 @@ def test_a_damaged_step_is_skipped(make_config: MakeConfig, tmp_path: Path) -> N
 
 @pytest.mark.whole
 def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoints: there is no such folder"):
+    with pytest.raises(ConfigError, match="does not exist: give the folder of a run"):
         open_generator(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=f"has no {FILE}"):
         open_generator(tmp_path)
