@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.axes.constants import SHOWN_CHANGES, STATE_LEAVES_SHARE
 from autoshard.sharding.axes.logical_axes import LogicalAxes
@@ -50,7 +51,7 @@ def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
             f"{text} looks like state that comes back changed: {changes}. A call with the returned value is planned "
             "and compiled again. If it is state, return it with the leaves, shapes and dtypes that it was passed with",
             AutoshardWarning,
-            stacklevel=5,
+            stacklevel=users_stacklevel(),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -89,8 +90,23 @@ class FixedError(PlanError):
     """
 
     def __init__(self, name: str, problems: Sequence[str], hint: str = "", lacks_axis: bool = False):
-        super().__init__(f"auto_shard({name}): {first_few(problems, '; ')}{hint}")
+        super().__init__(f"auto_shard({name}): {first_few(_merged(problems), '; ')}{hint}")
         self.name, self.problems, self.lacks_axis = name, tuple(problems), lacks_axis
+
+
+def _merged(problems: Sequence[str]) -> list[str]:
+    """The problems, with those that are the same for several inputs as one.
+
+    >>> _merged(["fixed 'a/up': too long", "fixed 'b/up': too long"])
+    ["fixed 'a/up' (and 1 more): too long"]
+    """
+    inputs: dict[str, list[str]] = {}
+    for problem in problems:
+        found = re.match(r"\w+ '[^']*'", problem)
+        inputs.setdefault(problem[found.end() :] if found else problem, []).append(found[0] if found else "")
+    return [
+        f"{some[0]}{f' (and {len(some) - 1} more)' if len(some) > 1 else ''}{text}" for text, some in inputs.items()
+    ]
 
 
 def fixed_specs(

@@ -7,6 +7,7 @@ import warnings
 
 import jax
 
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.layout import Layout
@@ -25,7 +26,7 @@ def idle_notes(problem: PlanningProblem, layout: Layout) -> list[str]:
 def warn_of_idle_devices(problem: PlanningProblem, layout: Layout) -> None:
     """Warn of each kind of idle devices that a plan has."""
     for note in idle_notes(problem, layout):
-        warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=5)
+        warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=users_stacklevel())
 
 
 def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.cost.fusion import fuse
@@ -100,7 +101,7 @@ class PlanningProblem:
         text = f"auto_shard({self.traced.name}): {'. '.join(texts)}"
         if strict:
             raise PlanError(text)
-        warnings.warn(text, AutoshardWarning, stacklevel=4)
+        warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
 
     def check_effects(self) -> None:
         """Check that every device can run the program's effects.

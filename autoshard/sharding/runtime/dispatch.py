@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
@@ -75,7 +76,7 @@ class PlannedSignature:
         self.run = self.jitted
         text = remarks_text(self.traced.name, remarks, self.traced.arguments, self.lowered_text) if remarks else ""
         if text:
-            warnings.warn(text, AutoshardWarning, stacklevel=6)
+            warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
         return results
 
     def lower(self) -> Any:
@@ -361,7 +362,7 @@ class PureFunction:
 
         chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)
         for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
-            warnings.warn(warning.message, warning.category, stacklevel=2)
+            warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
         return PlannedSignature(chosen, self.filter_jit is not None and self.filter_jit.hides_warnings)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.program.argument_differences import differences
 from autoshard.sharding.program.path_patterns import first_few
@@ -83,7 +84,7 @@ def _keeping_host_memory(entry: PlannedSignature, inputs: list[int], made: list[
             "with arrays, or with shapes that have a memory kind: shape.update(sharding="
             "jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host'))",
             AutoshardWarning,
-            stacklevel=5,
+            stacklevel=users_stacklevel(),
         )
     return shardings
 

@@ -41,7 +41,8 @@ def test_the_end_of_a_path_names_the_one_input_that_ends_so():
     assert planned_specs["0/w"] == P(None, "model") and planned_specs["0/v"] == P("model")
     state = (mlp_state(), mlp_state())
     with pytest.raises(
-        FixedError, match="fixed 'w' is the end of 2 paths: s/0/w, s/1/w. Give a longer path, or a glob"
+        FixedError,
+        match=r"'w' is the end of 2 paths: s/0/w, s/1/w. Give a longer path, such as '1/w', or .* '\*/w' for",
     ):
         plan(lambda s, x: (s, mlp_loss(s[0], x)), state, batch(), mesh=MESH, fixed={"w": P("model")})
 
@@ -227,11 +228,20 @@ def test_one_error_names_every_impossible_fixed_spec():
 
 
 def test_the_message_has_only_the_first_of_many_problems():
-    params = {f"w{i}": jnp.ones((6, 6)) for i in range(9)}
+    params = {f"w{i}": jnp.ones((9 + 8 * i, 6)) for i in range(9)}
     with pytest.raises(FixedError) as caught:
         plan(lambda p: sum(map(jnp.sum, p.values())), params, mesh={"data": 8}, fixed={"*": P("data")})
-    assert len(caught.value.problems) == 9 and "'0/w5' dim 0 has size 6" in str(caught.value)
+    assert len(caught.value.problems) == 9 and "'0/w5' dim 0 has size 49" in str(caught.value)
     assert "'0/w6'" not in str(caught.value) and str(caught.value).endswith("from its spec and 3 more")
+
+
+def test_the_message_has_one_problem_of_several_inputs_once():
+    params = {f"w{i}": jnp.ones((6, 6)) for i in range(9)}
+    with pytest.raises(
+        FixedError, match=r"fixed '0/w0' \(and 8 more\) dim 0 has size 6, not divisible by mesh axis"
+    ) as caught:
+        plan(lambda p: sum(map(jnp.sum, p.values())), params, mesh={"data": 8}, fixed={"*": P("data")})
+    assert str(caught.value).count("not divisible") == 1 and len(caught.value.problems) == 9
 
 
 CONTRARY = {
