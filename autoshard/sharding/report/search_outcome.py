@@ -60,9 +60,14 @@ def plan_counts(plan: ShardingPlan) -> PlanCounts:
 
 def is_fastest(plan: ShardingPlan) -> bool:
     """Whether no plan that fits is faster by the estimate, ties aside."""
-    limit = plan.limit_bytes or math.inf
+    return not _faster(plan)
+
+
+def _faster(plan: ShardingPlan) -> list[PricedPlan]:
+    """The plans that fit and are faster by the estimate, ties aside."""
+    limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
     tried = (t for h in history_of(plan) for t in h.tried if t.peak_bytes <= limit)
-    return not any(t.step_time_us < plan.estimate.step_time_us and not is_tie(plan, t.step_time_us) for t in tried)
+    return [t for t in tried if t.step_time_us < here and not is_tie(plan, t.step_time_us)]
 
 
 def is_tie(plan: ShardingPlan, step_time_us: float) -> bool:
@@ -114,7 +119,10 @@ def _sentence(plan: ShardingPlan) -> str:
     among = f"{counts.priced} plans"
     if counts.fitting < counts.priced:
         among = f"{counts.fitting} plans that fit {size} (of {counts.priced})"
-    return f"{name}, {'the fastest of' if is_fastest(plan) else 'chosen from'} {among}"
+    faster = _faster(plan)
+    if faster and all(tried.changed for tried in faster):
+        return f"{name}, the fastest of {among} except {len(faster)} changed, whose gain is small or uncertain"
+    return f"{name}, {'chosen from' if faster else 'the fastest of'} {among}"
 
 
 def _rivals(plan: ShardingPlan) -> tuple[tuple[str, str, float], ...]:

@@ -7,6 +7,7 @@ import pytest
 
 from autoshard._units import bytes_text, ratio_text, time_text
 from autoshard.sharding.audit import Audit
+from autoshard.sharding.plan.search_record import PricedPlan
 from autoshard.sharding.report.page import page
 from autoshard.sharding.report.page.headline import headline
 from autoshard.sharding.report.search_outcome import verdict
@@ -70,6 +71,10 @@ def test_the_verdict_counts_all_priced_plans():
     assert verdict(requested()).sentence == "fsdp:2 tp:4 seq, as requested"
     tiny = plan.where(limit_bytes=1.0)
     assert verdict(tiny).sentence == f"{plan.chosen}, the smallest of {len(priced)} plans: none fits 1 B"
+    record = plan.history[-1]
+    better = PricedPlan("dp+x", plan.estimate.step_time_us / 1.1, 1.0, changed=True)
+    close = plan.where(history=(*plan.history[:-1], replace(record, tried=(better, *record.tried))))
+    assert verdict(close).sentence.endswith(" except 1 changed, whose gain is small or uncertain")
     slow = plan.where(estimate=replace(plan.estimate, step_time_us=plan.estimate.step_time_us * 2))
     assert "chosen from" in verdict(slow).sentence and "fastest" not in verdict(slow).sentence
 
