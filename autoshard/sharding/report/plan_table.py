@@ -184,7 +184,7 @@ def _time(plan: ShardingPlan) -> list[str]:
         lines[2] += f"   {time_text(exposed_us(plan))} not hidden by compute"
     if alone:
         speedup = ratio_text(alone.step_time_us, estimate.step_time_us)
-        lines[3] += f"   speedup {speedup} on {devices(plan)} devices"
+        lines[3] += f"   speedup {speedup} on {devices(plan)} device{'s' * (devices(plan) > 1)}"
     return lines
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard, plan
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardWarning, PlanError
 from tests.sharding.programs import assert_close, batch, device_bytes, mlp_loss, mlp_state, sgd_step, whole_bytes
 
 
@@ -232,10 +232,12 @@ def test_a_plan_for_nnx_objects_runs_on_them():
 
 def test_memory_includes_arrays_that_a_function_closes_over():
     weight = jnp.ones((1024, 512))
-    planned = plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), plan="dp:8")
+    captures = r"captures 2.00 MiB of arrays, the largest a float32\[1024, 512\]. .* Pass them as arguments"
+    with pytest.warns(AutoshardWarning, match=captures):
+        planned = plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), plan="dp:8")
     assert planned.estimate.memory_bytes["constant"] == weight.nbytes
-    assert any("closes over 2.00 MiB" in note for note in planned.notes)
-    with pytest.raises(PlanError, match="constant 2.00 MiB"):
+    assert any("captures 2.00 MiB" in note for note in planned.notes)
+    with pytest.raises(PlanError, match="constant 2.00 MiB"), pytest.warns(AutoshardWarning, match=captures):
         plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), memory_limit_bytes=2**20)
 
 
