@@ -57,7 +57,7 @@ class Workload:
     def __post_init__(self) -> None:
         convert(self.batch_size, int, "batch_size", problems := [])
         if problems or self.batch_size < 1:
-            raise AutoshardError(f"{self.name}: batch_size is {self.batch_size!r}, it must be at least 1")
+            raise AutoshardError(f"{self.name}: batch_size is {self.batch_size!r}; it must be at least 1")
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """Make the model, with parameters drawn from the `params` stream of `rngs`."""
@@ -103,7 +103,7 @@ def workload(name: str) -> Workload:
     (16, 32)
     """
     if name not in WORKLOADS:
-        raise AutoshardError(f"unknown workload {name!r}{_known_names(name, WORKLOADS)}")
+        raise AutoshardError(f"unknown model {name!r}{_known_names(name, WORKLOADS)}")
     return WORKLOADS[name]
 
 

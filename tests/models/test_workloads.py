@@ -97,9 +97,9 @@ def test_with_changes_fields_of_a_mixture_and_of_its_gpt():
 
 
 def test_an_unknown_name_lists_the_known_names():
-    with pytest.raises(AutoshardError, match=r"workload 'lama2-7b' \(did you mean llama2-7b.*\); choose one of gpt-1"):
+    with pytest.raises(AutoshardError, match=r"model 'lama2-7b' \(did you mean llama2-7b.*\); choose one of gpt-1"):
         workload("lama2-7b")
-    with pytest.raises(AutoshardError, match="unknown workload '%'; choose one of .*wide-resnet-tiny"):
+    with pytest.raises(AutoshardError, match="unknown model '%'; choose one of .*wide-resnet-tiny"):
         workload("%")
 
 

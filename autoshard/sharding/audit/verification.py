@@ -59,7 +59,7 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
     finite(timeout_s, "timeout_s", problems)
     convert(options, Options | None, "options", problems)
     if problems or not timeout_s > 0:
-        raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}, it must be above 0'}")
+        raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}; it must be above 0'}")
     target = compile_target(plan.target)
     if missing := missing_compiler(target.platform):
         raise AuditError(f"{_subject(plan)} cannot be verified: {missing}")

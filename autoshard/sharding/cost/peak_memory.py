@@ -52,7 +52,7 @@ class MemoryModel:
         self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
         self.points = -1  # number of the last operator
         self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
-        self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
+        self.constant_bytes = float(sum(x.nbytes for x in program.constants()))
         self.written[list(fusion.written)] = True
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
         self._scan(program.block)

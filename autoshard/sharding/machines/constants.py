@@ -57,6 +57,9 @@ CPU_LATENCY_GROWTH = 0.5
 # because the search enumerates divisors of the number of devices.
 MOST_DEVICES = 2**20
 
+# XLA's flag that splits the CPU into virtual devices. Source: XLA. Messages about too few devices name it.
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
+
 # The bounds below limit the machines that `machine_sizes` lists where no plan fits the memory.
 
 # Largest number of chips along one dimension of a torus. Source: Google Cloud's largest slices of v5e and v6e have 16 x

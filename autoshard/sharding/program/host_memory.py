@@ -40,7 +40,7 @@ def mixed_memory_error(name: str, error: ValueError, inputs: Mapping[str, Any]) 
         return None
     more = f" and {len(on_host) - _SHOWN} more" if len(on_host) > _SHOWN else ""
     held = ", ".join(f"'{path}'" for path in on_host[:_SHOWN]) + more
-    where = f"In host memory are {held}" if on_host else "The function puts one of them into host memory itself"
+    where = f"In host memory: {held}" if on_host else "The function puts one of them into host memory itself"
     return PlanError(
         f"auto_shard({name}): an operator combines values in host memory with values in device memory: {error}. "
         f"{where}. Move them with jax.device_put(x, jax.memory.Space.Device) before they are used"

@@ -182,7 +182,7 @@ def test_a_damaged_step_is_skipped(make_config: MakeConfig, tmp_path: Path) -> N
 
 @pytest.mark.whole
 def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoints: there is no such folder"):
+    with pytest.raises(ConfigError, match="does not exist: give the folder of a run"):
         open_generator(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=f"has no {FILE}"):
         open_generator(tmp_path)
@@ -206,12 +206,12 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
             {"format": 9},
             r"^\S*inference\.json has format 9, but this version reads formats up to 1: upgrade",
         ),
-        ({"model": ["gpt"]}, r"^\S* is damaged: model is \['gpt'\], it must be a name$"),
-        ({"generation": {}}, "temperature is None, it must be at least 0 and finite"),
-        ({"generation": {"temperature": "x"}}, "temperature is 'x', it must be at least 0 and finite"),
-        ({"generation": {"temperature": 1.0, "top_k": 0}}, "top_k is 0, it must be null or at least 1"),
-        ({"tokenizer": {}}, "the tokenizer's kind is None, it must be 'bytes' or 'file'"),
-        ({"tokenizer": {"kind": "file"}}, "the tokenizer's sha256 is None, it must be a text"),
+        ({"model": ["gpt"]}, r"^\S* is damaged: model is \['gpt'\]; it must be a name$"),
+        ({"generation": {}}, "temperature is None; it must be at least 0 and finite"),
+        ({"generation": {"temperature": "x"}}, "temperature is 'x'; it must be at least 0 and finite"),
+        ({"generation": {"temperature": 1.0, "top_k": 0}}, "top_k is 0; it must be null or at least 1"),
+        ({"tokenizer": {}}, "the tokenizer's kind is None; it must be 'bytes' or 'file'"),
+        ({"tokenizer": {"kind": "file"}}, "the tokenizer's sha256 is None; it must be a text"),
         ({"config": whole["config"] | {"dtype": "float99"}}, "the architecture does not fit this version"),
         ({"config": {"layer": 3}}, "the architecture does not fit this version"),
         ({"config": whole["config"] | {"width": 32}}, "params/embed: saved float32"),
