@@ -212,6 +212,9 @@ class PlanningProblem:
             names = sorted(set(self.axes.names.values()))
             problems.append(f"the program has no axis for {', '.join(missing)}; it has axes for "
                             f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
+        if "tp" in missing:
+            problems.append("tp shards weights that are multiplied with rows of the batch, and no weight here can be "
+                            "sharded that way. Leave 'tp' out")  # fmt: skip
         lacking = self._lacking_for_seq(request) if "seq" in request.flags else []
         if lacking:
             problems.append(
