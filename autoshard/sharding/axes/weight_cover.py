@@ -22,8 +22,8 @@ def cover_weights(
 ) -> list[int]:
     """The axes to shard besides `shardable`, in the order in which they are added.
 
-    Of axes that shard the same bytes, one that a weight produces is taken before one that it only contracts, and one of
-    hidden layers before one of the data: its values are computed in shards, and only the next weight sums over it.
+    Of axes that shard the same bytes, one that a weight produces comes before one that weights only contract, because
+    products then are not partial sums; and one that only hidden layers have before one of the data.
 
     Args:
         axes: the logical axes.
@@ -32,11 +32,11 @@ def cover_weights(
         shardable: the axes that tensor parallelism shards in any case.
         data: the axes that data have.
     """
-    barred = axes.stacked | use.inner | use.windows
-    axes_of: dict[int, set[int]] = defaultdict(set)  # weight -> axes that it has both when stored and when used
-    for c, weights in use.weights.items():
-        for v in frozenset[int]().union(*weights) & weight_bytes.keys():
-            if any(c in dim for dim in axes.of_value[v]):
+    # Weight -> axes that it has both when stored and when used. A minor axis of a dimension is not enough to shard it.
+    axes_of: dict[int, set[int]] = defaultdict(set)
+    for c in use.weights.keys() - axes.stacked - use.inner - use.windows:
+        for v in frozenset[int]().union(*use.weights[c]) & weight_bytes.keys():
+            if any(dim[:1] == (c,) for dim in axes.of_value[v]):
                 axes_of[v].add(c)
     whole = {v for v, found in axes_of.items() if not found & set(shardable)}
     most_whole = WHOLE_WEIGHTS_SHARE * sum(weight_bytes[v] for v in axes_of)
@@ -44,10 +44,8 @@ def cover_weights(
     while sum(weight_bytes[v] for v in whole) > most_whole:
         gains: dict[int, int] = defaultdict(int)
         for v in whole:
-            for c in axes_of[v] - barred:
+            for c in axes_of[v]:
                 gains[c] += weight_bytes[v]
-        if not gains:
-            break
-        added.append(max(gains, key=lambda c: (gains[c], c in use.produced, c not in data, axes.sizes[c], -c)))
+        added.append(max(gains, key=lambda c: (gains[c], bool(use.produced.get(c)), c not in data, axes.sizes[c], -c)))
         whole = {v for v in whole if added[-1] not in axes_of[v]}
     return added

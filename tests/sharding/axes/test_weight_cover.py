@@ -86,6 +86,22 @@ def test_windows_of_convolutions_are_not_sharded():
     assert sharded(forward, {"w": jnp.ones((32, 1, 4))}, jnp.ones((16, 64, 4))) == [("features", 4)]
 
 
+def test_a_minor_axis_alone_does_not_shard_a_weight():
+    """The norm sums over the channels of a group, so they count as hidden units; the groups come before them."""
+
+    def forward(params, x):
+        y = (x @ params["w"]).reshape(len(x), 8, 4)
+        y = y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6)
+        return y.reshape(len(x), 32)
+
+    params = {"w": jnp.ones((16, 32))}
+    traced, analysis = analysed(forward, params, jnp.ones((64, 16)))
+    groups, channels = analysis.axes.of_value[traced.program.inputs[0]][1]
+    assert analysis.roles.parallel == (channels, groups)
+    planned = plan(sgd(forward), params, jnp.ones((64, 16)), target="cpu:8", plan="tp:8")
+    assert planned.inputs[0].spec[0] is None and planned.inputs[0].spec[1]
+
+
 @pytest.mark.parametrize(("features", "covered"), [(4, False), (32, True)])
 def test_a_small_part_of_the_weights_is_left_whole(features: int, covered: bool):
     def forward(params, x):
