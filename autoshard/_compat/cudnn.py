@@ -1,15 +1,21 @@
 """cuDNN's attention kernels as JAX binds them: forward and backward pass, without a look at the attached GPU.
 
-JAX's public function asks the attached GPU for its version of cuDNN when it is traced. Without a GPU, no program with it
-could be planned.
+JAX's public function asks the attached GPU for its version of cuDNN when it is traced. Without a GPU, no program that
+calls it could be planned.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as kernels
+
+
+# From JAX 0.12 on, the kernels take a function of the scores.
+_FLEX = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters
+_NO_SCORE_FUNCTION = {"score_mod_name": None, "score_mod_jaxpr": None} if _FLEX else {}
 
 
 def _options(causal: bool, window: int | None, scale: float) -> dict[str, Any]:
@@ -17,6 +23,7 @@ def _options(causal: bool, window: int | None, scale: float) -> dict[str, Any]:
     return {
         "scale": scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask,
         "layout": kernels.AttentionLayout.BTNH.value, "sliding_window_length": window,
+        **_NO_SCORE_FUNCTION,
     }  # fmt: skip
 
 

@@ -218,6 +218,9 @@ class PlanningProblem:
             remedy = f"Use one of {', '.join(useful)}" if useful else "It can be sharded with 'state' only"
             names = sorted(set(self.axes.names.values()))
             problems.append(f"{lacked}: its logical axes are {', '.join(names)}. {remedy}")
+        if "tp" in missing:
+            problems.append("tp shards weights that are multiplied with rows of the batch, and no weight here can be "
+                            "sharded that way. Leave 'tp' out")  # fmt: skip
         lacking = self._lacking_for_seq(request) if "seq" in request.flags else []
         if lacking:
             problems.append(f"'seq' makes tp shard the sequence too, but {' and '.join(lacking)}. Leave 'seq' out")
