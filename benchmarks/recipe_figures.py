@@ -29,8 +29,8 @@ def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str
         left_out: ids of rows that the figures leave out.
     """
     rows = [row for row in results if row.status == "ok" and row.model.startswith(FAMILIES)]
-    fp8 = [row.id for row in rows if row.precision != "bf16"]
-    rows = [row for row in rows if row.id not in (*left_out, *fp8)]
+    out = [row.id for row in rows if row.id in left_out or row.precision != "bf16"]
+    rows = [row for row in rows if row.id not in out]
 
     def own(measure: str) -> Callable[[Result], float | None]:
         return lambda row: _ratio(_compiled(row.recipe, measure), row.measured)
@@ -40,7 +40,7 @@ def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str
 
     return {
         "rows": [row.id for row in rows],
-        "left_out": [*left_out, *fp8],
+        "left_out": out,
         "without_plan": [row.id for row in rows if row.best.seconds is None],
         "predicted": _summary([_ratio(row.recipe.seconds, row.measured) for row in rows]),
         "compiled": {name: _summary(list(map(own(name), rows))) for name in MEASURES},

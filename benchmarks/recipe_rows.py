@@ -191,11 +191,11 @@ def _with_compiled(side: Side, made: Any, store: Store, name: str, options: Opti
     if problem := _not_judged(store.target):
         return replace(side, problem=problem)
     platform = find_target(store.target).platform
-    options = made.compiler_options.get(platform, {}) if options is None else options
+    used: Any = made.compiler_options.get(platform, {}) if options is None else options
     predicted = {"step": side.predicted["seconds"], "memory_bytes": side.predicted["memory_bytes"]}
     planned = Planned(name, side.words, side.words, side.remat, side.microbatches, None, predicted)
     try:
-        row = store.finish(planned, options, export_plan(bound_or_error(made.bound).executable, options))
+        row = store.finish(planned, used, export_plan(bound_or_error(made.bound).executable, used))
     except Exception as error:  # a fault of the export or of the referee in one row must not cost the others
         return replace(side, problem=f"not judged: {type(error).__name__}: {error}")
     return replace(side, compiled=_compiled(row), problem=row.message)

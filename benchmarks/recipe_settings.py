@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import recipe_stand_ins as stand_ins
 from recipe_file import Entry, Recipe
@@ -60,7 +61,7 @@ def settings_of(entry: Entry) -> Settings:
     except WordsError as error:
         raise UnavailableError(f"not understood: {error}") from error
     base = workload(recipe.model)
-    changes = {"context": recipe.seq}
+    changes: dict[str, Any] = {"context": recipe.seq}
     if recipe.param_dtype is not None:
         changes["param_dtype"] = recipe.param_dtype
     if isinstance(base.config, MoEConfig):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from recipe_file import Recipe
-from recipe_words import VALUES, Remat
+from recipe_words import Remat
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ def remat(actions: Remat) -> StandIn:
 
     A value that the recipe keeps on the host is not kept, because the policies know the device only.
     """
+    if not actions.recomputes:
+        return StandIn({"remat": "none"})
     kept = set(actions.names("keep")) - {"residual"}
     if not kept and not actions.names("host"):
         return StandIn({"remat": "full"})
-    if kept >= set(VALUES) - {"residual"}:
-        return StandIn({"remat": "none"})
     # `dots` keeps the results of all projections.
     policy = "dots" if kept >= {"qkv", "out_proj", "mlp_in", "mlp_out"} else "full"
     exact = policy == "dots" and len(kept) == 4 and not actions.names("host")

@@ -11,7 +11,7 @@ Sharding:
 
 Remat:
 
-    remat      a policy of MaxText, such as "full", or item {(", " | "; ") item}
+    remat      "none", a policy of MaxText, such as "full", or item {(", " | "; ") item}
     item       name [[":"] action]; a name without an action has that of the next item that has one
     name       one of MaxText's or ours (`NAMES`), or several with a common end: "query/key/value_proj"
     action     "host" | "kept" | "recomputed"
@@ -63,7 +63,6 @@ def _all(action: Action, *names: str) -> Mapping[str, Action]:
 POLICIES: Mapping[str, Mapping[str, Action]] = MappingProxyType(
     {
         "full": {},
-        "none": _all("keep", *VALUES),
         "minimal": _all("keep", *_PROJECTIONS),
         "minimal_flash": _all("keep", *_PROJECTIONS, "context"),
         "minimal_offloaded": _all("host", *_PROJECTIONS),
@@ -127,12 +126,13 @@ def parse_sharding(text: str, *, devices: int, slices: int = 1, devices_per_chip
         found = _CLAUSE.match(text, at)
         if not found:
             raise WordsError(f"sharding {text!r}: {text[at:]!r} is not understood")
-        words = {kind: int(size) for kind, size in (word.split(":") for word in found["words"].split())}
-        for kind in words:
+        words: dict[str, int] = {}
+        for kind, number in (word.split(":") for word in found["words"].split()):
             if kind not in KINDS:
                 raise WordsError(f"sharding {text!r}: {kind!r} is not one of {', '.join(KINDS)}")
-            if kind in sizes:
+            if kind in sizes | words:
                 raise WordsError(f"sharding {text!r}: {kind!r} occurs twice")
+            words[kind] = int(number)
         size = math.prod(words.values())
         if found["parts"] and math.prod(map(int, found["parts"].split(" x "))) != size:
             raise WordsError(f"sharding {text!r}: {found['parts']!r} is not {size}")
@@ -169,9 +169,11 @@ class Remat:
     Attributes:
         actions: our name -> `keep` (on the device), `host` or `recompute`. Values without an action are recomputed,
             except `residual`: the layer's input is kept on the device, because the recomputation starts from it.
+        recomputes: whether anything is recomputed. If not, every value is kept, with or without a name.
     """
 
     actions: Mapping[str, Action]
+    recomputes: bool = True
 
     def names(self, action: Action) -> tuple[str, ...]:
         """The names with this action, in the order of the layer."""
@@ -179,6 +181,8 @@ class Remat:
         return tuple(name for name in order if self.actions.get(name) == action)
 
     def __str__(self) -> str:
+        if not self.recomputes:
+            return "none"
         named = {action: self.names(action) for action in ("host", "keep", "recompute")}
         parts = [f"{', '.join(names)}: {action}" for action, names in named.items() if names]
         return "; ".join(parts) or "full"
@@ -194,6 +198,8 @@ def parse_remat(text: str) -> Remat:
     'residual, qkv: host; mlp_out: keep'
     """
     policy = _PHRASES.get(text, text)
+    if policy == "none":
+        return Remat(_all("keep", *VALUES), recomputes=False)
     if policy in POLICIES:
         return Remat(POLICIES[policy])
     actions: dict[str, Action] = {}
@@ -210,9 +216,10 @@ def parse_remat(text: str) -> Remat:
             waiting = []
     if waiting:
         raise WordsError(f"remat {text!r}: {', '.join(waiting)} has no action; write host, kept or recomputed")
-    parts = [actions.get(name) for name in ("query", "key", "value")]
-    if parts[0] and len(set(parts)) == 1:
-        actions = {"qkv": parts[0], **{k: v for k, v in actions.items() if k not in ("query", "key", "value")}}
+    query = actions.get("query")
+    if query and query == actions.get("key") == actions.get("value"):
+        actions = {name: action for name, action in actions.items() if name not in ("query", "key", "value")}
+        actions["qkv"] = query
     return Remat(actions)
 
 

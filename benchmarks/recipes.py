@@ -57,12 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         results.append(result_of(entry, compile_plans=not given.predict_only, timeout_s=given.timeout))
         print(_line(results[-1]), flush=True)
+        if given.json is not None:  # after each row, so that a run that is stopped leaves what it has
+            given.json.write_text(json.dumps(_document(given, results), indent=1) + "\n")
     console = Console(width=180)
     console.print(table(results))
-    summary = figures(results, [name for name in given.leave_out if name in {row.id for row in results}])
-    console.print_json(json.dumps(summary))
-    if given.json is not None:
-        given.json.write_text(json.dumps(_document(given, results, summary), indent=1) + "\n")
+    console.print_json(json.dumps(figures(results, given.leave_out)))
     return 1 if any(entry.problems for entry in entries) else 0
 
 
@@ -78,7 +77,7 @@ def _sides(row: Result) -> dict[str, Side]:
     return {"recipe": row.recipe, "plan": row.best}
 
 
-def _document(given: argparse.Namespace, results: Sequence[Result], summary: dict[str, Any]) -> dict[str, Any]:
+def _document(given: argparse.Namespace, results: Sequence[Result]) -> dict[str, Any]:
     """The JSON: figures, and for each id its status and both plans with their predicted and compiled figures."""
     rows = {}
     for row in results:
@@ -89,7 +88,7 @@ def _document(given: argparse.Namespace, results: Sequence[Result], summary: dic
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "file": given.recipes.name,
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
-        "figures": summary,
+        "figures": figures(results, given.leave_out),
         "recipes": rows,
     }
 
