@@ -22,14 +22,14 @@ def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str
 
     `predicted` and `compiled` are of the recipes' own settings, relative to the measured time. `best` are our best
     plans: predicted relative to the measured time, compiled relative to the recipe's own plan. Compiled figures are by
-    measure. Rows whose products have another precision than planned are left out.
+    measure. Rows whose products are planned in another precision are left out.
 
     Args:
         results: the rows.
         left_out: ids of rows that the figures leave out.
     """
     rows = [row for row in results if row.status == "ok" and row.model.startswith(FAMILIES)]
-    out = [row.id for row in rows if row.id in left_out or row.precision != "bf16"]
+    out = [row.id for row in rows if row.id in left_out or not row.same_precision]
     rows = [row for row in rows if row.id not in out]
 
     def own(measure: str) -> Callable[[Result], float | None]:

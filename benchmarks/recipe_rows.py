@@ -84,6 +84,7 @@ class Result:
         model: the model.
         target: the machine.
         precision: of the products.
+        same_precision: whether they are planned in this precision.
         remat: what the recipe does with a layer's values: our name -> action.
         notes: what the plans leave out of the recipe.
         recipe: the recipe's own settings.
@@ -96,6 +97,7 @@ class Result:
     model: str = ""
     target: str = ""
     precision: str = ""
+    same_precision: bool = True
     remat: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     recipe: Side = Side()
@@ -127,6 +129,7 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
         own = _with_compiled(own, own_plan, store, "recipe", settings.recipe.xla_options)
         best = _with_compiled(best, best_plan, store, "plan", None)
     head |= {"remat": dict(settings.remat.actions), "notes": settings.notes}
+    head["same_precision"] = settings.same_precision
     return Result(**head, status="ok", recipe=own, best=best)
 
 

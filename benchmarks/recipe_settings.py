@@ -29,6 +29,7 @@ class Settings:
         sharding: its mesh.
         remat: what a layer does with its values.
         notes: what the workload leaves out.
+        same_precision: whether its products have the recipe's precision.
     """
 
     recipe: Recipe
@@ -36,6 +37,7 @@ class Settings:
     sharding: Sharding
     remat: Remat
     notes: tuple[str, ...]
+    same_precision: bool
 
 
 def settings_of(entry: Entry) -> Settings:
@@ -66,12 +68,12 @@ def settings_of(entry: Entry) -> Settings:
         changes["param_dtype"] = recipe.param_dtype
     if isinstance(base.config, MoEConfig):
         changes |= {name: getattr(recipe, name) for name in ("dispatch", "capacity_factor") if getattr(recipe, name)}
-    param_dtype = recipe.param_dtype or "float32"
+    precision = stand_ins.precision(recipe)
     missing = (
         stand_ins.remat(actions),
         stand_ins.attention(recipe),
-        stand_ins.precision(recipe),
-        stand_ins.optimizer(recipe, param_dtype),
+        precision,
+        stand_ins.optimizer(recipe, recipe.param_dtype or "float32"),
         stand_ins.embedding(recipe),
         stand_ins.loss(recipe),
     )
@@ -82,4 +84,5 @@ def settings_of(entry: Entry) -> Settings:
     except (AutoshardError, ValueError) as error:
         raise UnavailableError(f"not possible: {error}") from error
     ignored = tuple(f"field {name!r} is unknown and ignored" for name in entry.ignored)
-    return Settings(recipe, work, sharding, actions, (*(each.note for each in missing if each.note), *ignored))
+    notes = (*(each.note for each in missing if each.note), *ignored)
+    return Settings(recipe, work, sharding, actions, notes, same_precision=not precision.note)

@@ -250,6 +250,13 @@ def test_a_note_gives_settings_that_the_row_lacks(tmp_path):
     assert found.work.config.gpt.param_dtype == "float32"
 
 
+def test_products_in_another_precision_are_reported(tmp_path):
+    found = settings_of(entry(tmp_path, ('"bf16"', '"fp8"')))
+    assert not found.same_precision and "products in fp8 are planned in bf16" in found.notes
+    found = settings_of(entry(tmp_path))
+    assert found.same_precision and not any("products" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "status"),
     [
@@ -341,7 +348,7 @@ def test_figures():
         Result("a", "ok", 10.0, "llama3-8b", "", "bf16", recipe=side(11.0, 9.0), best=side(9.0, 4.5)),
         Result("b", "ok", 10.0, "mistral-7b", "", "bf16", recipe=side(12.0, 9.0, fits=False), best=side(None)),
         Result("c", "ok", 10.0, "gpt3-175b", "", "bf16", recipe=side(10.0), best=side(16.0)),
-        Result("d", "ok", 10.0, "gpt3-175b", "", "fp8", recipe=side(99.0), best=side(99.0)),
+        Result("d", "ok", 10.0, "gpt3-175b", "", "fp8", False, recipe=side(99.0), best=side(99.0)),
         Result("e", "ok", 10.0, "gpt3-175b", "", "bf16", recipe=side(99.0), best=side(99.0)),
         Result("f", "ok", 10.0, "gemma", "", "bf16", recipe=side(99.0), best=side(99.0)),
         Result("g", "model not available", 10.0, "llama9"),
