@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as kernels
 
-
 # From JAX 0.12 on, the kernels take a function of the scores.
 _FLEX = "score_mod" in inspect.signature(kernels.dot_product_attention).parameters
 _NO_SCORE_FUNCTION = {"score_mod_name": None, "score_mod_jaxpr": None} if _FLEX else {}

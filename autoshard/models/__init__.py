@@ -11,7 +11,7 @@ from autoshard.models.loss import cross_entropy
 from autoshard.models.moe import MoE
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.sample import generate
-from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
+from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, GPT3, MISTRAL, MIXTRAL, VIT
 from autoshard.models.stack import REMAT_POLICIES
 from autoshard.models.vit import ViT, ViTConfig
 from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
@@ -22,7 +22,9 @@ __all__ = [
     "ALPA_MOE",
     "ALPA_WIDE_RESNET",
     "GPT",
+    "GPT3",
     "LLAMA",
+    "MISTRAL",
     "MIXTRAL",
     "REMAT_POLICIES",
     "VIT",
