@@ -29,6 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard.models.remat.named_values import named
+
 Impl = Literal["auto", "plain", "blockwise", "cudnn"]
 
 # With at least this many keys, `auto` uses the blockwise implementation. Below, the score matrix is small: 2048 x 2048
@@ -80,7 +82,7 @@ def attention(
     batch, seq, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
     if impl == "cudnn":
-        return _cudnn(q, k, v, mask, causal=causal, scale=scale)
+        return named(_cudnn(q, k, v, mask, causal=causal, scale=scale), "context")
     group = heads // kv_heads
     grouped = q.reshape(batch, seq, kv_heads, group, head_dim)
     if mask is not None:
@@ -89,7 +91,7 @@ def attention(
         impl = "blockwise" if keys >= AUTO_BLOCKWISE_KEYS else "plain"
     scale = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
     if impl == "plain":
-        out = _plain(grouped, k, v, mask, causal=causal, scale=scale)
+        out = named(_plain(grouped, k, v, mask, causal=causal, scale=scale), "context")
     else:
         out = _blockwise(causal, scale, min(block_size, keys), grouped, k, v, mask)
     return out.reshape(batch, seq, heads, head_dim)  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,8 +213,9 @@ def _blockwise_forward(causal: bool, scale: float, block: int, q, k, v, mask):
     )
     (acc, running_max, total), _ = lax.scan(step, zero, blocks)
     total = jnp.where(total == 0.0, 1.0, total)
-    out = jnp.einsum("bkgsd->bskgd", acc / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, mask, out, running_max + jnp.log(total))
+    # Named here, because the backward pass reads these two. A name on the caller's copy would not spare the scan.
+    out = named(jnp.einsum("bkgsd->bskgd", acc / total[..., None]).astype(q.dtype), "context")
+    return out, (q, k, v, mask, out, named(running_max + jnp.log(total), "context"))
 
 
 def _blockwise_backward(causal: bool, scale: float, block: int, saved, d_out):
