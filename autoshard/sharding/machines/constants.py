@@ -34,11 +34,6 @@ NVLINK_LATENCY_US = 5.0
 # Latency between GPU hosts, in microseconds. Source: chosen, not measured.
 GPU_HOST_LATENCY_US = 15.0
 
-# Bandwidth between the slices of a TPU, in bytes per second and chip. Source: the 50 Gbit/s of data center network on
-# Google's page about v5p (https://docs.cloud.google.com/tpu/docs/v5p-training). The other versions are assumed to have
-# the same.
-SLICE_BANDWIDTH = 6.25e9
-
 # Bandwidth between the two devices of a tpu7x chip, as a multiple of one torus link. Source: chosen, not measured.
 CORE_LINKS = 4
 

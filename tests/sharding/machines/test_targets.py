@@ -20,6 +20,7 @@ def test_every_chip_has_figures_and_a_target(name):
     assert target.devices == math.prod(map(int, shape.split("x"))) * chip.cores
     assert target.platform == chip.platform
     assert min(chip.flops, chip.flops_f32, chip.memory_bytes, chip.memory_bandwidth, chip.link_bandwidth) > 0
+    assert 0 < chip.host_bandwidth <= chip.memory_bandwidth
     assert 0 < target.flops_per_byte < 1e5
 
 
@@ -28,6 +29,12 @@ def test_every_chip_has_figures_and_a_target(name):
     [
         ("v5e:4x4", [("y", 4, False), ("x", 4, False)]),
         ("v5e:8x16", [("y", 16, True), ("x", 8, False)]),
+        ("v6e:2x4", [("y", 4, False), ("x", 2, False)]),
+        ("v6e:8x16", [("y", 16, True), ("x", 8, False)]),
+        ("v6e:16x16*2", [("slice", 2, False), ("y", 16, True), ("x", 16, True)]),
+        ("v5p:8x8x8", [("z", 8, True), ("y", 8, True), ("x", 8, True)]),
+        ("tpu7x:4x8x8", [("z", 8, True), ("y", 8, True), ("x", 4, True), ("core", 2, False)]),
+        ("h200:32x8", [("host", 32, False), ("gpu", 8, False)]),
         ("v5p:4x4x8", [("z", 8, True), ("y", 4, True), ("x", 4, True)]),
         ("v5p:2x2x1", [("z", 1, False), ("y", 2, False), ("x", 2, False)]),
         ("v5p:4x4x4*2", [("slice", 2, False), ("z", 4, True), ("y", 4, True), ("x", 4, True)]),
@@ -82,6 +89,7 @@ def test_a_written_target_is_read_back(tmp_path):
         write_target(target, tmp_path / "mine.toml")
         reread = find_target(str(tmp_path / "mine.toml"))
         assert reread.topology == target.topology and reread.platform == target.platform
+        assert reread.chip.host_bandwidth == target.chip.host_bandwidth
         assert reread.chip.peak(2) == target.chip.peak(2) and reread.chip.memory_bytes == target.chip.memory_bytes
         assert reread.assign({"a": 2, "b": reread.devices // 2}) == target.assign({"a": 2, "b": target.devices // 2})
 
