@@ -87,9 +87,13 @@ def remat_problems(remat: str, layers: int, *, scan: bool, has_named_values: boo
     if any(word not in REMAT_POLICIES for word in words):
         known = ", ".join(REMAT_POLICIES)
         some = ", named values such as host:residual+qkv keep:out_proj" if has_named_values else ""
-        return [f"remat is {remat!r}; choose one of {known}{some}, or several with commas, to alternate over the layers"]
+        return [
+            f"remat is {remat!r}; choose one of {known}{some}, or several with commas, to alternate over the layers"
+        ]
     if texts and not has_named_values:
-        return [f"remat is {remat!r}; this model's layers have no named values: choose one of {', '.join(REMAT_POLICIES)}"]
+        return [
+            f"remat is {remat!r}; this model's layers have no named values: choose one of {', '.join(REMAT_POLICIES)}"
+        ]
     problems = [f"remat is {remat!r}; {problem}" for text in texts for problem in _group_problems(text)]
     if not problems and scan and layers % len(policies):
         problems.append(

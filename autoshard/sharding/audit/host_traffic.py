@@ -55,8 +55,10 @@ class CompiledTransfer:
             return "it starts where it is needed: the device waits for all of it"
         if not self.compute_us:
             return f"no compute among the {self.distance} instructions between its start and its end"
-        each = time_text(self.us / self.trips)
-        return f"{time_text(self.compute_us)} of compute beside {each} of transfer, or the link is still busy before"
+        once_us = self.us / self.trips
+        if self.compute_us >= once_us:
+            return "the link is busy with earlier transfers when it starts"
+        return f"it takes {time_text(once_us)}, with {time_text(self.compute_us)} of compute beside it"
 
 
 def compiled_transfers(runs: Iterable[TransferRuns]) -> tuple[CompiledTransfer, ...]:
@@ -99,8 +101,8 @@ def transfer_lines(transfers: Sequence[CompiledTransfer]) -> list[str]:
             bytes_text(t.bytes * t.trips),
             time_text(t.us),
             time_text(t.exposed_us),
-            "another iteration" if t.distance is None else str(t.distance),
-            "" if t.distance is None else time_text(t.compute_us),
+            "-" if t.distance is None else str(t.distance),
+            "-" if t.distance is None else time_text(t.compute_us),
             line_text(t.line) if t.line else "",
         )
         for t in transfers[:SHOWN_ENTRIES]
