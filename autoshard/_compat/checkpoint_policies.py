@@ -38,8 +38,8 @@ def _kept_names(policy: Callable[..., Any]) -> set[str]:
             value = cell.cell_contents
         except ValueError:  # the variable is not set
             continue
-        if variable == _OFFLOADED and isinstance(value, set | frozenset | list | tuple):
-            found |= {name for name in value if isinstance(name, str)}
+        if variable == _OFFLOADED:
+            found |= {name for name in (value if isinstance(value, Iterable) else ()) if isinstance(name, str)}
         elif callable(value) and value is not policy and getattr(value, "__closure__", None):
             found |= _kept_names(value)
     return found

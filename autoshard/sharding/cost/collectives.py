@@ -95,10 +95,8 @@ def collective(
     return Collective(kind, axes, requested, local_bytes, wire, count, time, line, prefetchable)
 
 
-def step_cost(
-    kernels_us: float, collectives: Sequence[Collective], chip: Chip, host: HostTime = HostTime()
-) -> StepCost:
-    """Return the cost of a step from the time of its kernels, its collectives and its transfers to and from the host."""
+def step_cost(kernels_us: float, collectives: Sequence[Collective], chip: Chip, host: HostTime) -> StepCost:
+    """Return the cost of a step from the time of its kernels, its collectives and its transfers of host memory."""
     comm = sum(c.time_us for c in collectives)
     hidden = sum(c.time_us for c in collectives if c.prefetchable and c.kind in chip.hides)
     # An all-reduce sends each byte twice.

@@ -16,8 +16,8 @@ PEAK_REACHED = 0.95
 # estimates of memory-bound kernels do not determine it (`python benchmarks/compiler_cycles.py`).
 BANDWIDTH_REACHED = 0.8
 
-# Fraction of the bandwidth between a device and its host that large copies reach. Source: chosen, not measured; of PCIe,
-# the headers of packets take 5 to 10 %. The time of transfers to and from host memory depends on it
+# Fraction of the bandwidth between a device and its host that large copies reach. Source: chosen, not measured. The
+# headers of packets take 5 to 10 % of a PCIe link. The time of transfers of host memory depends on it
 # (`cost.offload_time`, `hlo.host_transfers`).
 HOST_BANDWIDTH_REACHED = 0.9
 

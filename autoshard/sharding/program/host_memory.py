@@ -25,9 +25,10 @@ def is_host_transfer(op: Op) -> bool:
 
 
 def unmoved_names_text(program: Program) -> str:
-    """Describe the names that a checkpoint policy offloads and whose values stay on the device; empty if there are none.
+    """Describe the names that a checkpoint policy offloads to no effect: their values stay on the device.
 
-    The policies of differentiated functions count. Without a derivative nothing is kept, so nothing is moved.
+    The policies of differentiated functions count. Without a derivative nothing is kept, so nothing is moved. The
+    text is empty if there are no such names.
     """
     names_of = {op.results[0]: op.eqn.params["name"] for op in program.ops() if op.name == "name"}
     policies = {
@@ -43,14 +44,14 @@ def unmoved_names_text(program: Program) -> str:
     texts = []
     if unread:
         texts.append(
-            f"{_quoted(unread)}, but the backward pass reads no value of that name, so none is moved. Name a value that it "
-            "reads, such as the input of a layer; the result of a layer is the next one's input"
+            f"{_quoted(unread)}, but the backward pass reads no value of that name, so none is moved. Name a value "
+            "that it reads, such as the input of a layer; the result of a layer is the next one's input"
         )
     if unknown:
         there = f"the names are {', '.join(sorted(known))}" if known else "it has no named values"
         texts.append(
-            f"{_quoted(unknown)}, but no value that the step needs has that name; {there}. Check the spelling, and name a "
-            "value that the backward pass reads"
+            f"{_quoted(unknown)}, but no value that the step needs has that name; {there}. Check the spelling, and "
+            "name a value that the backward pass reads"
         )
     return ". It offloads ".join(texts)
 

@@ -56,11 +56,18 @@ def test_what_is_wrong_with_a_text(text, problem):
         GPTConfig(layers=4, remat=text)
 
 
-def test_every_model_checks_the_names():
-    for config, name in ((lambda r: MoEConfig(GPTConfig(remat=r)), "GPTConfig"), (ViTConfig, "ViTConfig")):
-        with pytest.raises(ValueError, match=f"{name}: remat is 'host:x'; 'x' is not a named value"):
-            config("host:x") if name == "GPTConfig" else config(remat="host:x")
-    with pytest.raises(
-        ValueError, match="WideResNetConfig: remat is 'host:residual'; this model's layers have no named"
-    ):
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda remat: MoEConfig(GPTConfig(remat=remat)), "GPTConfig"),
+        (lambda remat: ViTConfig(remat=remat), "ViTConfig"),
+    ],
+)
+def test_every_model_checks_the_names(make, name):
+    with pytest.raises(ValueError, match=f"{name}: remat is 'host:x'; 'x' is not a named value"):
+        make("host:x")
+
+
+def test_a_model_without_named_values():
+    with pytest.raises(ValueError, match="WideResNetConfig: remat is 'host:residual'; this model's layers have no"):
         WideResNetConfig(remat="host:residual")

@@ -44,7 +44,7 @@ def test_a_chip_of_this_bandwidth_takes_a_millisecond():
         (f"%s = ({HOST}, {HOST}, u32[]) copy-start(%h)", None),
         (f"%s = {HOST} copy(%v)", (N, True)),
         (f"%s = {DEVICE} copy(%h)", (N, False)),
-        (f"%s = f32[10]{{0}} slice(%h), slice={{[0:10]}}", (10, False)),
+        ("%s = f32[10]{0} slice(%h), slice={[0:10]}", (10, False)),
         (f"%s = {HOST} custom-call()", None),
         (f"%s = (({STACK}, s32[], s32[]), {SLICE}, u32[]) dynamic-slice-start(%h, %a, %a)", (N, False)),
         (
