@@ -31,7 +31,7 @@ VARIANTS = {
     "untied": Case((("tie_head", False),)),
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("microbatches",)  # `test_every_variant_with_every_plan` runs the others
+QUICK = ("microbatches", "host")  # `test_every_variant_with_every_plan` runs the others
 
 
 def compare(case: Case, plan: str | None) -> None:
