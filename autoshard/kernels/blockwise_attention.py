@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from autoshard._shown import shown
+from autoshard.kernels.constants import CONTEXT
 from autoshard.kernels.visibility import Visibility
 
 # The score of an invisible pair. It is finite, so that a row without a visible key does not compute inf - inf.
@@ -117,7 +119,10 @@ def blockwise_attention(
 
 
 def _forward(softmax: Softmax, block_size: int, q, k, v, pairs, sinks):
-    out, log_total = blockwise_forward(softmax, block_size, q, k, v, pairs, sinks)
+    # Named here, because the backward pass reads these two. A name on the caller's copy would not spare the scan.
+    out, log_total = (
+        checkpoint_name(x, CONTEXT) for x in blockwise_forward(softmax, block_size, q, k, v, pairs, sinks)
+    )
     return out, (q, k, v, pairs, sinks, out, log_total)
 
 

@@ -28,6 +28,7 @@ from autoshard.kernels.kernel_choice import Impl, choose, refusals
 from autoshard.kernels.plain_attention import plain_attention
 from autoshard.kernels.splash_attention import splash_attention
 from autoshard.kernels.visibility import Visibility
+from autoshard.models.remat.named_values import named
 
 
 def attention(
@@ -99,13 +100,13 @@ def attention(
     elif impl in ("splash", "cudnn") and (reasons := refusals(impl, grouped, k, v, softmax, pairs, grouped_sinks)):
         raise ValueError(f"{_shapes(q, k, v)}: impl {impl!r} cannot run: {'; '.join(reasons)}; or choose 'auto'")
     if impl == "cudnn" and mask is not None:
-        return _cudnn_with_mask(q, k, v, mask, softmax)
+        return named(_cudnn_with_mask(q, k, v, mask, softmax), "context")
     if impl == "splash":
         out = splash_attention(softmax, grouped, k, v, segments=segments, sinks=grouped_sinks)
     elif impl == "cudnn":
         out = cudnn_attention(softmax, grouped, k, v)
     elif impl == "plain":
-        out = plain_attention(softmax, grouped, k, v, pairs, grouped_sinks)
+        out = named(plain_attention(softmax, grouped, k, v, pairs, grouped_sinks), "context")
     else:
         out = blockwise_attention(softmax, min(block_size, keys), grouped, k, v, pairs, grouped_sinks)
     return out.reshape(batch, seq, heads, head_dim)  # pyright: ignore[reportAttributeAccessIssue]

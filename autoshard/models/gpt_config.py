@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from autoshard.kernels.kernel_choice import Impl
-from autoshard.models.stack import remat_problems
+from autoshard.models.remat.policies import remat_problems
 
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
@@ -39,8 +39,9 @@ class GPTConfig:
         scan_layers: whether the layers' parameters are stacked and the layers run in a scan.
         remat: what the forward pass of a layer saves for its backward pass: a name in `REMAT_POLICIES`. `none` saves
             every value that the backward pass needs, `full` only the layer's input, `dots` also the results of its
-            projections. Several names, separated by commas, alternate over the layers: with `none,full` every second
-            layer is recomputed.
+            projections. `host:residual+qkv keep:out_proj` names the values that wait in the host's memory and those
+            that stay on the device (`remat.named_values`); all others are recomputed. Several policies, separated by
+            commas, alternate over the layers: with `none,full` every second layer is recomputed.
         attention: `plain`, `blockwise`, `splash` (JAX's kernel for TPUs), `cudnn` (NVIDIA GPUs, 16-bit `dtype`), or
             `auto`: the kernel of the platform that the step is planned for, else by sequence length (see `attention`).
             Generation with a cache uses `plain` or `blockwise`.

@@ -16,6 +16,11 @@ PEAK_REACHED = 0.95
 # estimates of memory-bound kernels do not determine it (`python benchmarks/compiler_cycles.py`).
 BANDWIDTH_REACHED = 0.8
 
+# Fraction of the bandwidth between a device and its host that large copies reach. Source: chosen, not measured. The
+# headers of packets take 5 to 10 % of a PCIe link. The time of transfers of host memory depends on it
+# (`cost.offload_time`, `hlo.host_transfers`).
+HOST_BANDWIDTH_REACHED = 0.9
+
 # Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`
 # rounds the dimensions of a shard up to tiles. (The tile of a TPU is the side of its matrix unit, in `chips`.)
 GPU_TILE = 64

@@ -22,7 +22,13 @@ from autoshard.sharding.plan.tensors import Leaf
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
 _OPTIONAL = ("padding", "arguments")  # fields that a plan of this format may lack
-_WRITTEN_IF_SET = {"memory_kind": "device", "host_memory_bytes": 0.0}  # fields of arrays and estimates, their defaults
+_WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults
+    "memory_kind": "device",
+    "host_memory_bytes": 0.0,
+    "host_traffic_bytes": 0.0,
+    "host_us": 0.0,
+    "host_exposed_us": 0.0,
+}
 
 P = TypeVar("P", bound=ShardingPlan)
 Spec = tuple[str | None | tuple[str, ...], ...]

@@ -127,7 +127,8 @@ def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
 def _estimate(candidate: Candidate, memory: MemoryModel) -> Estimate:
     cost = candidate.cost
     return Estimate(cost.step_time_us, cost.compute_us, cost.comm_us, cost.comm_bytes, candidate.peak_bytes,
-                    dict(candidate.memory), memory.host_bytes(candidate.layout))  # fmt: skip
+                    dict(candidate.memory), memory.host_bytes(candidate.layout), cost.host.nbytes, cost.host.time_us,
+                    cost.host.exposed_us)  # fmt: skip
 
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:

@@ -59,6 +59,7 @@ def plan_traced(
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()
+    problem.warn_of_unmoved_names()
     check_state_kept(traced, problem.axes)
     warn_of_state_left_on_device(traced)
     warn_of_captured_arrays(problem)

@@ -22,6 +22,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.request_scaling import scaled_requests
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
+from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
 from autoshard.sharding.search.layout_search import search
@@ -102,6 +103,15 @@ class PlanningProblem:
         if strict:
             raise PlanError(text)
         warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
+
+    def warn_of_unmoved_names(self) -> None:
+        """Warn of names that a checkpoint policy offloads to no effect."""
+        if text := unmoved_names_text(self.program):
+            warnings.warn(
+                f"auto_shard({self.traced.name}): a policy of jax.checkpoint offloads {text}",
+                AutoshardWarning,
+                stacklevel=4,
+            )
 
     def check_effects(self) -> None:
         """Check that every device can run the program's effects.

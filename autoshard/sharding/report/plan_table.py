@@ -16,7 +16,7 @@ from autoshard._units import (
     time_text,
     variant_text,
 )
-from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import (
@@ -179,13 +179,23 @@ def _time(plan: ShardingPlan) -> list[str]:
         (f"{INDENT}communication", time_text(estimate.comm_us), "0" if alone else ""),
         (f"{INDENT}step", time_text(estimate.step_time_us), time_text(alone.step_time_us) if alone else ""),
     ]
+    if estimate.host_traffic_bytes:
+        rows.insert(3, (f"{INDENT}host", _host_text(estimate), _host_text(alone) if alone else ""))
     lines = columns(rows, right=(1, 2))
     if estimate.comm_us:
         lines[2] += f"   {time_text(exposed_us(plan))} not hidden by compute"
+    if estimate.host_traffic_bytes:
+        hidden = f", {time_text(estimate.host_exposed_us)} not hidden by compute" if estimate.host_us else ""
+        lines[3] += f"   {bytes_text(estimate.host_traffic_bytes)} to and from host memory{hidden}"
     if alone:
         speedup = ratio_text(alone.step_time_us, estimate.step_time_us)
-        lines[3] += f"   speedup {speedup} on {devices(plan)} device{'s' * (devices(plan) > 1)}"
+        lines[-1] += f"   speedup {speedup} on {devices(plan)} device{'s' * (devices(plan) > 1)}"
     return lines
+
+
+def _host_text(estimate: Estimate) -> str:
+    """The time of transfers to and from host memory, if the machine's link to it is known."""
+    return time_text(estimate.host_us) if estimate.host_us or not estimate.host_traffic_bytes else "unknown"
 
 
 def _traffic(plan: ShardingPlan) -> list[str]:

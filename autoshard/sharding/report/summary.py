@@ -249,7 +249,8 @@ def padding_text(plan: ShardingPlan, axis: str) -> str:
 
 def exposed_us(plan: ShardingPlan) -> float:
     """Communication time that compute does not hide, in microseconds."""
-    return max(plan.estimate.step_time_us - plan.estimate.compute_us, 0.0)
+    estimate = plan.estimate
+    return max(estimate.step_time_us - estimate.compute_us - estimate.host_exposed_us, 0.0)
 
 
 def collectives(plan: ShardingPlan) -> list[tuple[str, str, float, str]]:

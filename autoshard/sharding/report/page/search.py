@@ -17,7 +17,6 @@ from autoshard.sharding.report.page.chart import Point, scatter
 from autoshard.sharding.report.page.legends import bar_legend
 from autoshard.sharding.report.page.parts import bar, folded, search_box, table
 from autoshard.sharding.report.search_outcome import history_of, is_fastest, is_tie, plan_counts, ratio_or_tie
-from autoshard.sharding.report.summary import exposed_us
 
 SHOWN = 12  # rows that are shown at first; the others are folded
 LISTED = 400  # rows in the page, which bounds its size
@@ -113,7 +112,7 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
     if not tried.compute_us:
         return "slower"
     compute = tried.compute_us - here.compute_us
-    exposed = tried.step_time_us - tried.compute_us - exposed_us(plan)
+    exposed = tried.step_time_us - tried.compute_us - (here.step_time_us - here.compute_us)
     least = ALTERNATIVE_TIE * here.step_time_us / 2  # the larger of two parts of more than a tie
     kind = f" (mostly {tried.most_exposed_kind})" if tried.most_exposed_kind else ""
     parts = [
