@@ -40,7 +40,7 @@ def cudnn_attention(softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array) 
         v: values, shaped like `k`.
     """
     flat = q.reshape(*q.shape[:2], -1, q.shape[4])
-    return _attention(softmax, q.shape[3], flat, k, v).reshape(*q.shape[:4], v.shape[3])
+    return jnp.reshape(_attention(softmax, q.shape[3], flat, k, v), (*q.shape[:4], v.shape[3]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -49,7 +49,7 @@ class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for _ in range(2):
-            x = nn.RNN(nn.OptimizedLSTMCell(HIDDEN))(x)  # pyright: ignore[reportArgumentType]
+            x = nn.RNN(nn.OptimizedLSTMCell(HIDDEN))(x)  # pyright: ignore[reportArgumentType, reportAssignmentType]
         return x
 
 
