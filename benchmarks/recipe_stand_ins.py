@@ -1,7 +1,7 @@
 """What a recipe has and our workloads have not yet, and what is planned in its place. Each case is reported as a note.
 
-This is the one place to change when the models gain kernels, values with actions, or products in fp8: each function
-maps one field of a recipe to changes of a workload's config, and says in a note what they leave out.
+This is the one place to change when the models gain what they lack, such as products in fp8: each function maps one
+field of a recipe to changes of a workload's config, and says in a note what they leave out.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ class StandIn:
 
 
 def remat(actions: Remat) -> StandIn:
-    """The nearest remat policy: that which keeps most of the values that the recipe keeps, and no others.
-
-    A value that the recipe keeps on the host is not kept, because the policies know the device only.
-    """
+    """The recipe's values on the host and on the device, by name. Queries, keys and values have one name together."""
     if not actions.recomputes:
         return StandIn({"remat": "none"})
-    kept = set(actions.names("keep")) - {"residual"}
-    if not kept and not actions.names("host"):
-        return StandIn({"remat": "full"})
-    # `dots` keeps the results of all projections.
-    policy = "dots" if kept >= {"qkv", "out_proj", "mlp_in", "mlp_out"} else "full"
-    exact = policy == "dots" and len(kept) == 4 and not actions.names("host")
-    return StandIn({"remat": policy}, "" if exact else f"remat '{actions}' is planned as '{policy}'")
+    groups, left_out = [], []
+    for action in ("host", "keep"):
+        names = [name for name in actions.names(action) if (action, name) != ("keep", "residual")]
+        apart = [name for name in names if name in ("query", "key", "value")]
+        left_out += apart
+        if named := [name for name in names if name not in apart]:
+            groups.append(f"{action}:{'+'.join(named)}")
+    policy = " ".join(groups) or "full"
+    return StandIn({"remat": policy}, f"{', '.join(left_out)} alone: recomputed" if left_out else "")
 
 
 def attention(recipe: Recipe) -> StandIn:
-    """The attention without a kernel."""
-    return StandIn({"attention": "auto"}, f"attention: {recipe.attention or 'a flash kernel'} is planned as 'auto'")
+    """The kernel of the platform."""
+    return StandIn({"attention": "auto"})
 
 
 def precision(recipe: Recipe) -> StandIn:

@@ -47,9 +47,9 @@ class Recurrent(nn.Module):
     """Two layers of an LSTM whose gates are concatenated before the product."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Any) -> Any:
         for _ in range(2):
-            x = nn.RNN(nn.OptimizedLSTMCell(HIDDEN))(x)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+            x = nn.RNN(nn.OptimizedLSTMCell(HIDDEN))(x)
         return x
 
 
