@@ -152,3 +152,8 @@ def test_axes_that_do_not_fit_the_dimensions_share_one_switch():
 
 def test_a_group_of_one_device_takes_no_time():
     assert collective_us((RING, LINE), "all-reduce", (0, 1, 1), (1, 1, 1)) == 0
+
+
+def test_a_permute_sends_each_shard_once():
+    assert collective_us((LINE,), "collective-permute", (0, 2, 1)) == expected_us(160, 10, latency=1)
+    assert collective_us((SWITCH,), "collective-permute", (0, 8, 1)) == expected_us(160, 40, latency=3)
