@@ -101,9 +101,9 @@ def test_heartbeats_have_a_number_and_the_step(
     watching.beat(7)
     sender = threading.Thread(target=watching._send_heartbeats)
     sender.start()
-    assert three.wait(60)
+    assert three.wait(20)
     watching.__exit__()
-    sender.join(60)
+    sender.join(20)
     assert not sender.is_alive()
     assert sent[:3] == [("autoshard/beat/1", f"{number} 7", True) for number in range(3)]
 
