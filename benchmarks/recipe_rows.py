@@ -122,18 +122,18 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
         settings = settings_of(entry)
     except UnavailableError as error:
         return Result(**head, status=str(error))
-    own, own_plan = _own_plan(settings)
-    best, best_plan = _best_plan(settings)
+    own, own_made = own_plan(settings)
+    best, best_made = _best_plan(settings)
     if compile_plans:
         store = Store(entry.id, settings.recipe.machine, folder, timeout_s)
-        own = _with_compiled(own, own_plan, store, "recipe", settings.recipe.xla_options)
-        best = _with_compiled(best, best_plan, store, "plan", None)
+        own = _with_compiled(own, own_made, store, "recipe", settings.recipe.xla_options)
+        best = _with_compiled(best, best_made, store, "plan", None)
     head |= {"remat": dict(settings.remat.actions), "notes": settings.notes}
     head["same_precision"] = settings.same_precision
     return Result(**head, status="ok", recipe=own, best=best)
 
 
-def _own_plan(settings: Settings) -> tuple[Side, Any]:
+def own_plan(settings: Settings) -> tuple[Side, Any]:
     """Plan the recipe's own settings, whether they fit or not."""
     work, words = settings.work, settings.sharding.words
     remat = getattr(work.config, "gpt", work.config).remat

@@ -34,6 +34,8 @@ def remat(actions: Remat) -> StandIn:
         if named := [name for name in names if name not in apart]:
             groups.append(f"{action}:{'+'.join(named)}")
     policy = " ".join(groups) or "full"
+    if policy == "keep:qkv+out_proj+mlp_in+mlp_out":  # the results of all projections
+        policy = "dots"
     return StandIn({"remat": policy}, f"{', '.join(left_out)} alone: recomputed" if left_out else "")
 
 

@@ -12,6 +12,7 @@ from recipe_rows import Result, Side, result_of
 from recipe_settings import UnavailableError, settings_of
 from recipe_words import POLICIES, VALUES, Remat, WordsError, parse_note, parse_remat, parse_sharding
 
+from autoshard.models.remat.policies import remat_problems
 from autoshard.models.workloads import WORKLOADS
 from autoshard.sharding.machines.targets import find_target
 
@@ -74,12 +75,12 @@ def test_sets_of_options_are_joined(tmp_path):
     ("before", "after", "problem"),
     [
         ("batch = 16", "", "batch is missing"),
-        ("batch = 16", 'batch = "16"', "batch is '16', it must be a whole number"),
-        ("seq = 32", "seq = 0", "seq is 0, it must be above 0"),
-        ("seconds = 0.001", "seconds = -1.0", "seconds is -1.0, it must be above 0"),
-        ('"bf16"', '"int4"', "precision is 'int4', it must be 'bf16' or 'fp8'"),
+        ("batch = 16", 'batch = "16"', "batch is '16'; it must be a whole number"),
+        ("seq = 32", "seq = 0", "seq is 0; it must be above 0"),
+        ("seconds = 0.001", "seconds = -1.0", "seconds is -1.0; it must be above 0"),
+        ('"bf16"', '"int4"', "precision is 'int4'; it must be 'bf16' or 'fp8'"),
         ("slices = 1", 'slices = 1\noptions = ["fast"]', "there is no option set 'fast'; there are none"),
-        ("slices = 1", 'slices = 1\ndispatch = "random"', "dispatch is 'random', it must be 'capacity' or 'dropless'"),
+        ("slices = 1", 'slices = 1\ndispatch = "random"', "dispatch is 'random'; it must be 'capacity' or 'dropless'"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_kept_with_its_problems(tmp_path, before, after, problem):
@@ -216,27 +217,29 @@ def test_settings_in_notes(note, settings):
 
 
 @pytest.mark.parametrize(
-    ("text", "policy", "exact"),
+    ("text", "policy"),
     [
-        ("full", "full", True),
-        ("decoder_layer_input kept", "full", True),
-        ("none", "none", True),
-        ("minimal", "dots", True),
-        ("minimal_flash", "dots", False),
-        ("minimal_offloaded", "full", False),
-        ("decoder_layer_input: host", "full", False),
-        ("query/key/value_proj, context kept", "full", False),
+        ("full", "full"),
+        ("decoder_layer_input kept", "full"),
+        ("none", "none"),
+        ("minimal", "dots"),
+        ("decoder_layer_input: host", "host:residual"),
+        ("query/key/value_proj, context kept", "keep:qkv+context"),
+        ("decoder_layer_input, query/key/value_proj: host; out_proj kept", "host:residual+qkv keep:out_proj"),
     ],
 )
-def test_the_nearest_policy(text, policy, exact):
-    found = stand_ins.remat(parse_remat(text))
-    assert found.changes == {"remat": policy} and (found.note == "") == exact
-    assert exact or found.note == f"remat '{parse_remat(text)}' is planned as '{policy}'"
+def test_values_get_the_recipes_actions(text, policy):
+    assert stand_ins.remat(parse_remat(text)) == stand_ins.StandIn({"remat": policy})
 
 
-def test_every_policy_of_maxtext_is_mapped():
-    found = {stand_ins.remat(Remat(actions)).changes["remat"] for actions in POLICIES.values()}
-    assert found == {"full", "dots"}
+def test_a_value_without_a_name_of_its_own_is_noted():
+    found = stand_ins.remat(parse_remat("decoder_layer_input: host; key/value_proj kept"))
+    assert found == stand_ins.StandIn({"remat": "host:residual"}, "key, value alone: recomputed")
+
+
+def test_every_policy_of_maxtext_is_a_policy():
+    for actions in POLICIES.values():
+        assert not remat_problems(stand_ins.remat(Remat(actions)).changes["remat"], layers=2, scan=True)
 
 
 def test_a_note_gives_settings_that_the_row_lacks(tmp_path):
@@ -287,9 +290,8 @@ def test_results_of_a_file(tmp_path, capsys):
     tiny = rows["tiny"]
     assert tiny["status"] == "ok" and tiny["measured"] == 0.001 and tiny["remat"] == {"residual": "host", "qkv": "host"}
     assert "field 'chips' is unknown and ignored" in tiny["notes"]
-    assert "remat 'residual, qkv: host' is planned as 'full'" in tiny["notes"]
     own, best = tiny["recipe"], tiny["plan"]
-    assert (own["words"], own["remat"], own["fits"], own["compiled"]) == ("fsdp:8", "full", True, None)
+    assert (own["words"], own["remat"], own["fits"], own["compiled"]) == ("fsdp:8", "host:residual+qkv", True, None)
     assert best["words"] and best["remat"] and best["fits"] and best["compiled"] is None
     assert 0 < best["predicted"]["seconds"] <= own["predicted"]["seconds"]
     assert own["predicted"]["memory_bytes"] > 0 and own["predicted"]["limit_bytes"] == 15.75 * 2**30

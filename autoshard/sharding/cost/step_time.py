@@ -1,9 +1,10 @@
 """How long one step takes under a layout.
 
-    compute_us = sum over kernels (`fusion`) of max(flops / (PEAK_REACHED x peak x tiles), bytes / bandwidth) on one
+    compute_us = sum over kernels (`fusion`) of max(flops / (efficiency x peak x tiles), bytes / bandwidth) on one
                  shard, times their runs
                  + ALL_REDUCE_PASSES x reduced bytes / bandwidth, for gathers and reduce-scatters that XLA replaces by
                  an all-reduce
+    efficiency = the fraction of its peak that the chip reaches (`chips`)
     bandwidth  = BANDWIDTH_REACHED x memory bandwidth
     comm_us    = sum over collectives of their time on the links between their devices (`topology`), times their runs
     step_us    = compute_us + comm_us - min(hidden_us, HIDING_SHARE x compute_us) + host_us
@@ -57,7 +58,7 @@ from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_mem
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
@@ -215,7 +216,7 @@ class CostModel:
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
                 shards *= filled_tile_fraction(op.rule, strategy, mesh, chip.tile)
-            busy = sum(flops / (chip.peak(size) * PEAK_REACHED) for size, flops in flops_by_size.items())
+            busy = sum(flops / (chip.peak(size) * chip.efficiency) for size, flops in flops_by_size.items())
             time = max(time, busy / shards * 1e6)
         return Price(time, strategy.moves, opaque.peak_bytes if opaque else 0.0)
 

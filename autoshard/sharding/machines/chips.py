@@ -71,6 +71,7 @@ class Chip:
         options: compiler options. They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
+        efficiency: fraction of the peak FLOP/s that large products reach.
         vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
@@ -97,6 +98,7 @@ class Chip:
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
     vector_ops: float = 0.0
+    efficiency: float = PEAK_REACHED
     kinds: tuple[str, ...] = field(default=(), repr=False)
 
     def peak(self, itemsize: int) -> float:
@@ -163,6 +165,7 @@ def _gpu(
     )  # fmt: skip
 
 
+# `efficiency` of v5p, v6e and tpu7x: calibrated on one published step time each (`benchmarks/recipe_calibration.py`).
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
         tflops=275,
@@ -208,6 +211,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=918e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
+        efficiency=0.923,
     ),
     "v6e": _tpu(
         tflops=918,
@@ -224,6 +228,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=1836e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
+        efficiency=0.686,
     ),
     "tpu7x": _tpu(
         tflops=1154,
@@ -242,6 +247,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=2307e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
+        efficiency=0.77,
     ),
     "a100-40": _gpu(
         tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, host_gb=32, domain=8, kinds="a100-sxm4-40gb|a100 40gb"
