@@ -136,7 +136,8 @@ class Store:
     def finish(self, planned: Planned, options: Mapping[str, str], job: CompileJob) -> Row:
         """Return the row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
-        known = next((row for row in self.rows if row.digest == digest), None)
+        # A compiler that was stopped may finish on a less busy machine, or with more time.
+        known = next((row for row in self.rows if row.digest == digest and row.kind != "timeout"), None)
         if known is not None:
             row = replace(known, **_plan_fields(planned), cached=True)
         else:

@@ -335,6 +335,16 @@ def test_compiled_plans_are_judged(tmp_path):
     assert (tmp_path / "tiny.json").exists()
 
 
+@pytest.mark.tpu_compile
+def test_a_compiler_that_was_stopped_is_started_again(tmp_path):
+    (one,) = read_recipes(written(tmp_path, TINY))
+    stopped = result_of(one, compile_plans=True, timeout_s=0.1, folder=tmp_path).recipe
+    assert stopped.compiled is not None and stopped.compiled["kind"] == "timeout" and not stopped.compiled["fits"]
+    assert "stopped after 0.1 s" in stopped.problem
+    again = result_of(one, compile_plans=True, timeout_s=300.0, folder=tmp_path).recipe
+    assert again.compiled is not None and again.compiled["kind"] == "ok"
+
+
 # --- Figures
 
 
