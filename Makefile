@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all coverage lint format golden bench bench-plans against lock release clean
+.PHONY: help setup dev train test quick test-all coverage lint format golden bench bench-plans recipes against lock release clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -66,6 +66,9 @@ bench: $(DEV_STAMP) ## Run the benchmarks: BENCH="dispatch step_ratio" for some 
 
 bench-plans: $(DEV_STAMP) ## Compile the planner's plans and an expert's for pods and compare: ARGS="--quick" for four cases.
 	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/bench_plans.py $(ARGS)
+
+recipes: $(DEV_STAMP) ## Compare plans with step times that others measured on pods: ARGS="--predict-only" compiles nothing.
+	@JAX_PLATFORMS=cpu $(BIN)/python benchmarks/recipes.py $(ARGS)
 
 against: $(DEV_STAMP) ## Compare planning, dispatch and propagation with another revision: make against REV=v0.1.0
 	@$(BIN)/python benchmarks/against.py --against "$(REV)" $(ARGS)

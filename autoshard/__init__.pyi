@@ -9,6 +9,7 @@ from autoshard.sharding.oracle.rule_check import check_rule
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Factor
 from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.propagation.propagate import Propagation
 from autoshard.spmdrules.propagation.propagate import propagate
@@ -27,6 +28,7 @@ __all__ = [
     "rule",
     "Factor",
     "Rule",
+    "KernelCost",
     "operator",
     "Propagation",
     "propagate",

@@ -1,4 +1,4 @@
-"""Tracebacks of errors that a user causes: they show the user's frames, not ours.
+"""Tracebacks of errors that a user causes, and places of warnings: they show the user's frames, not ours.
 
 An error counts as the user's if it is an `AutoshardError`, or if it was raised in the user's own code, or by JAX below
 it. Other errors keep all frames, because they may be faults of this package. `JAX_TRACEBACK_FILTERING=off` shows all
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import jax
@@ -26,6 +27,7 @@ _PACKAGE = Path(__file__).parent
 _OWN = tuple(f"{_PACKAGE / part}" for part in ("sharding", "spmdrules", "_compat", "_gc.py", "_tracebacks.py"))
 _JAX = f"{Path(jax.__file__).parent}"
 _HIDDEN = (*_OWN, contextlib.__file__)
+_LIBRARIES = ("jax", "flax", "contextlib")
 
 
 def hides_own_frames(fn: F) -> F:
@@ -51,6 +53,23 @@ def hide_own_frames(error: Exception) -> None:
     mode = jax.config.jax_traceback_filtering  # pyright: ignore[reportAttributeAccessIssue]
     if mode != "off" and _is_users(error):
         error.with_traceback(_without_own(error.__traceback__))
+
+
+def users_stacklevel() -> int:
+    """The `stacklevel` with which the caller's warning points to the user's line: the first frame that is not ours.
+
+    Frames of JAX and Flax do not count as the user's.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_between(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether a frame is ours, or of a library that calls us on behalf of the user."""
+    library = str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES
+    return library or frame.f_code.co_filename.startswith(_OWN)
 
 
 def call_users(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

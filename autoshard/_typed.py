@@ -41,7 +41,7 @@ def convert(
     >>> convert([1, 2.5], tuple[float, ...], "rates", wrong), wrong
     ((1.0, 2.5), [])
     >>> convert({"size": "8"}, Mapping[str, int], "mesh", wrong) and wrong
-    ["mesh 'size' is '8', it must be a whole number"]
+    ["mesh 'size' is '8'; it must be a whole number"]
     """
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin in readers:
@@ -69,7 +69,7 @@ def finite(value: Any, where: str, problems: list[str]) -> Any:
     number = not isinstance(value, bool) and isinstance(value, int | float)
     if number and abs(value) <= sys.float_info.max:
         return value
-    problems.append(f"{where} is {short_repr(value)}, it must be a finite number")
+    problems.append(f"{where} is {short_repr(value)}; it must be a finite number")
     return value
 
 
@@ -140,7 +140,7 @@ def _is_choice(value: Any, choices: Sequence[Any]) -> bool:
 
 
 def _report(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
-    problems.append(f"{where} is {short_repr(value)}, it must be {type_text(kind)}")
+    problems.append(f"{where} is {short_repr(value)}; it must be {type_text(kind)}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import warnings
@@ -54,8 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean '{close[0]}'?" if close else "."
         known = ", ".join(COMMANDS)
-        print(f"autoshard: error: unknown command {name!r}. The commands are: {known}", file=sys.stderr)
+        what = "option" if name.startswith("-") else "command"
+        print(f"autoshard: error: unknown {what} {name!r}{hint} The commands are: {known}", file=sys.stderr)
         return 2
     return _run(name, rest)
 

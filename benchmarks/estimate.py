@@ -53,16 +53,19 @@ GiB = 2**30
 # TPU: Google Cloud's page on each version gives the peak, the memory bandwidth and the interconnect bandwidth per chip,
 # which is divided by the number of links and by 2. The clock is the one at which the matrix units reach the peak; at
 # that clock, the cycles of large products amount to 88 to 97 % of the peak. The memory is the limit in XLA's own
-# messages. A dimension of v5e or v6e is a ring from size 16 on. v4 and v5p consist of 4 x 4 x 4 cubes, and either all
-# dimensions are rings or none. A v4 device is a chip with both cores. Rings and bandwidth to the host:
-# jax-ml.github.io/scaling-book. GPU: NVIDIA's data sheets of the H100 SXM (`link` is all its NVLinks together) and of
-# the DGX H100 (one 400 Gb/s port for each GPU).
+# messages. A dimension of v5e or v6e is a ring from size 16 on. v4, v5p and tpu7x consist of 4 x 4 x 4 cubes, and
+# either all dimensions are rings or none. A v4 device is a chip with both cores. A tpu7x device is one of a chip's two
+# dies: its figures are half of a chip's, but for the links, which both dies share. Rings and bandwidth to the host:
+# jax-ml.github.io/scaling-book; for tpu7x, an assumed PCIe 5.0 x16 link per chip. GPU: NVIDIA's data sheets of the H100
+# and H200 SXM (`link` is all NVLinks together) and of the DGX H100 (one 400 Gb/s port for each GPU).
 CHIPS: Mapping[str, Chip] = {
     "v4": Chip(1.05e9, 275e12, 1228e9, 30.75 * GiB, 50e9, 15e9, torus=3, wraps_at=4, all_wrap=True, cores=2),
     "v5e": Chip(1.5e9, 197e12, 819e9, 15.75 * GiB, 50e9, 15e9, torus=2, wraps_at=16),
     "v5p": Chip(1.75e9, 459e12, 2765e9, 95.74 * GiB, 100e9, 15e9, torus=3, wraps_at=4, all_wrap=True, cores=2),
     "v6e": Chip(1.75e9, 918e12, 1640e9, 31.25 * GiB, 100e9, 32e9, torus=2, wraps_at=16),
+    "tpu7x": Chip(2.2e9, 1154e12, 3690e9, 94.75 * GiB, 100e9, 32e9, torus=3, wraps_at=4, all_wrap=True),
     "h100": Chip(0.0, 989e12, 3350e9, 80e9, 450e9, 55e9, network=50e9),
+    "h200": Chip(0.0, 989e12, 4800e9, 141e9, 450e9, 55e9, network=50e9),
 }
 
 

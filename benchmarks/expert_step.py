@@ -17,8 +17,11 @@ from expert_plans import AXES, Spec, Style
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.kernels.planned_platform import planned_for
 from autoshard.models import gpt, moe, wide_resnet
 from autoshard.models.workloads import Workload
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops import operator
 from autoshard.train.program.build import workload_step
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, path_name
 from autoshard.train.step.train_state import Program, make_program
@@ -143,7 +146,7 @@ class _Table:
 
 
 _GPT = {"b": "batch", "e": "width", "h": "heads", "f": "hidden", "v": "vocab"}
-_ATTENTION = importlib.import_module("autoshard.models.attention")  # `models.attention` is a function
+_PLAIN, _BLOCKWISE = (importlib.import_module(f"autoshard.kernels.{name}_attention") for name in ("plain", "blockwise"))
 
 
 @contextlib.contextmanager
@@ -200,8 +203,10 @@ def annotated(note: Annotator) -> Iterator[None]:
         mock.patch.object(gpt, "jnp", _Patched(jnp, einsum=gpt_einsum)),
         mock.patch.object(gpt, "embed_tokens", embedded),
         mock.patch.object(moe, "embed_tokens", embedded),
-        mock.patch.object(_ATTENTION, "jnp", _Patched(jnp, einsum=attention_einsum)),
-        mock.patch.object(_ATTENTION, "_einsum", partial(attention_einsum, preferred_element_type=jnp.float32)),
+        mock.patch.object(_PLAIN, "jnp", _Patched(jnp, einsum=attention_einsum)),
+        mock.patch.object(_BLOCKWISE, "jnp", _Patched(jnp, einsum=attention_einsum)),
+        mock.patch.object(_BLOCKWISE, "einsum", partial(attention_einsum, preferred_element_type=jnp.float32)),
+        mock.patch.object(operator, "apply", partial(_applied_on_shards, note, operator.apply)),
         mock.patch.object(moe, "jnp", _Patched(jnp, einsum=moe_einsum)),
         mock.patch.object(wide_resnet, "lax", _Patched(lax, conv_general_dilated=convolved)),
         mock.patch.object(moe.Experts, "_by_sorting", by_sorting),
@@ -210,6 +215,30 @@ def annotated(note: Annotator) -> Iterator[None]:
         for each in [] if note.style.today else patches:
             stack.enter_context(each)
         yield
+
+
+def _applied_on_shards(
+    note: Annotator,
+    apply: Callable[..., tuple[jax.Array, ...]],
+    primitive: Any,
+    args: Sequence[jax.Array],
+    **params: Any,
+) -> tuple[jax.Array, ...]:
+    """Run an attention kernel on shards of the batch and the heads. XLA does not partition it."""
+    if not primitive.name.startswith("splash_attention"):
+        return apply(primitive, args, **params)
+    rule = Rule.parse(params["text"], *args)
+    tensor = note.style.ways(("tensor",))
+    heads = next((name for name in ("h", "g") if (rule.factor(name).size or 1) % tensor == 0), None)
+    if heads is None:
+        raise ValueError(f"{note.style.name}: neither key heads nor query groups divide by {tensor}")
+    names = {"b": "batch", heads: "heads"}
+    specs = [
+        note.spec([names.get(dim[0]) if len(dim) == 1 else None for dim in dims], x.shape, stored=False)
+        for dims, x in zip(rule.operands, args, strict=True)
+    ]
+    shards = [tuple(() if axes is None else axes for axes in spec) for spec in specs]
+    return tuple(operator.run_sharded(params, note.style.mesh, shards, [None] * len(rule.results), *args))
 
 
 def _sorted_on_shards(
@@ -285,8 +314,11 @@ class Expert:
     mesh: Mapping[str, int] = field(default_factory=dict)
 
 
-def expert_step(work: Workload, style: Style, microbatches: int = 1) -> Expert:
-    """Make the workload's train step, that of `autoshard.train.program.build.workload_step`, under a style."""
+def expert_step(work: Workload, style: Style, microbatches: int = 1, platform: str = "cpu") -> Expert:
+    """Make the workload's train step, that of `autoshard.train.program.build.workload_step`, under a style.
+
+    It has the attention kernel of the platform.
+    """
     note, settings = Annotator(style, work.config), OptimizerConfig()
     plain = make_program(work.build, make_optimizer(settings, 1000))
     program = Annotated(**{name: getattr(plain, name) for name in Program.__dataclass_fields__}, note=note)
@@ -301,7 +333,7 @@ def expert_step(work: Workload, style: Style, microbatches: int = 1) -> Expert:
         return note.parameter(text, leaf.shape, stored=style.zero == 3 or "opt_state" in text)
 
     def run(*flat: Any) -> list[Any]:
-        with annotated(note):
+        with annotated(note), planned_for(platform):
             return jax.tree.leaves(step(*jax.tree.unflatten(tree, flat)))
 
     shardings = [NamedSharding(style.mesh, PartitionSpec(*spec_of(*each))) for each in leaves]

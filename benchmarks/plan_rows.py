@@ -17,6 +17,7 @@ from estimate_result import Estimate
 from autoshard.sharding.audit import CompileJob, compile_job
 from autoshard.sharding.audit.aot_compile import Compiled
 from autoshard.sharding.audit.compiler_process import versions as compilers
+from autoshard.sharding.audit.constants import TIMEOUT_S
 
 FOLDER = RESULTS / "plans"
 
@@ -46,6 +47,7 @@ class Row:
         compile_seconds: the duration of the compilation.
         cached: whether an earlier run had compiled it.
         versions: the compiler's versions.
+        dropped: options that were left out because this compiler does not know them.
     """
 
     side: str
@@ -68,6 +70,7 @@ class Row:
     compile_seconds: float = 0.0
     cached: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
+    dropped: Sequence[str] = ()
 
     @property
     def seconds(self) -> float:
@@ -115,8 +118,10 @@ class Planned:
 class Store:
     """The rows of a case, stored in a file after each new one. A stored row is not compiled again."""
 
-    def __init__(self, case: str, target: str, folder: Path = FOLDER):
+    def __init__(self, case: str, target: str, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S):
+        """Read the file, if there is one. A compiler is stopped after `timeout_s` seconds."""
         self.case, self.target, self.path = case, target, folder / f"{case}.json"
+        self.timeout_s = timeout_s
         self.lock = threading.Lock()
         data = json.loads(self.path.read_text()) if self.path.exists() else {}
         self.rows = [Row(**row) for row in data.get("rows", [])]
@@ -131,11 +136,12 @@ class Store:
     def finish(self, planned: Planned, options: Mapping[str, str], job: CompileJob) -> Row:
         """Return the row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
-        known = next((row for row in self.rows if row.digest == digest), None)
+        # A compiler that was stopped may finish on a less busy machine, or with more time.
+        known = next((row for row in self.rows if row.digest == digest and row.kind != "timeout"), None)
         if known is not None:
             row = replace(known, **_plan_fields(planned), cached=True)
         else:
-            row = self._row(planned, options, digest, compile_job(job))
+            row = self._row(planned, options, digest, compile_job(job, self.timeout_s))
         with self.lock:
             self.rows = [each for each in self.rows if _key(each) != _key(row)] + [row]
             self.save()
@@ -152,7 +158,8 @@ class Store:
         elif result.kind == "oom":
             figures = {"memory_bytes": result.needed_bytes, "limit_bytes": result.limit_bytes or 0.0}
         figures |= {"compile_seconds": round(result.seconds, 1), "cached": result.cached}
-        return Row(**job, **figures, versions=dict(result.versions), message=result.message[:400])
+        return Row(**job, **figures, versions=dict(result.versions), message=result.message[:400],
+                   dropped=list(result.dropped))  # fmt: skip
 
     def save(self) -> None:
         """Write the file."""

@@ -29,7 +29,7 @@ from estimate import FLOPS_SHARE, find_target
 from expert_plans import Case, Style
 from links import LINK_SHARE
 
-from autoshard.models.attention import AUTO_BLOCKWISE_KEYS
+from autoshard.kernels.constants import BLOCKWISE_KEYS
 from autoshard.models.moe import MoEConfig
 from autoshard.models.vit import ViTConfig
 from autoshard.models.wide_resnet import WideResNetConfig
@@ -142,7 +142,7 @@ def _residual_bytes(work: Workload, decoder: Any, tokens: float, style: Style, r
         hidden = 0 if isinstance(work.config, MoEConfig) else decoder.hidden * (2 if decoder.mlp == "swiglu" else 1)
         residual_bytes += decoder.layers * HALF * tokens * (heads + hidden) / tensor
     positions = _positions(work.config)
-    plain = decoder.attention == "plain" or (decoder.attention == "auto" and positions < AUTO_BLOCKWISE_KEYS)
+    plain = decoder.attention == "plain" or (decoder.attention == "auto" and positions < BLOCKWISE_KEYS)
     if remat == "none" and plain:
         residual_bytes += decoder.layers * HALF * tokens * positions * decoder.heads / tensor
     return residual_bytes

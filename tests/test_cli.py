@@ -52,15 +52,30 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "unknown command 'trian'. The commands are: train, plan"),
+        (["trian"], "unknown command 'trian'; did you mean 'train'? The commands are: train, plan"),
+        (["--presett"], "unknown option '--presett'. The commands are: train, plan"),
         (["train", "--preset", "quik"], "did you mean quick"),
-        (["train", "--stps", "3"], "did you mean --steps"),
+        (
+            ["train", "--stps", "3"],
+            "error: unknown option --stps: did you mean --steps? `autoshard train --help` lists the options",
+        ),
+        (["train", "-x"], "error: unknown option -x; `autoshard train --help` lists the options"),
+        (["train", "stray"], "error: unexpected argument 'stray'; `autoshard train --help` shows the usage"),
+        (["train", "--steps"], "error: --steps has no value; `autoshard train --help` says what it takes"),
+        (["train", "--gpt.norm", "rms"], "error: --gpt.norm is 'rms'; it must be 'rmsnorm' or 'layernorm'"),
+        (["plan", "gpt-tiny", "--traget=cpu:8"], "unknown option --traget: did you mean --target? `autoshard plan --h"),
+        (["plan", "gpt-tiny", "stray"], "error: unexpected argument 'stray'; `autoshard plan --help` shows the usage"),
+        (["plan", "gpt-tiny", "--target"], "error: --target has no value; `autoshard plan --help` says what it takes"),
+        (
+            ["plan", "gpt-tiny", "--target", "cpu:8", "--plan", "dp:7"],
+            "plan 'dp:7' takes 7 devices, but cpu:8 has 8; request 'dp:8', or plan for a target of 7 devices",
+        ),
         (["train", "--data", "nowhere.txt"], "'nowhere.txt' does not exist"),
         (["train", "--freeze", "nothing"], "--freeze nothing: no parameter matches"),
         (["plan", "--mesh", "data"], "such as data=4,model=2"),
         (["rules", "no_such_operator"], "'no_such_operator'"),
         (["rules", "--operators", "dot_general"], "'dot_general'"),
-        (["rules", "--json", "--markdown"], "not allowed with"),
+        (["rules", "--json", "--markdown"], "--markdown cannot be combined with --json; leave one of them out"),
         (["rules", "--coverage", "example"], "write module:function, such as train:example"),
         (["rules", "--coverage", "json:no_such"], "module 'json' has no function 'no_such'"),
         (
@@ -70,39 +85,42 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["rules", "--coverage", "json:loads"], "'loads' cannot be called without arguments: TypeError"),
         (["rules", "--coverage", "time:time"], "'time' returns float; it should return (fn, args)"),
         (["rules", "--coverage", "time:time", "exp"], "--coverage cannot be combined with a name"),
-        (["ckpt", "ls", "nowhere"], "'nowhere' holds no checkpoints: there is no such folder"),
-        (["ckpt"], "ACTION"),
-        (["generate"], "run_dir"),
-        (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x', it must be a whole number"),
-        (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5, it must not be negative"),
+        (["ckpt", "ls", "nowhere"], "'nowhere' does not exist: give the folder of a run or of checkpoints"),
+        (["ckpt"], "ACTION is missing; `autoshard ckpt --help` shows an example"),
+        (["ckpt", "lst"], "ACTION is 'lst'; it must be 'ls' or 'describe' or"),
+        (["ckpt", "ls", "nowhere", "--jsn"], "unknown option --jsn: did you mean --json? `autoshard ckpt ls --help`"),
+        (["ckpt", "diff"], "A[@STEP], B[@STEP] are missing; `autoshard ckpt diff --help` shows an example"),
+        (["generate"], "RUN_DIR is missing; `autoshard generate --help` shows an example"),
+        (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x'; it must be a whole number"),
+        (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5; it must not be negative"),
         (
             ["generate", "nowhere", "--temperature", "-1", "--top-k", "0"],
-            "--temperature is -1.0, it must be at least 0",
+            "--temperature is -1.0; it must be at least 0",
         ),
         (["generate", "nowhere", "--temperature", "nan"], "--temperature is nan"),
-        (["generate", "nowhere", "--top-k", "0"], "--top-k is 0, it must be at least 1"),
+        (["generate", "nowhere", "--top-k", "0"], "--top-k is 0; it must be at least 1"),
         (
             ["train", "--data", __file__, "--run-dir", "/proc/no/such/folder"],
             "'/proc/no/such/folder' cannot be written to",
         ),
-        (["plan", "--batch-size", "0"], "error: batch_size is 0, it must be at least 1"),
+        (["plan", "--batch-size", "0"], "error: batch_size is 0; it must be at least 1"),
         (["plan", "--gpt.dropout", "nan"], "error: GPTConfig: dropout is nan"),
-        (["plan", "--optimizer.learning-rate", "nan"], "learning_rate is nan, it must be at least 0 and finite"),
+        (["plan", "--optimizer.learning-rate", "nan"], "learning_rate is nan; it must be at least 0 and finite"),
         (["plan", "--json", "no/such/plan.json"], "--json 'no/such/plan.json' cannot be written: No such file"),
         (["plan", "gpt-tiny", "--html", "."], "--html '.' cannot be written: Is a directory"),
         (["plan", "gpt-tiny", "--html", "-"], "a page cannot be printed. Name a file, such as plan.html"),
-        (["plan", "gpt-tiny", "--batch-size", "-4"], "error: gpt-tiny: batch_size is -4, it must be at least 1"),
-        (["plan", "gpt-tiny", "--set", "layers=abc"], "error: gpt-tiny: layers is 'abc', it must be a whole number"),
-        (["plan", "gpt-tiny", "--set", "layers=true"], "layers is True, it must be a whole number"),
+        (["plan", "gpt-tiny", "--batch-size", "-4"], "error: gpt-tiny: batch_size is -4; it must be at least 1"),
+        (["plan", "gpt-tiny", "--set", "layers=abc"], "error: gpt-tiny: layers is 'abc'; it must be a whole number"),
+        (["plan", "gpt-tiny", "--set", "layers=true"], "layers is True; it must be a whole number"),
         (
             ["plan", "gpt-tiny", "--set", "bias=5", "--set", "remat=5"],
-            "bias is 5, it must be true or false; remat is 5",
+            "bias is 5; it must be true or false; remat is 5",
         ),
         (["plan", "gpt-tiny", "--set", "norm_eps=NaN"], "norm_eps is nan; it must be a finite number above 0"),
         (["plan", "gpt-tiny", "--set", "bogus=1"], "error: gpt-tiny: GPTConfig has no field 'bogus'"),
         (["plan", "gpt-tiny", "--set", "layers=2", "--set", "layers=4"], "--set names 'layers' twice"),
         (["plan", "moe-tiny", "--set", 'gpt={"layer": 3}'], "gpt: there is no 'layer'; there are vocab, layers"),
-        (["plan", "wide-resnet-tiny", "--set", 'stages=[1, "a"]'], "stages[1] is 'a', it must be a whole number"),
+        (["plan", "wide-resnet-tiny", "--set", 'stages=[1, "a"]'], "stages[1] is 'a'; it must be a whole number"),
         (["plan", "gpt-tiny", "--fixed", "x=-,tp", "--fixed", "x=tp,-"], "--fixed names 'x' twice: give it once"),
         (["bench", "--calibrate", "no/such/here.toml"], "--calibrate 'no/such/here.toml' cannot be written"),
         (["plan", "--batch-size", "7", "--plan", "dp:8"], "batch 7 is not divisible by dp 8. Pad batch to 8"),
@@ -122,7 +140,7 @@ def test_mistakes_are_one_line_and_code_2(
 def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFixture) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(["plan", "--gpt.layers", "abc"]) == 2
-    assert capsys.readouterr().err == "autoshard plan: error: --gpt.layers is 'abc', it must be a whole number\n"
+    assert capsys.readouterr().err == "autoshard plan: error: --gpt.layers is 'abc'; it must be a whole number\n"
 
 
 @pytest.mark.parametrize(
@@ -327,7 +345,7 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ("lama-tiny", "did you mean llama-tiny"),
-        ("gpt-tiny --target v5pp:4x4x4", "Did you mean 'v5p:...'"),
+        ("gpt-tiny --target v5pp:4x4x4", "Did you mean 'v5p:4x4x4'?"),
         ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer' (did you mean layers"),
         ("gpt-tiny --set layers", "such as layers=4"),
         ("gpt-tiny --microbatches 3", "a batch of 16 does not divide into 3 microbatches"),

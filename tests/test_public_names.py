@@ -9,6 +9,8 @@ import pytest
 
 import autoshard.ckpt
 import autoshard.train
+from autoshard import Plan
+from autoshard.sharding.audit import Audit
 
 
 @pytest.mark.parametrize("package", [autoshard.ckpt, autoshard.train], ids=lambda package: package.__name__)
@@ -29,6 +31,13 @@ def test_methods_of_the_contract_exist(root: Path) -> None:
     methods = set(re.findall(r"`\.(\w+)", row))
     public = {name for name in vars(autoshard.ckpt.Checkpointer) if not name.startswith("_")} | {"restored"}
     assert methods == public
+
+
+@pytest.mark.parametrize("kind", [Plan, Audit], ids=lambda kind: kind.__name__)
+def test_attributes_of_the_contract_exist(kind: type, root: Path) -> None:
+    rows = [row.split(" | ")[0] for row in (root / "docs/design.md").read_text().splitlines()]
+    listed = {name for row in rows if row.startswith(f"| `{kind.__name__}.") for name in re.findall(r"\.(\w+)", row)}
+    assert len(listed) > 8 and all(name in dir(kind) or name in kind.__dataclass_fields__ for name in listed), listed
 
 
 def test_the_stub_of_the_trainer_declares_its_names(root: Path) -> None:

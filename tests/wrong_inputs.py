@@ -10,7 +10,6 @@ import contextlib
 import io
 import json
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -96,12 +95,12 @@ def message_of(wrong: WrongInput) -> str:
 # Requested plans
 
 
-@row('plan="fdsp:8"', "fsdp")
+@row('plan="fdsp:8"', "Did you mean 'fsdp:8'?")
 def _() -> Any:
     return planned(plan="fdsp:8")
 
 
-@row('plan="zero3:8"', "Did you mean 'fsdp'")
+@row('plan="zero3:8"', "Did you mean 'fsdp:8'?")
 def _() -> Any:
     return planned(plan="zero3:8")
 
@@ -146,12 +145,12 @@ def _() -> Any:
     return plan(step, state(), batch(12), plan="dp:8")
 
 
-@row('plan={"tp": ["ffm"]}', "ffm", "ffn")
+@row('plan={"tp": ["ffm"]} with mesh={"tp": 8}', "ffm", "Did you mean 'ffn'?")
 def _() -> Any:
     return planned(plan={"tp": ["ffm"]}, mesh={"tp": 8})
 
 
-@row("plan={}", "tp")
+@row('plan={} with mesh={"tp": 8}', "tp")
 def _() -> Any:
     return planned(plan={}, mesh={"tp": 8})
 
@@ -166,27 +165,27 @@ def _() -> Any:
     return planned(plan="fsdp:4 tp:2", mesh={"data": 8})
 
 
-@row('plan=Plan of tp:8 with mesh={"data": 8}', "'tp': 8", "'data': 8")
+@row('plan=planned, a plan of tp:8, with mesh={"data": 8}', "'tp': 8", "'data': 8")
 def _() -> Any:
     return auto_shard(step, plan=planned(plan="tp:8"), mesh={"data": 8})
 
 
-@row('plan=Plan for cpu:8 with target="v5e:2x4"', "cpu:8", "v5e:2x4")
+@row('plan=planned, a plan for cpu:8, with target="v5e:2x4"', "cpu:8", "v5e:2x4")
 def _() -> Any:
     return planned(plan=planned(plan="tp:8"), target="v5e:2x4")
 
 
-@row("plan=Plan with memory_limit_bytes=1000 and verify=2", "memory_limit_bytes=1000", "verify=2", "plan='tp:8'")
+@row("plan=planned with memory_limit_bytes=1000 and verify=2", "memory_limit_bytes=1000", "verify=2", "plan='tp:8'")
 def _() -> Any:
     return planned(plan=planned(plan="tp:8"), memory_limit_bytes=1000, verify=2)
 
 
-@row("Plan.bind with measure=2", "measure=2")
+@row("planned.bind(step, state, batch, measure=2)", "measure=2")
 def _() -> Any:
     return planned(plan="tp:8").bind(step, state(), batch(), measure=2)
 
 
-@row("plan=planned.to_json()", "Plan.from_json")
+@row("plan=planned.to_json(), a text", "Plan.from_json")
 def _() -> Any:
     return planned(plan=planned(plan="tp:8").to_json())
 
@@ -267,7 +266,7 @@ def _() -> Any:
     return planned(target="v5e")
 
 
-@row('target="v5e:3x5"', "15")
+@row('target="v5e:3x5" with a batch of 32', "15")
 def _() -> Any:
     return planned(target="v5e:3x5")
 
@@ -297,7 +296,7 @@ def _() -> Any:
     return planned(mesh="data:8")
 
 
-@row("memory_limit_bytes=1000", "1_000 bytes", "activations")
+@row("memory_limit_bytes=1000 of a step that needs more", "1_000 bytes", "activations")
 def _() -> Any:
     return planned(memory_limit_bytes=1000)
 
@@ -315,17 +314,17 @@ def _() -> Any:
 # Fixed shardings and explanations
 
 
-@row('fixed={"0/upp": P("tp")}', "upp", "up")
+@row('fixed={"0/upp": P("tp")} of an input 0/up', "upp", "up")
 def _() -> Any:
     return planned(fixed={"0/upp": P("tp")}, plan="tp:8")
 
 
-@row('fixed={"state.up": P("tp")}', "Similar paths: state/up")
+@row('fixed={"state.up": P("tp")} of an input state/up', "Similar paths: state/up")
 def _() -> Any:
     return planned(fixed={"state.up": P("tp")})
 
 
-@row("""fixed={"['up']": P("tp")}""", "Similar paths: state/up")
+@row("""fixed={"['up']": P("tp")} of an input state/up""", "Similar paths: state/up")
 def _() -> Any:
     return planned(fixed={"['up']": P("tp")})
 
@@ -340,18 +339,18 @@ def _() -> Any:
     return planned(fixed={"0/up": P("tp", None, None)}, plan="tp:8")
 
 
-@row('fixed={"0/up": P("tp", "tp")}', "twice")
+@row('fixed={"0/up": P("tp", "tp")}, one axis twice', "twice")
 def _() -> Any:
     return planned(fixed={"0/up": P("tp", "tp")}, plan="tp:8")
 
 
-@row('fixed={"0/up": P("tp")} with 65 rows', "65")
+@row('fixed={"0/up": P("tp")} of 65 rows on 8 devices', "65")
 def _() -> Any:
     wide = {"up": jnp.ones((65, 256)), "down": jnp.ones((256, 65))}
     return plan(step, wide, batch(32, 65), fixed={"0/up": P("tp")}, plan="tp:8")
 
 
-@row('plan.explain("upp")', "upp", "up")
+@row('planned.explain("upp") of an input state/up', "upp", "up")
 def _() -> Any:
     return planned(plan="tp:8").explain("upp")
 
@@ -372,7 +371,7 @@ def _() -> Any:
     return auto_shard(lambda s, b: ({"up": step(s, b)[0]["up"]}, 0.0), donate_argnums=0)(state(), batch())
 
 
-@row("donate_argnums=5 of two arguments", "5", "2")
+@row("donate_argnums=5 of two arguments", "5", "0 (state), 1 (batch)")
 def _() -> Any:
     return auto_shard(step, donate_argnums=5)(state(), batch())
 
@@ -408,7 +407,7 @@ def _() -> Any:
     return train(state(), None)
 
 
-@row("an argument of strings", "array of <U1")
+@row("an argument of strings", "array of text (<U1)", "a tuple of its items")
 def _() -> Any:
     return auto_shard(step)(state(), np.array(["a", "b"]))
 
@@ -430,12 +429,12 @@ def _() -> Any:
         raise AutoshardError(" ".join(str(error).split())) from error
 
 
-@row(".init before a plan", "plan")
+@row("auto_shard(step).init(create) before a plan", "plan")
 def _() -> Any:
     return auto_shard(step).init(state)
 
 
-@row(".init of something else than the state", "up")
+@row("auto_shard(step).init(create) of another state than was planned", "up")
 def _() -> Any:
     train = auto_shard(step)
     train.plan(state(), batch())
@@ -452,12 +451,12 @@ def _() -> Any:
     return plan(lambda x: unknown.bind(x) * 2, batch(), strict=True)
 
 
-@row('@operator("b s -> b")  of a function of a matrix that returns a matrix', "b s")
+@row('@operator("b s -> b") of a function of a matrix that returns a matrix', "b s")
 def _() -> Any:
     return plan(operator("b s -> b")(lambda x: x * 2), batch())
 
 
-@row("verify=-1", "-1")
+@row("plan(..., verify=-1)", "-1")
 def _() -> Any:
     return planned(verify=-1)
 
@@ -467,7 +466,7 @@ def _() -> Any:
     return Plan.from_json(planned(plan="fsdp:8").to_json()).bind(step, state(32), batch(32, 32))
 
 
-@row("Plan.from_json of other JSON", "not a plan")
+@row("Plan.from_json of JSON that is no plan", "not a plan")
 def _() -> Any:
     return Plan.from_json(json.dumps({"mesh": 3}))
 
@@ -511,7 +510,7 @@ def _() -> Any:
         return saved(folder).restore(like=like, shardings=planned(plan="fsdp:8"))
 
 
-@row("restore(like=..., shardings=step)", "step.plan(state, batch).in_shardings()[0]")
+@row("restore(like=..., shardings=step), a function under auto_shard", "step.plan(state, batch).in_shardings()[0]")
 def _() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return saved(folder).restore(like={"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}, shardings=auto_shard(step))
@@ -523,7 +522,7 @@ def _() -> Any:
         return Checkpointer(folder).restore(like={"w": jnp.ones(2)})
 
 
-@row("save of step 3 twice", "3")
+@row("save of a step 3 that exists", "3")
 def _() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return saved(folder).save(3, {"w": jnp.ones(2)}, block=True)
@@ -569,7 +568,7 @@ def _() -> Any:
     return run("plan", "lama-7b")
 
 
-@row("autoshard plan llama-tiny --explain wqq=tp", "wqq")
+@row("autoshard plan llama-tiny --target v5e:2x4 --explain wqq", "wqq")
 def _() -> Any:
     return run("plan", "llama-tiny", "--target", "v5e:2x4", "--explain", "wqq")
 
@@ -591,11 +590,14 @@ def _() -> Any:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, as on 8 virtual CPU devices."""
+    jax.config.update("jax_platforms", "cpu")
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}=8".strip()
     for number, wrong in enumerate(ROWS, 1):
         print(f"{number:3}  {wrong.text}\n     {message_of(wrong)}\n")
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.exit(main())
+    main()

@@ -19,6 +19,7 @@ from autoshard._compat.array_types import (
     varying_axes,
     weakly_typed,
 )
+from autoshard._compat.checkpoint_policies import offloaded_names
 from autoshard._compat.coordination import delete_text, publish_text, texts_under, wait_for_text
 from autoshard._compat.equinox_objects import FilterJit, equinox_module, filter_jit_of
 from autoshard._compat.flax_objects import (
@@ -106,6 +107,7 @@ __all__ = [
     "nnx_pure_call",
     "no_mesh",
     "exclude_from_user_code",
+    "offloaded_names",
     "open_jaxpr",
     "planned_shape",
     "primitive",

@@ -9,14 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.experimental import pallas
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
 from jax.extend.core import jaxpr_as_fun
-
-
-def _modules() -> tuple[Any, Any]:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask_info
-
-    return splash_attention_kernel, splash_attention_mask_info
-
 
 MASKED = -0.7 * 3.4028234663852886e38
 """The score of an invisible pair in these kernels: `DEFAULT_MASK_VALUE`."""
@@ -29,7 +25,6 @@ def mask_info(tables: tuple[Any, Any] | None, positions: Any) -> Any:
         tables: which blocks are visited, and whether a visit is active; None where every pair is visible.
         positions: the positions of the queries, or None where every pair is visible.
     """
-    _, masks = _modules()
     visits, active = tables if tables is not None else (None, None)
     return masks.MaskInfo(
         data_next=visits, mask_next=None, block_mask=active, partial_mask_blocks=None, q_sequence=positions
@@ -44,7 +39,6 @@ def block_sizes(forward: tuple[int, int, int], dkv: tuple[int, int, int], dq: tu
         dkv: the same for the kernel of the gradients of keys and values.
         dq: queries and keys of the kernel of the gradient of queries.
     """
-    kernels, _ = _modules()
     return kernels.BlockSizes(
         block_q=forward[0], block_kv=forward[1], block_kv_compute=forward[2],
         block_q_dkv=dkv[0], block_kv_dkv=dkv[1], block_kv_dkv_compute=dkv[2],
@@ -54,7 +48,6 @@ def block_sizes(forward: tuple[int, int, int], dkv: tuple[int, int, int], dq: tu
 
 def segment_ids(queries: Any, keys: Any) -> Any:
     """Returns the segment of each query and of each key as the kernels take them."""
-    kernels, _ = _modules()
     return kernels.SegmentIds(q=queries, kv=keys)
 
 
@@ -67,7 +60,6 @@ def forward(
     Returns:
         The result `[heads, queries, d]` and the log-sum-exp of each row of scores `[heads, queries]`.
     """
-    kernels, _ = _modules()
     out, (log_sum,) = kernels._splash_attention_forward(
         info, q, k, v, segments, sinks,
         mask_value=MASKED, is_mqa=False, block_sizes=blocks, residual_checkpoint_name=None, save_residuals=True,
@@ -81,7 +73,6 @@ def backward(
     blocks: Any, mask_function: Any, soft_cap: float | None, interpret: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Runs the backward kernels on one sequence, and returns the gradients of `q`, `k` and `v`."""
-    kernels, _ = _modules()
     gradients = kernels._splash_attention_bwd(
         False, MASKED, False, blocks, None, mask_function, soft_cap, interpret,
         (q, k, v, segments, None, out, log_sum, dq_info, dkv_info), d_out,
@@ -97,8 +88,6 @@ def with_costs(fn: Callable[..., Any], costs: Mapping[str, tuple[float, float, f
         costs: a part of a kernel's name, such as `_dq_` -> its FLOPs, transcendental operations and bytes accessed.
         *args: its arguments.
     """
-    from jax.experimental import pallas
-
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     eqns = []
     for eqn in closed.jaxpr.eqns:

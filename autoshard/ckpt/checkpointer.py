@@ -58,7 +58,7 @@ class Checkpointer:
             CheckpointError: the directory contains something else, or `keep` is not positive.
         """
         if not isinstance(keep, RetentionPolicy) and keep is not None and not (is_integer(keep) and keep > 0):
-            raise CheckpointError(f"keep={keep!r}: at least one step must stay, or None for all.")
+            raise CheckpointError(f"keep is {keep!r}; it must be an integer of at least 1, or None to keep all steps.")
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(last=keep)
         self.restored: Restored | None = None
         self._directory = StepDirectory(directory)

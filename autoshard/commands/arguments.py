@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
@@ -18,7 +19,29 @@ class Parser(argparse.ArgumentParser):
         """Raise argparse's message as a `ConfigError`, in plain words."""
         from autoshard.train.config.command_line import plain_message
 
-        raise ConfigError(plain_message(message))
+        raise ConfigError(plain_message(message, self._command))
+
+    def parse_known_args(self, *args: Any, **keywords: Any) -> Any:
+        """Parse all arguments: an unknown one is an error, here and in the parser of an action.
+
+        Raises:
+            ConfigError: An argument is unknown, missing or invalid.
+        """
+        given, unknown = super().parse_known_args(*args, **keywords)
+        if unknown:
+            from autoshard.train.config.command_line import unknown_arguments
+
+            raise ConfigError(unknown_arguments(unknown, self._options, self._command))
+        return given, unknown
+
+    @property
+    def _command(self) -> str:
+        """The command without names of arguments: `autoshard plan`, `autoshard ckpt ls`."""
+        return " ".join(word for word in self.prog.split() if word.islower())
+
+    @property
+    def _options(self) -> list[str]:
+        return re.findall(r"--[a-z][\w-]*", self.format_usage())
 
 
 def parser(command: str, summary: str, example: str) -> Parser:

@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     """Time a train step; see `autoshard bench --help`."""
     config = read_settings(arguments, BenchCommand, "bench", _DESCRIPTION)
     if config.rounds < 1:
-        raise ConfigError(f"--rounds is {config.rounds}, it must be at least 1")
+        raise ConfigError(f"--rounds is {config.rounds}; it must be at least 1")
     if config.calibrate is not None:
         return _calibrate(config.calibrate)
     from autoshard.train.program.step_timing import time_steps

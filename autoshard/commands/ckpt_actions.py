@@ -265,7 +265,7 @@ def _merge(given: argparse.Namespace) -> int:
 
 def _check_shard_bytes(shard_bytes: int) -> None:
     if shard_bytes < 1:
-        raise ConfigError(f"--shard-bytes is {shard_bytes}, it must be at least 1")
+        raise ConfigError(f"--shard-bytes is {shard_bytes}; it must be at least 1")
 
 
 FUNCTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {

@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
         "enough: its inference.json describes the model.",
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
-    options.add_argument("run_dir", type=Path, help="folder of the run, or of its checkpoints")
+    options.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run, or of its checkpoints")
     options.add_argument("--prompt", default="\n", help="text to continue")
     options.add_argument("--tokens", type=int, default=200, help="number of tokens to add (default: 200)")
     options.add_argument(
@@ -58,10 +58,10 @@ def _check(tokens: int, temperature: float | None, top_k: int | None) -> None:
     """Refuse invalid numbers, all in one error, before anything is read."""
     problems = []
     if tokens < 0:
-        problems.append(f"--tokens is {tokens}, it must not be negative")
+        problems.append(f"--tokens is {tokens}; it must not be negative")
     if temperature is not None and not 0 <= temperature < math.inf:
-        problems.append(f"--temperature is {temperature}, it must be at least 0 and finite")
+        problems.append(f"--temperature is {temperature}; it must be at least 0 and finite")
     if top_k is not None and top_k < 1:
-        problems.append(f"--top-k is {top_k}, it must be at least 1: leave it out to sample from all tokens")
+        problems.append(f"--top-k is {top_k}; it must be at least 1: leave it out to sample from all tokens")
     if problems:
         raise ConfigError("; ".join(problems))

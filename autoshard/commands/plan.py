@@ -266,8 +266,8 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--microbatches", type=int, help="microbatches per batch; default: the best of 1, 2, 4")
     options.add_argument(
         "--remat",
-        help="remat policy of the layers: none, dots, full, or a list that repeats over the layers, such as dots,full; "
-        "default: the best of these",
+        help="remat policy of the layers: none, dots, full, named values such as 'host:residual+qkv keep:out_proj', or "
+        "a list that repeats over the layers, such as dots,full; default: the best of none, dots, full",
     )
     options.add_argument(
         "--allow-numerics", action="store_true",

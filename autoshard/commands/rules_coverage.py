@@ -70,7 +70,10 @@ def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if here not in sys.path:
         sys.path.insert(0, here)
     module = _attempt(
-        target, f"module '{module_name}' cannot be imported", lambda: importlib.import_module(module_name)
+        target,
+        f"module '{module_name}' cannot be imported",
+        lambda: importlib.import_module(module_name),
+        ". Modules are searched in the working directory, then as Python does",
     )
     if not callable(function := getattr(module, name, None)):
         raise ConfigError(f"--coverage {target!r}: module '{module_name}' has no function '{name}'")
@@ -81,14 +84,14 @@ def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return made[0], tuple(made[1])
 
 
-def _attempt(target: str, failure: str, action: Callable[[], Any]) -> Any:
-    """Run an action on the user's code; any error becomes a one-line `ConfigError` that starts with `failure`."""
+def _attempt(target: str, failure: str, action: Callable[[], Any], remedy: str = "") -> Any:
+    """Run an action on the user's code; any error becomes a one-line `ConfigError`, from `failure` to `remedy`."""
     try:
         return action()
     except (Exception, SystemExit) as error:
         lines = str(error).strip().splitlines()
         raise ConfigError(
-            f"--coverage {target!r}: {failure}: {type(error).__name__}: {lines[0] if lines else 'no message'}"
+            f"--coverage {target!r}: {failure}: {type(error).__name__}: {lines[0] if lines else 'no message'}{remedy}"
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.kernels.constants import (
     FLOAT32,
     LANES,
@@ -81,6 +82,7 @@ def backward_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost
     return dkv_cost(q, k, v, call=call).plus(dq_cost(q, k, v, call=call))
 
 
+@shown
 @dataclass(frozen=True)
 class _Kernel:
     """One kernel of a call, with its block sizes."""

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from autoshard._shown import shown
 from autoshard.kernels.visibility import Visibility
 
 
+@shown
 class BlockTables(NamedTuple):
     """The tables of one kernel: `visits` and `active`, both `[1, rows, columns]`."""
 

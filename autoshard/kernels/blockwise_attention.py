@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from autoshard._shown import shown
+from autoshard.kernels.constants import CONTEXT
 from autoshard.kernels.visibility import Visibility
 
 # The score of an invisible pair. It is finite, so that a row without a visible key does not compute inf - inf.
@@ -26,6 +29,7 @@ INVISIBLE = -1e30
 einsum = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
+@shown
 class Pairs(NamedTuple):
     """Arrays that restrict which pairs of a query and a key are visible; each may be None.
 
@@ -43,6 +47,7 @@ class Pairs(NamedTuple):
     key_segments: jax.Array | None = None
 
 
+@shown
 @dataclass(frozen=True)
 class Softmax:
     """The static part of an attention call.
@@ -114,7 +119,10 @@ def blockwise_attention(
 
 
 def _forward(softmax: Softmax, block_size: int, q, k, v, pairs, sinks):
-    out, log_total = blockwise_forward(softmax, block_size, q, k, v, pairs, sinks)
+    # Named here, because the backward pass reads these two. A name on the caller's copy would not spare the scan.
+    out, log_total = (
+        checkpoint_name(x, CONTEXT) for x in blockwise_forward(softmax, block_size, q, k, v, pairs, sinks)
+    )
     return out, (q, k, v, pairs, sinks, out, log_total)
 
 
@@ -202,6 +210,7 @@ def blockwise_backward(
     return d_q.astype(q.dtype), _merge_blocks(d_k, k.shape[1]), _merge_blocks(d_v, v.shape[1])
 
 
+@shown
 class _Block(NamedTuple):
     """One block of keys: the position of its first key, its keys and values, and its part of mask and segments."""
 

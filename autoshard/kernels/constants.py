@@ -1,5 +1,8 @@
 """Constants of the kernels, with unit, source and what depends on them."""
 
+# The checkpoint name of what the backward pass of a kernel keeps of the forward pass: the result, and its log-sum-exp.
+CONTEXT = "context"
+
 # Lanes and sublanes of a TPU's vector registers. Splash attention takes blocks of a multiple of `LANES` queries and
 # keys. Source: https://docs.jax.dev/en/latest/pallas/tpu/details.html
 LANES, SUBLANES = 128, 8

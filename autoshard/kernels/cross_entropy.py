@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear head, computed for one chunk of the vocabulary at a time, so that logits are never whole.
+"""The cross-entropy of a linear head, one chunk of the vocabulary at a time, so that logits are never whole.
 
 With logits `z[v] = x . head[:, v]` and the target y of a token:
 

@@ -26,17 +26,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard._compat import splash
+from autoshard._shown import shown
 from autoshard.kernels.attention_cost import backward_cost, dkv_cost, dq_cost, forward_cost, stated
 from autoshard.kernels.block_tables import visits_of_keys, visits_of_queries
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_backward, blockwise_forward, sink_gradient
-from autoshard.kernels.constants import FALLBACK_BLOCK, LANES
+from autoshard.kernels.constants import CONTEXT, FALLBACK_BLOCK, LANES
 from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.spmdrules.custom_ops.operator import operator
 
-CONTEXT = "context"
-"""The checkpoint name of what the backward pass keeps of the forward pass: the result, and its log-sum-exp."""
 
-
+@shown
 @dataclass(frozen=True)
 class SplashCall:
     """The static part of a call.

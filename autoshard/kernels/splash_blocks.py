@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.kernels.constants import LANES, LARGEST_BLOCK, LARGEST_BLOCK_32_BITS, LARGEST_COMPUTED
 
 
+@shown
 @dataclass(frozen=True)
 class SplashBlocks:
     """Block sizes of the three kernels of splash attention, in positions.

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from autoshard._shown import shown
 
+
+@shown
 @dataclass(frozen=True)
 class Visibility:
     """Which keys a query sees.

@@ -10,9 +10,9 @@ from autoshard.models.llama import LLAMA
 from autoshard.models.loss import cross_entropy
 from autoshard.models.moe import MoE
 from autoshard.models.moe_config import MoEConfig
+from autoshard.models.remat.policies import REMAT_POLICIES
 from autoshard.models.sample import generate
-from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
-from autoshard.models.stack import REMAT_POLICIES
+from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, GPT3, MISTRAL, MIXTRAL, VIT
 from autoshard.models.vit import ViT, ViTConfig
 from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
 from autoshard.models.workloads import WORKLOADS, Workload, workload
@@ -22,7 +22,9 @@ __all__ = [
     "ALPA_MOE",
     "ALPA_WIDE_RESNET",
     "GPT",
+    "GPT3",
     "LLAMA",
+    "MISTRAL",
     "MIXTRAL",
     "REMAT_POLICIES",
     "VIT",

@@ -23,10 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_attention
+from autoshard.kernels.cudnn_attention import cudnn_attention
 from autoshard.kernels.kernel_choice import Impl, choose, refusals
 from autoshard.kernels.plain_attention import plain_attention
 from autoshard.kernels.splash_attention import splash_attention
 from autoshard.kernels.visibility import Visibility
+from autoshard.models.remat.named_values import named
 
 
 def attention(
@@ -52,11 +54,12 @@ def attention(
         k: keys, `[batch, keys, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         v: values, shaped like `k`.
         causal: position i sees positions up to i; needs `keys == seq`.
-        impl: `plain`; `blockwise`; `splash`, JAX's kernel for TPUs, which other platforms compute as `blockwise` does;
-            `cudnn`, for 16-bit arrays on NVIDIA GPUs; or `auto`. `auto` is the kernel of the platform that the program
-            is planned for, if it takes this call and there are at least `kernels.constants.KERNEL_KEYS` keys. If the
-            kernel does not take the call, a warning says why. Otherwise `auto` is blockwise for at least
-            `BLOCKWISE_KEYS` keys, else plain. With `cudnn`, a row without a visible key is undefined.
+        impl: `plain`; `blockwise`; `splash`, JAX's kernel for TPUs; `cudnn`, for 16-bit arrays on NVIDIA GPUs; or
+            `auto`. Other platforms compute a kernel's values as `blockwise` does. `auto` is the kernel of the platform
+            that the program is planned for, if it takes this call and there are at least
+            `kernels.constants.KERNEL_KEYS` keys. If the kernel does not take the call, a warning says why. Otherwise
+            `auto` is blockwise for at least `BLOCKWISE_KEYS` keys, else plain. With `cudnn`, a row without a visible
+            key is undefined.
         block_size: number of keys in a block of the blockwise implementation; need not divide `keys`.
         mask: booleans, True where a query sees a key, `[batch, heads, seq, keys]`; each dimension may be 1.
         scale: factor of the scores; defaults to `1 / sqrt(head_dim)`.
@@ -96,15 +99,17 @@ def attention(
         impl = choose(grouped, k, v, softmax, pairs, grouped_sinks)
     elif impl in ("splash", "cudnn") and (reasons := refusals(impl, grouped, k, v, softmax, pairs, grouped_sinks)):
         raise ValueError(f"{_shapes(q, k, v)}: impl {impl!r} cannot run: {'; '.join(reasons)}; or choose 'auto'")
-    if impl == "cudnn":
-        return _cudnn(q, k, v, mask, softmax)
+    if impl == "cudnn" and mask is not None:
+        return named(_cudnn_with_mask(q, k, v, mask, softmax), "context")
     if impl == "splash":
         out = splash_attention(softmax, grouped, k, v, segments=segments, sinks=grouped_sinks)
+    elif impl == "cudnn":
+        out = cudnn_attention(softmax, grouped, k, v)
     elif impl == "plain":
-        out = plain_attention(softmax, grouped, k, v, pairs, grouped_sinks)
+        out = named(plain_attention(softmax, grouped, k, v, pairs, grouped_sinks), "context")
     else:
         out = blockwise_attention(softmax, min(block_size, keys), grouped, k, v, pairs, grouped_sinks)
-    return out.reshape(batch, seq, heads, head_dim)
+    return jnp.reshape(out, (batch, seq, heads, head_dim))
 
 
 def _pair(segment_ids) -> tuple[jax.Array, jax.Array] | None:
@@ -181,7 +186,7 @@ def _group_mask(mask: jax.Array, kv_heads: int, group: int) -> jax.Array:
     return mask.reshape(batch, *split, seq, keys)
 
 
-def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, softmax: Softmax) -> jax.Array:
+def _cudnn_with_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, softmax: Softmax) -> jax.Array:
     window = softmax.visibility.window
     try:
         return jax.nn.dot_product_attention(
@@ -190,6 +195,6 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, sof
         )  # fmt: skip
     except RuntimeError as error:  # raised by JAX if cuDNN is missing or too old
         raise ValueError(
-            f"attention: impl 'cudnn' cannot run here ({error}): it needs an NVIDIA GPU and cuDNN, but the backend is "
-            f"{jax.default_backend()}; choose 'auto'"
+            f"attention: impl 'cudnn' with a mask cannot run here ({error}): it needs an NVIDIA GPU and cuDNN, but the "
+            f"backend is {jax.default_backend()}; choose 'auto'"
         ) from error

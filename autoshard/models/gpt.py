@@ -25,7 +25,17 @@ from flax import nnx
 
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.stack import extend_layers, make_layers, run_layers
-from autoshard.models.transformer import Block, KVCache, Norm, dropout, dropout_keys, embed_tokens, param, predict, prediction_loss
+from autoshard.models.transformer import (
+    Block,
+    KVCache,
+    Norm,
+    dropout,
+    dropout_keys,
+    embed_tokens,
+    param,
+    predict,
+    prediction_loss,
+)
 
 
 class GPT(nnx.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
-from autoshard.models.attention import Impl
-from autoshard.models.stack import remat_problems
+from autoshard.kernels.kernel_choice import Impl
+from autoshard.models.remat.policies import remat_problems
 
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
@@ -39,10 +39,12 @@ class GPTConfig:
         scan_layers: whether the layers' parameters are stacked and the layers run in a scan.
         remat: what the forward pass of a layer saves for its backward pass: a name in `REMAT_POLICIES`. `none` saves
             every value that the backward pass needs, `full` only the layer's input, `dots` also the results of its
-            projections. Several names, separated by commas, alternate over the layers: with `none,full` every second
-            layer is recomputed.
-        attention: `plain`, `blockwise`, `auto` (chosen by sequence length), or `cudnn` (NVIDIA GPUs, 16-bit `dtype`).
-            With `cudnn`, generation with a cache uses `auto`.
+            projections. `host:residual+qkv keep:out_proj` names the values that wait in the host's memory and those
+            that stay on the device (`remat.named_values`); all others are recomputed. Several policies, separated by
+            commas, alternate over the layers: with `none,full` every second layer is recomputed.
+        attention: `plain`, `blockwise`, `splash` (JAX's kernel for TPUs), `cudnn` (NVIDIA GPUs, 16-bit `dtype`), or
+            `auto`: the kernel of the platform that the step is planned for, else by sequence length (see `attention`).
+            Generation with a cache uses `plain` or `blockwise`.
         block_size: number of keys in a block of blockwise attention.
         loss_chunks: number of chunks of the vocabulary for which the loss computes logits one after the other, at most
             `vocab`. With 1 the logits are whole, `[batch, seq, vocab]` in float32. With n the loss needs about 1/n of
@@ -99,6 +101,10 @@ class GPTConfig:
         if self.attention == "cudnn" and self.dtype == "float32":
             problems.append(
                 "attention is 'cudnn', which needs dtype bfloat16 or float16, not float32; change one of them"
+            )
+        if self.attention == "splash" and self.dtype == "float16":
+            problems.append(
+                "attention is 'splash', which needs dtype bfloat16 or float32, not float16; change one of them"
             )
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}; it must be at least 0 and below 1")

@@ -40,6 +40,7 @@ from jax import lax
 from autoshard._shown import shown
 from autoshard.models import dropless
 from autoshard.models.moe_config import MoEConfig
+from autoshard.models.remat.named_values import named
 from autoshard.models.stack import extend_layers, make_layers, run_layers
 from autoshard.models.transformer import (
     MLP,
@@ -180,12 +181,12 @@ class Experts(nnx.Module):
         def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
             return jnp.einsum("egci,eio->egco", rows, weights)
 
-        hidden = multiply(rows, self.w_up[...].astype(rows.dtype))
+        hidden = named(multiply(rows, self.w_up[...].astype(rows.dtype)), "mlp_in")
         if self.w_gate is None:
             hidden = jax.nn.gelu(hidden)
         else:
-            hidden = jax.nn.silu(multiply(rows, self.w_gate[...].astype(rows.dtype))) * hidden
-        return multiply(hidden, self.w_down[...].astype(rows.dtype))
+            hidden = jax.nn.silu(named(multiply(rows, self.w_gate[...].astype(rows.dtype)), "mlp_in")) * hidden
+        return named(multiply(hidden, self.w_down[...].astype(rows.dtype)), "mlp_out")
 
 
 def _group_size(cfg: MoEConfig, batch: int, seq: int) -> int:
@@ -212,6 +213,7 @@ class MoEBlock(nnx.Module):
         """Apply the layer to `[batch, seq, width]`, with dropout if there is a key."""
         rate = self.cfg.gpt.dropout
         attention_key, experts_key = (None, None) if key is None else jax.random.split(key)
+        x = named(x, "residual")
         x = x + dropout(self.attention(self.attention_norm(x)), rate, attention_key)
         y, losses = self.experts(self.mlp_norm(x))
         return x + dropout(y, rate, experts_key), losses
@@ -362,9 +364,7 @@ class MoE(nnx.Module):
             The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
         """
         x, losses = self._features(batch["inputs"], deterministic, rngs)
-        total, count = prediction_loss(
-            self.cfg.gpt, x, self.embed, self.head, batch["targets"], batch["mask"]
-        )
+        total, count = prediction_loss(self.cfg.gpt, x, self.embed, self.head, batch["targets"], batch["mask"])
         if deterministic:
             return total, count
         return total + count * (self.cfg.balance_weight * losses.balance + self.cfg.z_weight * losses.z), count

@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 from autoshard.models.gpt_config import GPTConfig
-from autoshard.models.stack import remat_problems
+from autoshard.models.remat.policies import remat_problems
 
 
 @dataclasses.dataclass(frozen=True)

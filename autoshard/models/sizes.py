@@ -1,12 +1,16 @@
-"""Published sizes of GPT, MoE, Wide-ResNet and ViT. `llama` has those of Llama.
+"""Published sizes of GPT, Mistral, MoE, Wide-ResNet and ViT. `llama` has those of Llama.
 
 All compute in bfloat16 with float32 parameters and recompute each layer in the backward pass. Use `dataclasses.replace`
 for other settings.
 
 Sources: for GPT, MoE and Wide-ResNet, the tables of Alpa's evaluation (arXiv:2201.12023). Alpa's public benchmarks add
 these details: heads tied to the embedding, MLPs and experts of 8 times the width, two experts per token, groups of 2048
-tokens with a capacity factor of 1, and Wide-ResNet 500M. For Mixtral, table 1 of arXiv:2401.04088. For ViT, table 1 of
-arXiv:2010.11929, and for Ti and S table 1 of DeiT (arXiv:2012.12877).
+tokens with a capacity factor of 1, and Wide-ResNet 500M. For GPT-3, table 2.1 of arXiv:2005.14165. Its vocabulary of
+50257 is padded to 50304, as MaxText's `gpt3-175b` and MLPerf do. For Mistral 7B, table 1 of arXiv:2310.06825 with what
+release 0.2 changed (https://huggingface.co/mistralai/Mistral-7B-Instruct-v0.2): no sliding window, a context of 32k and
+a rotary base of 1e6. MaxText's `mistral-7b` is this release, too. For Mixtral 8x7B, table 1 of arXiv:2401.04088. For
+Mixtral 8x22B, https://huggingface.co/mistralai/Mixtral-8x22B-Instruct-v0.1, whose vocabulary of 32768 MaxText has, too.
+For ViT, table 1 of arXiv:2010.11929, and for Ti and S table 1 of DeiT (arXiv:2012.12877).
 """
 
 from __future__ import annotations
@@ -65,26 +69,30 @@ ALPA_MOE: Mapping[str, MoEConfig] = MappingProxyType(
     }
 )
 
+GPT3: Mapping[str, GPTConfig] = MappingProxyType(
+    {"gpt3-175b": _gpt3(vocab=50_304, width=12_288, layers=96, heads=96, context=2048)}
+)
+
+# Layers of Mistral and Mixtral.
+_mistral = partial(
+    GPTConfig, context=32_768, kv_heads=8, rotary_base=1_000_000.0, tie_head=False, remat="full", dtype="bfloat16"
+)
+
+# Losses as in the published configurations, which have no z loss.
+_mixtral = partial(MoEConfig, dispatch="dropless", z_weight=0.0)
+
+MISTRAL: Mapping[str, GPTConfig] = MappingProxyType(
+    {"mistral-7b": _mistral(vocab=32_000, width=4096, layers=32, heads=32, ffn=14_336)}
+)
+
 MIXTRAL: Mapping[str, MoEConfig] = MappingProxyType(
     {
-        "mixtral-8x7b": MoEConfig(
-            GPTConfig(
-                vocab=32_000,
-                width=4096,
-                layers=32,
-                heads=32,
-                kv_heads=8,
-                ffn=14_336,
-                context=32_768,
-                rotary_base=1_000_000.0,
-                tie_head=False,
-                remat="full",
-                dtype="bfloat16",
-            ),
-            dispatch="dropless",
-            balance_weight=0.02,  # as in the published configuration, which has no z loss
-            z_weight=0.0,
-        )
+        "mixtral-8x7b": _mixtral(
+            _mistral(vocab=32_000, width=4096, layers=32, heads=32, ffn=14_336), balance_weight=0.02
+        ),
+        "mixtral-8x22b": _mixtral(
+            _mistral(vocab=32_768, width=6144, layers=56, heads=48, ffn=16_384, context=65_536), balance_weight=0.001
+        ),
     }
 )
 

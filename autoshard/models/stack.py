@@ -14,39 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-# The values of a config's `remat`, each with its policy of `jax.checkpoint`; `none` does not use `jax.checkpoint`.
-REMAT_POLICIES = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
-    "everything_saveable": jax.checkpoint_policies.everything_saveable,
-    "dots_saveable": jax.checkpoint_policies.dots_saveable,
-    "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-
-
-def remat_policies(remat: str) -> tuple[str, ...]:
-    """Split `remat` into the policies that alternate over the layers.
-
-    >>> remat_policies("full,none")
-    ('full', 'none')
-    """
-    return tuple(part.strip() for part in remat.split(","))
-
-
-def remat_problems(remat: str, layers: int, *, scan: bool) -> list[str]:
-    """Return what is wrong with `remat` for this number of layers, or an empty list."""
-    names = remat_policies(remat)
-    if any(name not in REMAT_POLICIES for name in names):
-        known = ", ".join(REMAT_POLICIES)
-        return [f"remat is {remat!r}; choose one of {known}, or several with commas, to alternate over the layers"]
-    if scan and layers % len(names):
-        return [
-            f"remat is {remat!r}; {layers} scanned layers do not divide into groups of {len(names)}: give a number of "
-            f"policies that divides {layers}, or set scan_layers=False"
-        ]
-    return []
+from autoshard.models.remat.policies import checkpoint_policy, remat_policies
 
 
 def make_layers(make: Callable[[jax.Array], nnx.Module], keys: jax.Array, *, scan: bool) -> nnx.Module:
@@ -74,8 +42,8 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
         layers: the result of `make_layers`.
         carry: the first layer's input.
         keys: a key for each layer, `[layers]`, or None.
-        remat: a name in `REMAT_POLICIES`, or several, separated by commas, that alternate over the layers. With n
-            names, stacked layers are scanned in groups of n. `remat_problems` checks it.
+        remat: a policy of `remat.policies`, or several, separated by commas, that alternate over the layers. With n
+            policies, stacked layers are scanned in groups of n. `remat_problems` checks it.
 
     Returns:
         The last layer's carry.
@@ -94,7 +62,7 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
     # so XLA cannot merge a layer with its recomputation. In a scan over groups, XLA would recompute all layers of a
     # group at once without it.
     options: Any = {"prevent_cse": not stacked or count > 1, "static_argnums": (0, 1)}
-    runs = [run if name == "none" else jax.checkpoint(run, policy=REMAT_POLICIES[name], **options) for name in policies]
+    runs = [run if p == "none" else jax.checkpoint(run, policy=checkpoint_policy(p), **options) for p in policies]
     if isinstance(layers, nnx.List):
         for n, layer in enumerate(layers):
             graph, params = nnx.split(layer)

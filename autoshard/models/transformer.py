@@ -17,10 +17,13 @@ from flax import nnx
 from jax import lax
 
 from autoshard._shown import shown
+from autoshard.kernels.constants import BLOCKWISE_KEYS
 from autoshard.kernels.cross_entropy import linear_cross_entropy
+from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.attention import attention
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy, sum_and_count
+from autoshard.models.remat.named_values import named
 
 KeysValues = tuple[jax.Array, jax.Array]
 
@@ -140,9 +143,9 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
         cfg = self.cfg
-        q, k, v = self._project(x)
+        q, k, v = (named(each, "qkv") for each in self._project(x))
         y = attention(q, k, v, causal=self.causal, impl=cfg.attention, block_size=cfg.block_size)
-        return project("bshd,hde->bse", y, self.wo, self.bo)
+        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
 
     def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply causal attention to `[batch, seq, width]`, the positions from `start` on, using cached keys and values.
@@ -157,7 +160,8 @@ class Attention(nnx.Module):
         )
         shape = (1, 1, x.shape[1], keys.shape[1])
         visible = lax.broadcasted_iota(jnp.int32, shape, 3) <= lax.broadcasted_iota(jnp.int32, shape, 2) + start
-        impl = "auto" if cfg.attention == "cudnn" else cfg.attention
+        plain: Impl = "plain" if keys.shape[1] < BLOCKWISE_KEYS else "blockwise"  # kernels take no mask array
+        impl = cfg.attention if cfg.attention in ("plain", "blockwise") else plain
         y = attention(q, keys, values, causal=False, mask=visible, impl=impl, block_size=cfg.block_size)
         return project("bshd,hde->bse", y, self.wo, self.bo), (keys, values)
 
@@ -186,12 +190,12 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the MLP to each position of `[batch, seq, width]`."""
-        y = project("bse,ef->bsf", x, self.w_up, self.b_up)
+        y = named(project("bse,ef->bsf", x, self.w_up, self.b_up), "mlp_in")
         if self.w_gate is None:
             y = jax.nn.gelu(y)
         else:
-            y = jax.nn.silu(project("bse,ef->bsf", x, self.w_gate, self.b_gate)) * y
-        return project("bsf,fe->bse", y, self.w_down, self.b_down)
+            y = jax.nn.silu(named(project("bse,ef->bsf", x, self.w_gate, self.b_gate), "mlp_in")) * y
+        return named(project("bsf,fe->bse", y, self.w_down, self.b_down), "mlp_out")
 
 
 def residual_deviation(cfg: GPTConfig) -> float:
@@ -214,6 +218,7 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """Apply the layer to `[batch, seq, width]`, with dropout if there is a key."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
+        x = named(x, "residual")
         x = x + dropout(self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
         return x + dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
 

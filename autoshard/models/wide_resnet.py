@@ -27,7 +27,7 @@ from flax import nnx
 from jax import lax
 
 from autoshard.models.loss import cross_entropy
-from autoshard.models.stack import REMAT_POLICIES, remat_policies, remat_problems
+from autoshard.models.remat.policies import REMAT_POLICIES, remat_policies, remat_problems
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class WideResNetConfig:
         problems = [f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size < 1]
         if not self.stages:
             problems.append("stages is empty; give the number of blocks of each stage")
-        problems += remat_problems(self.remat, sum(self.stages), scan=False)
+        problems += remat_problems(self.remat, sum(self.stages), scan=False, has_named_values=False)
         if not 0.0 <= self.momentum < 1.0:
             problems.append(f"momentum is {self.momentum}; it must be at least 0 and below 1")
         if not 0.0 < self.norm_eps < float("inf"):

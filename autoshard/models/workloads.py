@@ -24,7 +24,7 @@ from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.llama import LLAMA
 from autoshard.models.moe import MoE
 from autoshard.models.moe_config import MoEConfig
-from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, MIXTRAL, VIT
+from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, GPT3, MISTRAL, MIXTRAL, VIT
 from autoshard.models.vit import ViT, ViTConfig
 from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
 
@@ -57,7 +57,7 @@ class Workload:
     def __post_init__(self) -> None:
         convert(self.batch_size, int, "batch_size", problems := [])
         if problems or self.batch_size < 1:
-            raise AutoshardError(f"{self.name}: batch_size is {self.batch_size!r}, it must be at least 1")
+            raise AutoshardError(f"{self.name}: batch_size is {self.batch_size!r}; it must be at least 1")
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module:
         """Make the model, with parameters drawn from the `params` stream of `rngs`."""
@@ -103,7 +103,7 @@ def workload(name: str) -> Workload:
     (16, 32)
     """
     if name not in WORKLOADS:
-        raise AutoshardError(f"unknown workload {name!r}{_known_names(name, WORKLOADS)}")
+        raise AutoshardError(f"unknown model {name!r}{_known_names(name, WORKLOADS)}")
     return WORKLOADS[name]
 
 
@@ -135,16 +135,29 @@ def _known_names(name: str, known: Iterable[str]) -> str:
 _TINY = GPTConfig(vocab=128, layers=2, heads=8, width=64, ffn=128, context=32)
 _TINY_IMAGES = {"image_size": 32, "classes": 8, "dtype": "float32"}
 
+# The published contexts of these models are maxima. Their workloads train on shorter sequences, as public recipes do.
+_SEQUENCES: Mapping[str, int] = {
+    "llama3.1-8b": 8192,
+    "llama3.1-70b": 8192,
+    "llama3.1-405b": 8192,
+    "mistral-7b": 8192,
+    "mixtral-8x7b": 4096,
+    "mixtral-8x22b": 4096,
+}
+
+
+def _shorter(name: str, config: Any) -> Any:
+    return _with_changes(name, config, {"context": _SEQUENCES[name]}) if name in _SEQUENCES else config
+
+
 # name -> (config, batch size). The batch sizes are chosen, not published.
 _CONFIGS: Mapping[str, tuple[Any, int]] = {
     **{name: (config, 128) for name, config in ALPA_GPT.items()},
-    **{name: (config, 256 if config.width == 8192 else 128) for name, config in LLAMA.items()},
+    **{name: (config, 256) for name, config in GPT3.items()},
+    **{name: (_shorter(name, config), 128 if config.width < 8192 else 256) for name, config in LLAMA.items()},
+    **{name: (_shorter(name, config), 128) for name, config in MISTRAL.items()},
     **{name: (config, 128) for name, config in ALPA_MOE.items()},
-    # The published context is the maximum. This workload trains on shorter sequences.
-    **{
-        name: (dataclasses.replace(config, gpt=dataclasses.replace(config.gpt, context=4096)), 128)
-        for name, config in MIXTRAL.items()
-    },
+    **{name: (_shorter(name, config), 128) for name, config in MIXTRAL.items()},
     **{name: (config, 256) for name, config in ALPA_WIDE_RESNET.items()},
     **{name: (config, 512) for name, config in VIT.items()},
     "gpt-tiny": (

@@ -83,7 +83,7 @@ def test_a_folder_of_another_program(tmp_path: Path, refused: Refused, action: S
     write_adapter(tmp_path / "adapter", 8)
     message = "is not a checkpoint directory of autoshard: it contains thesis.tex and no autoshard.json. Use"
     refused(command_on(action, tmp_path / "mine"), message)
-    refused(command_on(action, tmp_path / "nowhere"), "holds no checkpoints: there is no such folder")
+    refused(command_on(action, tmp_path / "nowhere"), "does not exist: give the folder of a run")
 
 
 def test_a_folder_to_which_a_run_is_writing(saved: Path, refused: Refused) -> None:
@@ -112,7 +112,7 @@ def test_folders_without_a_name(saved: Path, refused: Refused, monkeypatch: pyte
 
 
 def test_a_step_number_of_other_digits(saved: Path, refused: Refused) -> None:
-    refused(["ls", f"{saved}@\N{SUPERSCRIPT TWO}"], "holds no checkpoints: there is no such folder")
+    refused(["ls", f"{saved}@\N{SUPERSCRIPT TWO}"], "does not exist: give the folder of a run")
 
 
 def test_metrics_that_are_not_finite_in_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -50,6 +50,7 @@ def test_a_plan_takes_the_kernel_of_its_target(target, found):
 
     args = jax.ShapeDtypeStruct((64, 4, 16), jnp.float32), jax.ShapeDtypeStruct((8, 1024, 64), jnp.float32)
     plan = autoshard.plan(jax.grad(loss), *args, target=target)
+    assert plan.bound is not None
     assert ("splash_attention" in str(plan.bound.traced.closed)) == found
 
 

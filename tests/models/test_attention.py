@@ -269,19 +269,39 @@ def test_k_and_v_must_match():
         attention(q[:1], k, v, causal=True)
 
 
-def test_cudnn_needs_an_nvidia_gpu_and_16_bits():
+def test_cudnn_takes_16_bits_and_with_a_mask_an_nvidia_gpu():
     q, k, v = qkv(0, 8, dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match=r"needs an NVIDIA GPU and cuDNN, but the backend is cpu; choose 'auto'"):
-        attention(q, k, v, causal=True, impl="cudnn")
+        attention(q, k, v, causal=True, impl="cudnn", mask=jnp.ones((1, 1, 8, 8), bool))
     with pytest.raises(ValueError, match="cudnn takes bfloat16 and float16, not float32"):
         attention(*qkv(0, 8), causal=True, impl="cudnn")
 
 
-def test_cudnn_is_sharded_over_batch_and_heads(monkeypatch):
-    """The kernel and its gradient are planned as on a GPU, and no operand is gathered."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 92000)
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_compute_capability", lambda _: True)
+@pytest.mark.parametrize("window", [None, 3])
+def test_cudnn_runs_in_plain_jax_elsewhere(window):
+    operands = qkv(0, 16, dtype=jnp.bfloat16)
 
+    def total(impl, *operands):
+        return jnp.sum(attention(*operands, causal=True, impl=impl, window=window).astype(jnp.float32) ** 2)
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(total, (1, 2, 3)), static_argnums=0)(impl, *operands)
+        for impl in ("cudnn", "blockwise")
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0.02, atol=0.02), found, expected)
+
+
+def test_a_gpu_gets_cudnns_kernels():
+    """Lowered for a GPU, the program calls cuDNN; for a CPU it does not. Nothing asks for an attached GPU."""
+    operands = qkv(0, 64, dtype=jnp.bfloat16)
+    step = jax.jit(jax.grad(lambda *x: jnp.sum(attention(*x, causal=True, impl="cudnn").astype(jnp.float32))))
+    text = {p: step.trace(*operands).lower(lowering_platforms=(p,)).as_text() for p in ("cuda", "cpu")}
+    for part in ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"):
+        assert part in text["cuda"] and part not in text["cpu"]
+
+
+def test_cudnn_is_sharded_over_batch_and_heads():
+    """The kernel and its gradient are planned as on a GPU, and no operand is gathered."""
     work = workload("llama-tiny").with_(attention="cudnn", dtype="bfloat16", kv_heads=4, batch_size=16)
     plan = autoshard.plan(*workload_step(work), target="h100:1x8", plan="dp:2 tp:4", donate_argnums=0)
     assert plan.traffic and not [row for row in plan.traffic if "attention.py" in row[3]]

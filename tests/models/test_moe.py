@@ -338,8 +338,10 @@ def test_parameters_of_alpas_sizes(name):
     assert actual == pytest.approx(float(label[:-1]) * {"m": 1e6, "b": 1e9}[label[-1]], rel=0.04)
 
 
-def test_parameters_of_mixtral():
-    assert count(model_factory(MIXTRAL["mixtral-8x7b"])) == 46_702_792_704
+@pytest.mark.parametrize(("name", "published"), [("mixtral-8x7b", 46_702_792_704), ("mixtral-8x22b", 140_630_071_296)])
+def test_parameters_of_mixtral(name, published):
+    """Counted in the published checkpoints."""
+    assert count(model_factory(MIXTRAL[name])) == published
 
 
 @pytest.mark.whole

@@ -16,7 +16,9 @@ from autoshard.models import (
     ALPA_MOE,
     ALPA_WIDE_RESNET,
     GPT,
+    GPT3,
     LLAMA,
+    MISTRAL,
     MIXTRAL,
     VIT,
     WORKLOADS,
@@ -27,7 +29,7 @@ from autoshard.models import (
 )
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import batch_shapes, make_train_step
-from tests.models.small import text_entropy, trained
+from tests.models.small import count, text_entropy, trained
 
 TINY = {
     "gpt-tiny": GPT,
@@ -41,9 +43,30 @@ REPRESENTATIVES = ("gpt-1.3b", "llama2-7b", "mixtral-8x7b", "moe-2.4b", "wide-re
 
 
 def test_all_sizes_are_registered():
-    published = [*ALPA_GPT, *LLAMA, *ALPA_MOE, *MIXTRAL, *ALPA_WIDE_RESNET, *VIT]
-    assert list(WORKLOADS) == [*published, *TINY] and len(WORKLOADS) == 41
+    published = [*ALPA_GPT, *GPT3, *LLAMA, *MISTRAL, *ALPA_MOE, *MIXTRAL, *ALPA_WIDE_RESNET, *VIT]
+    assert list(WORKLOADS) == [*published, *TINY] and len(WORKLOADS) == 47
     assert all(work.name == name for name, work in WORKLOADS.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "trained_on"),
+    [
+        ("llama3.1-8b", 131_072, 8192),
+        ("llama3.1-405b", 131_072, 8192),
+        ("mistral-7b", 32_768, 8192),
+        ("mixtral-8x22b", 65_536, 4096),
+        ("gpt3-175b", 2048, 2048),
+    ],
+)
+def test_a_workload_may_train_on_less_than_the_published_context(name, context, trained_on):
+    sizes = {**GPT3, **LLAMA, **MISTRAL, **MIXTRAL}
+    assert (sizes[name].context, workload(name).config.context) == (context, trained_on)
+
+
+@pytest.mark.parametrize(("name", "published"), [("gpt3-175b", 174_604_836_864), ("mistral-7b", 7_241_732_096)])
+def test_parameters_of_a_dense_model(name, published):
+    """Mistral's as counted in its checkpoint. GPT-3's 174.6 billion (arXiv:2005.14165, table D.1) with 50304 tokens."""
+    assert count(lambda rngs: workload(name).build(rngs)) == published
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -97,9 +120,9 @@ def test_with_changes_fields_of_a_mixture_and_of_its_gpt():
 
 
 def test_an_unknown_name_lists_the_known_names():
-    with pytest.raises(AutoshardError, match=r"workload 'lama2-7b' \(did you mean llama2-7b.*\); choose one of gpt-1"):
+    with pytest.raises(AutoshardError, match=r"model 'lama2-7b' \(did you mean llama2-7b.*\); choose one of gpt-1"):
         workload("lama2-7b")
-    with pytest.raises(AutoshardError, match="unknown workload '%'; choose one of .*wide-resnet-tiny"):
+    with pytest.raises(AutoshardError, match="unknown model '%'; choose one of .*wide-resnet-tiny"):
         workload("%")
 
 

@@ -20,6 +20,10 @@ VARIANTS = {
     "remat-full": Case((("remat", "full"),)),
     "remat-dots": Case((("remat", "dots"),)),
     "remat-alternating": Case((("remat", "none,dots"), ("layers", 4))),
+    "host": Case((("remat", "host:residual+qkv keep:out_proj"),)),
+    "host-everything": Case((("remat", "host:residual+qkv+context+out_proj+mlp_in"), ("attention", "blockwise"))),
+    "host-unrolled": Case((("remat", "host:residual+context,full"), ("scan_layers", False))),
+    "host-alternating": Case((("remat", "host:residual,none"), ("layers", 4)), microbatches=2),
     "dropout": Case((("dropout", 0.1),)),
     "dropout-remat": Case((("dropout", 0.1), ("remat", "full"))),
     "blockwise": Case((("attention", "blockwise"),)),
@@ -29,7 +33,7 @@ VARIANTS = {
     "untied-loss-in-chunks": Case((("tie_head", False), ("loss_chunks", 3)), microbatches=2),  # padded
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("microbatches", "loss-in-chunks")  # `test_every_variant_with_every_plan` runs the others
+QUICK = ("microbatches", "host", "loss-in-chunks")  # `test_every_variant_with_every_plan` runs the others
 
 
 def compare(case: Case, plan: str | None) -> None:

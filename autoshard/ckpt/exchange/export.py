@@ -143,7 +143,7 @@ def step_model(path: Any, step: int, *, use_ema: bool | None = False, dtype: str
     """
     floating = [name for name in DTYPES if "float" in name]
     if dtype not in (None, *floating):
-        raise CheckpointError(f"dtype={dtype!r}: use one of {', '.join(floating)}.")
+        raise CheckpointError(f"dtype is {dtype!r}; it must be one of {', '.join(floating)}.")
     manifest = read_manifest(path, step)
     digests = expected_digests(path, step, manifest)
     specs = {spec.key: spec for spec in manifest.leaves}
@@ -202,7 +202,7 @@ def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -
             of the range of the tensor's dtype. The files written so far are removed.
     """
     if not is_integer(shard_bytes) or shard_bytes < 1:
-        raise CheckpointError(f"shard_bytes={shard_bytes!r}: it must be an integer of at least 1.")
+        raise CheckpointError(f"shard_bytes is {shard_bytes!r}; it must be an integer of at least 1.")
     with _new_folder(folder) as draft:
         metadata = {"format": "flax", "from": model.where} | ({FAN_IN: "first"} if model.fan_in_first else {})
         files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata=metadata)
@@ -281,9 +281,9 @@ def _inference(file: Any) -> dict[str, Any] | None:
                 f"{file} has format {content['format']}, this version reads up to {INFERENCE_FORMAT}: upgrade"
             )
         if not isinstance(content["model"], str):
-            raise ValueError(f"model is {content['model']!r}, it must be a name")
+            raise ValueError(f"model is {content['model']!r}; it must be a name")
         if not isinstance(content["config"], dict):
-            raise TypeError(f"config is {content['config']!r}, it must be a table")
+            raise TypeError(f"config is {content['config']!r}; it must be a table")
         _generation(content)
         return content
     except CheckpointError:

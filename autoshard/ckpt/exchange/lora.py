@@ -204,21 +204,21 @@ def _wrong_settings(config: Mapping[str, Any]) -> list[str]:
         ("lora_alpha", "alpha_pattern", _is_finite, "a finite number"),
     ):
         if not is_valid(config.get(default)):
-            wrong.append(f"{default} is {config.get(default)!r}, it must be {what}")
+            wrong.append(f"{default} is {config.get(default)!r}; it must be {what}")
         table = config.get(patterns) or {}
         if not isinstance(table, dict):
-            wrong.append(f"{patterns} is {table!r}, it must be an object of modules")
+            wrong.append(f"{patterns} is {table!r}; it must be an object of modules")
             continue
         for name, value in cast(dict[str, Any], table).items():
             if not is_valid(value):
-                wrong.append(f"{patterns} has {name!r}: {value!r}, it must be {what}")
+                wrong.append(f"{patterns} has {name!r}: {value!r}; it must be {what}")
             try:
                 re.compile(_expression(name))
             except (re.error, OverflowError) as error:
                 wrong.append(f"{patterns} has {name!r}, which is not a regular expression: {error}")
     for name in ("use_rslora", "fan_in_fan_out"):
         if config.get(name) not in (None, True, False):
-            wrong.append(f"{name} is {config[name]!r}, it must be true or false")
+            wrong.append(f"{name} is {config[name]!r}; it must be true or false")
     return wrong
 
 

@@ -184,7 +184,7 @@ def _select_experts(
             "or pass expert_dims={'*/experts/w_*': 0}."
         )
     if not experts or not all(map(is_integer, experts)):
-        raise CheckpointError(f"experts={experts}: pass a list of numbers such as experts=[0, 3].")
+        raise CheckpointError(f"experts is {experts}; it must be a list of numbers such as [0, 3].")
     numbers = tuple(one.__index__() for one in experts)
     wrong = []
     for key, dim in dims.items():

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, S
 
 from autoshard import _compat
 from autoshard._columns import listing
+from autoshard._units import spec_text
 from autoshard.ckpt.state.named_leaves import Key, is_typed_key
 from autoshard.errors import CheckpointError
 from autoshard.sharding.plan.replication import sharded_axes
@@ -36,6 +37,11 @@ def with_shardings(template: Any, shardings: Any) -> Any:
     try:
         by_leaf = jax.tree.broadcast(wanted, template, is_leaf=lambda node: node is None)
     except ValueError as error:
+        if isinstance(shardings, tuple) and not isinstance(template, tuple):
+            raise CheckpointError(
+                f"shardings is a tuple of {len(shardings)}, but the state is a {type(template).__name__}: pass the "
+                "entry of the state, plan.in_shardings()[0] if it is the first argument"
+            ) from error
         raise CheckpointError(f"shardings do not match the structure of the state: {error}") from error
     wrong: list[str] = []
     impossible = False
@@ -61,6 +67,7 @@ def with_shardings(template: Any, shardings: Any) -> Any:
 def _as_shardings(shardings: Any) -> Any:
     """Replace the devices and `PartitionSpec`s of a tree by shardings."""
     wrong: list[str] = []
+    specs: list[str] = []  # without a mesh, often all of a state: one line for all
 
     def as_sharding(path: Any, one: Any) -> Any:
         if one is None or isinstance(one, (Sharding, Format)):
@@ -68,12 +75,11 @@ def _as_shardings(shardings: Any) -> Any:
         if isinstance(one, jax.Device):
             return SingleDeviceSharding(one)
         if not isinstance(one, PartitionSpec):
-            reason = f"a {type(one).__name__} is not a sharding: {_instead_of(one)}"
+            kind = type(one).__name__
+            reason = f"{'an' if kind[0] in 'AEIOU' else 'a'} {kind} is not a sharding: {_instead_of(one)}"
         elif (mesh := _compat.current_mesh()) is None:
-            reason = (
-                f"{one} needs a mesh: pass NamedSharding(mesh, {one}), or plan.in_shardings() in place of "
-                "plan.in_specs, or set a mesh with jax.set_mesh"
-            )
+            specs.append(f"{_joined(path)}: {spec_text(one)}" if path else spec_text(one))
+            return None
         else:
             try:
                 return NamedSharding(mesh, one)
@@ -83,8 +89,14 @@ def _as_shardings(shardings: Any) -> Any:
         return None
 
     converted = jax.tree_util.tree_map_with_path(as_sharding, shardings, is_leaf=lambda node: node is None)
+    if specs:
+        more = f" and {len(specs) - 1} more need" if len(specs) > 1 else " needs"
+        wrong.append(
+            f"{specs[0]}{more} a mesh: pass NamedSharding(mesh, spec), or plan.in_shardings() in place of "
+            "plan.in_specs, or set a mesh with jax.set_mesh"
+        )
     if wrong:
-        raise CheckpointError(f"shardings:\n{listing(wrong)}")
+        raise CheckpointError(f"shardings: {wrong[0]}" if len(wrong) == 1 else f"shardings:\n{listing(wrong)}")
     return converted
 
 

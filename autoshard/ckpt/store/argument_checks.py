@@ -44,7 +44,7 @@ def step_number(step: Any) -> int:
         CheckpointError: it is not an integer, or negative.
     """
     if not is_integer(step) or step.__index__() < 0:
-        raise CheckpointError(f"step={step!r}: a step is an integer, 0 or more.")
+        raise CheckpointError(f"step is {step!r}; it must be an integer of at least 0.")
     return step.__index__()
 
 
@@ -61,7 +61,7 @@ def is_integer(value: Any) -> bool:
 
 def mapping_errors(name: str, value: Any, example: str) -> list[str]:
     """Return a list with an error if an argument is not a dict, else an empty list."""
-    return [] if isinstance(value, Mapping) else [f"{name}={value!r} is not a dict such as {name}={example}"]
+    return [] if isinstance(value, Mapping) else [f"{name} is {value!r}; it must be a dict such as {example}"]
 
 
 def dim_errors(name: str, value: Any) -> list[str]:
@@ -69,14 +69,15 @@ def dim_errors(name: str, value: Any) -> list[str]:
     if not isinstance(value, Mapping):
         return mapping_errors(name, value, "{'*/experts/w_*': 0}")
     wrong = {one: dim for one, dim in value.items() if not isinstance(one, str) or not is_integer(dim)}
-    return [f"{name}={wrong!r}: path patterns must be strings, dimensions must be integers"] if wrong else []
+    what = "its keys must be strings (path patterns), and its values integers (dimensions)"
+    return [f"{name} is {wrong!r}; {what}"] if wrong else []
 
 
 def expert_errors(value: Any) -> list[str]:
     """Return the errors of an argument that must be a list of expert numbers or None."""
     if value is None or (isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str)):
         return []
-    return [f"experts={value!r} is not a list of numbers such as experts=[0, 3]"]
+    return [f"experts is {value!r}; it must be a list of numbers such as [0, 3]"]
 
 
 def raise_errors(errors: Iterable[str]) -> None:

@@ -45,21 +45,25 @@ class RetentionPolicy:
         """
         numbers = {name: getattr(self, name) for name in ("last", "best", "every")}
         wrong = [
-            f"{name}={value!r} is not an integer"
+            f"{name} is {value!r}; it must be an integer"
             for name, value in numbers.items()
             if not is_integer(value) and not (name == "last" and value is None)
         ]
         if not isinstance(self.metric, str):
-            wrong.append(f"metric={self.metric!r} is not a name")
+            wrong.append(f"metric is {self.metric!r}; it must be the name of a metric")
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}.")
         if self.last is not None and self.last < 1:
-            wrong.append(f"last={self.last}: at least one step must stay, or None for all")
-        wrong += [f"{name}={getattr(self, name)} is negative" for name in ("best", "every") if getattr(self, name) < 0]
+            wrong.append(f"last is {self.last}; it must be at least 1, or None to keep all steps")
+        wrong += [
+            f"{name} is {getattr(self, name)}; it must be at least 0"
+            for name in ("best", "every")
+            if getattr(self, name) < 0
+        ]
         if self.best > 0 and not self.metric:
-            wrong.append(f"best={self.best} needs the name of a metric")
+            wrong.append(f"best is {self.best}, but no metric is given; give metric= the name of one")
         if self.mode not in ("min", "max"):
-            wrong.append(f"mode={self.mode!r} is neither 'min' nor 'max'")
+            wrong.append(f"mode is {self.mode!r}; it must be 'min' or 'max'")
         if wrong:
             raise CheckpointError(f"{'; '.join(wrong)}.")
 

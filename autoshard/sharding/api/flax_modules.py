@@ -30,6 +30,7 @@ from flax import linen, nnx
 from flax.errors import FlaxError
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
 from autoshard.sharding.api.auto_sharded import AutoSharded
 from autoshard.sharding.api.plan import Plan
@@ -97,7 +98,7 @@ class ModuleCalls:
                 "values get sharding constraints, but its parameters are not moved. Decorate that function, or make "
                 f"the module with {self.name}.sharded(...)",
                 AutoshardWarning,
-                stacklevel=3,
+                stacklevel=users_stacklevel(),
             )
         function = self.function(arguments)
         result = function(*arguments.args, **arguments.kwargs)
@@ -328,7 +329,7 @@ def _shard_linen(cls: Any, options: Mapping[str, Any]) -> type:
                 f"auto_shard({name}): init made the variables on one device, because the forward pass that determines "
                 f"their shardings cannot be traced ({type(error).__name__}: {error}). The first apply moves them",
                 AutoshardWarning,
-                stacklevel=2,
+                stacklevel=users_stacklevel(),
             )
             return original_init(self, rngs, *args, **kwargs)
         type(self).autoshard_plan = Plan.of(entry.bound)

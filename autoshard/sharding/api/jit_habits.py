@@ -20,7 +20,7 @@ _SHARDINGS = (
 )
 _INSTEAD = {
     "static_argnames": "give static_argnums with the positions of these arguments. Text and functions among the "
-    "arguments are static without it",
+    "arguments are static anyway",
     "donate_argnames": "give donate_argnums with the positions of these arguments",
     "in_shardings": _SHARDINGS,
     "out_shardings": f"{_SHARDINGS}; state that a step returns keeps its sharding",
@@ -36,7 +36,9 @@ def explains_jit_options(fn: F) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         check_jit_options(fn.__name__, kwargs)
         if len(args) > 1:
-            raise PlanError(f"auto_shard takes the function alone by position, got also {_positional_text(args[1])}")
+            raise PlanError(
+                f"auto_shard takes one positional argument, the function, but got {_positional_text(args[1])}"
+            )
         return fn(*args, **kwargs)
 
     return call  # pyright: ignore[reportReturnType]
@@ -68,8 +70,8 @@ def _takes(fn: Any, keyword: str) -> bool:
 
 def _positional_text(second: Any) -> str:
     if isinstance(second, str):
-        return f"{short_repr(second)}: give a strategy as plan={short_repr(second)}, or a machine as target="
+        return f"{short_repr(second)} too: give a strategy as plan={short_repr(second)}, or a machine as target="
     sizes = isinstance(second, Mapping) and all(isinstance(n, int) for n in second.values())
     if sizes or isinstance(second, Mesh | AbstractMesh):
-        return "a mesh: give it as mesh="
-    return f"a {type(second).__name__}: pass the arguments to its result, auto_shard(step)(state, batch)"
+        return "a mesh too: give it as mesh="
+    return f"a {type(second).__name__} too: pass the arguments to its result, auto_shard(step)(state, batch)"

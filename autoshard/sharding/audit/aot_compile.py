@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoshard._shown import shown
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit.compiler_process import GPUS, versions
 from autoshard.sharding.audit.constants import MAX_TIMEOUT_S, SHOWN_CRASH_LINES, TIMEOUT_S
@@ -142,7 +143,7 @@ def compile_job(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | Non
             f"compiled programs cannot be cached in {cache} ({error.strerror or error}). Set AUTOSHARD_CACHE to a "
             "writable folder.",
             AutoshardWarning,
-            stacklevel=3,
+            stacklevel=users_stacklevel(),
         )
         return _build(job, timeout_s, Path(_temporary_cache().name) / digest)
 

@@ -14,6 +14,7 @@ from autoshard._shown import shown
 from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit.constants import SHOWN_ENTRIES
+from autoshard.sharding.audit.host_traffic import CompiledTransfer, transfer_lines
 from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Missing, Unplanned
 from autoshard.sharding.hlo.rematerializations import Rematerialization
@@ -61,8 +62,13 @@ class Audit:
         compute_us_roofline: compute time from FLOPs and memory traffic alone.
         comm_us: time of all collectives.
         exposed_us: the part of `comm_us` that compute does not hide.
-        step_time_us: compute_us + exposed_us.
+        transfers: the transfers of host memory, those for which the device waits longest first.
+        host_us: time of all transfers of host memory on the link to the host.
+        host_exposed_us: the part of `host_us` in which the device waits.
+        host_traffic_bytes: bytes that each device exchanges with host memory, in both directions.
+        step_time_us: compute_us + exposed_us + host_exposed_us.
         predicted_compute_us, predicted_comm_us, predicted_step_time_us: the plan's estimates.
+        predicted_host_us, predicted_host_exposed_us, predicted_host_traffic_bytes: the plan's estimates.
         wire_bytes: bytes that each device sends.
         predicted_wire_bytes: the plan's estimate of `wire_bytes`.
         versions: versions of the compiler's packages.
@@ -95,10 +101,17 @@ class Audit:
     compute_us_roofline: float | None = None
     comm_us: float | None = None
     exposed_us: float | None = None
+    transfers: tuple[CompiledTransfer, ...] = ()
+    host_us: float | None = None
+    host_exposed_us: float | None = None
+    host_traffic_bytes: float | None = None
     step_time_us: float | None = None
     predicted_compute_us: float | None = None
     predicted_comm_us: float | None = None
     predicted_step_time_us: float | None = None
+    predicted_host_us: float | None = None
+    predicted_host_exposed_us: float | None = None
+    predicted_host_traffic_bytes: float | None = None
     wire_bytes: float | None = None
     predicted_wire_bytes: float | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -141,16 +154,9 @@ def _plain(value: Any) -> Any:
 
 def report(audit: Audit) -> str:
     """The text of an audit: the plan's figures beside those of the compiled program, and the differences."""
-    parts = [
-        _head(audit),
-        _failure(audit),
-        _figures(audit),
-        _kernels(audit),
-        _traffic(audit),
-        _unplanned(audit),
-        _missing(audit),
-    ]
-    parts += [_replicated(audit), _remarks(audit), _notes(audit)]
+    parts = [_head(audit), _failure(audit), _figures(audit), _kernels(audit), _traffic(audit)]
+    parts += [transfer_lines(audit.transfers), _unplanned(audit), _missing(audit), _replicated(audit)]
+    parts += [_remarks(audit), _notes(audit)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -183,9 +189,16 @@ def _figures(audit: Audit) -> list[str]:
         (f"{INDENT}collectives", audit.predicted_comm_us, audit.comm_us),
         (f"{INDENT}exposed", None, audit.exposed_us),
     ]
+    if audit.predicted_host_traffic_bytes or audit.host_traffic_bytes:
+        times += [
+            (f"{INDENT}host transfers", audit.predicted_host_us, audit.host_us),
+            (f"{INDENT}exposed", audit.predicted_host_exposed_us, audit.host_exposed_us),
+        ]
     rows += [_row(name, planned, compiled, time_text) for name, planned, compiled in times]
     rows.append(_row("traffic", audit.predicted_wire_bytes, audit.wire_bytes, bytes_text))
     rows.append(_row("peak memory", audit.predicted_peak_bytes, audit.peak_bytes, bytes_text))
+    if audit.predicted_host_traffic_bytes or audit.host_traffic_bytes:
+        rows.append(_row("host traffic", audit.predicted_host_traffic_bytes, audit.host_traffic_bytes, bytes_text))
     if audit.predicted_host_bytes or audit.host_bytes:
         rows.append(_row("host memory", audit.predicted_host_bytes, audit.host_bytes, bytes_text))
     lines = columns([r for r in rows if r[1] or r[2]], right=(1, 2))

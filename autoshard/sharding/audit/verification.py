@@ -1,8 +1,9 @@
 """Compiles a plan for its target and compares the compiled program with the plan.
 
-    step_time_us = compute_us + exposed_us
+    step_time_us = compute_us + exposed_us + host_exposed_us
     compute_us   = cycles x trips / the chip's clock; a roofline for instructions without cycles
     exposed_us   = the time of collectives on the target's links that compute does not hide (`schedule`)
+    host_exposed_us = the same of transfers of host memory
 
 `Plan.verify()` returns an `Audit`. A program that does not fit, a program that the compiler rejects, and a compiler
 that crashes or takes too long are results, which the audit reports.
@@ -21,6 +22,7 @@ from autoshard.sharding.audit.aot_compile import Compiled, compile_job, missing_
 from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
+from autoshard.sharding.audit.host_traffic import compiled_transfers
 from autoshard.sharding.audit.replicated_arrays import replicated
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Context, compare, file_and_line
 from autoshard.sharding.hlo import parser
@@ -59,7 +61,7 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
     finite(timeout_s, "timeout_s", problems)
     convert(options, Options | None, "options", problems)
     if problems or not timeout_s > 0:
-        raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}, it must be above 0'}")
+        raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}; it must be above 0'}")
     target = compile_target(plan.target)
     if missing := missing_compiler(target.platform):
         raise AuditError(f"{_subject(plan)} cannot be verified: {missing}")
@@ -119,6 +121,9 @@ def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
         predicted_comm_us=plan.estimate.comm_us,
         predicted_step_time_us=plan.estimate.step_time_us,
         predicted_wire_bytes=plan.estimate.comm_bytes,
+        predicted_host_us=plan.estimate.host_us,
+        predicted_host_exposed_us=plan.estimate.host_exposed_us,
+        predicted_host_traffic_bytes=plan.estimate.host_traffic_bytes,
         versions={k: v for k, v in compiled.versions.items() if k in COMPILERS[target.platform]},
         seconds=compiled.seconds,
         cached=compiled.cached,
@@ -148,6 +153,8 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
     unplanned, missing = compare(collectives, plan.traffic, context)
     totals, clock = schedule.totals, target.chip.clock_hz
     exposed = sum(c.exposed_us for c in collectives)
+    transfers = compiled_transfers(schedule.transfers.values())
+    waits = sum(t.exposed_us for t in transfers)
     return replace(
         predicted,
         collectives=collectives,
@@ -163,7 +170,11 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         compute_us_roofline=totals.roofline_us,
         comm_us=sum(c.wire_us for c in collectives),
         exposed_us=exposed,
-        step_time_us=totals.compute_us + exposed,
+        transfers=transfers,
+        host_us=sum(t.us for t in transfers),
+        host_exposed_us=waits,
+        host_traffic_bytes=sum(t.bytes * t.trips for t in transfers),
+        step_time_us=totals.compute_us + exposed + waits,
         wire_bytes=sum(c.step_bytes for c in collectives),
     )
 
@@ -195,7 +206,7 @@ def _notes(program: parser.Program, schedule: Schedule) -> Sequence[str]:
         for loop in schedule.unknown_loops.values()
     ]
     if schedule.totals.to_host:
-        notes.append("the times do not include transfers to and from host memory")
+        notes.append("the times do not include all transfers to and from host memory")
     return notes
 
 

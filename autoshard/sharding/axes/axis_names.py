@@ -56,9 +56,9 @@ def name_axes(
         name_axis(c, "features" if _only_beside(program, axes, c, graph.all) else "seq")
     for c in roles.head_dims:
         name_axis(c, "head_dim")
-    for c in roles.parallel:
-        name_axis(c, "ffn")
     data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
+    for c in roles.parallel:
+        name_axis(c, "features" if any(c in dim for dim in data_dims) else "ffn")
     for c in sorted(axes.stacked):
         neighbours = {other for dim in data_dims if c in dim for other in dim}
         name_axis(c, "layers" if not neighbours else "microbatch" if roles.batch in neighbours else "blocks")

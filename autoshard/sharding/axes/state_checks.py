@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.axes.constants import SHOWN_CHANGES, STATE_LEAVES_SHARE
 from autoshard.sharding.axes.logical_axes import LogicalAxes
@@ -44,14 +45,13 @@ def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
         text, changes = f"auto_shard({traced.name}): argument {mismatch.owner}", _changes(mismatch, traced)
         if certain:
             raise StateChangedError(
-                f"{text} {what}: {changes}. A step must return its state with the leaves, shapes and dtypes that it "
-                "was passed with"
+                f"{text} {what}: {changes}. Return it with the leaves, shapes and dtypes that it was passed with"
             )
         warnings.warn(
             f"{text} looks like state that comes back changed: {changes}. A call with the returned value is planned "
             "and compiled again. If it is state, return it with the leaves, shapes and dtypes that it was passed with",
             AutoshardWarning,
-            stacklevel=5,
+            stacklevel=users_stacklevel(),
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.sharding.cost.constants import ALL_REDUCE_PASSES, HIDING_SHARE, MOST_ASSIGNMENTS, TIME_TOLERANCE
+from autoshard.sharding.cost.offload_time import HostTime
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.machines.topology import DeviceAssignment, assignments
@@ -73,6 +74,7 @@ class StepCost:
     comm_bytes: float
     collectives: tuple[Collective, ...]
     kernels_us: float = 0.0  # the part of compute_us that the program's kernels take
+    host: HostTime = HostTime()
     live_buffers: tuple[LiveBuffers, ...] = field(default=(), repr=False)
 
 
@@ -93,16 +95,16 @@ def collective(
     return Collective(kind, axes, requested, local_bytes, wire, count, time, line, prefetchable)
 
 
-def step_cost(kernels_us: float, collectives: Sequence[Collective], chip: Chip) -> StepCost:
-    """Return the cost of a step from the time of its kernels and its collectives."""
+def step_cost(kernels_us: float, collectives: Sequence[Collective], chip: Chip, host: HostTime) -> StepCost:
+    """Return the cost of a step from the time of its kernels, its collectives and its transfers of host memory."""
     comm = sum(c.time_us for c in collectives)
     hidden = sum(c.time_us for c in collectives if c.prefetchable and c.kind in chip.hides)
     # An all-reduce sends each byte twice.
     reduced = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested)
     compute = kernels_us + ALL_REDUCE_PASSES * reduced / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     wire = sum(c.wire_bytes * c.count for c in collectives)
-    step = compute + comm - min(hidden, HIDING_SHARE * compute)
-    return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us)
+    step = compute + comm - min(hidden, HIDING_SHARE * compute) + host.exposed_us
+    return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host)
 
 
 def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> StepCost:
@@ -111,7 +113,7 @@ def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> Step
         collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.prefetchable)
         for c in cost.collectives
     ]
-    return replace(step_cost(cost.kernels_us, moved, chip), live_buffers=cost.live_buffers)
+    return replace(step_cost(cost.kernels_us, moved, chip, cost.host), live_buffers=cost.live_buffers)
 
 
 def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[DeviceAssignment, StepCost]:

@@ -16,7 +16,7 @@ def exposed_us(cost: StepCost, hides: Sequence[str]) -> list[float]:
         hides: the kinds of collectives that the chip's compiler makes asynchronous.
     """
     hideable = [c.time_us if c.prefetchable and c.kind in hides else 0.0 for c in cost.collectives]
-    hidden = cost.compute_us + cost.comm_us - cost.step_time_us
+    hidden = cost.compute_us + cost.comm_us + cost.host.exposed_us - cost.step_time_us
     share = hidden / sum(hideable) if sum(hideable) else 0.0
     return [max(c.time_us - us * share, 0.0) for c, us in zip(cost.collectives, hideable, strict=True)]
 

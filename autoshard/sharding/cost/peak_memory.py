@@ -6,9 +6,10 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Each value counts by its shard. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place. Values in host memory take no memory of the device (`host_bytes`). Arrays that the
-function closes over are constants, which every device holds whole. On a TPU an activation is stored in tiles of 128
-elements along one of its dimensions, the one with the least padding.
+of a loop are updated in place. Values in host memory take no memory of the device (`host_bytes`); there, a loop moves
+each slice of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which
+every device holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one
+with the least padding.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ class MemoryModel:
         self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
         self.points = -1  # number of the last operator
         self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
-        self.constant_bytes = float(sum(x.nbytes for x in _compat.constants(program.block.jaxpr)))
+        self.constant_bytes = float(sum(x.nbytes for x in program.constants()))
         self.written[list(fusion.written)] = True
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
+        self.slices: set[int] = set()  # values in a loop that are one iteration's slice of a stack outside of it
         self._scan(program.block)
         self.on_host = np.array([_compat.is_on_host(a) for a in program.avals], bool)
         self.narrow = fusion.narrow
@@ -104,6 +106,7 @@ class MemoryModel:
                     self.death[v] = max(self.death[v], self.points)
             in_place = {v for tie in op.edges if not tie.stacked for v in (tie.inner, tie.outer)}
             in_place -= {*op.operands, *op.results}
+            self.slices |= {tie.inner for tie in op.edges if tie.stacked}
             if op.name == "scan" and op.eqn.params["length"] == 1:  # not compiled as a loop: the stack is its one slice
                 in_place |= {tie.inner for tie in op.edges if tie.stacked}
             self.carried += [v for v in sorted(in_place) if self.birth[v] >= start]
@@ -145,6 +148,7 @@ class MemoryModel:
         if not self.on_host.any():
             return 0.0
         local = np.where(self.on_host, self._local(layout), 0.0)
+        local[list(self.slices)] = 0.0
         return float(local[list(self.axes.program.inputs)].sum() + self._live(local).max(initial=0.0))
 
     def at_peak(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> list[tuple[int, float]]:

@@ -1,12 +1,14 @@
 """How long one step takes under a layout.
 
-    compute_us = sum over kernels (`fusion`) of max(flops / (PEAK_REACHED x peak x tiles), bytes / bandwidth) on one
+    compute_us = sum over kernels (`fusion`) of max(flops / (efficiency x peak x tiles), bytes / bandwidth) on one
                  shard, times their runs
                  + ALL_REDUCE_PASSES x reduced bytes / bandwidth, for gathers and reduce-scatters that XLA replaces by
                  an all-reduce
+    efficiency = the fraction of its peak that the chip reaches (`chips`)
     bandwidth  = BANDWIDTH_REACHED x memory bandwidth
     comm_us    = sum over collectives of their time on the links between their devices (`topology`), times their runs
-    step_us    = compute_us + comm_us - min(hidden_us, HIDING_SHARE x compute_us)
+    step_us    = compute_us + comm_us - min(hidden_us, HIDING_SHARE x compute_us) + host_us
+    host_us    = the exposed part of transfers to and from host memory (`offload_time`)
     hidden_us  = the part of comm_us that can overlap with compute: gathers of parameters and reductions of gradients,
                  of the kinds that the chip's compiler makes asynchronous (`chips`)
 
@@ -51,11 +53,12 @@ from autoshard.sharding.cost.equivalence_classes import (
     value_classes,
 )
 from autoshard.sharding.cost.fusion import Fusion, Kernel
+from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
@@ -98,6 +101,7 @@ class CostModel:
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion, self.distinct = fusion, distinct
         self.classes = operator_classes(axes, roles, fusion, distinct)
+        self.host_traffic = HostTraffic(axes, roles, self.classes, distinct)
         self.queries = SpecQueries(axes, roles, self.classes)
         self._memo: dict[Any, Price] = {}
         self._by_distinct: dict[frozenset[int], CostModel] = {}
@@ -108,6 +112,7 @@ class CostModel:
         resized, ops = copy(self), list(axes.program.ops())
         resized.axes, resized._original = axes, self
         resized.classes = [replace(each, op=ops[each.numbers[0]]) for each in self.classes]
+        resized.host_traffic = HostTraffic(axes, self.roles, resized.classes, self.distinct)
         resized._memo, resized._by_distinct = {}, {}
         return resized
 
@@ -116,12 +121,13 @@ class CostModel:
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
             return self._distinguishing(distinct)(layout)
-        compute, collectives = 0.0, []
+        compute, collectives, times_us = 0.0, [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
         canonical, assignment = CanonicalLayout(layout, self.queries), self.target.assign(layout.mesh)
         for number, each in enumerate(self.classes):
             price, names = self._price(number, each, canonical)
             compute += price.time_us * each.runs
+            times_us.append(price.time_us)
             if price.held_bytes:
                 buffers["opaque", number] = LiveBuffers(price.held_bytes, each.members, each.members)
             for move in price.moves:
@@ -136,7 +142,8 @@ class CostModel:
                     size = move.local_bytes
                     collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, prefetchable))
         collectives += self._state_moves(layout)
-        return replace(step_cost(compute, collectives, self.target.chip), live_buffers=tuple(buffers.values()))
+        host = self.host_traffic(layout, times_us, self.target.chip)
+        return replace(step_cost(compute, collectives, self.target.chip, host), live_buffers=tuple(buffers.values()))
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""
@@ -209,7 +216,7 @@ class CostModel:
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
                 shards *= filled_tile_fraction(op.rule, strategy, mesh, chip.tile)
-            busy = sum(flops / (chip.peak(size) * PEAK_REACHED) for size, flops in flops_by_size.items())
+            busy = sum(flops / (chip.peak(size) * chip.efficiency) for size, flops in flops_by_size.items())
             time = max(time, busy / shards * 1e6)
         return Price(time, strategy.moves, opaque.peak_bytes if opaque else 0.0)
 

@@ -1,6 +1,6 @@
 """The roofline time of one instruction of a compiled program, and the compiler's own cycles.
 
-    time = max(FLOPs / (PEAK_REACHED x peak), bytes / (BANDWIDTH_REACHED x memory bandwidth))
+    time = max(FLOPs / (efficiency x peak), bytes / (BANDWIDTH_REACHED x memory bandwidth))
 
 FLOPs are those of the matrix products and convolutions in an instruction and in everything that it calls; a
 multiply-add counts 2. A convolution counts the pairs of an output and a window tap that fall on an input, not those on
@@ -26,7 +26,7 @@ from autoshard.kernels.constants import VECTOR_OPS
 from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.sharding.hlo.parser import HOST_MEMORY, MAIN_MEMORY, Array, Computation, Instruction, Program, bits
 from autoshard.sharding.machines.chips import Chip
-from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
@@ -69,7 +69,7 @@ class Kernels:
             return 0.0
         item = min((bits(a.dtype) for v in computation.operands_of(i)[:2] for a in v.arrays), default=32)
         passes = max(PASSES.get(name.strip(), 1) for name in i.attribute("operand_precision").split(","))
-        return passes * flops / (self.chip.peak(max(item // 8, 1)) * PEAK_REACHED) * 1e6
+        return passes * flops / (self.chip.peak(max(item // 8, 1)) * self.chip.efficiency) * 1e6
 
     def moved_bytes(self, computation: Computation, i: Instruction) -> float:
         """Bytes that an instruction reads from main memory and writes to it."""

@@ -7,6 +7,7 @@ collective at a time, or two permutes in opposite directions.
     a kernel                  the time by the cost that it states
     a synchronous collective  starts when its links are free; now advances to its end, and all of it is exposed
     start ... done            runs in parallel with the instructions in between; the time left at `done` is exposed
+    transfer of host memory   the same, on the two directions of the link to the host (`host_transfers`)
     while                     simulates its body twice. The second iteration counts for all further ones, so that a
                               collective that starts in one iteration and ends in the next is overlapped
     conditional               the branch that takes longest
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 
 from autoshard._shown import shown
 from autoshard.sharding.hlo.collectives import SENDS, Collective, Collectives
+from autoshard.sharding.hlo.host_transfers import TransferRuns, start_of, transfer_at
 from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, is_free, reaches_host, stated_cost
 from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
@@ -57,10 +59,10 @@ class CollectiveRuns:
 @shown
 @dataclass(frozen=True)
 class Running:
-    """A collective that is running, and the time at which it ends."""
+    """A collective or a transfer that is running, and the time at which it ends."""
 
     end: float
-    runs: CollectiveRuns
+    runs: CollectiveRuns | TransferRuns
 
 
 @shown
@@ -70,17 +72,19 @@ class Clock:
 
     Attributes:
         now: microseconds since the start of the step.
+        worked: microseconds of compute since then.
         busy_until: link -> the time until which it is in use.
-        running: key -> the asynchronous collective that is running.
+        running: key -> the asynchronous collective or transfer that is running.
     """
 
     now: float = 0.0
+    worked: float = 0.0
     busy_until: dict[tuple[int, int], float] = field(default_factory=dict)
     running: dict[str, Running] = field(default_factory=dict)
 
     def copy(self) -> Clock:
         """A copy that can advance on its own."""
-        return Clock(self.now, dict(self.busy_until), dict(self.running))
+        return Clock(self.now, self.worked, dict(self.busy_until), dict(self.running))
 
     def repeat(self, before: Clock, times: float) -> None:
         """Repeats what happened since `before`: advances the clock, and the collectives that started since then.
@@ -91,6 +95,7 @@ class Clock:
         """
         time = times * (self.now - before.now)
         self.now += time
+        self.worked += times * (self.worked - before.worked)
         self.busy_until = {
             link: end + time * (before.busy_until.get(link) != end) for link, end in self.busy_until.items()
         }
@@ -107,7 +112,7 @@ class Totals:
         compute_us: microseconds by the compiler's cycles, or by the roofline where it gives none.
         roofline_us: microseconds by the roofline alone.
         cycles: the compiler's cycles of all instructions; 0 if it gives none.
-        to_host: whether data moves to or from the host's memory, which is not priced.
+        to_host: whether data moves to or from the host's memory in a way that is not priced.
     """
 
     compute_us: float = 0.0
@@ -142,10 +147,13 @@ class Schedule:
         self.program, self.kernels, self.links = program, kernels, links
         self.collectives, self.loops = Collectives(program, links.cross_slice_groups), Loops(program)
         self.runs: dict[RunKey, CollectiveRuns] = {}
+        self.transfers: dict[str, TransferRuns] = {}  # key -> the transfer of host memory
         self.totals = Totals()
         self.kernel_runs: dict[str, tuple[float, float]] = {}  # kernel with a stated cost -> runs, microseconds
         self.unknown_loops: dict[str, Instruction] = {}
         self._priced: dict[int, tuple[float, float, float, int]] = {}
+        self._worked_at: dict[int, float] = {}  # id of a transfer -> `Clock.worked` at its last start
+        self._transfer_at: dict[int, TransferRuns | None] = {}  # id of an instruction -> the transfer that it starts
 
     def run(self) -> list[CollectiveRuns]:
         """Simulates one step and returns its collectives in the order in which they first run."""
@@ -174,6 +182,9 @@ class Schedule:
                 self._start(clock, (computation.name, i.name, number), event.collective, event.key, weight)
         if i.opcode.endswith(ASYNC_SUFFIXES) or i.opcode in SENDS:
             self._copy(computation, i, idle_memory)
+            idle_memory.left_us += self._transfer(clock, computation, i, weight)
+        elif self._starts_transfer(computation, i):
+            idle_memory.left_us += self._transfer(clock, computation, i, weight)
         elif not any(event.phase == "whole" for event in events):
             self._compute(clock, computation, i, weight, idle_memory)
         for number, event in enumerate(events):
@@ -193,6 +204,7 @@ class Schedule:
             self._priced[id(i)] = self._price(computation, i)
         time, roofline, memory, cycles = self._priced[id(i)]
         clock.now += time
+        clock.worked += time
         idle_memory.left_us += roofline - memory
         self.totals.compute_us += weight * time
         self.totals.roofline_us += weight * roofline
@@ -214,8 +226,33 @@ class Schedule:
     def _copy(self, computation: Computation, i: Instruction, idle_memory: IdleMemory) -> None:
         """Counts an asynchronous copy at its start."""
         if i.opcode.endswith("-start") and not self.collectives.contains_collective(i):
-            self.totals.to_host |= reaches_host(i)
+            self.totals.to_host |= reaches_host(i) and not self._starts_transfer(computation, i)
             idle_memory.copies_us += self.kernels.times_us(computation, i)[1]
+
+    def _starts_transfer(self, computation: Computation, i: Instruction) -> TransferRuns | None:
+        """The transfer of host memory that an instruction starts, or runs as a whole."""
+        if id(i) not in self._transfer_at:
+            self._transfer_at[id(i)] = transfer_at(self.program, computation, i, self.kernels.chip)
+        return self._transfer_at[id(i)]
+
+    def _transfer(self, clock: Clock, computation: Computation, i: Instruction, weight: float) -> float:
+        """Starts a transfer of host memory, or waits for its end, and returns the exposed microseconds."""
+        runs = self._starts_transfer(computation, i)
+        if runs is not None:
+            self.totals.to_host |= not runs.once_us
+            (link,) = runs.links
+            end = max(clock.now, clock.busy_until.get(link, 0.0)) + runs.once_us
+            clock.busy_until[link] = end
+            clock.running[_transfer_key(computation, i)] = Running(end, runs)
+            self.transfers[_transfer_key(computation, i)] = runs
+            runs.trips += weight
+            self._worked_at[id(runs)] = clock.worked
+            return 0.0 if runs.is_asynchronous else self._wait(clock, _transfer_key(computation, i), weight)
+        start = start_of(computation, i) if i.opcode.endswith("-done") else None
+        if start is None or (ended := self._starts_transfer(computation, start)) is None:
+            return 0.0
+        ended.compute_us = clock.worked - self._worked_at[id(ended)]
+        return self._wait(clock, _transfer_key(computation, start), weight)
 
     def _start(self, clock: Clock, run_key: RunKey, collective: Collective, key: str, weight: float) -> None:
         if not collective.wire_bytes:
@@ -258,3 +295,7 @@ class Schedule:
             self._body(branch_clock, branch, 0.0)
         longest = max(range(len(clocks)), key=lambda n: clocks[n].now)
         self._body(clock, branches[longest], weight)
+
+
+def _transfer_key(computation: Computation, i: Instruction) -> str:
+    return f"host {computation.name}/{i.name}"

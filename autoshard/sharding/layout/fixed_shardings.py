@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard import _compat
+from autoshard._units import spec_text
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
@@ -88,8 +90,23 @@ class FixedError(PlanError):
     """
 
     def __init__(self, name: str, problems: Sequence[str], hint: str = "", lacks_axis: bool = False):
-        super().__init__(f"auto_shard({name}): {first_few(problems, '; ')}{hint}")
+        super().__init__(f"auto_shard({name}): {first_few(_merged(problems), '; ')}{hint}")
         self.name, self.problems, self.lacks_axis = name, tuple(problems), lacks_axis
+
+
+def _merged(problems: Sequence[str]) -> list[str]:
+    """The problems, with those that are the same for several inputs as one.
+
+    >>> _merged(["fixed 'a/up': too long", "fixed 'b/up': too long"])
+    ["fixed 'a/up' (and 1 more): too long"]
+    """
+    inputs: dict[str, list[str]] = {}
+    for problem in problems:
+        found = re.match(r"\w+ '[^']*'", problem)
+        inputs.setdefault(problem[found.end() :] if found else problem, []).append(found[0] if found else "")
+    return [
+        f"{some[0]}{f' (and {len(some) - 1} more)' if len(some) > 1 else ''}{text}" for text, some in inputs.items()
+    ]
 
 
 def fixed_specs(
@@ -152,7 +169,7 @@ def with_fixed_shardings(
     raise FixedError(
         nearest.name,
         nearest.problems,
-        f". No mesh was given, so plans choose their own: those tried have the axes {used}",
+        f". Without mesh= a plan names its own mesh axes; those tried have {used}",
     )
 
 
@@ -252,17 +269,19 @@ def _fixed_spec(wanted: Any, aval: Any, where: str, layout: Layout, axes: Logica
     flat = [a for dim in spec for a in dim]
     if unknown := [a for a in flat if a not in layout.mesh]:
         close = difflib.get_close_matches(unknown[0], layout.mesh, n=1)
-        raise NoSuchAxisError(f"{where}: {wanted} names mesh axis {unknown[0]!r}, but the mesh has "
+        raise NoSuchAxisError(f"{where}: {spec_text(wanted)} names mesh axis {unknown[0]!r}, but the mesh is "
                         f"{dict(layout.mesh)}; "
-                        + (f"did you mean {close[0]!r}? Or " if close else "")
-                        + "give mesh= with the names that the specs use")  # fmt: skip
+                        + (f"did you mean {close[0]!r}? Or " if close else "use its names, or ")
+                        + "give mesh= with the names that the spec uses")  # fmt: skip
     if twice := [a for a in flat if flat.count(a) > 1]:
-        raise PlanError(f"{where}: {wanted} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
+        raise PlanError(f"{where}: {spec_text(wanted)} uses mesh axis {twice[0]!r} twice. Keep it on one dimension")
     for d, dim in enumerate(spec):
         n = layout.shard_count(dim)
         if aval.shape[d] % n:
-            raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh axes {dim} ({n}). "
-                            f"Pad it to {-(-aval.shape[d] // n) * n}, or drop {dim} from its spec")  # fmt: skip
+            named = " x ".join(map(repr, dim))
+            raise PlanError(f"{where} dim {d} has size {aval.shape[d]}, not divisible by mesh "
+                            f"{'axis' if len(dim) == 1 else 'axes'} {named} ({n}). Pad it to "
+                            f"{-(-aval.shape[d] // n) * n}, or drop {named} from its spec")  # fmt: skip
     return spec
 
 

@@ -36,6 +36,13 @@ from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, us
 
 KINDS = ("dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp communicates most, so its devices are nearest
 FLAGS = ("seq", "state")
+SHARDS = {
+    **dict.fromkeys(("dp", "zero1", "fsdp"), "the batch"),
+    "cp": "sequences",
+    "ep": "experts",
+    "tp": "heads, hidden units and vocabularies",
+}
+"""What each kind of parallelism shards, in messages."""
 _ELSEWHERE = {"zero3": "fsdp", "zero": "fsdp", "ddp": "dp", "mp": "tp", "sp": "seq"}  # names in other libraries
 
 
@@ -105,10 +112,10 @@ def parse_request(text: str) -> Request:
         if kind not in KINDS:
             similar = difflib.get_close_matches(kind, [*KINDS, *FLAGS], n=1)
             near = [_ELSEWHERE[kind]] if kind in _ELSEWHERE else similar
-            hint = f" Did you mean '{near[0]}'?" if near else ""
+            hint = f" Did you mean '{near[0]}{f':{size}' if size and near[0] in KINDS else ''}'?" if near else ""
             raise PlanRequestError(
-                f"plan '{text}': unknown word '{word}'; known: {', '.join(f'{k}:N' for k in KINDS)}, "
-                f"{', '.join(FLAGS)}.{hint}"
+                f"plan '{text}': unknown word '{word}'.{hint} The words are {', '.join(f'{k}:N' for k in KINDS)} "
+                f"(for N devices), {', '.join(FLAGS)}"
             )
         if not re.fullmatch(r"[1-9]\d*", size):
             raise PlanRequestError(f"plan '{text}': '{word}' needs a number of devices, such as {kind}:8")
@@ -213,7 +220,7 @@ class Table:
         read = {k: (v,) if isinstance(v, str) else v for k, v in table.items()}
         columns = convert(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
         if not problems and not (columns and all(columns)):
-            problems.append(f"plan is {short_repr(table)}, but it must name mesh axes")
+            problems.append(f"plan is {short_repr(table)}; it must have mesh axes as keys")
         if problems:
             raise PlanRequestError(
                 f"{'; '.join(problems)}: give the logical axes of each mesh axis, such as "
@@ -242,9 +249,10 @@ class Table:
                 f"mesh axes as keys, or give mesh= with axes {', '.join(self.columns)}"
             )
         if unknown_names:
+            close = difflib.get_close_matches(unknown_names[0], by_name, n=1)
             problems.append(
                 f"the program has no logical axis {', '.join(map(repr, unknown_names))}; it has "
-                f"{', '.join(sorted(by_name))}"
+                f"{', '.join(sorted(by_name))}" + (f". Did you mean '{close[0]}'?" if close else "")
             )
         if problems:
             raise PlanRequestError(f"plan: {'. '.join(problems)}")

@@ -11,6 +11,7 @@ import jax
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.lowering import Lowering
@@ -116,7 +117,7 @@ def supported_options(options: Options, device: Any) -> dict[str, str | bool | i
             f"the compiler for {device.device_kind} does not know the plan's options {', '.join(unknown)}: they are "
             "left out",
             AutoshardWarning,
-            stacklevel=4,
+            stacklevel=users_stacklevel(),
         )
     return known
 

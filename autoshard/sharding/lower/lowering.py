@@ -152,8 +152,8 @@ class Lowering:
     def constrain_like_parameter(self, op: Op, results: list[Any]) -> list[Any]:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
-        A cast keeps the stored sharding, and so do the chunks of a parameter over which a loop runs. A parameter that was gathered before its loop stays gathered when it gets more
-        dimensions, because XLA would shard it again.
+        A cast keeps the stored sharding, and so do the chunks of a parameter over which a loop runs. A parameter that
+        was gathered before its loop stays gathered when it gets more dimensions, because XLA would shard it again.
         """
         layout = self.layout
         if op.name == "convert_element_type" and op.results[0] in layout.aliased_inputs:

@@ -3,13 +3,21 @@
     TPU   Peak, memory bandwidth, torus, links and pod size: Google Cloud's page on each TPU version,
           https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. A pod of v5p has 8960 chips, though
           one job gets at most 6144 of them. A device of tpu7x is one of the two dies of a chip; a device of v4 is a
-          whole chip (two cores, "megacore"). The memory of v4 to v6e is what XLA's out-of-memory messages report as
-          available to a program. On-chip memory: the vector memory in JAX's `pallas.tpu` tables, summed over the cores
-          of a device; for v4, the common memory that its cores share.
+          whole chip (two cores, "megacore"). Peak at 8 bits: int8 of v5e to v6e, whose float8 products are no faster
+          than bfloat16 ones; float8 of tpu7x. The memory is what XLA's out-of-memory messages report as available to a
+          program. On-chip memory: the vector memory in JAX's `pallas.tpu` tables, summed over the cores of a device;
+          for v4, the common memory that its cores share. Network: data center network per chip on the page of tpu7x
+          (v5p, v6e, tpu7x), per pod on that of v5e; v4 is assumed to have that of v5p. Clock: the one at which the
+          matrix units reach the peak (tpu7x: four of 256 x 256 per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default.
     CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
-          2 cores.
+          2 cores. The memory of the host is that of the devices.
+
+Host bandwidth is one device's share of its host's link, in one direction, as rated. v4 to v6e: part 2 of
+jax-ml.github.io/scaling-book, 16 GB/s per chip, 32 GB/s on v6e. tpu7x: no figure is published. Assumed is a PCIe 5.0
+x16 link per chip, 64 GB/s, which its two devices share. GPUs: NVIDIA's data sheets, half of the figure for both
+directions (A100: PCIe 4.0, 64 GB/s; H100, H200, B200: PCIe 5.0, 128 GB/s; GB200: NVLink-C2C, 900 GB/s for two GPUs).
 
 The bandwidth of a link is that of one direction. For TPUs it is 0.9 of the rated bandwidth (50 GB/s of v4 and v5e,
 100 GB/s of the others), the share that large messages reach: chosen, not measured. A device on a torus has two links in
@@ -50,6 +58,7 @@ class Chip:
         memory_bandwidth: bytes per second between memory and the compute units.
         link_bandwidth: bytes per second that one link (ICI, NVLink) sends in one direction.
         network_bandwidth: bytes per second that one device sends to other hosts (on a TPU, to other slices).
+        host_bandwidth: bytes per second between one device and the memory of its host, in one direction; 0 if unknown.
         link_latency_us: microseconds of one hop.
         network_latency_us: microseconds of one message between hosts or slices.
         torus: number of dimensions of the torus; 0 if devices are joined by a switch.
@@ -62,7 +71,8 @@ class Chip:
         options: compiler options. They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
-        vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them.
+        efficiency: fraction of the peak FLOP/s that large products reach.
+        vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
 
@@ -75,6 +85,7 @@ class Chip:
     network_bandwidth: float
     link_latency_us: float = constants.TORUS_LATENCY_US
     network_latency_us: float = constants.SLICE_LATENCY_US
+    host_bandwidth: float = 0.0
     torus: int = 0
     wraps_at: int = 0
     pod: int = 0
@@ -87,6 +98,7 @@ class Chip:
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
     vector_ops: float = 0.0
+    efficiency: float = PEAK_REACHED
     kinds: tuple[str, ...] = field(default=(), repr=False)
 
     def peak(self, itemsize: int) -> float:
@@ -114,6 +126,8 @@ def _tpu(
     gib: float,
     hbm_gb: float,
     link_gb: float,
+    net_gb: float,
+    host_gb: float,
     torus: int,
     pod: int,
     kinds: str,
@@ -126,27 +140,40 @@ def _tpu(
     # opposite faces can be linked. Source: jax-ml.github.io/scaling-book.
     wraps_at = 16 if torus == 2 else 4
     return Chip(
-        "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, constants.SLICE_BANDWIDTH,
-        torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
+        "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
+        host_bandwidth=host_gb * GB, torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
         on_chip_bytes=on_chip_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"], **more,
     )  # fmt: skip
 
 
-def _gpu(*, tflops: float, gb: float, hbm_gb: float, nvlink_gb: float, net_gb: float, domain: int, kinds: str) -> Chip:
+def _gpu(
+    *,
+    tflops: float,
+    gb: float,
+    hbm_gb: float,
+    nvlink_gb: float,
+    net_gb: float,
+    host_gb: float,
+    domain: int,
+    kinds: str,
+) -> Chip:
     # No compiler options: XLA:GPU's defaults are kept.
     return Chip(
         "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, nvlink_gb * GB, net_gb * GB,
-        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, domain=domain, tile=constants.GPU_TILE,
-        hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
+        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB, domain=domain,
+        tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
     )  # fmt: skip
 
 
+# `efficiency` of v5p, v6e and tpu7x: calibrated on one published step time each (`benchmarks/recipe_calibration.py`).
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
         tflops=275,
         gib=30.75,
         hbm_gb=1228,
         link_gb=45,
+        net_gb=6.25,
+        host_gb=16,
         torus=3,
         pod=4096,
         kinds="v4",
@@ -159,6 +186,8 @@ CHIPS: Mapping[str, Chip] = {
         gib=15.75,
         hbm_gb=819,
         link_gb=45,
+        net_gb=3.125,
+        host_gb=16,
         torus=2,
         pod=256,
         kinds="v5 lite|v5e|v5litepod",
@@ -172,6 +201,8 @@ CHIPS: Mapping[str, Chip] = {
         gib=95.74,
         hbm_gb=2765,
         link_gb=90,
+        net_gb=6.25,
+        host_gb=16,
         torus=3,
         pod=8960,
         kinds="v5p|v5",
@@ -180,12 +211,15 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=918e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
+        efficiency=0.923,
     ),
     "v6e": _tpu(
         tflops=918,
         gib=31.25,
         hbm_gb=1640,
         link_gb=90,
+        net_gb=12.5,
+        host_gb=32,
         torus=2,
         pod=256,
         kinds="v6 lite|v6e",
@@ -194,32 +228,36 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=1836e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
+        efficiency=0.686,
     ),
     "tpu7x": _tpu(
         tflops=1154,
-        gib=96,
+        gib=94.75,
         hbm_gb=3690,
         link_gb=90,
+        net_gb=6.25,
+        host_gb=32,
         torus=3,
         pod=9216,
         kinds="tpu7x|v7x",
         tile=256,
         cores=2,
         on_chip_mib=64,
-        clock_hz=1.9e9,
+        clock_hz=2.2e9,
         flops_8bit=2307e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
+        efficiency=0.77,
     ),
     "a100-40": _gpu(
-        tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, domain=8, kinds="a100-sxm4-40gb|a100 40gb"
+        tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, host_gb=32, domain=8, kinds="a100-sxm4-40gb|a100 40gb"
     ),
-    "a100-80": _gpu(tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, domain=8, kinds="a100"),
-    "h100": _gpu(tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, domain=8, kinds="h100"),
-    "h200": _gpu(tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, domain=8, kinds="h200"),
-    "b200": _gpu(tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, domain=8, kinds="b200"),
-    "gb200": _gpu(tflops=2500, gb=186, hbm_gb=8000, nvlink_gb=900, net_gb=50, domain=72, kinds="gb200"),
-    "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, domain=1 << 20),
+    "a100-80": _gpu(tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, host_gb=32, domain=8, kinds="a100"),
+    "h100": _gpu(tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, host_gb=64, domain=8, kinds="h100"),
+    "h200": _gpu(tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, host_gb=64, domain=8, kinds="h200"),
+    "b200": _gpu(tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=64, domain=8, kinds="b200"),
+    "gb200": _gpu(tflops=2500, gb=186, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=225, domain=72, kinds="gb200"),
+    "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, 2e9, domain=1 << 20),
 }
 ALIASES: Mapping[str, str] = {"a100": "a100-80", "v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}
 # The chip that an unknown kind of device is planned as: platform -> chip.

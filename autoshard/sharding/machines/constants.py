@@ -16,6 +16,11 @@ PEAK_REACHED = 0.95
 # estimates of memory-bound kernels do not determine it (`python benchmarks/compiler_cycles.py`).
 BANDWIDTH_REACHED = 0.8
 
+# Fraction of the bandwidth between a device and its host that large copies reach. Source: chosen, not measured. The
+# headers of packets take 5 to 10 % of a PCIe link. The time of transfers of host memory depends on it
+# (`cost.offload_time`, `hlo.host_transfers`).
+HOST_BANDWIDTH_REACHED = 0.9
+
 # Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`
 # rounds the dimensions of a shard up to tiles. (The tile of a TPU is the side of its matrix unit, in `chips`.)
 GPU_TILE = 64
@@ -38,11 +43,6 @@ NVLINK_LATENCY_US = 5.0
 # Latency between GPU hosts, in microseconds. Source: chosen, not measured.
 GPU_HOST_LATENCY_US = 15.0
 
-# Bandwidth between the slices of a TPU, in bytes per second and chip. Source: the 50 Gbit/s of data center network on
-# Google's page about v5p (https://docs.cloud.google.com/tpu/docs/v5p-training). The other versions are assumed to have
-# the same.
-SLICE_BANDWIDTH = 6.25e9
-
 # Bandwidth between the two devices of a tpu7x chip, as a multiple of one torus link. Source: chosen, not measured.
 CORE_LINKS = 4
 
@@ -56,6 +56,9 @@ CPU_LATENCY_GROWTH = 0.5
 # Largest number of devices. Source: chosen, more than any machine has. Larger targets, meshes and plans are refused,
 # because the search enumerates divisors of the number of devices.
 MOST_DEVICES = 2**20
+
+# XLA's flag that splits the CPU into virtual devices. Source: XLA. Messages about too few devices name it.
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
 
 # The bounds below limit the machines that `machine_sizes` lists where no plan fits the memory.
 

@@ -15,7 +15,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._typed import convert, short_repr
 from autoshard.errors import PlanError
-from autoshard.sharding.machines.constants import MOST_DEVICES
+from autoshard.sharding.machines.constants import MOST_DEVICES, VIRTUAL_DEVICES
 from autoshard.sharding.machines.targets import Target, find_target, target_for
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec
 
@@ -116,7 +116,7 @@ def device_mesh(sizes: Mapping[str, int], devices: Any = None, order: Sequence[i
     if need > len(have):
         raise PlanError(
             f"the plan's mesh {dict(sizes)} needs {need} devices, but there are {len(have)} ({have[0].platform}). Plan "
-            f"for {len(have)}, or on CPU start with XLA_FLAGS=--xla_force_host_platform_device_count={need}"
+            f"for {len(have)}, or on CPU start with XLA_FLAGS={VIRTUAL_DEVICES}={need}"
         )
     auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     have = topology_order(have[:need])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoshard.sharding.machines.chips import Chip
-from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 
@@ -13,7 +13,7 @@ def declared_us(cost: KernelCost, chip: Chip) -> float:
     Its matrix products, its vector operations and its memory traffic overlap, so the slowest of them counts.
     """
     times = (
-        cost.flops / (chip.peak(cost.itemsize) * PEAK_REACHED),
+        cost.flops / (chip.peak(cost.itemsize) * chip.efficiency),
         cost.vector_ops / chip.vector_ops if chip.vector_ops else 0.0,
         cost.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED),
     )

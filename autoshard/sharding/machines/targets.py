@@ -100,14 +100,15 @@ def find_target(name: str) -> Target:
     chip = CHIPS.get(key)
     if chip is None:
         near = difflib.get_close_matches(word, CHIPS, n=1)
+        guess = f" Did you mean '{near[0]}{f':{written}' if written else ''}'?" if near else ""
         raise TargetError(
-            f"target '{name}' does not exist; write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or cpu:8, or the path of a "
-            f".toml file. Chips: {', '.join(CHIPS)}" + (f". Did you mean '{near[0]}:...'?" if near else "")
+            f"target '{name}': there is no chip '{word}'.{guess} Write CHIP:SHAPE, such as v5p:4x4x4, h100:4x8 or "
+            f"cpu:8, or the path of a .toml file. The chips are {', '.join(CHIPS)}"
         )
     match = re.fullmatch(r"([0-9]+(?:x[0-9]+)*)(?:\*([0-9]+))?", written)
     if not match:
-        wrong = f"{written!r} is not a shape" if written else "it has no shape"
-        raise TargetError(f"target '{name}': {wrong}; write {_shape_text(key, chip)}")
+        wrong = f": {written!r} is not a shape" if written else " has no shape"
+        raise TargetError(f"target '{name}'{wrong}; write {_shape_text(key, chip)}")
     shape = [int(n) for n in match[1].split("x")]
     slices = int(match[2] or 1)
     if min(*shape, slices, 1) < 1:
@@ -273,9 +274,9 @@ def _read_dims(dims: Any, problems: list[str]) -> tuple[Dim, ...]:
     for n, dim in enumerate(found):
         for name, least in (("size", 1), ("latency_us", 0), ("each_us", 0)):
             if getattr(dim, name) < least:
-                problems.append(f"dims[{n}].{name} is {getattr(dim, name)}, it must be at least {least}")
+                problems.append(f"dims[{n}].{name} is {getattr(dim, name)}; it must be at least {least}")
         if not dim.bandwidth > 0:
-            problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}, it must be above 0 bytes per second")
+            problems.append(f"dims[{n}].bandwidth is {dim.bandwidth}; it must be above 0 bytes per second")
         if dim.name in [other.name for other in found[:n]]:
             problems.append(
                 f"dims[{n}].name is {dim.name!r}, which another dimension has too; give each dimension its own name"

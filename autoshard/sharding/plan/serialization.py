@@ -22,7 +22,13 @@ from autoshard.sharding.plan.tensors import Leaf
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
 _OPTIONAL = ("padding", "arguments")  # fields that a plan of this format may lack
-_WRITTEN_IF_SET = {"memory_kind": "device", "host_memory_bytes": 0.0}  # fields of arrays and estimates, their defaults
+_WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults
+    "memory_kind": "device",
+    "host_memory_bytes": 0.0,
+    "host_traffic_bytes": 0.0,
+    "host_us": 0.0,
+    "host_exposed_us": 0.0,
+}
 
 P = TypeVar("P", bound=ShardingPlan)
 Spec = tuple[str | None | tuple[str, ...], ...]
@@ -67,7 +73,7 @@ def _names() -> list[str]:
 
 def _read(data: Any, problems: list[str]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        problems.append(f"it is {short_repr(data)}, but it must be a table")
+        problems.append(f"it is {short_repr(data)}; it must be a table")
         return {}
     problems += [f"'{name}' is missing" for name in ("format", *_names()) if name not in (*data, *_OPTIONAL)]
     kinds = fields_of(ShardingPlan)
@@ -78,7 +84,7 @@ def _read_mesh(value: Any, where: str, problems: list[str]) -> Any:
     sizes = convert(value, Mapping[str, int], where, wrong := [])
     if not wrong and all(n > 0 for n in sizes.values()) and math.prod(sizes.values()) <= MOST_DEVICES:
         return abstract_mesh(sizes)
-    problems.append(f"{where} is {short_repr(value)}: sizes must be positive whole numbers, with at most "
+    problems.append(f"{where} is {short_repr(value)}; its sizes must be positive whole numbers, with at most "
                     f"{MOST_DEVICES} devices in total")  # fmt: skip
     return value
 
@@ -128,7 +134,7 @@ def _wrong_assignments(plan: ShardingPlan) -> Iterator[str]:
     dims, sizes = dict(plan.topology), dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     if len(dims) < len(plan.topology) or min(dims.values(), default=1) < 1 or math.prod(dims.values()) > MOST_DEVICES:
         yield (
-            f"topology is {_listed(plan.topology)}: names must differ and sizes be positive, with at most "
+            f"topology is {_listed(plan.topology)}; its names must differ and its sizes be positive, with at most "
             f"{MOST_DEVICES} devices in total"
         )
     elif plan.placing:

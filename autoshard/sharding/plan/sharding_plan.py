@@ -29,6 +29,9 @@ class Estimate:
         peak_memory_bytes: peak memory of the device.
         memory_bytes: kind of value -> its bytes in the memory of the device.
         host_memory_bytes: peak bytes in host memory of the device's shards.
+        host_traffic_bytes: bytes that the device exchanges with host memory, in both directions.
+        host_us: microseconds in which the link to the host is busy.
+        host_exposed_us: the part of `host_us` that compute does not hide. It is a part of `step_time_us`.
     """
 
     step_time_us: float
@@ -38,6 +41,9 @@ class Estimate:
     peak_memory_bytes: float
     memory_bytes: Mapping[str, float] = field(default_factory=dict)
     host_memory_bytes: float = 0.0
+    host_traffic_bytes: float = 0.0
+    host_us: float = 0.0
+    host_exposed_us: float = 0.0
 
 
 @shown

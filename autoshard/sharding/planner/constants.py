@@ -41,5 +41,5 @@ MOST_ALTERNATIVES = 24
 # Number of activations and gradients in a plan: those that hold the most bytes.
 SHOWN_ACTIVATIONS = 40
 
-# Bytes of closed-over arrays above which a note reports them.
+# Bytes of captured arrays above which a warning and a note report them (`captured_arrays`). Source: chosen.
 LARGE_CONSTANTS_BYTES = 2**20

@@ -7,6 +7,7 @@ import warnings
 
 import jax
 
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.layout import Layout
@@ -25,7 +26,7 @@ def idle_notes(problem: PlanningProblem, layout: Layout) -> list[str]:
 def warn_of_idle_devices(problem: PlanningProblem, layout: Layout) -> None:
     """Warn of each kind of idle devices that a plan has."""
     for note in idle_notes(problem, layout):
-        warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=5)
+        warnings.warn(f"auto_shard({problem.traced.name}): {note}", AutoshardWarning, stacklevel=users_stacklevel())
 
 
 def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
@@ -44,8 +45,8 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
         named = " and ".join(f"{a} ({layout.mesh[a]})" for a in idle)
         axes, verb = ("mesh axis", "shards") if len(idle) == 1 else ("mesh axes", "shard")
         text = (
-            f"only {useful} of the {devices} devices have work of their own, and the others repeat it: {axes} {named} "
-            f"{verb} no work" + (f" ({why})" if why else "")
+            f"only {useful} of the {devices} devices have work of their own, and the others repeat it: "
+            f"{why or f'{axes} {named} {verb} no work'}"
         )
     remedies = [
         f"pad {problem.axes.name(u.cls)} to {multiple(problem.axes.sizes[u.cls], u.wanted_shards)}" for u in found

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from autoshard._shown import shown
+from autoshard._tracebacks import users_stacklevel
 from autoshard._units import bytes_text, variant_text
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.roles import Roles
@@ -70,7 +71,8 @@ def report_infeasible(plans: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> N
     text = f"auto_shard({problem.traced.name}): {_shortage_text(*ranked[0])}. "
     if not problem.must_fit:
         more = "a larger machine" if problem.target_given else "more devices"
-        warnings.warn(f"{text}Use {more} or a smaller batch", AutoshardWarning, stacklevel=5)
+        ways = f"{more} or a smaller batch{_recompute_text(ranked[0][1])}"
+        warnings.warn(f"{text}Use {ways}", AutoshardWarning, stacklevel=users_stacklevel())
         return
     raise DoesNotFitError(text + _remedies_text(ranked[:LEANEST_VARIANTS]))
 
@@ -95,15 +97,25 @@ def _exact_text(size: float) -> str:
     return f"{math.ceil(size):_} bytes" + (f" ({bytes_text(size)})" if size >= 1024 else "")
 
 
-def _memory_text(bound: BoundPlan) -> str:
+def _kinds_at_peak(bound: BoundPlan) -> list[tuple[str, float]]:
     """The kinds of values in memory at its peak with their bytes, the largest first."""
-    problem, plan = bound.problem, bound.plan
-    kinds = dict(plan.estimate.memory_bytes)
-    live_buffers = problem.cost(bound.layout).live_buffers
-    kinds |= problem.memory.kinds_at_peak(bound.layout, live_buffers)
-    ranked = sorted(kinds.items(), key=lambda item: -item[1])
-    least = plan.estimate.peak_memory_bytes * LISTED_MEMORY_SHARE
-    return ", ".join(f"{_WORDS.get(kind, kind)} {bytes_text(size)}" for kind, size in ranked if size > least)
+    kinds = dict(bound.plan.estimate.memory_bytes)
+    live_buffers = bound.problem.cost(bound.layout).live_buffers
+    kinds |= bound.problem.memory.kinds_at_peak(bound.layout, live_buffers)
+    return sorted(kinds.items(), key=lambda item: -item[1])
+
+
+def _memory_text(bound: BoundPlan) -> str:
+    least = bound.plan.estimate.peak_memory_bytes * LISTED_MEMORY_SHARE
+    kinds = _kinds_at_peak(bound)
+    return ", ".join(f"{_WORDS.get(kind, kind)} {bytes_text(size)}" for kind, size in kinds if size > least)
+
+
+def _recompute_text(bound: BoundPlan) -> str:
+    """`, or recompute activations with jax.checkpoint`, if activations take most of the memory."""
+    kind, size = _kinds_at_peak(bound)[0]
+    most = kind == "activation" and 2 * size > bound.plan.estimate.peak_memory_bytes
+    return ", or recompute activations with jax.checkpoint" if most else ""
 
 
 def _remedies_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str:
@@ -111,7 +123,10 @@ def _remedies_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str
     problem, plan = ranked[0][1].problem, ranked[0][1].plan
     peak = plan.estimate.peak_memory_bytes
     if not problem.searched:
-        return f"Give {_limit_text(peak)} if each device has that much memory, or a smaller batch{_padding_text(plan)}"
+        return (
+            f"Give {_limit_text(peak)} if each device has that much memory, or a smaller batch{_padding_text(plan)}"
+            f"{_recompute_text(ranked[0][1])}"
+        )
     target, parts = problem.machine.target, []
     if problem.machine.sizes is None:
         parts.append(_larger_machine_text(ranked, target, peak))
@@ -122,8 +137,8 @@ def _remedies_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]]) -> str
     text = "; ".join(parts)
     text = f"{text[:1].upper()}{text[1:]}. " if text else ""
     return (
-        f"{text}Use a smaller batch{_padding_text(plan)}. To plan as if each device had enough memory, give "
-        f"{_limit_text(peak)}"
+        f"{text}Use a smaller batch{_padding_text(plan)}{_recompute_text(ranked[0][1])}. To plan as if each device had "
+        f"enough memory, give {_limit_text(peak)}"
     )
 
 

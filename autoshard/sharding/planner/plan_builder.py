@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from autoshard import _compat
-from autoshard._units import bytes_text
 from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.layout.divisibility import multiple, undivided
@@ -20,7 +19,7 @@ from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.plan.tensors import KEY_WORDS, SIZE_ONE, Leaf, Padding
 from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
-from autoshard.sharding.planner.constants import LARGE_CONSTANTS_BYTES
+from autoshard.sharding.planner.captured_arrays import captured_note
 from autoshard.sharding.planner.idle_devices import idle_notes
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
@@ -103,12 +102,7 @@ def _axis_names(problem: PlanningProblem, value: int) -> tuple[str, ...]:
 
 
 def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
-    notes = []
-    if problem.memory.constant_bytes > LARGE_CONSTANTS_BYTES:
-        notes.append(
-            f"the function closes over {bytes_text(problem.memory.constant_bytes)} of arrays, which are replicated on "
-            "every device. Pass them as arguments"
-        )
+    notes = [note] if (note := captured_note(problem)) else []
     notes += idle_notes(problem, layout)
     for one in undivided(layout):
         size = problem.axes.sizes[one.cls]
@@ -133,7 +127,8 @@ def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
 def _estimate(candidate: Candidate, memory: MemoryModel) -> Estimate:
     cost = candidate.cost
     return Estimate(cost.step_time_us, cost.compute_us, cost.comm_us, cost.comm_bytes, candidate.peak_bytes,
-                    dict(candidate.memory), memory.host_bytes(candidate.layout))  # fmt: skip
+                    dict(candidate.memory), memory.host_bytes(candidate.layout), cost.host.nbytes, cost.host.time_us,
+                    cost.host.exposed_us)  # fmt: skip
 
 
 def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:

@@ -15,6 +15,7 @@ from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_c
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
 from autoshard.sharding.planner.plan_builder import build_plan
@@ -58,8 +59,10 @@ def plan_traced(
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()
+    problem.warn_of_unmoved_names()
     check_state_kept(traced, problem.axes)
     warn_of_state_left_on_device(traced)
+    warn_of_captured_arrays(problem)
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
     candidate, others = problem.choose(plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {})

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.analysis import analyse
 from autoshard.sharding.cost.fusion import fuse
@@ -18,7 +19,10 @@ from autoshard.sharding.layout import plan_request
 from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.request_scaling import scaled_requests
+from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
+from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
 from autoshard.sharding.search.layout_search import search
@@ -98,7 +102,16 @@ class PlanningProblem:
         text = f"auto_shard({self.traced.name}): {'. '.join(texts)}"
         if strict:
             raise PlanError(text)
-        warnings.warn(text, AutoshardWarning, stacklevel=4)
+        warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
+
+    def warn_of_unmoved_names(self) -> None:
+        """Warn of names that a checkpoint policy offloads to no effect."""
+        if text := unmoved_names_text(self.program):
+            warnings.warn(
+                f"auto_shard({self.traced.name}): a policy of jax.checkpoint offloads {text}",
+                AutoshardWarning,
+                stacklevel=4,
+            )
 
     def check_effects(self) -> None:
         """Check that every device can run the program's effects.
@@ -171,7 +184,7 @@ class PlanningProblem:
             )
             raise PlanError(
                 f"auto_shard({self.traced.name}): plan '{strategy}' shards nothing: "
-                f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request a plan that divides"
+                f"{'; '.join(map(self.undivided_text, found))}. Pad {pad}, or request another plan"
             )
 
     def shards_nothing(self, layout: Layout) -> bool:
@@ -187,21 +200,23 @@ class PlanningProblem:
         return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
 
     def undivided_text(self, one: Undivided) -> str:
-        """Such as `vocab 50257 is not divisible by tp 8`."""
-        axis = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}"
-        return f"{axis} is not divisible by {', '.join(one.over)} {one.wanted_shards}"
+        """Such as `vocab 50257 is not divisible by tp 8`, or by `8 (tp x tp_1)`."""
+        axis, ways = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}", one.wanted_shards
+        parts = f"{one.over[0]} {ways}" if len(one.over) == 1 else f"{ways} ({' x '.join(one.over)})"
+        return f"{axis} is not divisible by {parts}"
 
     def _requested_layout(self, text: str) -> Layout:
         request = plan_request.parse_request(text)
         sizes = self.machine.sizes
         if sizes is not None and dict(request.sizes) != dict(sizes):
-            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}: say what its axes are for, such as "
-                            f"'{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or give no mesh")  # fmt: skip
+            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}; say what each axis of the mesh is "
+                            f"for, such as plan='{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or leave out "
+                            "mesh=")  # fmt: skip
         if sizes is not None:
             request = replace(request, sizes=sizes, fixed_mesh=True)
         if request.devices != self.machine.target.devices:
             raise PlanError(f"plan '{text}' takes {request.devices} devices, but {self.machine.target.name} has "
-                            f"{self.machine.target.devices}")  # fmt: skip
+                            f"{self.machine.target.devices}; {self._ways_to_fit(request)}")  # fmt: skip
         missing = [
             k for a, k in request.kinds.items()
             if request.sizes[a] > 1 and not plan_request.classes_for(k, self.roles, request.flags)
@@ -209,18 +224,29 @@ class PlanningProblem:
         problems = []
         if missing:
             useful = [k for k in plan_request.KINDS if plan_request.classes_for(k, self.roles, request.flags)]
+            lacked = "; ".join(f"{k} shards {plan_request.SHARDS[k]}, but the program has none" for k in missing)
+            remedy = f"Use one of {', '.join(useful)}" if useful else "It can be sharded with 'state' only"
             names = sorted(set(self.axes.names.values()))
-            problems.append(f"the program has no axis for {', '.join(missing)}; it has axes for "
-                            f"{', '.join(useful) or 'nothing'}; its logical axes are {', '.join(names)}")  # fmt: skip
+            problems.append(f"{lacked}: its logical axes are {', '.join(names)}. {remedy}")
+        if "tp" in missing:
+            problems.append("tp shards weights that are multiplied with rows of the batch, and no weight here can be "
+                            "sharded that way. Leave 'tp' out")  # fmt: skip
         lacking = self._lacking_for_seq(request) if "seq" in request.flags else []
         if lacking:
-            problems.append(
-                "'seq' needs tp in the plan and a sequence in the program, because tp then shards the sequence too; "
-                f"{', '.join(lacking)}. Leave 'seq' out"
-            )
+            problems.append(f"'seq' makes tp shard the sequence too, but {' and '.join(lacking)}. Leave 'seq' out")
         if problems:
             raise PlanError(f"plan '{text}': {'. '.join(problems)}")
         return plan_request.layout_of(self.axes, self.roles, request)
+
+    def _ways_to_fit(self, request: plan_request.Request) -> str:
+        """What to do about a request that takes another number of devices than the machine has."""
+        target, rows = self.machine.target, 0 if self.roles.batch is None else self.axes.sizes[self.roles.batch]
+        ways = []
+        if not self.target_given and target.platform == "cpu" and request.devices > target.devices:
+            ways.append(f"start with XLA_FLAGS={VIRTUAL_DEVICES}={request.devices}")
+        if target.devices > 1:
+            ways += [f"request '{fitting}'" for fitting in scaled_requests(request, target.devices, rows)[:1]]
+        return ", or ".join([*ways, f"plan for a target of {request.devices} devices"])
 
     def _lacking_for_seq(self, request: plan_request.Request) -> list[str]:
         """What the word `seq` needs and a plan or the program lacks."""

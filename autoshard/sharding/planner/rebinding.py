@@ -24,9 +24,9 @@ def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
     difference = _first_difference(plan, problem.traced)
     if difference or plan.fingerprint != problem.traced.fingerprint:
         raise PlanError(
-            f"this plan was made for another program (fingerprint {plan.fingerprint}, this program has "
-            f"{problem.traced.fingerprint}): {difference or 'the results differ'}. Plan again, or pass the arguments "
-            "that it was made for."
+            f"this plan was made for another program: {difference or 'the results differ'}. Plan again, or pass the "
+            f"arguments that it was made for. (Its fingerprint is {plan.fingerprint}, that of this program is "
+            f"{problem.traced.fingerprint}.)"
         )
     for leaf, value in zip(plan.inputs, problem.program.inputs, strict=True):
         here = leaf_of(problem, value, leaf.path, problem.program.avals[value], ((),) * len(leaf.shape), "").axes

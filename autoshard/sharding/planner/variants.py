@@ -96,9 +96,8 @@ def _check_keywords(fn: Callable[..., Any], names: Iterable[Any]) -> None:
     known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if unknown := [name for name in names if name not in known]:
         raise PlanError(
-            f"variants: {getattr(fn, '__name__', type(fn).__name__)} does not take the keyword {short_repr(unknown[0])}"
-            f"; it takes {', '.join(known) or 'none'}. Variants are values of keywords of the function, such as "
-            "remat=True"
+            f"variants: {getattr(fn, '__name__', type(fn).__name__)} has no parameter {short_repr(unknown[0])}; it has "
+            f"{', '.join(known) or 'none'}. Add the parameter to the function, or remove it from variants"
         )
 
 

@@ -74,7 +74,8 @@ def has_donated(arguments: Any) -> bool:
 def donated_error(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> PlanError:
     """The error that names the arrays among the arguments of `name` that were donated."""
     found = [f"'{path}'" for path, leaf in zip(paths, leaves, strict=True) if has_donated(leaf)]
+    what, was, its = ("argument", "was", "its") if len(found) == 1 else ("arguments", "were", "their")
     return PlanError(
-        f"auto_shard({name}): argument {first_few(found)} was donated to an earlier call, which reused its memory. "
+        f"auto_shard({name}): {what} {first_few(found)} {was} donated to an earlier call, which reused {its} memory. "
         "Pass what that call returned, or leave the argument out of donate_argnums"
     )

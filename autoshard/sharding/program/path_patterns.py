@@ -64,12 +64,25 @@ def find_paths(text: str, *groups: Sequence[Forms]) -> FoundPaths | None:
             found = tuple(i for i, forms in enumerate(paths) if any(map(matches, _as_tuple(forms))))
             if len({_as_tuple(paths[i]) for i in found}) > 1 and not is_glob:
                 listed = first_few(last_form(paths[i]) for i in found)
+                longer = _own_end(last_form(paths[found[-1]]), [last_form(paths[i]) for i in found])
                 raise AmbiguousPathError(
-                    f"'{name}' is the end of {len(found)} paths: {listed}. Give a longer path, or a glob for all"
+                    f"'{name}' is the end of {len(found)} paths: {listed}. Give a longer path, such as '{longer}', or "
+                    f"the glob '*/{name}' for all"
                 )
             if found:
                 return FoundPaths(group, found, is_glob)
     return None
+
+
+def _own_end(path: str, paths: Sequence[str]) -> str:
+    """The shortest end of a path that no other one has.
+
+    >>> _own_end("state/params/qkv", ["state/mu/qkv", "state/params/qkv"])
+    'params/qkv'
+    """
+    parts = path.split("/")
+    ends = ("/".join(parts[-count:]) for count in range(1, len(parts) + 1))
+    return next((end for end in ends if sum(f"/{p}".endswith(f"/{end}") for p in paths) == 1), path)
 
 
 def last_form(forms: Forms) -> str:

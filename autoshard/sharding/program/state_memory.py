@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.tracing import Traced
@@ -25,5 +26,5 @@ def warn_of_state_left_on_device(traced: Traced) -> None:
             "device memory: it stays there, and a call with the returned state is planned and compiled again. To keep "
             "it on the host, return it with jax.device_put(x, jax.memory.Space.Host)",
             AutoshardWarning,
-            stacklevel=5,
+            stacklevel=users_stacklevel(),
         )

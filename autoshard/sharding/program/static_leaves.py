@@ -139,6 +139,12 @@ def _hidden_array_error(tree: Any, leaf: Any, what: str, skip: int, inside: str)
 
 def _unhashable_error(tree: Any, leaf: Any, what: str, skip: int) -> PlanError:
     path = _path_to(tree, leaf, skip)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USTO":
+        kind = "Python objects" if leaf.dtype.kind == "O" else "text"
+        return PlanError(
+            f"{what} '{path}' is {leaf!r:.60}, an array of {kind} ({leaf.dtype}), and JAX has arrays of numbers only. "
+            "Remove it, convert it to numbers, or use a tuple of its items, which is static"
+        )
     kind = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
     return PlanError(
         f"{what} '{path}' is {leaf!r:.60}, {kind}: it is neither an array of numbers nor a number, and not hashable, "

@@ -99,5 +99,7 @@ def _figures(plan: ShardingPlan, other: ShardingPlan) -> list[tuple[str, float, 
         ("traffic per step", a.comm_bytes, b.comm_bytes, bytes_text),
         ("peak memory", a.peak_memory_bytes, b.peak_memory_bytes, bytes_text),
         *((f"memory, {k}", a.memory_bytes.get(k, 0.0), b.memory_bytes.get(k, 0.0), bytes_text) for k in kinds),
+        ("host traffic per step", a.host_traffic_bytes, b.host_traffic_bytes, bytes_text),
+        ("host traffic, not hidden", a.host_exposed_us, b.host_exposed_us, time_text),
         ("memory of the host", a.host_memory_bytes, b.host_memory_bytes, bytes_text),
     ]

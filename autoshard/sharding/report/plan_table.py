@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from autoshard._columns import INDENT, WIDTH, columns, shorten, wrap
 from autoshard._units import (
@@ -15,8 +16,9 @@ from autoshard._units import (
     time_text,
     variant_text,
 )
-from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
+from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import (
     AxisNames,
     Group,
@@ -33,7 +35,6 @@ from autoshard.sharding.report.summary import (
     title,
     totals,
     unknown_text,
-    verdict,
 )
 from autoshard.sharding.report.tensor_labels import shortened
 
@@ -106,21 +107,26 @@ def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
 def _state(plan: ShardingPlan, names: AxisNames) -> list[str]:
     """The inputs in groups, the largest first."""
     lines: list[str] = []
-    like_parameters: set[tuple[tuple[str, ...], str]] = set()
+    like_parameters: set[Any] = set()
     for role, of_role in groups_by_role(plan):
         if role == "parameter":
-            like_parameters = {(g.first.axes, spec_text(g.first.spec)) for g in of_role}
+            like_parameters = {_placing(g) for g in of_role}
         some = [g for g in of_role if g.first.shape]
         count, whole, local = totals(some)
         if not some or (role == "other" and whole == local < LEAST_OTHER_BYTES):
             continue
         arrays = f"{count} array{'s' * (count > 1)}"
         head = f"{role or 'inputs'}: {arrays}, {bytes_text(whole)} -> {bytes_text(local)} per device"
-        if role == "optimizer" and all((g.first.axes, spec_text(g.first.spec)) in like_parameters for g in some):
+        if role == "optimizer" and all(_placing(g) in like_parameters for g in some):
             lines.append(f"{head}, sharded like the parameters")
             continue
         lines += [head, *_group_lines(some, names)]
     return lines
+
+
+def _placing(group: Group) -> Any:
+    """The axes, the sharding and the memory of a group."""
+    return group.first.axes, spec_text(group.first.spec), group.first.memory_kind
 
 
 def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
@@ -132,7 +138,8 @@ def _group_lines(some: Sequence[Group], names: AxisNames) -> list[str]:
             f"x{len(g.leaves)}" if len(g.leaves) > 1 else "",
             bytes_text(g.whole_bytes),
             f"-> {bytes_text(g.local_bytes)}",
-            f"{names.list(g.first.axes)} -> {spec_text(g.first.spec)}",
+            f"{names.list(g.first.axes)} -> {spec_text(g.first.spec)}"
+            + " in host memory" * (g.first.memory_kind != "device"),
         )
         for g, text in zip(shown, short, strict=True)
     ]
@@ -172,13 +179,23 @@ def _time(plan: ShardingPlan) -> list[str]:
         (f"{INDENT}communication", time_text(estimate.comm_us), "0" if alone else ""),
         (f"{INDENT}step", time_text(estimate.step_time_us), time_text(alone.step_time_us) if alone else ""),
     ]
+    if estimate.host_traffic_bytes:
+        rows.insert(3, (f"{INDENT}host", _host_text(estimate), _host_text(alone) if alone else ""))
     lines = columns(rows, right=(1, 2))
     if estimate.comm_us:
         lines[2] += f"   {time_text(exposed_us(plan))} not hidden by compute"
+    if estimate.host_traffic_bytes:
+        hidden = f", {time_text(estimate.host_exposed_us)} not hidden by compute" if estimate.host_us else ""
+        lines[3] += f"   {bytes_text(estimate.host_traffic_bytes)} to and from host memory{hidden}"
     if alone:
         speedup = ratio_text(alone.step_time_us, estimate.step_time_us)
-        lines[3] += f"   speedup {speedup} on {devices(plan)} devices"
+        lines[-1] += f"   speedup {speedup} on {devices(plan)} device{'s' * (devices(plan) > 1)}"
     return lines
+
+
+def _host_text(estimate: Estimate) -> str:
+    """The time of transfers to and from host memory, if the machine's link to it is known."""
+    return time_text(estimate.host_us) if estimate.host_us or not estimate.host_traffic_bytes else "unknown"
 
 
 def _traffic(plan: ShardingPlan) -> list[str]:

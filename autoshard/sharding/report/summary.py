@@ -1,4 +1,4 @@
-"""What the reports of a plan share: groups of inputs, why the plan was chosen, short names of axes.
+"""What the reports of a plan share: groups of inputs, short names of axes, texts of figures.
 
 This module reads only the plan's own data, so a plan without a function (from JSON) can be shown too.
 """
@@ -15,7 +15,7 @@ from jax import numpy as jnp
 
 from autoshard._columns import shorten_middle
 from autoshard._shown import shown
-from autoshard._units import bytes_text, line_text, ratio_text, spec_text, time_text
+from autoshard._units import bytes_text, line_text, spec_text, time_text
 from autoshard.sharding.plan.mesh_words import requested_axes
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import NO_AXIS, Leaf
@@ -27,7 +27,6 @@ from autoshard.spmdrules.reference.coverage import ON_HOST, runs_on_host
 
 HEAD_DIM = "head_dim"  # as in `axis_names`
 NAME_WIDTH = 40
-RIVALS_SHOWN = 3
 ROLES = ("parameter", "optimizer", "data", "other")
 
 
@@ -149,7 +148,7 @@ class AxisNames:
 @shown
 @dataclass(frozen=True)
 class Group:
-    """Leaves with the same axes, spec, role, shape and dtype."""
+    """Leaves with the same axes, spec, role, shape, dtype and memory."""
 
     leaves: tuple[Leaf, ...]
     sizes: dict[str, int]
@@ -180,7 +179,7 @@ def groups(plan: ShardingPlan, leaves: Iterable[Leaf]) -> list[Group]:
     """Groups the leaves, the largest group first. Groups of one role have labels that differ."""
     leaves_of: dict[Any, list[Leaf]] = {}
     for leaf in leaves:
-        key = (leaf.role, leaf.axes, spec_text(leaf.spec), leaf.shape, leaf.dtype)
+        key = (leaf.role, leaf.axes, spec_text(leaf.spec), leaf.shape, leaf.dtype, leaf.memory_kind)
         leaves_of.setdefault(key, []).append(leaf)
     label_of: dict[Any, str] = {}
     for role in dict.fromkeys(key[0] for key in leaves_of):
@@ -201,38 +200,6 @@ def groups_by_role(plan: ShardingPlan) -> list[tuple[str, list[Group]]]:
 def totals(some: Sequence[Group]) -> tuple[int, float, float]:
     """The number of arrays in groups, their unsharded bytes, and their bytes on one device."""
     return sum(len(g.leaves) for g in some), sum(g.whole_bytes for g in some), sum(g.local_bytes for g in some)
-
-
-@shown
-@dataclass(frozen=True)
-class Verdict:
-    """Why the plan was chosen: a sentence, and the next best plans as (strategy, ratio of step times, peak bytes)."""
-
-    sentence: str
-    rivals: tuple[tuple[str, str, float], ...]
-
-
-def verdict(plan: ShardingPlan) -> Verdict:
-    """Why the plan was chosen over the other candidates."""
-    name = plan.chosen or "this plan"
-    others = sorted((c for c in plan.candidates if c[0] != plan.chosen), key=lambda c: c[1])
-    limit = plan.limit_bytes or math.inf
-    compiled = any(audit.ok and (audit.peak_bytes or 0) <= limit for audit in plan.audits)
-    size = bytes_text(limit)
-    misfit = f"fits {size} as compiled, not by the estimate" if compiled else f"does not fit {size}"
-    if not others:
-        sentence = f"{name}, as requested" if plan.chosen else name
-        return Verdict(sentence if plan.fits else f"{sentence}; it {misfit}", ())
-    count, fitting = len(plan.candidates), [c for c in others if c[2] <= limit]
-    different = {(c[1], c[2]): c for c in reversed(fitting or others)}  # two names can mean one layout
-    best = sorted(different.values(), key=lambda c: c[1])[:RIVALS_SHOWN]
-    rivals = tuple((c[0], ratio_text(c[1], plan.estimate.step_time_us), c[2]) for c in best)
-    if not plan.fits:
-        smallest = f"the smallest of {count} plans: none fits {size}"
-        return Verdict(f"{name}, {f'which {misfit}' if fitting or compiled else smallest}", rivals)
-    too_large = count - len(fitting) - 1
-    among = f"{count - too_large} plans that fit {size} (of {count})" if too_large else f"{count} plans"
-    return Verdict(f"{name}, the fastest of {among}", rivals)
 
 
 def memory_rows(plan: ShardingPlan) -> list[tuple[str, float, float | None]]:
@@ -282,7 +249,8 @@ def padding_text(plan: ShardingPlan, axis: str) -> str:
 
 def exposed_us(plan: ShardingPlan) -> float:
     """Communication time that compute does not hide, in microseconds."""
-    return max(plan.estimate.step_time_us - plan.estimate.compute_us, 0.0)
+    estimate = plan.estimate
+    return max(estimate.step_time_us - estimate.compute_us - estimate.host_exposed_us, 0.0)
 
 
 def collectives(plan: ShardingPlan) -> list[tuple[str, str, float, str]]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
@@ -76,7 +77,7 @@ class PlannedSignature:
         self.run = self.jitted
         text = remarks_text(self.traced.name, remarks, self.traced.arguments, self.lowered_text) if remarks else ""
         if text:
-            warnings.warn(text, AutoshardWarning, stacklevel=6)
+            warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
         return results
 
     def lower(self) -> Any:
@@ -105,10 +106,9 @@ class PlannedSignature:
         if self.bound.problem.target_given and not is_made_of(target, devices):
             here = target_for(devices, len(devices)).name
             raise PlanError(
-                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices that it "
-                f"would run on are '{here}' ({devices[0].device_kind}). Leave out target= to plan for these devices. "
-                "Without the target attached, .plan(...) and .lower(...) work; .plan(...).jit() runs its plan here "
-                "anyway"
+                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices are '{here}' "
+                f"({devices[0].device_kind}). To run on these, leave out target=, or use .plan(...).jit(), which runs "
+                f"the plan for '{target.name}' here. .plan(...) and .lower(...) work anywhere"
             )
 
     @functools.cache  # noqa: B019  an entry lives as long as its function
@@ -363,7 +363,7 @@ class PureFunction:
 
         chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)
         for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
-            warnings.warn(warning.message, warning.category, stacklevel=2)
+            warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
         return PlannedSignature(chosen, self.filter_jit is not None and self.filter_jit.hides_warnings)
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 
 
@@ -22,5 +23,5 @@ def warn_of_donated_keywords(name: str, donated: Collection[str], keywords: Mapp
             f"auto_shard({name}): {', '.join(found)} is not donated, because it is passed by keyword: the old and the "
             "new arrays are in memory at the same time. Pass it by position",
             AutoshardWarning,
-            stacklevel=6,
+            stacklevel=users_stacklevel(),
         )

@@ -64,21 +64,21 @@ def _check_plan_alone(plan: ShardingPlan, options: Mapping[str, Any]) -> None:
     mesh, planned, target = options["mesh"], mesh_sizes(plan.mesh), options["target"]
     if mesh is not None and mesh_sizes(mesh) != planned:
         raise PlanError(
-            f"plan is a Plan for the mesh {planned}, and mesh is {mesh_sizes(mesh)}. Drop one of them, or plan again "
-            "for this mesh"
+            f"plan is a Plan for the mesh {planned}, but mesh is {mesh_sizes(mesh)}. Leave one of them out, or plan "
+            "again for this mesh"
         )
     if target is not None and find_target(target).name != plan.target:
         raise PlanError(
-            f"plan is a Plan for target '{plan.target}', and target is '{target}'. Drop one of them, or plan again for "
-            "this target"
+            f"plan is a Plan for target '{plan.target}', but target is '{target}'. Leave one of them out, or plan "
+            "again for this target"
         )
     given = [f"{name}={short_repr(options[name])}" for name in ("fixed", "memory_limit_bytes", "verify", "measure")
              if options[name]]  # fmt: skip
     if given:
         raise PlanError(
-            f"plan is a Plan, which fixes the sharding of every input, and {' and '.join(given)} "
-            f"{'is' if len(given) == 1 else 'are'} given too. Drop the Plan or the rest, or give the plan's strategy "
-            f"instead: plan={plan.chosen!r}"
+            f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} given with a Plan, which leaves nothing to "
+            f"choose. Leave {'it' if len(given) == 1 else 'them'} out, or make a new plan of this strategy with "
+            f"plan={plan.chosen!r}"
         )
 
 

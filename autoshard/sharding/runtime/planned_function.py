@@ -234,17 +234,13 @@ def _checked_argnums(argnums: int | Sequence[int], names: Sequence[str], limit: 
     given: Any = argnums
     single = isinstance(given, str) or not isinstance(given, Iterable)
     numbers: list[Any] = [given] if single else [*given]
-    if texts := [n for n in numbers if isinstance(n, str)]:
-        raise PlanError(
-            f"{what} {short_repr(texts[0])}: give the positions of arguments as numbers, not their names. The function "
-            f"has {', '.join(f'{i} ({name})' for i, name in enumerate(names)) or 'no named positional arguments'}"
-        )
     wrong = [n for n in numbers if not _is_integer(n) or n < -count or (limit is not None and n >= limit)]
     if wrong:
-        raise PlanError(
-            f"{what} {short_repr(wrong[0])}: the function has {count} positional arguments"
-            + (f", numbered 0 to {count - 1}" if count else "")
+        positions = ", ".join(f"{i} ({name})" for i, name in enumerate(names))
+        must = (
+            f"it must be positions of arguments, as numbers: {positions}" if count else "the function has no arguments"
         )
+        raise PlanError(f"{what} is {short_repr(wrong[0])}; {must}")
     return list(dict.fromkeys(int(n % count if n < 0 else n) for n in numbers))
 
 

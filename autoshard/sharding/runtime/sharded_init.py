@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.program.argument_differences import differences
 from autoshard.sharding.program.path_patterns import first_few
@@ -83,7 +84,7 @@ def _keeping_host_memory(entry: PlannedSignature, inputs: list[int], made: list[
             "with arrays, or with shapes that have a memory kind: shape.update(sharding="
             "jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host'))",
             AutoshardWarning,
-            stacklevel=5,
+            stacklevel=users_stacklevel(),
         )
     return shardings
 
@@ -134,9 +135,9 @@ def _differences(traced: Traced, planned: dict[str, int], made: Leaves, name: st
 def _mismatch_text(traced: Traced, made: Leaves, create: Callable[..., Any]) -> str:
     """How the results differ from the argument that is most like them."""
     creator = getattr(create, "__name__", "the function")
-    text = f"the state that {creator} makes is none of the planned arguments"
+    text = f"{creator} returns none of the planned arguments"
     if arguments := _arguments(traced):
         nearest, planned = min(arguments.items(), key=lambda one: len(_differences(traced, one[1], made)))
         different = _differences(traced, planned, made, nearest)
-        text += f". The most similar is '{nearest}', but {first_few(different, '; ')}"
-    return f"{text}. Return an argument, or a tuple of several, with the same structure, shapes and dtypes"
+        text += f". The most similar one is '{nearest}', but {first_few(different, '; ')}"
+    return f"{text}. Return an argument, or a tuple of several, with the planned structure, shapes and dtypes"

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.program.static_leaves import StaticLeaf
 from autoshard.sharding.program.tracing import name_of, path_of
@@ -50,7 +51,7 @@ class StaticChanges:
                     f"a number, and has had {len(found)} values, the last {leaf!r:.60}. The function is planned and "
                     "compiled for each of them. If it is not needed, remove it from the arguments",
                     AutoshardWarning,
-                    stacklevel=2,
+                    stacklevel=users_stacklevel(),
                 )
 
 

@@ -111,6 +111,12 @@ class Program:
         """Yields every operator, depth first: an operator comes before those nested in it."""
         yield from walk(self.block)
 
+    def constants(self) -> list[Any]:
+        """The arrays that the program captures, in nested jaxprs too, each once."""
+        blocks = (self.block, *(inner for op in self.ops() for inner in op.blocks))
+        arrays = (x for block in blocks for x in _compat.constants(block.jaxpr))
+        return list({id(x): x for x in arrays if hasattr(x, "nbytes")}.values())
+
 
 def walk(block: Block) -> Iterator[Op]:
     """Yields every operator of a block, depth first."""

@@ -29,6 +29,7 @@ from autoshard.train.config.train_config import (
     from_dict,
     load_toml,
     replaced,
+    similar,
     suggestion,
 )
 from autoshard.train.old_names import current_options
@@ -51,7 +52,7 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
     """
     arguments = current_options(arguments)
     base = kind(**_shallow(_starting_point(arguments)))
-    _refuse_unknown(arguments, base)
+    _refuse_unknown(arguments, base, prog)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -59,7 +60,7 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
             return _fit_warmup(config, arguments)
     except SystemExit as end:
         if end.code:
-            raise ConfigError(plain_message(_one_line(errors.getvalue()))) from end
+            raise ConfigError(plain_message(_one_line(errors.getvalue()), prog)) from end
         raise
 
 
@@ -70,16 +71,59 @@ _NOT_A_NUMBER = (
     r"Error parsing (?P<name>\S+): could not convert string to (?P<kind>float): (?P<value>.*)",
     r"Error parsing (?P<name>\S+): no type matching \{None\}\|(?P<kind>INT|FLOAT) .* from \[(?P<value>.*?)\]\..*",
 )
+_NOT_A_CHOICE = (
+    r"argument (?P<name>\S+): invalid choice: (?P<value>'.*?').* \(choose from (?P<choices>.*)\)",
+    r"invalid choice (?P<value>'.*') for argument '(?P<name>\S+)'\. Expected one of \((?P<choices>.*)\)\.",
+)
+_NO_VALUE = (
+    r"argument (?P<name>\S+): expected one argument",
+    r"Missing value for argument '(?P<name>\S+)'\. .*",
+)
 
 
-def plain_message(message: str) -> str:
-    """Rewrite a parser's message about an option for readers who do not know Python."""
-    for pattern in _NOT_A_NUMBER:
-        if found := re.fullmatch(pattern, message):
-            kind = "a whole number" if found["kind"].lower() == "int" else "a number"
-            return f"{found['name']} is {found['value']}, it must be {kind}"
+def plain_message(message: str, command: str) -> str:
+    """Rewrite a parser's message about an option for readers who do not know Python.
+
+    Args:
+        message: The message of argparse or tyro.
+        command: The command, whose help the message may name.
+    """
+    if found := _first_match(_NOT_A_NUMBER, message):
+        kind = "a whole number" if found["kind"].lower() == "int" else "a number"
+        return f"{found['name']} is {found['value']}; it must be {kind}"
+    if found := _first_match(_NOT_A_CHOICE, message):
+        choices = " or ".join(repr(choice.strip("' ")) for choice in found["choices"].split(",") if choice)
+        return f"{found['name']} is {found['value']}; it must be {choices}"
+    if found := _first_match(_NO_VALUE, message):
+        return f"{found['name']} has no value; `{command} --help` says what it takes"
+    if found := re.fullmatch(r"the following arguments are required: (.*)", message):
+        verb = "are" if ", " in found[1] else "is"
+        return f"{found[1]} {verb} missing; `{command} --help` shows an example"
+    if found := re.fullmatch(r"argument (\S+): not allowed with argument (\S+)", message):
+        return f"{found[1]} cannot be combined with {found[2]}; leave one of them out"
+    if found := re.fullmatch(r"Unrecognized options: (.*)", message):
+        return unknown_arguments(found[1].split(), (), command)
     # A config's own message already says what is wrong.
     return re.sub(r"^Error parsing [\w.]+: ", "", message)
+
+
+def _first_match(patterns: Sequence[str], message: str) -> re.Match[str] | None:
+    return next((found for pattern in patterns if (found := re.fullmatch(pattern, message))), None)
+
+
+def unknown_arguments(unknown: Sequence[str], known: Sequence[str], command: str) -> str:
+    """The message about arguments that a command does not have.
+
+    Args:
+        unknown: The arguments. The first option among them, else the first argument, is reported.
+        known: The options that the command has.
+        command: The command.
+    """
+    option = next((each.partition("=")[0] for each in unknown if each.startswith("-")), None)
+    if option is None:
+        return f"unexpected argument {unknown[0]!r}; `{command} --help` shows the usage"
+    close = suggestion(option, known) if similar(option, known) else ";"
+    return f"unknown option {option}{close} `{command} --help` lists the options"
 
 
 def _one_line(box: str) -> str:
@@ -158,14 +202,14 @@ def _sets_warmup(config: TrainConfig, arguments: Sequence[str]) -> bool:
     return "warmup_steps" in settings.get("optimizer", {})
 
 
-def _refuse_unknown(arguments: Sequence[str], config: TrainConfig) -> None:
+def _refuse_unknown(arguments: Sequence[str], config: TrainConfig, prog: str) -> None:
     known = ["--help", *_options(config, "--")]
     for argument in arguments:
         if argument == "--":
             return
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in known:
-            raise ConfigError(f"unknown option {name}{suggestion(name, known)}")
+            raise ConfigError(unknown_arguments([name], known, prog))
 
 
 def _options(config: Any, prefix: str) -> list[str]:

@@ -55,7 +55,7 @@ def checkpoints_in(folder: Path) -> Path:
     """
     inside = folder / CHECKPOINTS
     if not folder.exists():
-        raise ConfigError(f"{str(folder)!r} holds no checkpoints: there is no such folder")
+        raise ConfigError(f"{str(folder)!r} does not exist: give the folder of a run or of checkpoints")
     return inside if inside.is_dir() else folder
 
 

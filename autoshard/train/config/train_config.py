@@ -126,7 +126,7 @@ class TrainConfig:
         """Refuse invalid values, and report all of them at once."""
         positive = ("batch_size", "microbatches", "log_every", "prefetch", "ema_every")
         problems = [
-            f"{name} is {getattr(self, name)}, it must be at least 1" for name in positive if getattr(self, name) < 1
+            f"{name} is {getattr(self, name)}; it must be at least 1" for name in positive if getattr(self, name) < 1
         ]
         counts = (
             "steps",
@@ -143,22 +143,22 @@ class TrainConfig:
             "ema_spike",
         )
         problems += [
-            f"{name} is {getattr(self, name)}, it must not be negative"
+            f"{name} is {getattr(self, name)}; it must not be negative"
             for name in counts
             if not getattr(self, name) >= 0
         ]
         if self.microbatches >= 1 and self.batch_size % self.microbatches:
             problems.append(f"batch_size {self.batch_size} does not divide into {self.microbatches} microbatches")
         if not self.deadline_seconds > 0:
-            problems.append(f"deadline_seconds is {self.deadline_seconds}, it must be positive")
+            problems.append(f"deadline_seconds is {self.deadline_seconds}; it must be positive")
         if not 0 <= self.ema_decay < 1:
-            problems.append(f"ema_decay is {self.ema_decay}, it must be at least 0 and below 1")
+            problems.append(f"ema_decay is {self.ema_decay}; it must be at least 0 and below 1")
         if self.allow_other_data and not self.resume:
             problems.append("allow_other_data is only for resumed runs: add --resume, or leave it out")
         if self.sample_tokens and not self.prompt:
             problems.append("prompt is empty, but a sample continues it: give at least one character")
         if self.virtual_devices is not None and self.virtual_devices < 1:
-            problems.append(f"virtual_devices is {self.virtual_devices}, it must be at least 1")
+            problems.append(f"virtual_devices is {self.virtual_devices}; it must be at least 1")
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -219,8 +219,13 @@ def replaced(config: Any, where: str, /, **values: Any) -> Any:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """End of a message about an unknown name: the similar known names, or all of them if none is similar."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=3)
+    close = similar(name, known)
     return f": did you mean {' or '.join(close)}?" if close else f": known are {', '.join(known)}"
+
+
+def similar(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that are similar to an unknown one, at most three, the most similar first."""
+    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
 
 
 def load_toml(config: TrainConfig, path: Path) -> TrainConfig:

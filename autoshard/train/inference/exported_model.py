@@ -142,7 +142,10 @@ def read_inference(folder: Path) -> Inference:
     except ConfigError:
         raise
     except FileNotFoundError as error:
-        raise ConfigError(f"{str(folder)!r} has no {FILE}, so there is no model to generate text with") from error
+        raise ConfigError(
+            f"{str(folder)!r} has no {FILE}, so there is no model to generate text with: give the folder of a run, of "
+            "its checkpoints, or of a model that was exported"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 
@@ -157,12 +160,12 @@ def _problems(data: Mapping[str, Any]) -> list[str]:
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     count = isinstance(top_k, int) and not isinstance(top_k, bool)
     checks = (
-        (isinstance(data["model"], str), f"model is {data['model']!r}, it must be a name"),
-        (number and 0 <= temperature < math.inf, f"temperature is {temperature!r}, it must be at least 0 and finite"),
-        (top_k is None or (count and top_k > 0), f"top_k is {top_k!r}, it must be null or at least 1"),
-        (use_ema in (None, True, False), f"use_ema is {use_ema!r}, it must be true or false"),
-        (kind in ("bytes", "file"), f"the tokenizer's kind is {kind!r}, it must be 'bytes' or 'file'"),
-        (kind != "file" or isinstance(digest, str), f"the tokenizer's sha256 is {digest!r}, it must be a text"),
+        (isinstance(data["model"], str), f"model is {data['model']!r}; it must be a name"),
+        (number and 0 <= temperature < math.inf, f"temperature is {temperature!r}; it must be at least 0 and finite"),
+        (top_k is None or (count and top_k > 0), f"top_k is {top_k!r}; it must be null or at least 1"),
+        (use_ema in (None, True, False), f"use_ema is {use_ema!r}; it must be true or false"),
+        (kind in ("bytes", "file"), f"the tokenizer's kind is {kind!r}; it must be 'bytes' or 'file'"),
+        (kind != "file" or isinstance(digest, str), f"the tokenizer's sha256 is {digest!r}; it must be a text"),
     )
     return [message for valid, message in checks if not valid]
 
@@ -352,7 +355,7 @@ def _model(folder: Path, inference: Inference, factory: str | None) -> tuple[nnx
             )
         vocab = inference.config.get("vocab")
         if not isinstance(vocab, int) or isinstance(vocab, bool):
-            raise ConfigError(f"{folder / FILE} is damaged: vocab is {vocab!r}, it must be an integer")
+            raise ConfigError(f"{folder / FILE} is damaged: vocab is {vocab!r}; it must be an integer")
         build = factory_builder(factory, vocab=vocab, context=inference.max_length)
         return nnx.eval_shape(lambda: build(nnx.Rngs(0))), vocab
     if factory is not None:

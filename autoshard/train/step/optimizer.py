@@ -46,7 +46,7 @@ class OptimizerConfig:
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
         if wrong := {name: value for name, value in numbers.items() if not 0 <= value < math.inf}:
             raise ConfigError(
-                "; ".join(f"{name} is {v}, it must be at least 0 and finite" for name, v in wrong.items())
+                "; ".join(f"{name} is {v}; it must be at least 0 and finite" for name, v in wrong.items())
             )
 
 

@@ -88,7 +88,7 @@ def test_an_export_with_sampling_settings(saved: Checkpointer, tmp_path: Path) -
         saved.export(2, tmp_path / "out")
     for change, message in (
         ({"format": 9}, r"^\S*inference\.json has format 9, this version reads up to 1: upgrade$"),
-        ({"model": ["gpt"]}, r"is damaged: ValueError: model is \['gpt'\], it must be a name"),
+        ({"model": ["gpt"]}, r"is damaged: ValueError: model is \['gpt'\]; it must be a name"),
         ({"max_length": float("inf")}, "is damaged: OverflowError"),
     ):
         file.write_text(json.dumps(inference | change))
@@ -180,10 +180,10 @@ def test_states_without_a_model(tmp_path: Path, state: Any, use_ema: bool, messa
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"dtype": "int8"}, "dtype='int8': use one of float16, bfloat16, float32"),
-        ({"dtype": "f32"}, "dtype='f32': "),
-        ({"shard_bytes": 0}, "shard_bytes=0: it must be an integer of at least 1"),
-        ({"shard_bytes": "1GB"}, "shard_bytes='1GB'"),
+        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16, float32"),
+        ({"dtype": "f32"}, "dtype is 'f32'; "),
+        ({"shard_bytes": 0}, "shard_bytes is 0; it must be an integer of at least 1"),
+        ({"shard_bytes": "1GB"}, "shard_bytes is '1GB'; it must"),
     ],
     ids=str,
 )

@@ -172,7 +172,7 @@ def test_experts_that_do_not_exist(saved: Checkpointer, tmp_path: Path, files_of
         saved.restore(experts=[0, EXPERTS, -1])
     numbers: Any
     for numbers in ([], [True], [0.0], np.array([[0, 1]])):
-        with pytest.raises(CheckpointError, match="pass a list of numbers such as"):
+        with pytest.raises(CheckpointError, match="it must be a list of numbers such as"):
             saved.restore(experts=numbers)
     with pytest.raises(MismatchError, match="differ"):
         saved.restore(like=saved.restore(), experts=[0, 1])

@@ -50,8 +50,16 @@ def test_shardings_that_do_not_divide(tmp_path: Path, mesh8: Mesh, files_of: Cal
 def test_invalid_shardings(saved: Path, mesh8: Mesh) -> None:
     with Checkpointer(saved) as checkpoints:
         for shardings, message in (
-            (P("data"), r"shardings:\n  P(artitionSpec)?\(.*\) needs a mesh: pass NamedSharding\(mesh, "),
+            (P("data"), r"shardings: P(artitionSpec)?\(.*\) needs a mesh: pass NamedSharding\(mesh, "),
             (mesh8, "a Mesh is not a sharding: pass NamedSharding"),
+            (
+                (NamedSharding(mesh8, P()), None),
+                r"a tuple of 2, but .* is a dict: .*plan.in_shardings\(\)\[0\]",
+            ),
+            (
+                {"params": {"w": P(), "b": P()}, "step": None, "rng": None},
+                r"/b: P\(\) and 1 more need a mesh",
+            ),
             ("data", "a str is not a sharding"),
             ({"params": {"w": P("data"), "b": "x"}, "step": None, "rng": None}, "params/b: a str(?s:.*)params/w: P"),
             (NamedSharding(mesh8.abstract_mesh, P()), "params/b: its mesh is abstract and has no devices"),

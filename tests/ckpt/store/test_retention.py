@@ -77,10 +77,10 @@ def test_metrics_that_are_not_finite(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(last=0), "last=0: at least one step must stay, or None"),
-        (dict(best=2), "best=2 needs the name of a metric"),
-        (dict(every=-1, best=-2), "best=-2 is negative; every=-1 is negative"),
-        (dict(mode="least"), "mode='least' is neither 'min' nor 'max'"),
+        (dict(last=0), "last is 0; it must be at least 1, or None"),
+        (dict(best=2), "best is 2, but no metric is given"),
+        (dict(every=-1, best=-2), "best is -2; it must be at least 0; every is -1; it must be at least 0"),
+        (dict(mode="least"), "mode is 'least'; it must be 'min' or 'max'"),
     ],
 )
 def test_invalid_settings(settings: dict, message: str) -> None:

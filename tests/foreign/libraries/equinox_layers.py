@@ -84,7 +84,7 @@ def spectral_norm():
         out, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None))(x, state)
         return jnp.mean((out - y) ** 2), state
 
-    return Program(loss, model, (state, normal(16, 32), normal(16, 64, seed=1)), plans=("fsdp:8", "dp:4 fsdp:2"))
+    return Program(loss, model, (state, normal(16, 32), normal(16, 64, seed=1)))
 
 
 PROGRAMS = (convolutions, recurrence, attention, spectral_norm)

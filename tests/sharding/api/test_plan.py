@@ -195,12 +195,12 @@ def with_leaf(**changes):
         (lambda: broken(estimate={"step_time_us": 1}), "not a plan"),
         (
             lambda: broken(estimate=dict.fromkeys(Estimate.__dataclass_fields__, "1") | {"memory_bytes": {}}),
-            r"estimate.step_time_us is '1', it must be a finite number.*; and 3 more",
+            r"estimate.step_time_us is '1'; it must be a finite number.*; and 3 more",
         ),
         (lambda: broken(axis_rules=["batch"]), "not a plan"),
         (lambda: broken(candidates=3), "not a plan"),
         (lambda: with_leaf(spec=["other"]), "names mesh axis 'other'"),
-        (lambda: with_leaf(spec=[3]), r"inputs\[0\].spec\[0\] is 3, it must be text or nothing or a list"),
+        (lambda: with_leaf(spec=[3]), r"inputs\[0\].spec\[0\] is 3; it must be text or nothing or a list"),
         (lambda: with_leaf(spec=[{"tp": 4}]), "not a plan"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_plan_with_a_changed_part_raises_or_is_usable(path):
         ({"axis_rules": {"other": ["batch"]}}, "axis_rules names mesh axis 'other', but the mesh has"),
         ({"storage": {"parameter": ["other"]}}, "storage names mesh axis 'other', but the mesh has"),
         ({"traffic_us": [[1, 2]] * 99}, "traffic has .* rows and traffic_us 99"),
-        ({"limit_bytes": None}, "limit_bytes is None, it must be a finite number"),
+        ({"limit_bytes": None}, "limit_bytes is None; it must be a finite number"),
     ],
 )
 def test_contradictory_parts_of_a_plan_raise(changes, message):

@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import plan
 from autoshard.sharding.audit import compile_job, export_plan
@@ -78,6 +79,39 @@ def test_remarks_of_the_tpu_compiler():
 
     audit = with_input_spec(planned("dp:2 tp:4", "v5e:2x4"), "0/0/w", P(("tp", "dp"))).verify()
     assert audit.remarks and audit.unplanned
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_layers_that_wait_on_the_host_of_a_tpu():
+    """Each layer's input leaves in the forward loop and comes back in the backward loop, as planned."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def loss(params, x):
+        def body(h, w):
+            h = checkpoint_name(h, "x")
+            return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(body, policy=policy), x, params)[0].astype(jnp.float32) ** 2)
+
+    shapes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
+    params = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((64 * ROWS, WIDTH), "bfloat16")
+    made = plan(jax.grad(loss), params, x, target="v5e:2x2", plan="dp:4")
+    audit = made.verify()
+    assert audit.ok, audit.message
+    one = 64 * ROWS * WIDTH * 2 / 4
+    assert {(t.bytes, t.to_host) for t in audit.transfers} == {(one, True), (one, False)}
+    assert sum(t.trips for t in audit.transfers) == 2 * LAYERS
+    assert audit.host_traffic_bytes == made.estimate.host_traffic_bytes == 2 * LAYERS * one
+    assert audit.host_bytes == made.estimate.host_memory_bytes == LAYERS * one
+    # XLA peels the last layer, whose input goes out and straight back.
+    assert [bool(t.distance) for t in audit.transfers if t.trips > 1] == [True, True] and audit.host_us
+    times = audit.compute_us, audit.exposed_us, audit.host_exposed_us
+    assert audit.step_time_us == pytest.approx(sum(us or 0.0 for us in times)) and audit.host_exposed_us
+    assert f"host memory: {2 * LAYERS} transfers per step" in str(audit)
 
 
 @pytest.mark.cuda_compile

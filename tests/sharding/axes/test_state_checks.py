@@ -35,7 +35,7 @@ def add_one(p):
 
 
 CHANGES = {
-    narrow_one: r"'w' from float32\[64,128\] to bfloat16\[64,128\]\. A step must return its state",
+    narrow_one: r"'w' from float32\[64,128\] to bfloat16\[64,128\]\. Return it with the leaves",
     slice_one: r"'v' from float32\[128,64\] to float32\[8,64\]",
     drop_one: r"'b' float32\[128\] is missing",
     add_one: r"'count' int32\[3\] is new",

@@ -20,6 +20,7 @@ def test_every_chip_has_figures_and_a_target(name):
     assert target.devices == math.prod(map(int, shape.split("x"))) * chip.cores
     assert target.platform == chip.platform
     assert min(chip.flops, chip.flops_f32, chip.memory_bytes, chip.memory_bandwidth, chip.link_bandwidth) > 0
+    assert 0 < chip.host_bandwidth <= chip.memory_bandwidth
     assert 0 < target.flops_per_byte < 1e5
 
 
@@ -28,6 +29,12 @@ def test_every_chip_has_figures_and_a_target(name):
     [
         ("v5e:4x4", [("y", 4, False), ("x", 4, False)]),
         ("v5e:8x16", [("y", 16, True), ("x", 8, False)]),
+        ("v6e:2x4", [("y", 4, False), ("x", 2, False)]),
+        ("v6e:8x16", [("y", 16, True), ("x", 8, False)]),
+        ("v6e:16x16*2", [("slice", 2, False), ("y", 16, True), ("x", 16, True)]),
+        ("v5p:8x8x8", [("z", 8, True), ("y", 8, True), ("x", 8, True)]),
+        ("tpu7x:4x8x8", [("z", 8, True), ("y", 8, True), ("x", 4, True), ("core", 2, False)]),
+        ("h200:32x8", [("host", 32, False), ("gpu", 8, False)]),
         ("v5p:4x4x8", [("z", 8, True), ("y", 4, True), ("x", 4, True)]),
         ("v5p:2x2x1", [("z", 1, False), ("y", 2, False), ("x", 2, False)]),
         ("v5p:4x4x4*2", [("slice", 2, False), ("z", 4, True), ("y", 4, True), ("x", 4, True)]),
@@ -46,13 +53,13 @@ def test_the_dimensions_of_a_target(name, dims):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("v7:3", "does not exist.*Chips: v4, v5e"),
-        ("v5pp:4x4x4", "Did you mean 'v5p:...'"),
+        ("v7:3", "target 'v7:3': there is no chip 'v7'.*The chips are v4, v5e"),
+        ("v5pp:4x4x4", "there is no chip 'v5pp'. Did you mean 'v5p:4x4x4'\\?"),
         ("h100:x", "target 'h100:x': 'x' is not a shape; write the number of GPUs, such as h100:8, or hosts x GPUs"),
         ("H100:4x", "'4x' is not a shape"),
-        ("h100", "target 'h100': it has no shape; write the number of GPUs"),
+        ("h100", "target 'h100' has no shape; write the number of GPUs"),
         ("v5p:4x4x4*y", r"'4x4x4\*y' is not a shape; write the sizes of the 3 dimensions of the torus, such as v5p"),
-        ("v5litepod:", "it has no shape; .* such as v5e:4x4, or v5e:4x4\\*2 for 2 slices"),
+        ("v5litepod:", "' has no shape; .* such as v5e:4x4, or v5e:4x4\\*2 for 2 slices"),
         ("cpu:eight", "'eight' is not a shape; write the number of devices, such as cpu:8"),
         ("v5e:16", "torus of 2 dimensions; write v5e:4x4"),
         ("v5p:4x4", "torus of 3 dimensions"),
@@ -82,6 +89,7 @@ def test_a_written_target_is_read_back(tmp_path):
         write_target(target, tmp_path / "mine.toml")
         reread = find_target(str(tmp_path / "mine.toml"))
         assert reread.topology == target.topology and reread.platform == target.platform
+        assert reread.chip.host_bandwidth == target.chip.host_bandwidth
         assert reread.chip.peak(2) == target.chip.peak(2) and reread.chip.memory_bytes == target.chip.memory_bytes
         assert reread.assign({"a": 2, "b": reread.devices // 2}) == target.assign({"a": 2, "b": target.devices // 2})
 
@@ -112,24 +120,24 @@ def toml(*dims, **figures):
     ("text", "match"),
     [
         (toml(DIM, DIM), r"dims\[1\].name is 'gpu', which another dimension has too"),
-        (toml(DIM | {"wraps": '"no"'}), r"dims\[0\].wraps is 'no', it must be true or false"),
-        (toml(DIM | {"size": "true"}), r"dims\[0\].size is True, it must be a whole number"),
-        (toml(DIM | {"size": "0"}), r"dims\[0\].size is 0, it must be at least 1"),
+        (toml(DIM | {"wraps": '"no"'}), r"dims\[0\].wraps is 'no'; it must be true or false"),
+        (toml(DIM | {"size": "true"}), r"dims\[0\].size is True; it must be a whole number"),
+        (toml(DIM | {"size": "0"}), r"dims\[0\].size is 0; it must be at least 1"),
         (toml(DIM | {"size": "9999999999999999"}), "more than 1048576 devices"),
-        (toml(DIM | {"kind": '"torus"'}), r"dims\[0\].kind is 'torus', it must be 'ring' or 'switch'"),
-        (toml(DIM | {"bandwidth": "inf"}), r"dims\[0\].bandwidth is inf, it must be a finite number"),
-        (toml(DIM | {"bandwidth": "0"}), r"dims\[0\].bandwidth is 0, it must be above 0"),
-        (toml(DIM | {"latency_us": "nan"}), r"dims\[0\].latency_us is nan, it must be a finite number"),
-        (toml(DIM | {"latency_us": "-1"}), r"dims\[0\].latency_us is -1, it must be at least 0"),
+        (toml(DIM | {"kind": '"torus"'}), r"dims\[0\].kind is 'torus'; it must be 'ring' or 'switch'"),
+        (toml(DIM | {"bandwidth": "inf"}), r"dims\[0\].bandwidth is inf; it must be a finite number"),
+        (toml(DIM | {"bandwidth": "0"}), r"dims\[0\].bandwidth is 0; it must be above 0"),
+        (toml(DIM | {"latency_us": "nan"}), r"dims\[0\].latency_us is nan; it must be a finite number"),
+        (toml(DIM | {"latency_us": "-1"}), r"dims\[0\].latency_us is -1; it must be at least 0"),
         (toml(DIM | {"hops": "1"}), r"dims\[0\]: there is no 'hops'; there are name, size, kind"),
         (toml({"name": '"gpu"'}), r"dims\[0\]: 'size' is missing"),
-        ("chip = 'h100'\ndims = [5]", r"dims\[0\] is 5, it must be a table"),
+        ("chip = 'h100'\ndims = [5]", r"dims\[0\] is 5; it must be a table"),
         (toml(DIM).replace("'h100'", "['h100']"), r"unknown chip \['h100'\]"),
-        (toml(DIM, flops="nan"), "flops is nan, it must be a finite number"),
-        (toml(DIM, flops="1" + "0" * 400), "flops is 10.*, it must be a finite number"),
+        (toml(DIM, flops="nan"), "flops is nan; it must be a finite number"),
+        (toml(DIM, flops="1" + "0" * 400), "flops is 10.*; it must be a finite number"),
         (toml(DIM, flops="0"), "flops is 0; give a positive number"),
-        (toml(DIM, tile="1.5"), "tile is 1.5, it must be a whole number"),
-        (toml(DIM, platform='"tpus"'), "platform is 'tpus', it must be 'tpu' or 'cuda' or 'cpu'"),
+        (toml(DIM, tile="1.5"), "tile is 1.5; it must be a whole number"),
+        (toml(DIM, platform='"tpus"'), "platform is 'tpus'; it must be 'tpu' or 'cuda' or 'cpu'"),
         (toml(DIM, flops="1" + "0" * 9999), "is not TOML"),
     ],
 )

@@ -138,3 +138,22 @@ def test_collectives_have_the_form_that_xla_compiles(target, mesh, axes, scatter
     assert assignment.topology.compiled("reduce-scatter", assignment.pieces_of(axes), 64.0) == (scatter, 64.0)
     whole = 64.0 if gather == "all-gather" else 64.0 * n
     assert assignment.topology.compiled("all-gather", assignment.pieces_of(axes), 64.0) == (gather, whole)
+
+
+def test_axes_that_do_not_fit_the_dimensions_share_one_switch():
+    """No piece of 4 x 4 devices has 3: the axes are in row-major order on all devices, at the slowest bandwidth."""
+    grid = Topology((NETWORK, LINE))
+    [found] = assignments(grid, {"a": 5, "b": 3}, ["b", "a"])
+    assert found.pieces == {"a": (Piece(0, 5, 3),), "b": (Piece(0, 3, 1),)}
+    [dim] = found.topology.dims
+    assert (dim.kind, dim.size, dim.bandwidth, dim.latency_us) == ("switch", 16, NETWORK.bandwidth, NETWORK.latency_us)
+    assert assign(grid, (("a", 5), ("b", 3))) == found
+
+
+def test_a_group_of_one_device_takes_no_time():
+    assert collective_us((RING, LINE), "all-reduce", (0, 1, 1), (1, 1, 1)) == 0
+
+
+def test_a_permute_sends_each_shard_once():
+    assert collective_us((LINE,), "collective-permute", (0, 2, 1)) == expected_us(160, 10, latency=1)
+    assert collective_us((SWITCH,), "collective-permute", (0, 8, 1)) == expected_us(160, 40, latency=3)

@@ -12,13 +12,13 @@ IDLE = {
     "split axis": (
         dict(plan="dp:8"),
         12,
-        r"only 4 of the 8 devices have work of their own, and the others repeat it: mesh axis dp_1 \(2\) shards no "
-        r"work \(batch 12 is not divisible by dp, dp_1 8\). Pad batch to 16, or request another plan, or use 4 devices",
+        r"only 4 of the 8 devices have work of their own, and the others repeat it: batch 12 is not divisible by 8 "
+        r"\(dp x dp_1\). Pad batch to 16, or request another plan, or use 4 devices",
     ),
     "stores state only": (
         dict(plan="fsdp:8"),
         12,
-        r"only 4 of the 8 devices .*: mesh axis fsdp_1 \(2\) shards no work",
+        r"only 4 of the 8 devices .*: batch 12 is not divisible by 8 \(fsdp x fsdp_1\)",
     ),
     "mesh of some devices": (
         dict(mesh={"data": 4}),

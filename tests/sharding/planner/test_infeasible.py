@@ -83,6 +83,14 @@ def test_the_error_names_the_least_memory_and_what_takes_it():
     assert "No v5e up to v5e:16x16 is large enough. " in text
 
 
+def test_the_error_advises_to_recompute_if_activations_take_most():
+    recompute = "Use a smaller batch, or recompute activations with jax.checkpoint. To plan"
+    for batch, width, advised in ((4096, 32, True), (8, 1024, False)):
+        with pytest.raises(PlanError) as caught:
+            autoshard.plan(train_step, *shapes(batch=batch, width=width), target="v5e:2x2", memory_limit_bytes=1000)
+        assert (recompute in str(caught.value)) == advised
+
+
 def test_what_is_held_at_the_peak_is_sorted_and_sums_to_the_temporaries():
     def bytes_by_kind(batch: int, width: int) -> dict[str, float]:
         plan = autoshard.plan(

@@ -12,7 +12,8 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import Estimate
-from autoshard.sharding.report.page.search import plan_counts, search_section, why_not_chosen
+from autoshard.sharding.report.page.search import search_section, why_not_chosen
+from autoshard.sharding.report.search_outcome import plan_counts
 from autoshard.sharding.report.summary import exposed_us, local_bytes, mesh_sizes
 from tests.sharding.example_step import shapes, train_step
 

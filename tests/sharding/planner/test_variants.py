@@ -68,7 +68,7 @@ def test_a_function_returns_the_variants_to_try_next():
         (object(), "variants is <object object at"),
         (lambda attempts: {"remat": "full"}, "variants returned {'remat': 'full'}: return a list"),
         (lambda attempts: None, "variants returned None: return a list"),
-        (lambda attempts: [{"rematt": "full"}], "does not take the keyword 'rematt'; it takes"),
+        (lambda attempts: [{"rematt": "full"}], "has no parameter 'rematt'; it has"),
         ({"remat": "full"}, "variants: 'remat' is 'full'; give a list of its values, such as {'remat': ['full']}"),
         ({5: ["full"]}, "variants: 5 is not a keyword"),
     ):

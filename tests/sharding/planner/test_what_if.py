@@ -137,7 +137,7 @@ def test_a_wish_can_be_faster():
         (P(None, None, "tp", "fsdp"), "has 4 entries, but the array has 3 dimensions"),
         (P("model"), "names mesh axis 'model'"),
         (P("tp", "tp"), "uses mesh axis 'tp' twice"),
-        (P(None, None, ("tp", "fsdp")), r"dim 2 has size 4, not divisible by mesh axes \('tp', 'fsdp'\) \(8\)"),
+        (P(None, None, ("tp", "fsdp")), r"dim 2 has size 4, not divisible by mesh axes 'tp' x 'fsdp' \(8\)"),
         (("nothing",), "has no logical axis 'nothing'"),
     ],
 )

@@ -39,7 +39,8 @@ def test_an_exact_path_takes_precedence_over_a_longer_one_with_this_end():
 
 def test_the_end_of_several_paths_is_an_error():
     with pytest.raises(
-        AmbiguousPathError, match="'up' is the end of 2 paths: 0/params/up, 0/mu/up. Give a longer path"
+        AmbiguousPathError,
+        match="'up' is the end of 2 paths: 0/params/up, 0/mu/up. Give a longer path, such as 'mu/up', or",
     ):
         find_paths("up", PATHS)
 

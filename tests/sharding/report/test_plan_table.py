@@ -10,6 +10,7 @@ import autoshard
 from autoshard._columns import shorten_middle
 from autoshard._units import bytes_text, ratio_text, time_text
 from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.report.page import page
 from autoshard.sharding.report.summary import mesh_text
 from autoshard.sharding.report.tensor_labels import LABEL_WIDTH
 from tests.sharding.example_step import shapes, train_step
@@ -26,9 +27,10 @@ def test_table_is_plain_text_of_a_page_width(words):
 
 def test_table_names_the_chosen_plan_and_the_next_best():
     plan = planned(None)
-    text = str(plan)
+    text, priced = str(plan), sum(len(record.tried) for record in plan.history)
     assert text.startswith(f"train_step on cpu:8: {mesh_text(plan)}\nplan: {plan.chosen}, the fastest of ")
-    assert f"of {len(plan.candidates)} plans" in text
+    assert f"of {priced} plans" in text and f"<b>{priced}</b> plans priced" in page(plan)
+    assert priced > len(plan.candidates)  # local search priced further plans
     distinct = sorted({(us, peak): name for name, us, peak in reversed(plan.candidates) if name != plan.chosen}.items())
     for (us, _), name in distinct[:3]:
         assert f"{name} {ratio_text(us, plan.estimate.step_time_us)}" in text

@@ -1,11 +1,14 @@
 """What the reports of a plan share: names of axes, groups, the reason for the choice."""
 
+from dataclasses import replace
+
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
-from autoshard.sharding.report.summary import AxisNames, groups, mesh_text, verdict
+from autoshard.sharding.report.search_outcome import verdict
+from autoshard.sharding.report.summary import AxisNames, groups, mesh_text
 from tests.sharding.report.plans import half_built, planned
 
 
@@ -57,6 +60,16 @@ def test_every_input_is_in_one_group():
     assert all(len(kind) == 1 for kind in kinds) and len({next(iter(kind)) for kind in kinds}) == len(kinds)
 
 
+def test_arrays_in_host_memory_have_their_own_group():
+    plan = planned()
+    moved = [replace(x, memory_kind="pinned_host") if x.role == "optimizer" and x.path.endswith("wq") else x
+             for x in plan.inputs]  # fmt: skip
+    made, before = groups(plan, moved), groups(plan, plan.inputs)
+    assert all(len({x.memory_kind for x in g.leaves}) == 1 for g in made) and len(made) > len(before)
+    lines = [line for line in str(plan.where(inputs=tuple(moved))).splitlines() if "in host memory" in line]
+    assert len(lines) == 1 and "wq" in lines[0] and "wk" not in lines[0]
+
+
 def test_verdict_counts_the_candidates_that_fit():
     plan = half_built(
         chosen="b", candidates=(("a", 1.0, 99.0), ("b", 2.0, 5.0), ("c", 3.0, 5.0)), limit_bytes=10.0,
@@ -68,4 +81,6 @@ def test_verdict_counts_the_candidates_that_fit():
     none = plan.where(estimate=large, candidates=(("a", 1.0, 99.0), ("b", 2.0, 11.0)))
     assert verdict(none).sentence == "b, the smallest of 2 plans: none fits 10 B"
     assert verdict(plan.where(estimate=large)).sentence == "b, which does not fit 10 B"
-    assert verdict(plan.where(estimate=large, candidates=())).sentence == "b, as requested; it does not fit 10 B"
+    requested = plan.where(estimate=large, candidates=(), mesh=AbstractMesh((2,), ("x",)))
+    assert verdict(requested).sentence == "b, as requested; it does not fit 10 B"
+    assert verdict(requested.where(mesh=AbstractMesh((1,), ("x",)))).sentence == "b; it does not fit 10 B"

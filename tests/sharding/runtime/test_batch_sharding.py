@@ -1,5 +1,8 @@
 """`step.shard_batch`: the global batch from each process's rows; and batches of an evaluation step."""
 
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from autoshard import auto_shard
 from autoshard.errors import PlanError
+from autoshard.sharding.runtime import batch_sharding
 from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
 from tests.sharding.runtime.two_processes import run_in_two_processes
 
@@ -60,6 +64,51 @@ def test_in_one_process_the_rows_are_all_rows():
             step.shard_batch(local)
     with pytest.raises(PlanError, match="no further argument that is data"):
         step.shard_batch(batch(), batch())
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_rows_of_another_process_are_gathered(monkeypatch, process):
+    """Both processes are this one: every device needs rows of the process that it is not in."""
+    rows, gathered = batch(), []
+
+    def gather(own, tiled):
+        gathered.append((own, tiled))
+        return rows
+
+    step = auto_shard(sgd_step, plan="tp:8", example=(mlp_state(), rows))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(batch_sharding.multihost_utils, "process_allgather", gather)
+    own = rows[16 * process : 16 * process + 16]
+    placed = step.shard_batch(own.astype(np.float64))  # the plan is for float32
+    assert placed.dtype == np.float32 and placed.shape == (32, 64)
+    np.testing.assert_array_equal(placed, rows)
+    [(passed, tiled)] = gathered
+    np.testing.assert_array_equal(passed, own)
+    assert tiled
+    with pytest.raises(PlanError, match=rf"shape \(20, 64\) in process {process}, but .* over 2 processes\. Pass"):
+        step.shard_batch(rows[:20])
+
+
+class Device(NamedTuple):
+    number: int
+    process_index: int
+
+
+@pytest.mark.parametrize(
+    ("places", "holds"),
+    [
+        ([(0, 2), (2, 4), (4, 6), (6, 8)], True),
+        ([(0, 4), (0, 4), (4, 8), (4, 8)], True),
+        ([(0, 8)] * 4, False),  # replicated
+        ([(0, 2), (4, 6), (2, 4), (6, 8)], False),  # one row block of each process is on the other
+    ],
+)
+def test_rows_are_exchanged_unless_each_process_holds_its_own(places, holds):
+    """Four devices in two processes, eight rows along the second dimension."""
+    found = {Device(n, n // 2): (slice(None), slice(*place)) for n, place in enumerate(places)}
+    sharding = SimpleNamespace(devices_indices_map=lambda shape: found)
+    assert batch_sharding._holds_own_rows(cast(Any, sharding), (3, 8), dim=1, count=4) == holds
 
 
 def weighted_loss(params, data):

@@ -17,7 +17,7 @@ def test_a_donated_state_that_is_used_again_is_named():
     step(state, batch())
     for again in (step, auto_shard(sgd_step)):  # the second has no plan yet
         with pytest.raises(
-            PlanError, match="argument '0/b', '0/v', '0/w' was donated to an earlier call, which reused"
+            PlanError, match="arguments '0/b', '0/v', '0/w' were donated to an earlier call, which reused"
         ):
             again(state, batch())
 
@@ -34,7 +34,7 @@ def test_a_donated_array_is_refused_by_the_jitted_plan_too():
     run = plan(sgd_step, mlp_state(), batch(), plan="dp:8", donate_argnums=0).jit()
     state, _ = run(mlp_state(), batch())
     run(state, batch())
-    with pytest.raises(PlanError, match="argument '0/b', '0/v', '0/w' was donated"):
+    with pytest.raises(PlanError, match="arguments '0/b', '0/v', '0/w' were donated"):
         run(state, batch())
 
 

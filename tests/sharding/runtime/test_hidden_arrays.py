@@ -14,7 +14,7 @@ import pytest
 from flax import linen
 
 import autoshard
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.program.hidden_arrays import array_inside
 
 
@@ -98,6 +98,19 @@ def test_an_argument_that_holds_arrays_is_refused() -> None:
     bound = autoshard.auto_shard(lambda loss, x: loss(x))
     with pytest.raises(PlanError, match=r"holds an array at \.__self__\.w: .*Register the class Model"):
         bound(Model(W).loss, X)
+
+
+@pytest.mark.parametrize("inner", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_large_arrays_that_are_hidden_too_deep_are_warned_of(inner: Any) -> None:
+    def deep(rows: int) -> Model:
+        return Model(Model(Model(Model(Model(Model(np.ones((rows, 8), np.float32)))))))
+
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        return inner(lambda x: x @ model.w.w.w.w.w.w.T)(x)
+
+    with pytest.warns(AutoshardWarning, match=r"captures 2.00 MiB of arrays, the largest a float32\[8, 65536\]"):
+        autoshard.auto_shard(step)(deep(65536), X)
+    autoshard.auto_shard(step)(deep(64), X)  # our warnings are errors
 
 
 def test_a_result_that_holds_a_value_under_trace_is_refused() -> None:

@@ -53,6 +53,6 @@ def test_other_state_than_the_planned_one_is_named(name):
     create, difference = OTHER[name]
     step = auto_shard(sgd_step, example=(mlp_state(), batch()))
     with pytest.raises(
-        PlanError, match=f"init: .* none of the planned .* most similar is '0', but {difference}. Return"
+        PlanError, match=f"init: .* none of the planned .* most similar one is '0', but {difference}. Return"
     ):
         step.init(create)

@@ -148,8 +148,8 @@ class Settings:
 @pytest.mark.parametrize(
     "leaf, kind",
     [
-        (np.array(["adam"]), "an array of <U4"),
-        (np.array([None]), "an array of object"),
+        (np.array(["adam"]), r"an array of text \(<U4\)"),
+        (np.array([None]), r"an array of Python objects \(object\)"),
         (np.zeros(1, [("a", "f4")]), r"an array of \[\('a', '<f4'\)\]"),
         (Settings(np.ones(3)), "a Settings"),
         (bytearray(b"adam"), "a bytearray"),
@@ -161,11 +161,12 @@ def test_a_leaf_that_is_not_hashable_is_named_at_every_call(leaf, kind):
         return sgd_step(params, x)[0], leaf
 
     step, returns = auto_shard(sgd_step, plan="dp:8"), auto_shard(with_leaf, plan="dp:8")
+    text = f"is .*, {kind}.*(not hashable|of numbers only)"
     for _ in range(2):
-        with pytest.raises(PlanError, match=rf"\(sgd_step\): argument '0/name' is .*, {kind}: .*not hashable"):
+        with pytest.raises(PlanError, match=rf"\(sgd_step\): argument '0/name' {text}"):
             step({**mlp_state(), "name": leaf}, batch())
         step(mlp_state(), batch())
-        with pytest.raises(PlanError, match=rf"\(with_leaf\): result '1' is .*, {kind}: .*not hashable"):
+        with pytest.raises(PlanError, match=rf"\(with_leaf\): result '1' {text}"):
             returns(mlp_state(), batch())
 
 

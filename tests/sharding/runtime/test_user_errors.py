@@ -9,7 +9,7 @@ from flax import nnx
 
 import autoshard
 from autoshard import auto_shard
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, AutoshardWarning
 from tests.sharding.programs import batch, mlp_state, sgd_step
 
 STATE = {"params": {"w": jnp.ones((8, 8))}}
@@ -55,6 +55,21 @@ def test_errors_name_the_variables_of_nnx_objects():
 
     with pytest.raises(jax.errors.TracerBoolConversionError, match="the argument model.kernel"):
         auto_shard(fn)(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((8, 8)))
+
+
+CALLS = {
+    "call": lambda step, x: step(x),
+    "step.plan": lambda step, x: step.plan(x),
+    "plan": lambda step, x: autoshard.plan(jnp.sin, x),
+    "vmap": lambda step, x: jax.vmap(step)(x[None]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_warnings_point_to_the_users_line(name):
+    with pytest.warns(AutoshardWarning, match="nothing is sharded") as caught:
+        CALLS[name](auto_shard(jnp.sin), jnp.ones((3, 5)))
+    assert {each.filename for each in caught} == {__file__}
 
 
 def test_wrong_arguments_and_requests_show_only_the_users_frames():

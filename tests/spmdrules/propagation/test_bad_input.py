@@ -292,13 +292,13 @@ SPECS = {
     ),
     "fixed, an unknown axis": (
         planned({"1": P("expert")}),
-        "fixed '1': .* names mesh axis 'expert', but the mesh has {'data': 2"
-        ", 'model': 4}; give mesh= with the names that the specs use",
+        "fixed '1': .* names mesh axis 'expert', but the mesh is {'data': 2"
+        ", 'model': 4}; use its names, or give mesh= with the names that the spec uses",
     ),
     "fixed, no axis": (planned({"1": P(3)}), "fixed '1': P(3,); give {path glob: PartitionSpec} on a named mesh"),
     "fixed, indivisible": (
         planned({"0/b": P(("data", "model"))}),
-        "fixed '0/b' dim 0 has size 4, not divisible by mesh axes ('data', 'model') (8). Pad it to 8, or drop",
+        "fixed '0/b' dim 0 has size 4, not divisible by mesh axes 'data' x 'model' (8). Pad it to 8, or drop",
     ),
     "fixed, no such path": (
         planned({"layers/*": P("data")}),

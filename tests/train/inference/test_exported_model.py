@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -20,6 +22,7 @@ from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.inference.exported_model import (
     FILE,
     TOKENIZER_FILE,
+    averaged_parameters,
     open_generator,
     read_inference,
     write_inference,
@@ -182,7 +185,7 @@ def test_a_damaged_step_is_skipped(make_config: MakeConfig, tmp_path: Path) -> N
 
 @pytest.mark.whole
 def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoints: there is no such folder"):
+    with pytest.raises(ConfigError, match="does not exist: give the folder of a run"):
         open_generator(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=f"has no {FILE}"):
         open_generator(tmp_path)
@@ -206,12 +209,12 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
             {"format": 9},
             r"^\S*inference\.json has format 9, but this version reads formats up to 1: upgrade",
         ),
-        ({"model": ["gpt"]}, r"^\S* is damaged: model is \['gpt'\], it must be a name$"),
-        ({"generation": {}}, "temperature is None, it must be at least 0 and finite"),
-        ({"generation": {"temperature": "x"}}, "temperature is 'x', it must be at least 0 and finite"),
-        ({"generation": {"temperature": 1.0, "top_k": 0}}, "top_k is 0, it must be null or at least 1"),
-        ({"tokenizer": {}}, "the tokenizer's kind is None, it must be 'bytes' or 'file'"),
-        ({"tokenizer": {"kind": "file"}}, "the tokenizer's sha256 is None, it must be a text"),
+        ({"model": ["gpt"]}, r"^\S* is damaged: model is \['gpt'\]; it must be a name$"),
+        ({"generation": {}}, "temperature is None; it must be at least 0 and finite"),
+        ({"generation": {"temperature": "x"}}, "temperature is 'x'; it must be at least 0 and finite"),
+        ({"generation": {"temperature": 1.0, "top_k": 0}}, "top_k is 0; it must be null or at least 1"),
+        ({"tokenizer": {}}, "the tokenizer's kind is None; it must be 'bytes' or 'file'"),
+        ({"tokenizer": {"kind": "file"}}, "the tokenizer's sha256 is None; it must be a text"),
         ({"config": whole["config"] | {"dtype": "float99"}}, "the architecture does not fit this version"),
         ({"config": {"layer": 3}}, "the architecture does not fit this version"),
         ({"config": whole["config"] | {"width": 32}}, "params/embed: saved float32"),
@@ -236,3 +239,98 @@ def test_a_run_resumed_on_the_same_machine_keeps_its_plan(make_config: MakeConfi
     elsewhere = Trainer(replace(resumed, mesh="data=4"))
     assert dict(elsewhere.placed.plan.mesh.shape) == {"data": 4}
     assert train(resumed).step == 4
+
+
+def stored_model(tmp_path: Path, config: TrainConfig, **states: Any) -> Path:
+    """Save states without training: `stored_model(tmp_path, config, step_2={"params": ...})`."""
+    folder = tmp_path / "stored"
+    with Checkpointer(folder, keep=None) as checkpoints:
+        checkpoints.claim()
+        for name, state in states.items():
+            checkpoints.save(int(name.removeprefix("step_")), state, block=True)
+    write_inference(folder, config, make_program_of(config))
+    return folder
+
+
+def weights(value: float) -> dict[str, jax.Array]:
+    return {"w": jnp.full((4,), value, jnp.float32)}
+
+
+def test_a_folder_without_a_checkpoint_has_no_model_yet(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = stored_model(tmp_path, make_config())
+    with pytest.raises(ConfigError, match="has no checkpoint yet: wait for the first save, or give another folder"):
+        open_generator(folder)
+
+
+def test_a_description_that_cannot_be_written_is_one_error(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = make_config()
+    with pytest.raises(ConfigError, match=r"file' cannot be written: \[Errno"):
+        write_inference(tmp_path / "file", config, make_program_of(config))
+
+
+def test_only_the_tokenizer_of_the_training_is_used(make_config: MakeConfig, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "cat": 2, "sat": 3}, unk_token="[UNK]"))
+    tokenizer.save(str(tmp_path / "words.json"))
+    folder = stored_model(tmp_path, make_config(tokenizer=tmp_path / "words.json"), step_1={"params": weights(1.0)})
+    copy = folder / TOKENIZER_FILE
+    assert copy.read_bytes() == (tmp_path / "words.json").read_bytes()
+    assert open_generator(folder).codec.decode(np.array([2])) == "cat"
+    written = copy.stat().st_mtime_ns
+    write_inference(folder, make_config(tokenizer=tmp_path / "words.json"), make_program_of(make_config()))
+    assert copy.stat().st_mtime_ns == written  # it is up to date
+    copy.write_text(copy.read_text().replace("sat", "saw"))
+    with pytest.raises(ConfigError, match="is not the tokenizer that the model was trained with: its SHA-256 is"):
+        open_generator(folder)
+
+
+def damage(step: Path) -> None:
+    for file in (step / "state").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that Orbax drops
+def test_the_newest_intact_parameters_are_loaded(make_config: MakeConfig, tmp_path: Path) -> None:
+    states = {f"step_{step}": {"params": weights(step)} for step in (1, 2)}
+    folder = stored_model(tmp_path, make_config(), **states)
+    newest = open_generator(folder)
+    np.testing.assert_array_equal(newest._parameters(weights(0))["w"], [2.0] * 4)
+    damage(folder / "step_00000002")
+    with pytest.warns(CheckpointWarning, match="(?s)step 2 in .* is damaged.*An earlier step is used"):
+        np.testing.assert_array_equal(newest._parameters(weights(0))["w"], [1.0] * 4)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that Orbax drops
+def test_without_intact_parameters_there_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = stored_model(tmp_path, make_config(), step_1={"params": weights(1)})
+    np.testing.assert_array_equal(open_generator(folder, 1)._parameters(weights(0))["w"], [1.0] * 4)
+    with pytest.raises(CheckpointError, match="params/v"):
+        open_generator(folder)._parameters({"v": jnp.zeros((4,))})
+    damage(folder / "step_00000001")
+    with pytest.raises(CheckpointError, match="step 1 in .* is damaged"):
+        open_generator(folder)._parameters(weights(0))
+
+
+def test_a_moving_average_is_divided_by_its_weight(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Frozen parameters have no average."""
+    ema = {"mean": weights(0.5), "weight": jnp.float32(0.25)}
+    state = {"params": weights(1), "ema": ema, "frozen": {"table": jnp.full((2,), 9.0)}}
+    folder = stored_model(tmp_path, make_config(ema_decay=0.5), step_1=state)
+    loaded = averaged_parameters(Checkpointer(folder, keep=None), 1, weights(0) | {"table": jnp.zeros((2,))})
+    np.testing.assert_array_equal(loaded["w"], [2.0] * 4)
+    np.testing.assert_array_equal(loaded["table"], [9.0] * 2)
+
+
+def test_a_moving_average_before_its_first_update(make_config: MakeConfig, tmp_path: Path) -> None:
+    state = {"params": weights(1), "ema": {"mean": weights(0), "weight": jnp.float32(0)}}
+    folder = stored_model(tmp_path, make_config(ema_decay=0.5), step_2=state)
+    checkpoints = Checkpointer(folder, keep=None)
+    with pytest.raises(ConfigError, match="step 2 in .* has no moving average yet: leave out --use-ema"):
+        averaged_parameters(checkpoints, 2, weights(0))
+    np.testing.assert_array_equal(averaged_parameters(checkpoints, 2, weights(0), or_parameters=True)["w"], [1.0] * 4)
+
+
+def test_a_checkpoint_without_a_moving_average(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = stored_model(tmp_path, make_config(), step_3={"params": weights(1)})
+    with pytest.raises(ConfigError, match="step 3 in .* has no moving average: leave out --use-ema"):
+        averaged_parameters(Checkpointer(folder, keep=None), 3, weights(0), or_parameters=True)

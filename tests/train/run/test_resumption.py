@@ -8,8 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import autoshard
+from autoshard.ckpt import Checkpointer
 from autoshard.cli import main
 from autoshard.errors import AutoshardWarning, ConfigError, PlanError
 from autoshard.train.config import run_directory
@@ -21,6 +24,7 @@ from autoshard.train.run.resumption import (
     check_same_run,
     place_again,
     scalings,
+    stored_config,
     with_newer_request,
     with_searched_variant,
 )
@@ -114,6 +118,42 @@ def test_a_searched_plan_of_other_devices_is_searched_anew(
     placed, line = place_again(place, config, config)
     assert placed.plan.chosen == "fsdp:4"
     assert line == "planned anew: the checkpoint's plan, fsdp:8, is for cpu:8; on cpu:4 the plan is fsdp:4"
+
+
+def test_an_error_of_the_plan_without_new_options_is_kept(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user left out the plan of the run and keeps its mesh: there is no option to leave out."""
+    attach(monkeypatch, 4)
+    stored = make_config(plan="fsdp:8", mesh="data=8")
+
+    def place(config: TrainConfig, _: Any) -> Any:
+        raise PlanError("the mesh takes 8 devices, but cpu:4 has 4")
+
+    with pytest.raises(PlanError, match="^the mesh takes 8 devices, but cpu:4 has 4$"):
+        place_again(place, replace(stored, plan=None), stored)
+
+
+def test_the_newest_readable_plan_is_found(make_config: MakeConfig, tmp_path: Path) -> None:
+    x = jax.ShapeDtypeStruct((16, 8), "float32")
+    made = autoshard.plan(lambda x: x * 2, x, target="cpu:8", plan="dp:8")
+    config = make_config(run_dir=tmp_path / "run")
+    assert resumption.newest_plan(config) is None
+    with Checkpointer(tmp_path / "run" / "checkpoints", keep=None) as checkpoints:
+        checkpoints.save(1, {"w": jnp.zeros(2)}, plan=made.to_json(), block=True)
+        checkpoints.save(2, {"w": jnp.zeros(2)}, plan='{"format": "of another version"}', block=True)
+    found = resumption.newest_plan(config)
+    assert found is not None and found.to_json() == made.to_json()
+    with Checkpointer(tmp_path / "run" / "checkpoints", keep=None) as checkpoints:
+        checkpoints.save(3, {"w": jnp.zeros(2)}, block=True)
+    assert resumption.newest_plan(config) is None  # the newest step was saved without a plan
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(make_config: MakeConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume: '.*empty' is not a run: give the folder of a run with --run-dir"):
+        stored_config(make_config(run_dir=tmp_path / "empty"))
+    with pytest.raises(ConfigError, match="--resume: 'None' is not a run"):
+        stored_config(make_config(run_dir=None))
 
 
 def test_a_mesh_is_scaled_without_a_plan_too(make_config: MakeConfig) -> None:

@@ -15,6 +15,7 @@ from autoshard.sharding.report.summary import exposed_us, local_bytes, memory_ro
 
 COLLECTIVES_SHOWN = 12
 ENLARGED = 0.1  # a peak below this fraction of the limit is also drawn enlarged
+HOST_TRANSFERS = "host transfers"
 MEMORY_KINDS = ("parameter", "optimizer", "data", "temporary", "constant")
 
 
@@ -117,6 +118,8 @@ def time_section(plan: ShardingPlan) -> str:
     step = estimate.step_time_us
     hidden = max(estimate.comm_us - exposed, 0.0)
     words = f"{time_text(estimate.compute_us)} compute and {time_text(exposed)} exposed communication"
+    if waits := estimate.host_exposed_us:
+        words += f", {time_text(waits)} exposed transfers of host memory"
     above = stack([("k-compute", f"compute {time_text(estimate.compute_us)}", estimate.compute_us)], step,
                   f"compute: {time_text(estimate.compute_us)} of {time_text(step)}")  # fmt: skip
     parts = [
@@ -130,6 +133,8 @@ def time_section(plan: ShardingPlan) -> str:
     parts += [(kind_class(k), f"{k}, exposed: {time_text(m.exposed_us)}", m.exposed_us) for k, m in moved.items()]
     if not any(m.time_us for m in moved.values()):  # times by kind are unknown
         parts = [("k-other hid", "hidden", hidden), ("k-other", "exposed", exposed)]
+    if waits:
+        parts.append(("k-other", f"{HOST_TRANSFERS}, exposed: {time_text(waits)}", waits))
     below = stack(parts, step, f"traffic: {time_text(hidden)} hidden by compute, {time_text(exposed)} exposed",
                   start=max(estimate.compute_us - hidden, 0.0))  # fmt: skip
     lanes = (
@@ -145,14 +150,20 @@ def time_section(plan: ShardingPlan) -> str:
         ]
         for k, m in moved.items()
     ]  # fmt: skip
+    if estimate.host_us:
+        rows.append([
+            key("k-other") + HOST_TRANSFERS, time_text(estimate.host_us), time_text(estimate.host_us - waits),
+            time_text(waits), percent_text(waits, step), time_text(alone.host_us) if alone else "-",
+        ])  # fmt: skip
+    hidden += estimate.host_us - waits
     total = time_text(alone.step_time_us) if alone else "-"
-    spent = time_text(estimate.compute_us + estimate.comm_us)
+    spent = time_text(estimate.compute_us + estimate.comm_us + estimate.host_us)
     rows.append(["<b>sum</b>", spent, time_text(hidden), f"<b>{time_text(step)}</b>", percent_text(step, step), total])
     head = ["kind", "time", "hidden", "in step time", "share", "on one device"]
     listed = table(head, rows, (1, 2, 3, 4, 5), wide=(4, 5))
-    why = ""
+    why, beside = "", "communication and transfers of host memory" if estimate.host_us else "communication"
     if hidden:
-        why = (f'<p class="remark">All work takes {spent}. {time_text(hidden)} of it is communication during compute, '
+        why = (f'<p class="remark">All work takes {spent}. {time_text(hidden)} of it is {beside} during compute, '
                f"so the step takes {time_text(step)}.</p>")  # fmt: skip
     return (f'<p class="figure">{time_text(step)} <small>estimated: {words}</small></p>{lanes}{listed}{why}'
             f"{_known_step(plan)}")  # fmt: skip

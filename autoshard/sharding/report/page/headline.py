@@ -11,8 +11,8 @@ from autoshard._shown import shown
 from autoshard._units import bytes_text, percent_text, ratio_text, time_text, variant_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.compiled import audit_of, compiled_audit, failure_text, measured_us, source_of
-from autoshard.sharding.report.page.search import is_fastest, plan_counts, ratio_or_tie
 from autoshard.sharding.report.page.tensors import NAMES, table_id
+from autoshard.sharding.report.search_outcome import plan_counts, ratio_or_tie, verdict
 from autoshard.sharding.report.summary import (
     collectives,
     devices,
@@ -21,7 +21,6 @@ from autoshard.sharding.report.summary import (
     mesh_text,
     title,
     totals,
-    verdict,
 )
 
 
@@ -63,29 +62,10 @@ def headline(plan: ShardingPlan) -> str:
     cards = "".join(card.html for card in _cards(plan))
     return (
         f'<header><h1>{escape(title(plan))}</h1><p class="mesh">{escape(mesh_text(plan))}</p>'
-        f"<p>Plan: {escape(verdict_text(plan))}.</p>{failed}{variant}{next_best}</header>"
+        f"<p>Plan: {escape(verdict(plan).sentence)}.</p>{failed}{variant}{next_best}</header>"
         f'<div class="cards">{cards}</div><p class="remark sources">{_sources(plan)}</p>'
         f'<ul class="counts" aria-label="Counts">{_counts(plan)}</ul>'
     )
-
-
-def verdict_text(plan: ShardingPlan) -> str:
-    """Why the plan was chosen, with the number of all plans that were priced."""
-    name, counts = plan.chosen or "this plan", plan_counts(plan)
-    if counts.priced < 2 or (not plan.fits and counts.fitting):
-        return verdict(plan).sentence
-    size = bytes_text(plan.limit_bytes)
-    if not plan.fits:
-        return f"{name}, the smallest of {counts.priced} plans: none fits {size}"
-    ok = sum(audit.ok for audit in plan.audits)
-    if ok > 1:
-        return f"{name}, the fastest of {ok} that were compiled, of {counts.priced} plans"
-    if len(plan.measured) > 1:
-        return f"{name}, the fastest of {len(plan.measured)} that were run, of {counts.priced} plans"
-    among = f"{counts.priced} plans"
-    if counts.fitting < counts.priced:
-        among = f"{counts.fitting} plans that fit {size} (of {counts.priced})"
-    return f"{name}, {'the fastest of' if is_fastest(plan) else 'chosen from'} {among}"
 
 
 def _next_best(plan: ShardingPlan) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from autoshard.sharding.planner.constants import ALTERNATIVE_TIE
 from autoshard.sharding.report.page.chart import Point, scatter
 from autoshard.sharding.report.page.legends import bar_legend
 from autoshard.sharding.report.page.parts import bar, folded, search_box, table
-from autoshard.sharding.report.summary import exposed_us
+from autoshard.sharding.report.search_outcome import history_of, is_fastest, is_tie, plan_counts, ratio_or_tie
 
 SHOWN = 12  # rows that are shown at first; the others are folded
 LISTED = 400  # rows in the page, which bounds its size
@@ -33,65 +33,9 @@ class Row:
     chosen: bool
 
 
-@shown
-@dataclass(frozen=True)
-class PlanCounts:
-    """How many plans the search proposed, left out and priced, over all variants.
-
-    Attributes:
-        proposed: Plans that the search began with; `known + alike + idle`.
-        alike: Those with the same layout as another.
-        idle: Those with an idle mesh axis.
-        known: Those that were priced.
-        changed: Further plans that local search made and priced.
-        fitting: Priced plans that fit the memory limit.
-        variants: Variants of the step.
-    """
-
-    proposed: int
-    alike: int
-    idle: int
-    known: int
-    changed: int
-    fitting: int
-    variants: int
-
-    @property
-    def priced(self) -> int:
-        """All priced plans."""
-        return self.known + self.changed
-
-
-def plan_counts(plan: ShardingPlan) -> PlanCounts:
-    """Count the plans of the search."""
-    history = _history(plan)
-    proposed, alike, idle = (sum(getattr(h, name) for h in history) for name in ("proposed", "alike", "idle"))
-    tried = [each for h in history for each in h.tried]
-    changed, limit = sum(t.changed for t in tried), plan.limit_bytes or math.inf
-    fitting = sum(t.peak_bytes <= limit for t in tried)
-    return PlanCounts(proposed, alike, idle, len(tried) - changed, changed, fitting, len(history))
-
-
-def is_fastest(plan: ShardingPlan) -> bool:
-    """Whether no plan that fits is faster by the estimate, ties aside."""
-    limit = plan.limit_bytes or math.inf
-    tried = (t for h in _history(plan) for t in h.tried if t.peak_bytes <= limit)
-    return not any(t.step_time_us < plan.estimate.step_time_us and not is_tie(plan, t.step_time_us) for t in tried)
-
-
-def is_tie(plan: ShardingPlan, step_time_us: float) -> bool:
-    """Whether a step time equals that of the plan, within the error of the estimate."""
-    return abs(step_time_us - plan.estimate.step_time_us) <= ALTERNATIVE_TIE * plan.estimate.step_time_us
-
-
-def ratio_or_tie(plan: ShardingPlan, step_time_us: float) -> str:
-    """A step time as a multiple of that of the plan: `1.25x`, or `tie`."""
-    return "tie" if is_tie(plan, step_time_us) else ratio_text(step_time_us, plan.estimate.step_time_us)
-
-
 def search_section(plan: ShardingPlan) -> str:
     """The search: a summary, a chart, the variants, the plans."""
-    history = _history(plan)
+    history = history_of(plan)
     rows = list(_rows(plan, history))
     if len(rows) < 2:
         return ""
@@ -114,13 +58,6 @@ def _names_text(rows: Sequence[Row]) -> str:
         words += (" A word such as <code>tp-ffn</code> or <code>dp+vocab</code> is a change by local search: one "
                   "logical axis or kind of state removed (-) from that mesh axis, or added (+) to it.")  # fmt: skip
     return f'<p class="remark">{words}</p>'
-
-
-def _history(plan: ShardingPlan) -> Sequence[SearchRecord]:
-    """The plan's history, or one made of its candidates if it has none."""
-    if plan.history:
-        return plan.history
-    return [SearchRecord(plan.variant, len(plan.candidates), tried=tuple(PricedPlan(*c) for c in plan.candidates))]
 
 
 def _rows(plan: ShardingPlan, history: Sequence[SearchRecord]) -> Iterator[Row]:
@@ -175,7 +112,7 @@ def why_not_chosen(plan: ShardingPlan, tried: PricedPlan) -> str:
     if not tried.compute_us:
         return "slower"
     compute = tried.compute_us - here.compute_us
-    exposed = tried.step_time_us - tried.compute_us - exposed_us(plan)
+    exposed = tried.step_time_us - tried.compute_us - (here.step_time_us - here.compute_us)
     least = ALTERNATIVE_TIE * here.step_time_us / 2  # the larger of two parts of more than a tie
     kind = f" (mostly {tried.most_exposed_kind})" if tried.most_exposed_kind else ""
     parts = [

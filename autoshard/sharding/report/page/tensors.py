@@ -64,9 +64,8 @@ def _row(plan: ShardingPlan, group: Group, paint: AxisLabels, most: float) -> li
     inner = f'<ul class="why">{reasons}</ul>' if reasons else ""
     spec = f'<p class="spec">{escape(leaf.dtype)} <code>{escape(spec_text(leaf.spec))}</code></p>'
     detail = f'{spec}{inner}<ul class="paths">{paths}</ul>'
-    on_host = sum(x.memory_kind != "device" for x in group.leaves)
-    host = f'<i class="stored">{"host memory" if on_host == len(group.leaves) else f"{on_host} in host memory"}</i>'
-    label = f"<code>{escape(group.label)}</code>{host if on_host else ''}"
+    host = '<i class="stored">host memory</i>' if leaf.memory_kind != "device" else ""
+    label = f"<code>{escape(group.label)}</code>{host}"
     return [
         folded(label, detail),
         f"\u00d7{len(group.leaves)}" if len(group.leaves) > 1 else "",

@@ -7,8 +7,10 @@ import pytest
 
 from autoshard._units import bytes_text, ratio_text, time_text
 from autoshard.sharding.audit import Audit
+from autoshard.sharding.plan.search_record import PricedPlan
 from autoshard.sharding.report.page import page
-from autoshard.sharding.report.page.headline import headline, verdict_text
+from autoshard.sharding.report.page.headline import headline
+from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import collectives, mesh_sizes
 from tests.sharding.report.page.elements import texts, visible_rows
 from tests.sharding.report.page.plans import PLANS, compiled, offloaded, requested, searched
@@ -64,13 +66,17 @@ def test_the_verdict_counts_all_priced_plans():
     size = bytes_text(plan.limit_bytes)
     assert 1 < fitting < len(priced)
     words = f"{plan.chosen}, the fastest of {fitting} plans that fit {size} (of {len(priced)})"
-    assert verdict_text(plan) == words
-    assert verdict_text(compiled()) == f"{plan.chosen}, the fastest of 2 that were compiled, of {len(priced)} plans"
-    assert verdict_text(requested()) == "fsdp:2 tp:4 seq, as requested"
+    assert verdict(plan).sentence == words
+    assert verdict(compiled()).sentence == f"{plan.chosen}, the fastest of 2 that were compiled, of {len(priced)} plans"
+    assert verdict(requested()).sentence == "fsdp:2 tp:4 seq, as requested"
     tiny = plan.where(limit_bytes=1.0)
-    assert verdict_text(tiny) == f"{plan.chosen}, the smallest of {len(priced)} plans: none fits 1 B"
+    assert verdict(tiny).sentence == f"{plan.chosen}, the smallest of {len(priced)} plans: none fits 1 B"
+    record = plan.history[-1]
+    better = PricedPlan("dp+x", plan.estimate.step_time_us / 1.1, 1.0, changed=True)
+    close = plan.where(history=(*plan.history[:-1], replace(record, tried=(better, *record.tried))))
+    assert verdict(close).sentence.endswith(" except 1 changed, whose gain is small or uncertain")
     slow = plan.where(estimate=replace(plan.estimate, step_time_us=plan.estimate.step_time_us * 2))
-    assert "chosen from" in verdict_text(slow) and "fastest" not in verdict_text(slow)
+    assert "chosen from" in verdict(slow).sentence and "fastest" not in verdict(slow).sentence
 
 
 def test_a_measured_step_time_comes_first():
@@ -80,7 +86,7 @@ def test_a_measured_step_time_comes_first():
     shown = cards(headline(measured))
     estimated = f"estimated {time_text(plan.estimate.step_time_us)}"
     assert shown["step time"][:3] == ["2.00 ms", "measured, the median of its runs", estimated]
-    assert "the fastest of 2 that were run" in verdict_text(measured)
+    assert "the fastest of 2 that were run" in verdict(measured).sentence
     assert "Measured, the step takes 2.00 ms instead of" in page(measured)
     assert "Compiled, the step takes 1.00 ms by the compiler" in page(compiled())
     assert cards(headline(plan.where(measured=(("another", 100.0),))))["step time"][1] == "estimated"

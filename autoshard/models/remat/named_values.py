@@ -1,0 +1,61 @@
+"""The named values of a decoder layer, which a remat policy keeps, moves to the host or recomputes one by one.
+
+A name is of use only on a value that the backward pass of its layer reads. The result of a layer is no such value: the
+next layer reads it as its own `residual`. For this reason `mlp_out` moves nothing in a layer whose MLP ends in the
+residual stream. It does in experts with a capacity, where the gates' gradient reads the experts' results.
+
+The experts of `dispatch="dropless"` are one operator that recomputes its hidden values. They have no named values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from autoshard._shown import shown
+
+
+@shown
+@dataclass(frozen=True)
+class NamedValue:
+    """A named value of a layer.
+
+    Attributes:
+        meaning: what it is.
+        maxtext: the names of the same values in MaxText's `remat_policy: custom`.
+    """
+
+    meaning: str
+    maxtext: tuple[str, ...]
+
+
+NAMED_VALUES: Mapping[str, NamedValue] = MappingProxyType(
+    {
+        "residual": NamedValue("the layer's input `[batch, seq, width]`", ("decoder_layer_input",)),
+        "qkv": NamedValue(
+            "queries, keys and values as attention takes them: projected, and rotated if positions are rotary",
+            ("query_proj", "key_proj", "value_proj", "qkv_proj"),
+        ),
+        "context": NamedValue(
+            "the result of attention before its output projection, and what blockwise attention keeps of the softmax",
+            ("context",),
+        ),
+        "out_proj": NamedValue("the result of attention's output projection", ("out_proj",)),
+        "mlp_in": NamedValue(
+            "the results of the MLP's first products, `up` and `gate`, before the activation function",
+            ("mlpwi", "mlpwi_0", "mlpwi_1"),
+        ),
+        "mlp_out": NamedValue("the result of the MLP's last product, `down`", ("mlpwo",)),
+    }
+)
+"""The named values, in the order in which a layer computes them."""
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+    """Return `x` under a name of `NAMED_VALUES`. Outside of `jax.checkpoint` the name has no effect."""
+    assert name in NAMED_VALUES
+    return checkpoint_name(x, name)

@@ -1,0 +1,137 @@
+"""The time of transfers between the memory of a device and that of its host, and the part that compute does not hide.
+
+    time     = bytes of the shards / (HOST_BANDWIDTH_REACHED x the chip's host bandwidth)
+    busy     = max(time of transfers to the host, time of transfers from it), for each loop body and each stretch of
+               straight code
+    exposed  = max(0, busy - compute of the same body or stretch)
+
+The link carries both directions at once. A transfer runs beside the compute of the loop body, or of the straight code,
+that it is in, since compilers start it there and wait for it there. The body of a loop within it does not count: it is
+a stretch of its own. Where a stretch holds the forward and the backward pass, as with unrolled layers, transfers of
+both directions may hide behind all of it. The compiler's own schedule of transfers is in the audit
+(`hlo.host_transfers`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_classes
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.operator_sharding import operand_spec
+from autoshard.sharding.machines.chips import Chip
+from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.host_memory import is_host_transfer
+from autoshard.spmdrules.core.placement import axes_of
+from autoshard.spmdrules.ir.program import Block, Op
+
+
+@shown
+@dataclass(frozen=True)
+class HostTime:
+    """Transfers of one step between one device and its host.
+
+    Attributes:
+        nbytes: bytes in both directions.
+        time_us: microseconds in which the link is busy.
+        exposed_us: the part of `time_us` that compute does not hide.
+    """
+
+    nbytes: float = 0.0
+    time_us: float = 0.0
+    exposed_us: float = 0.0
+
+
+class HostTraffic:
+    """The transfers of a program. What layouts have in common is found once.
+
+    Args:
+        axes: the program's logical axes.
+        roles: their roles.
+        classes: the classes of its operators.
+        distinct: inputs that share no class with other values.
+    """
+
+    def __init__(
+        self,
+        axes: LogicalAxes,
+        roles: Roles,
+        classes: Sequence[OperatorClass],
+        distinct: frozenset[int] = frozenset(),
+    ):
+        ops = list(_ops_with_stretches(axes.program.block))
+        moved = [(op, stretch, n) for op, stretch in ops if is_host_transfer(op) for n in _moved(op)]
+        self.is_empty = not moved
+        if self.is_empty:
+            return
+        values = [op.operands[n] for op, _, n in moved]
+        found = value_classes(axes, roles, values, distinct)
+        self.examples = found.examples
+        # (stretch, class of the value, whether it goes to the host) -> bytes of a step before sharding
+        self.whole: dict[tuple[int, int, bool], float] = defaultdict(float)
+        for (op, stretch, n), number in zip(moved, found.numbers.tolist(), strict=True):
+            to_host = _compat.is_on_host(op.eqn.outvars[n].aval)
+            self.whole[stretch, number, to_host] += nbytes(op.eqn.invars[n].aval) * op.trips
+        # stretch -> the runs of each class of operators in it
+        self.runs = {stretch: np.zeros(len(classes)) for stretch, _, _ in self.whole}
+        for number, each in enumerate(classes):
+            for n in each.numbers:
+                op, stretch = ops[n]
+                if stretch in self.runs:
+                    self.runs[stretch][number] += op.trips
+
+    def __call__(self, layout: Layout, times_us: Sequence[float], chip: Chip) -> HostTime:
+        """Return the transfers of a step.
+
+        Args:
+            layout: the layout.
+            times_us: microseconds of one run of each class of operators.
+            chip: the chip. If its host bandwidth is unknown, transfers take no time.
+        """
+        if self.is_empty:
+            return HostTime()
+        fractions = [1 / layout.shard_count(axes_of(operand_spec(layout, v))) for v in self.examples]
+        sent: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for (stretch, number, to_host), whole in self.whole.items():
+            sent[stretch][to_host] += whole * fractions[number]
+        total = sum(map(sum, sent.values()))
+        if not chip.host_bandwidth:
+            return HostTime(total)
+        per_byte = 1e6 / (chip.host_bandwidth * HOST_BANDWIDTH_REACHED)
+        busy = {stretch: max(both) * per_byte for stretch, both in sent.items()}
+        compute = {stretch: float(self.runs[stretch] @ np.asarray(times_us)) for stretch in busy}
+        return HostTime(total, sum(busy.values()), sum(max(busy[s] - compute[s], 0.0) for s in busy))
+
+
+def _moved(op: Op) -> Iterator[int]:
+    """Yield the numbers of the operands that an operator moves from one memory to the other."""
+    for n, (a, b) in enumerate(zip(op.eqn.invars, op.eqn.outvars, strict=True)):
+        if op.operands[n] >= 0 and _compat.is_on_host(a.aval) != _compat.is_on_host(b.aval):
+            yield n
+
+
+def _ops_with_stretches(block: Block) -> Iterator[tuple[Op, int]]:
+    """Yield every operator, in the order of `Program.ops`, with a number of its innermost loop body; 0 outside loops.
+
+    Calls and branches belong to the code around them.
+    """
+    count = 0
+
+    def visit(block: Block, stretch: int) -> Iterator[tuple[Op, int]]:
+        nonlocal count
+        for op in block.ops:
+            yield op, stretch
+            for inner in op.blocks:
+                count += inner.loop
+                yield from visit(inner, count if inner.loop else stretch)
+
+    yield from visit(block, 0)

@@ -1,0 +1,88 @@
+"""From a recipe to what the planner takes: a workload, a target and a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import recipe_stand_ins as stand_ins
+from recipe_file import Entry, Recipe
+from recipe_words import Remat, Sharding, WordsError, parse_note, parse_remat, parse_sharding
+
+from autoshard.errors import AutoshardError
+from autoshard.models.moe_config import MoEConfig
+from autoshard.models.workloads import WORKLOADS, Workload, workload
+from autoshard.sharding.machines.targets import TargetError, find_target
+
+
+class UnavailableError(Exception):
+    """A recipe that cannot be planned; the message says why."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A recipe in the planner's terms.
+
+    Attributes:
+        recipe: the recipe, with the settings of its note.
+        work: its workload, with the recipe's remat as far as our policies have it.
+        sharding: its mesh.
+        remat: what a layer does with its values.
+        notes: what the workload leaves out.
+        same_precision: whether its products have the recipe's precision.
+    """
+
+    recipe: Recipe
+    work: Workload
+    sharding: Sharding
+    remat: Remat
+    notes: tuple[str, ...]
+    same_precision: bool
+
+
+def settings_of(entry: Entry) -> Settings:
+    """Map a row of a file.
+
+    Raises:
+        UnavailableError: the row cannot be read, its model or machine is unknown, or its words are not understood.
+    """
+    if entry.recipe is None:
+        raise UnavailableError(f"not readable: {'; '.join(entry.problems)}")
+    recipe = entry.recipe
+    from_note = {key: value for key, value in parse_note(recipe.note).items() if getattr(recipe, key) is None}
+    recipe = replace(recipe, **from_note)
+    if recipe.model not in WORKLOADS:
+        raise UnavailableError("model not available")
+    try:
+        target = find_target(recipe.machine)
+        machine = {"devices": target.devices, "slices": recipe.slices, "devices_per_chip": target.chip.cores}
+        sharding = parse_sharding(recipe.sharding, **machine)
+        actions = parse_remat(recipe.remat)
+    except TargetError as error:
+        raise UnavailableError(f"target not available: {error}") from error
+    except WordsError as error:
+        raise UnavailableError(f"not understood: {error}") from error
+    base = workload(recipe.model)
+    changes: dict[str, Any] = {"context": recipe.seq}
+    if recipe.param_dtype is not None:
+        changes["param_dtype"] = recipe.param_dtype
+    if isinstance(base.config, MoEConfig):
+        changes |= {name: getattr(recipe, name) for name in ("dispatch", "capacity_factor") if getattr(recipe, name)}
+    precision = stand_ins.precision(recipe)
+    missing = (
+        stand_ins.remat(actions),
+        stand_ins.attention(recipe),
+        precision,
+        stand_ins.optimizer(recipe, recipe.param_dtype or "float32"),
+        stand_ins.embedding(recipe),
+        stand_ins.loss(recipe),
+    )
+    for each in missing:
+        changes |= each.changes
+    try:
+        work = base.with_(batch_size=recipe.batch, **changes)
+    except (AutoshardError, ValueError) as error:
+        raise UnavailableError(f"not possible: {error}") from error
+    ignored = tuple(f"field {name!r} is unknown and ignored" for name in entry.ignored)
+    notes = (*(each.note for each in missing if each.note), *ignored)
+    return Settings(recipe, work, sharding, actions, notes, same_precision=not precision.note)

@@ -1,0 +1,68 @@
+"""What a recipe has and our workloads have not yet, and what is planned in its place. Each case is reported as a note.
+
+This is the one place to change when the models gain what they lack, such as products in fp8: each function maps one
+field of a recipe to changes of a workload's config, and says in a note what they leave out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from recipe_file import Recipe
+from recipe_words import Remat
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """Changes of a workload's config, and a note if they are not all that the recipe has."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def remat(actions: Remat) -> StandIn:
+    """The recipe's values on the host and on the device, by name. Queries, keys and values have one name together."""
+    if not actions.recomputes:
+        return StandIn({"remat": "none"})
+    groups, left_out = [], []
+    for action in ("host", "keep"):
+        names = [name for name in actions.names(action) if (action, name) != ("keep", "residual")]
+        apart = [name for name in names if name in ("query", "key", "value")]
+        left_out += apart
+        if named := [name for name in names if name not in apart]:
+            groups.append(f"{action}:{'+'.join(named)}")
+    policy = " ".join(groups) or "full"
+    if policy == "keep:qkv+out_proj+mlp_in+mlp_out":  # the results of all projections
+        policy = "dots"
+    return StandIn({"remat": policy}, f"{', '.join(left_out)} alone: recomputed" if left_out else "")
+
+
+def attention(recipe: Recipe) -> StandIn:
+    """The kernel of the platform."""
+    return StandIn({"attention": "auto"})
+
+
+def precision(recipe: Recipe) -> StandIn:
+    """Products in bfloat16."""
+    return StandIn({}, "" if recipe.precision == "bf16" else f"products in {recipe.precision} are planned in bf16")
+
+
+def optimizer(recipe: Recipe, param_dtype: str) -> StandIn:
+    """Moments in the dtype of the parameters."""
+    if recipe.moment_dtype in (None, param_dtype):
+        return StandIn()
+    return StandIn({}, f"a first moment in {recipe.moment_dtype} is planned in {param_dtype}")
+
+
+def embedding(recipe: Recipe) -> StandIn:
+    """Tokens looked up by a gather."""
+    return StandIn({}, "a one-hot embedding is planned as a gather" if recipe.one_hot_embedding else "")
+
+
+def loss(recipe: Recipe) -> StandIn:
+    """The loss over all tokens at once."""
+    if (recipe.vocab_tiles or 1) == 1:
+        return StandIn()
+    return StandIn({}, f"a loss in {recipe.vocab_tiles} parts is planned as a whole")

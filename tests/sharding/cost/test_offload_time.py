@@ -1,0 +1,121 @@
+"""The time of transfers of host memory: bytes over the link, and what the compute of the same loop hides."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from autoshard import Plan, plan
+from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.machines.targets import find_target, write_target
+
+LAYERS, ROWS, WIDTH = 4, 8192, 1024
+VALUE = ROWS * WIDTH * 4  # bytes of one layer's value
+TARGET = "v5e:2x4"
+PER_BYTE = 1e6 / (find_target(TARGET).chip.host_bandwidth * HOST_BANDWIDTH_REACHED)
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def step(hidden, *, names=("input",), scan=True):
+    """The gradient of scanned layers, each with a hidden size, that offload the values with these names."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=names, offload_src="device", offload_dst="pinned_host"
+    )
+
+    @partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        x = checkpoint_name(x, "input")
+        return x + jnp.tanh(checkpoint_name(x @ w["up"], "hidden")) @ w["down"], None
+
+    def loss(w, x):
+        if scan:
+            return jnp.sum(jax.lax.scan(layer, x, w)[0] ** 2)
+        for n in range(LAYERS):
+            x = layer(x, jax.tree.map(lambda a, n=n: a[n], w))[0]
+        return jnp.sum(x**2)
+
+    shapes = {"up": (LAYERS, WIDTH, hidden), "down": (LAYERS, hidden, WIDTH)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    return jax.grad(loss), weights, jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
+
+
+def estimate(*args, target=TARGET, words="dp:8", **keywords):
+    return plan(*step(*args, **keywords), target=target, plan=words).estimate
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_bytes_of_both_directions(scan):
+    found = estimate(1024, scan=scan)
+    assert found.host_traffic_bytes == pytest.approx(2 * LAYERS * VALUE / 8)
+    assert found.host_memory_bytes == pytest.approx(LAYERS * VALUE / 8)
+    # Scanned, the two directions are in two loops. Unrolled, both are in one stretch of code and run at once.
+    assert found.host_us == pytest.approx((2 if scan else 1) * LAYERS * VALUE / 8 * PER_BYTE)
+
+
+def test_a_device_transfers_its_shard_of_each_value():
+    one, all_names = estimate(2048), estimate(2048, names=("input", "hidden"), words="tp:8")
+    # Under tp:8 the input is whole on every device; of the hidden value each device has an eighth.
+    assert all_names.host_traffic_bytes == pytest.approx(2 * LAYERS * (VALUE + 2 * VALUE / 8))
+    assert one.host_traffic_bytes == pytest.approx(2 * LAYERS * VALUE / 8)
+
+
+def test_compute_of_the_same_loop_hides_transfers():
+    """With a large hidden size compute is longer than the transfers, with a small one it is not."""
+    large, small = estimate(16_384), estimate(128)
+    assert large.host_us == small.host_us
+    assert large.host_exposed_us == 0 < small.host_exposed_us < small.host_us
+    alone = estimate(128, words="dp:1", target="v5e:1x1")  # no collectives
+    assert alone.step_time_us == pytest.approx(alone.compute_us + alone.host_exposed_us)
+    assert alone.host_exposed_us > 0
+
+
+def test_the_forward_loop_does_not_hide_transfers_of_the_backward_loop():
+    """The loops' exposed parts add up: each is its own transfers less its own compute."""
+    found = estimate(128)
+    one_way = LAYERS * VALUE / 8 * PER_BYTE
+    assert found.host_exposed_us > 2 * one_way - found.compute_us  # less would be hidden if all compute hid all
+    assert found.host_exposed_us <= 2 * one_way
+
+
+def test_no_host_memory_costs_nothing():
+    found = estimate(1024, names=())
+    assert (found.host_traffic_bytes, found.host_us, found.host_exposed_us) == (0, 0, 0)
+
+
+def test_a_machine_without_a_known_link_is_not_priced(tmp_path):
+    path = tmp_path / "machine.toml"
+    write_target(find_target(TARGET), path)
+    path.write_text("".join(s for s in path.read_text().splitlines(keepends=True) if "host_bandwidth" not in s))
+    made = plan(*step(128), target=str(path), plan="dp:8")
+    assert made.estimate.host_traffic_bytes > 0
+    assert (made.estimate.host_us, made.estimate.host_exposed_us) == (0, 0)
+    assert "  host " in str(made) and "unknown" in str(made)
+
+
+def test_the_plan_shows_transfers_and_keeps_them():
+    made = plan(*step(128), target=TARGET, plan="dp:8")
+    (row,) = [line for line in str(made).splitlines() if line.startswith("  host ")]
+    assert "to and from host memory" in row and "not hidden by compute" in row
+    assert Plan.from_json(made.to_json()).estimate == made.estimate
+    plain = plan(*step(128, names=()), target=TARGET, plan="dp:8")
+    assert "host" not in plain.to_json() and "  host " not in str(plain)
+    assert "host traffic per step" in made.diff(plain)
+
+
+def test_state_that_waits_on_the_host_is_priced_in_straight_code():
+    def update(state, gradient):
+        here = jax.device_put(state, DEVICE)
+        return jax.device_put(0.9 * here + gradient, HOST)
+
+    shape = jax.ShapeDtypeStruct((8192, 1024), "float32")
+    place = jax.sharding.NamedSharding(
+        jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(), memory_kind="pinned_host"
+    )
+    on_host = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+    found = plan(update, on_host, shape, target=TARGET, plan="dp:8").estimate
+    size = 8192 * 1024 * 4 / 8
+    assert found.host_traffic_bytes == pytest.approx(2 * size)
+    assert found.host_us == pytest.approx(size * PER_BYTE)
+    assert found.host_exposed_us == pytest.approx(found.host_us - found.compute_us)
