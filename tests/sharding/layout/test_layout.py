@@ -100,3 +100,41 @@ def test_a_kernel_is_stored_along_its_input_features(kernel, spec):
     x = jax.ShapeDtypeStruct((64, 8, 8, kernel[2]), jnp.float32)
     planned = plan(step, (w, w), x, target="v5e:4x2", plan="fsdp:8")
     assert [leaf.spec for leaf in planned.inputs[:2]] == [spec, spec]
+
+
+def test_chunks_of_a_parameter_are_gathered_and_their_gradients_scattered_one_by_one():
+    """A loop over chunks of the minor dimension: chunk j has the columns j, j + 4, ..."""
+
+    def step(params, x):
+        def loss(params):
+            chunks = jnp.moveaxis(params["w"].reshape(64, 32, 4), 2, 0)
+            total, _ = jax.lax.scan(lambda total, w: (total + jnp.sum(jnp.tanh(x @ w)), None), 0.0, chunks)
+            return total
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    params = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
+    planned = plan(step, params, jax.ShapeDtypeStruct((4096, 64), "float32"), plan="fsdp:8", target="h100:8")
+    assert planned.inputs[0].spec == P("fsdp")
+    moved = {kind: round(size) for kind, _, size, _ in planned.traffic if size > 1000}
+    assert moved == {kind: 7 / 8 * 4 * 64 * 128 for kind in ("all-gather", "reduce-scatter")}
+
+
+def test_a_batch_in_microbatches_is_not_gathered_before_the_loop():
+    def step(params, x):
+        def loss(params, rows):
+            return jnp.sum(jnp.tanh(rows @ params["w"]))
+
+        parts = jnp.swapaxes(x.reshape(1024, 4, 64), 0, 1)
+        start = jax.tree.map(jnp.zeros_like, params)
+        add = jax.tree.map
+        total, _ = jax.lax.scan(
+            lambda total, rows: (add(jnp.add, total, jax.grad(loss)(params, rows)), None), start, parts
+        )
+        return jax.tree.map(lambda w, g: w - g, params, total)
+
+    params = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
+    planned = plan(step, params, jax.ShapeDtypeStruct((4096, 64), "float32"), plan="fsdp:8", target="h100:8")
+    layout = planned.bound.layout
+    assert planned.inputs[1].spec == P("fsdp")
+    assert layout.inputs_gathered_before_loops == []
