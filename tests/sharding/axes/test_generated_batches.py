@@ -62,7 +62,9 @@ def generating_step():
 
 
 @pytest.mark.parametrize("make", [lambda: adversarial_step(ROWS), generating_step])
-@pytest.mark.parametrize("strategy", ["dp:8", "fsdp:8", "dp:2 fsdp:2 tp:2"])
+@pytest.mark.parametrize(
+    "strategy", [*(pytest.param(p, marks=pytest.mark.slow) for p in ("dp:8", "fsdp:8")), "dp:2 fsdp:2 tp:2"]
+)
 def test_generated_rows_are_sharded_like_the_batch(make, strategy):
     step, args = make()
     planned = plan(step, *args, target="cpu:8", plan=strategy)

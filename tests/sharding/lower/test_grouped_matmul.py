@@ -61,11 +61,14 @@ def expected(tokens):
     return jax.jit(train_step)(parameters(), tokens)
 
 
+QUICK = "fsdp:2 ep:2 tp:2"
 PLANS = ["ep:8", "dp:2 ep:4", "fsdp:2 ep:2 tp:2", "dp:8", None]
 
 
 @pytest.mark.filterwarnings("ignore:.*devices have work of their own")
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan or "chosen")
+@pytest.mark.parametrize(
+    "plan", [pytest.param(p, marks=[] if p == QUICK else pytest.mark.slow, id=p or "chosen") for p in PLANS]
+)
 def test_a_train_step_equals_one_device(plan, tokens, expected):
     step = autoshard.auto_shard(train_step, plan=plan)
     updated = step(parameters(), tokens)

@@ -134,6 +134,7 @@ def test_how_often_metrics_and_checkpoints_are_written(
     assert lines[-2]["mfu"] == pytest.approx(lines[-2]["tokens_per_second"] * share)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """All saves are of the types for which the run prepared them before its first step."""
     calls: list[tuple[str, Any]] = []
@@ -183,7 +184,7 @@ def test_a_run_resumes_on_another_mesh(
     np.testing.assert_allclose(validation(tmp_path / "parts")[-1], validation(tmp_path / "whole")[-1], rtol=1e-5)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_metrics_written_after_the_last_checkpoint_are_dropped(make_config: MakeConfig) -> None:
     config = make_config(steps=4, checkpoint_every=2)
     train(config)
@@ -216,7 +217,7 @@ def test_a_signal_saves_and_ends_the_run(make_config: MakeConfig, capsys: pytest
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_signal_after_the_last_step_is_ignored(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other processes do not get the signal. They evaluate and sample, and need this process for that."""
     whole = loop.evaluate
@@ -407,7 +408,7 @@ def test_every_plan_of_a_run_is_kept(make_config: MakeConfig) -> None:
     assert len(list(config.run_dir.glob("plan*"))) == 6
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_one_clear_error(make_config: MakeConfig) -> None:
     config = make_config(steps=3)
     train(config)
