@@ -13,8 +13,9 @@ Compiled rows are stored in `results/recipes/`; a program that is there, or in t
 again. Recipes whose model or machine is not available, or that cannot be read, are listed with the reason. Where our
 models lack something that a recipe has, the row's notes say what is planned in its place (`recipe_stand_ins.py`).
 
-Nothing here is fitted to a recipe. `--leave-out` names rows that the figures leave out. The exit code is 1 if a row
-cannot be read, and 2 if the file cannot.
+One efficiency of each TPU is calibrated on one recipe (`recipe_calibration.py`), and nothing else is fitted to any. The
+figures leave these recipes out, and those that `--leave-out` names. The exit code is 1 if a row cannot be read, and 2 if
+the file cannot.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from common import PACKAGES
+from recipe_calibration import ROWS
 from recipe_figures import figures, table
 from recipe_file import OWN, RecipeFileError, read_recipes
 from recipe_rows import Result, Side, result_of
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.json.write_text(json.dumps(_document(given, results), indent=1) + "\n")
     console = Console(width=180)
     console.print(table(results))
-    console.print_json(json.dumps(figures(results, given.leave_out)))
+    console.print_json(json.dumps(figures(results, (*given.leave_out, *ROWS.values()))))
     return 1 if any(entry.problems for entry in entries) else 0
 
 
@@ -88,7 +90,7 @@ def _document(given: argparse.Namespace, results: Sequence[Result]) -> dict[str,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "file": given.recipes.name,
         "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
-        "figures": figures(results, given.leave_out),
+        "figures": figures(results, (*given.leave_out, *ROWS.values())),
         "recipes": rows,
     }
 
@@ -98,7 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipes", type=Path, default=OWN, help="a file of recipes; default: data/recipes.toml")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="recipes to run; default: all")
-    parser.add_argument("--leave-out", nargs="+", default=[], metavar="ID", help="recipes that the figures leave out")
+    parser.add_argument(
+        "--leave-out", nargs="+", default=[], metavar="ID",
+        help="recipes that the figures leave out, besides those that a chip's efficiency is calibrated on",
+    )  # fmt: skip
     parser.add_argument("--predict-only", action="store_true", help="compile nothing")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     return parser

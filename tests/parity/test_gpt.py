@@ -10,8 +10,8 @@ from tests.parity.gpt import Case, run
 from tests.sharding.programs import assert_close
 
 PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "tp:8 seq", "dp:2 tp:4 seq"]
-ALWAYS = (None, "dp:2 tp:4 seq")
-ON_ONE_JAX = ("dp:2 fsdp:2 tp:2",)
+ALWAYS = ("dp:2 tp:4 seq",)
+ON_ONE_JAX = (None, "dp:2 fsdp:2 tp:2")
 
 VARIANTS = {
     "unrolled": Case((("scan_layers", False),)),

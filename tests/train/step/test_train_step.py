@@ -65,7 +65,7 @@ def test_microbatches_keep_the_numerics_strict(strict_numerics: None) -> None:
     jax.eval_shape(make_train_step(program, RATE, 2), program.abstract_state(), batch())
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(
     microbatches: int, mesh_of: Callable[..., Mesh]
 ) -> None:
@@ -110,7 +110,7 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
         state = after
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [None, "fsdp:8"])
 def test_the_average_is_that_of_the_stored_parameters(plan: str | None, dtype: str) -> None:
     config = GPTConfig(**SHAPE, param_dtype=dtype)
