@@ -135,6 +135,5 @@ def test_a_batch_in_microbatches_is_not_gathered_before_the_loop():
 
     params = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
     planned = plan(step, params, jax.ShapeDtypeStruct((4096, 64), "float32"), plan="fsdp:8", target="h100:8")
-    layout = planned.bound.layout
-    assert planned.inputs[1].spec == P("fsdp")
-    assert layout.inputs_gathered_before_loops == []
+    assert planned.inputs[1].spec == P("fsdp") and planned.bound is not None
+    assert planned.bound.layout.inputs_gathered_before_loops == []
