@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard._shown import shown
 from autoshard.kernels.blockwise_attention import INVISIBLE
 
 
@@ -61,6 +62,7 @@ def linear_cross_entropy(
     return _loss(_Split(head.shape[vocab_axis], chunks, vocab_axis), x, head, targets)
 
 
+@shown
 class _Split(NamedTuple):
     """How the head is split: the size of the vocabulary, the number of chunks, and the vocabulary's dimension."""
 

@@ -109,7 +109,7 @@ def attention(
         out = named(plain_attention(softmax, grouped, k, v, pairs, grouped_sinks), "context")
     else:
         out = blockwise_attention(softmax, min(block_size, keys), grouped, k, v, pairs, grouped_sinks)
-    return jnp.reshape(out, (batch, seq, heads, head_dim))
+    return jnp.reshape(out, (batch, seq, heads, head_dim))  # pyright: ignore[reportArgumentType]
 
 
 def _pair(segment_ids) -> tuple[jax.Array, jax.Array] | None:
