@@ -195,7 +195,7 @@ def with_leaf(**changes):
         (lambda: broken(estimate={"step_time_us": 1}), "not a plan"),
         (
             lambda: broken(estimate=dict.fromkeys(Estimate.__dataclass_fields__, "1") | {"memory_bytes": {}}),
-            r"estimate.step_time_us is '1'; it must be a finite number.*; and 3 more",
+            r"estimate.step_time_us is '1'; it must be a finite number.*; and 6 more",
         ),
         (lambda: broken(axis_rules=["batch"]), "not a plan"),
         (lambda: broken(candidates=3), "not a plan"),

@@ -56,8 +56,11 @@ def test_column_then_row_for_a_large_model_and_a_short_batch():
 
 
 def test_the_sequence_is_sharded_between_the_pairs():
-    """The residual stream is sharded by its sequence: sums are reduce-scattered into it, and gathered from it."""
-    planned = planned_for("llama2-70b", "v5p:8x8x4", batch_size=64)
+    """The residual stream is sharded by its sequence: sums are reduce-scattered into it, and gathered from it.
+
+    With an attention kernel, a plan that shards the sequence everywhere (`cp`) is faster than this one.
+    """
+    planned = planned_for("llama2-70b", "v5p:8x8x4", batch_size=64, attention="blockwise")
     tensor = axes_of(planned, "mlp/w_up", 2) & axes_of(planned, "mlp/w_down", 1)
     logical_axes = {a: planned.axis_rules[a] for a in tensor}
     assert all(
@@ -70,7 +73,7 @@ def test_the_sequence_is_sharded_between_the_pairs():
         and sent_bytes.get("all-reduce", 0) < 1e9
     )
     plain = plan(
-        *workload_step(workload("llama2-70b").with_(batch_size=64)),
+        *workload_step(workload("llama2-70b").with_(batch_size=64, attention="blockwise")),
         target="v5p:8x8x4", plan=planned.chosen.replace(" seq", ""), donate_argnums=0,
     )  # fmt: skip
     assert planned.estimate.memory_bytes["temporary"] < 0.6 * plain.estimate.memory_bytes["temporary"]
