@@ -89,15 +89,18 @@ def with_costs(fn: Callable[..., Any], costs: Mapping[str, tuple[float, float, f
         *args: its arguments.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    eqns = []
+    eqns, unused = [], set(costs)
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name == "pallas_call":
             for part, (flops, transcendentals, size) in costs.items():
                 if part in str(eqn.params["name"]):
+                    unused.discard(part)
                     cost = pallas.CostEstimate(
                         flops=int(flops), transcendentals=int(transcendentals), bytes_accessed=int(size)
                     )
                     eqn = eqn.replace(params={**eqn.params, "cost_estimate": cost})
         eqns.append(eqn)
+    if unused:
+        raise NotImplementedError(f"this version of JAX has no kernel of splash attention named {', '.join(unused)}")
     priced = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
     return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(priced)(*jax.tree.leaves(args)))

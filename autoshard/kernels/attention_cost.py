@@ -77,9 +77,9 @@ def dq_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
     return _Kernel(call, q, k, block_q, block_k).cost(2 * d + e, block_k * (d + e), moved, 0.0)
 
 
-def backward_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
-    """Return the cost of the backward pass: two kernels. The arguments are those of `forward_cost`."""
-    return dkv_cost(q, k, v, call=call).plus(dq_cost(q, k, v, call=call))
+def backward_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> tuple[KernelCost, ...]:
+    """Return the costs of the two kernels of the backward pass. The arguments are those of `forward_cost`."""
+    return dkv_cost(q, k, v, call=call), dq_cost(q, k, v, call=call)
 
 
 @shown

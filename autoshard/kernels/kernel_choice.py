@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from autoshard.errors import AutoshardWarning
 from autoshard.kernels.blockwise_attention import Pairs, Softmax
 from autoshard.kernels.constants import BLOCKWISE_KEYS, KERNEL_KEYS, LANES
-from autoshard.kernels.planned_platform import planned_platform
+from autoshard.kernels.planned_platform import planned_platform, runs_per_shard
 
 Impl = Literal["auto", "plain", "blockwise", "splash", "cudnn"]
 
@@ -39,6 +39,8 @@ def choose(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -
     if kernel is None or keys < KERNEL_KEYS:
         return otherwise
     reasons = refusals(kernel, q, k, v, softmax, pairs, sinks)
+    if not runs_per_shard():
+        reasons.append("XLA does not partition it over several devices; use autoshard.auto_shard or jax.shard_map")
     if not reasons:
         return kernel
     warnings.warn(
@@ -52,7 +54,7 @@ def choose(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -
 
 def refusals(kernel: str, q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -> list[str]:
     """Return why a kernel cannot run a call; empty if it can. The arguments are those of `choose`."""
-    return _splash(q, k, v, pairs) if kernel == "splash" else _cudnn(q, k, softmax, pairs, sinks)
+    return _splash(q, k, v, pairs) if kernel == "splash" else _cudnn(q, k, v, softmax, pairs, sinks)
 
 
 def _splash(q: Any, k: Any, v: Any, pairs: Pairs) -> list[str]:
@@ -67,10 +69,12 @@ def _splash(q: Any, k: Any, v: Any, pairs: Pairs) -> list[str]:
     return reasons
 
 
-def _cudnn(q: Any, k: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -> list[str]:
+def _cudnn(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -> list[str]:
     reasons = []
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        reasons.append(f"cudnn takes bfloat16 and float16, not {q.dtype}")
+    if pairs.mask is not None:
+        reasons.append("cudnn takes no mask array here; use causal= and window=")
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        reasons.append(f"cudnn takes q, k and v in bfloat16 or float16, not {q.dtype}, {k.dtype} and {v.dtype}")
     if q.shape[-1] % 8 or q.shape[-1] > 128:
         reasons.append(f"cudnn takes a head_dim that is a multiple of 8 and at most 128, not {q.shape[-1]}")
     if q.shape[1] % 2 or k.shape[1] % 2:

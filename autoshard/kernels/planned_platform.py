@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
+from jax.sharding import AxisType
 
 _PLATFORM = jax.make_user_context(None)
 
@@ -23,6 +24,16 @@ def planned_platform() -> str:
     """
     platform = _PLATFORM.value or jax.default_backend()
     return "cuda" if platform == "gpu" else platform
+
+
+def runs_per_shard() -> bool:
+    """Return whether a kernel that is traced here runs on one device's shards: XLA cannot partition it.
+
+    That holds in programs that are planned, under `shard_map`, and where there is one device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types)
+    return _PLATFORM.value is not None or manual or jax.device_count() == 1
 
 
 @contextmanager

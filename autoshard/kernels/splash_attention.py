@@ -64,6 +64,9 @@ def splash_attention(
 ) -> jax.Array:
     """Return attention's result, `[batch, queries, kv_heads, group, head_dim]`.
 
+    The scaled queries are rounded to their dtype. There is no second derivative. Over several devices, the program must
+    be planned or run under `shard_map`: XLA does not partition the kernels.
+
     Args:
         softmax: the static part of attention.
         q: queries, `[batch, queries, kv_heads, group, head_dim]`; the number of queries is a multiple of 128.
@@ -75,7 +78,7 @@ def splash_attention(
         interpret: whether Pallas interprets the kernels, on any platform; for tests.
     """
     # The kernels have no factor of the scores.
-    q = (q * jnp.asarray(softmax.scale, jnp.float32)).astype(q.dtype)
+    q = (q.astype(jnp.float32) * softmax.scale).astype(q.dtype)
     q, k, v = jnp.einsum("bskgd->bkgsd", q), jnp.einsum("btkd->bktd", k), jnp.einsum("btkd->bktd", v)
     blocks = blocks or SplashBlocks.for_shape(q.shape[3], k.shape[2], q.dtype.itemsize)
     call = SplashCall(Softmax(softmax.visibility, 1.0, softmax.soft_cap), blocks, interpret)
@@ -176,7 +179,11 @@ def _forward(call: SplashCall, q, k, v, pairs: Pairs, sinks):
             return out.reshape(*q.shape[:3], -1), log_sum.reshape(q.shape[:3])
 
         costs = {"_fwd_": stated(forward_cost(q, k, v, call=call))}
-        return splash.with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
+        out, log_sum = splash.with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
+        # The kernel takes the mean of all values in a row without a visible key. With a log-sum-exp of 0, the weights
+        # of such a row are exp(MASKED) = 0 in the backward pass.
+        unseen = ~(log_sum > splash.MASKED / 2)  # also NaN
+        return jnp.where(unseen[..., None], 0, out), jnp.where(unseen, 0.0, log_sum)
 
     return _by_platform(call, kernel, plain, q, k, v, pairs, sinks)
 

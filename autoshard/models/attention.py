@@ -10,8 +10,8 @@ over blocks of keys and holds `seq * block_size` elements per head. `splash` is 
 they hold no scores. The implementations are in `autoshard.kernels`.
 
 With grouped queries, keys and values are not repeated: query heads are reshaped to `[kv_heads, group]` and contracted
-with the `kv_heads` key and value heads. The queries' sequence can be sharded while keys and values are gathered. All
-but `cudnn` compute scores and softmax in float32, and return 0 for a row without a visible key.
+with the `kv_heads` key and value heads. The queries' sequence can be sharded while keys and values are gathered. Scores
+and softmax are float32. A row without a visible key is 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_attention
 from autoshard.kernels.cudnn_attention import cudnn_attention
@@ -58,8 +60,8 @@ def attention(
             `auto`. Other platforms compute a kernel's values as `blockwise` does. `auto` is the kernel of the platform
             that the program is planned for, if it takes this call and there are at least
             `kernels.constants.KERNEL_KEYS` keys. If the kernel does not take the call, a warning says why. Otherwise
-            `auto` is blockwise for at least `BLOCKWISE_KEYS` keys, else plain. With `cudnn`, a row without a visible
-            key is undefined.
+            `auto` is blockwise for at least `BLOCKWISE_KEYS` keys, else plain. Kernels run in planned programs, under
+            `shard_map` and on one device: XLA does not partition them. They have no second derivative.
         block_size: number of keys in a block of the blockwise implementation; need not divide `keys`.
         mask: booleans, True where a query sees a key, `[batch, heads, seq, keys]`; each dimension may be 1.
         scale: factor of the scores; defaults to `1 / sqrt(head_dim)`.
@@ -83,7 +85,7 @@ def attention(
     (1, 4, 2, 8)
     """
     segments = _pair(segment_ids)
-    _check(q, k, v, causal, impl, block_size, mask, window, soft_cap, segments, sinks, dropout)
+    _check(q, k, v, causal, impl, block_size, mask, scale, window, soft_cap, segments, sinks, dropout)
     batch, seq, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads
@@ -99,8 +101,6 @@ def attention(
         impl = choose(grouped, k, v, softmax, pairs, grouped_sinks)
     elif impl in ("splash", "cudnn") and (reasons := refusals(impl, grouped, k, v, softmax, pairs, grouped_sinks)):
         raise ValueError(f"{_shapes(q, k, v)}: impl {impl!r} cannot run: {'; '.join(reasons)}; or choose 'auto'")
-    if impl == "cudnn" and mask is not None:
-        return named(_cudnn_with_mask(q, k, v, mask, softmax), "context")
     if impl == "splash":
         out = splash_attention(softmax, grouped, k, v, segments=segments, sinks=grouped_sinks)
     elif impl == "cudnn":
@@ -113,16 +113,22 @@ def attention(
 
 
 def _pair(segment_ids) -> tuple[jax.Array, jax.Array] | None:
-    if segment_ids is None or isinstance(segment_ids, tuple):
-        return segment_ids
-    return segment_ids, segment_ids
+    if segment_ids is None:
+        return None
+    pair = tuple(segment_ids) if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
+    if len(pair) != 2 or not all(hasattr(each, "shape") for each in pair):
+        kinds = ", ".join(type(each).__name__ for each in pair)
+        raise ValueError(
+            f"attention: segment_ids are ({kinds}); pass one integer array, or one for queries and one for keys"
+        )
+    return pair
 
 
 def _shapes(q, k, v) -> str:
     return f"attention(q {q.shape}, k {k.shape}, v {v.shape})"
 
 
-def _check(q, k, v, causal, impl, block_size: int, mask, window, soft_cap, segments, sinks, dropout: float) -> None:
+def _check(q, k, v, causal, impl, block_size, mask, scale, window, soft_cap, segments, sinks, dropout) -> None:
     problems = []
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
         problems.append(
@@ -134,6 +140,8 @@ def _check(q, k, v, causal, impl, block_size: int, mask, window, soft_cap, segme
         problems.append(f"impl is {impl!r}; choose one of {', '.join(get_args(Impl))}")
     if block_size < 1:
         problems.append(f"block_size is {block_size}; it must be at least 1")
+    if isinstance(scale, Tracer):
+        problems.append("scale is computed in the program; it must be a Python number. Multiply q by it instead")
     if soft_cap is not None and not 0.0 < soft_cap < float("inf"):
         problems.append(f"soft_cap is {soft_cap}; it must be a finite number above 0")
     if dropout:
@@ -156,8 +164,8 @@ def _shape_problems(q, k, causal, window, mask, segments, sinks) -> list[str]:
     for name, given in (("causal=True", causal), ("window", window is not None)):
         if given and q.shape[1] != k.shape[1]:
             problems.append(f"{name} needs as many keys as queries (dim 1); pass mask= for anything else")
-    if window is not None and window < 1:
-        problems.append(f"window is {window}; it must be at least 1")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
+        problems.append(f"window is {window}; it must be a whole number, at least 1")
     if mask is not None:
         full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         if mask.dtype != jnp.bool_:
@@ -184,17 +192,3 @@ def _group_mask(mask: jax.Array, kv_heads: int, group: int) -> jax.Array:
     batch, heads, seq, keys = mask.shape
     split = (1, 1) if heads == 1 else (kv_heads, group)
     return mask.reshape(batch, *split, seq, keys)
-
-
-def _cudnn_with_mask(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, softmax: Softmax) -> jax.Array:
-    window = softmax.visibility.window
-    try:
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=softmax.visibility.causal, scale=softmax.scale, implementation="cudnn",
-            local_window_size=None if window is None else (window - 1, 0),
-        )  # fmt: skip
-    except RuntimeError as error:  # raised by JAX if cuDNN is missing or too old
-        raise ValueError(
-            f"attention: impl 'cudnn' with a mask cannot run here ({error}): it needs an NVIDIA GPU and cuDNN, but the "
-            f"backend is {jax.default_backend()}; choose 'auto'"
-        ) from error

@@ -85,6 +85,19 @@ def test_cudnn_says_what_it_lacks(options, message):
         assert operators(*shapes(), **options) == {"scan"}
 
 
+def test_without_a_plan_a_kernel_needs_one_device_or_shard_map(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.warns(
+        AutoshardWarning, match="XLA does not partition it over several devices; use autoshard.auto_shard"
+    ):
+        assert operators(*shapes()) == {"scan"}
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+    inside = jax.shard_map(lambda *x: attention(*x, causal=True), mesh=mesh, in_specs=spec, out_specs=spec)
+    args = [jax.ShapeDtypeStruct((8, *x.shape[1:]), x.dtype) for x in shapes()]
+    assert "splash_attention" in str(jax.make_jaxpr(inside)(*args))
+
+
 def test_other_implementations_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

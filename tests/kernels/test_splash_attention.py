@@ -69,6 +69,27 @@ def test_values_and_gradients_equal_plain_attention(case, interpret):
     assert max(relative_errors(found, expected)) < 2e-5
 
 
+@pytest.mark.parametrize("interpret", [False, True])
+def test_a_row_without_a_visible_key_is_zero(interpret):
+    """Queries of a segment that no key has. Their gradients are 0, and they give keys and values none."""
+    softmax = Softmax(Visibility(), 0.2)
+    q, k, v, _, weight = operands()
+    segments = jnp.broadcast_to(jnp.where(jnp.arange(SEQ) % 2, 7, 1), (BATCH, SEQ)), jnp.ones((BATCH, SEQ), int)
+
+    def total(is_kernel, q, k, v):
+        if is_kernel:
+            out = splash_attention(softmax, q, k, v, segments=segments, blocks=BLOCKS, interpret=interpret)
+        else:
+            out = plain_attention(softmax, q, k, v, Pairs(None, None, *segments), None)
+        return jnp.sum(out * weight), out
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(total, (1, 2, 3), has_aux=True), static_argnums=0)(kernel, q, k, v)
+        for kernel in (True, False)
+    )
+    assert not np.any(found[0][1][:, 1::2]) and max(relative_errors(found, expected)) < 2e-5
+
+
 def attention_step(interpret):
     """Return a step with a projection before and after attention, its parameters, and a batch."""
     softmax = Softmax(Visibility(causal=True, window=200), HEAD_DIM**-0.5)

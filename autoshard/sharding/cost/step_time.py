@@ -66,7 +66,7 @@ from autoshard.sharding.program.flops import matmul_flops
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.custom_ops.kernel_cost import declared_cost
+from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.ir.program import Op
 
 
@@ -205,8 +205,9 @@ class CostModel:
             op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.flops_per_byte
         )
         assert op.rule is not None
-        if is_declared(op) and (cost := declared_cost(op.eqn, _shard_types(op, strategy, mesh))):
-            return Price(declared_us(cost, chip), strategy.moves, cost.held_bytes)
+        if is_declared(op) and (costs := declared_costs(op.eqn, _shard_types(op, strategy, mesh))):
+            time = sum(declared_us(cost, chip) for cost in costs)
+            return Price(time, strategy.moves, max(cost.held_bytes for cost in costs))
         if opaque := self._opaque_memory(op, strategy, mesh):
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
         else:

@@ -21,7 +21,7 @@ from autoshard import _compat
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Dims
-from autoshard.spmdrules.custom_ops.kernel_cost import declared_cost
+from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
 from autoshard.spmdrules.families.cudnn import KERNELS, kernel_flops
 from autoshard.spmdrules.ir.program import Op, Program, build
@@ -49,8 +49,9 @@ def matmul_flops(op: Op) -> Mapping[int, float]:
     if not is_operator(op.eqn.primitive):
         return {}
     operands = [v.aval for v in op.eqn.invars]
-    if cost := declared_cost(op.eqn, operands):
-        return {cost.itemsize: cost.flops}
+    if costs := declared_costs(op.eqn, operands):
+        sizes = {cost.itemsize for cost in costs}
+        return {size: sum(cost.flops for cost in costs if cost.itemsize == size) for size in sizes}
     return _inner_matmul_flops(op.eqn.params["fn"], tuple((x.shape, x.dtype) for x in operands))
 
 

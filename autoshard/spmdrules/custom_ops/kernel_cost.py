@@ -37,19 +37,30 @@ class KernelCost:
         """Return the cost of several runs at once."""
         return replace(self, **{name: getattr(self, name) * runs for name in _SUMS})
 
-    def plus(self, other: KernelCost) -> KernelCost:
-        """Return the cost of this run and then another of the same itemsize."""
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
-        return replace(self, **sums | {"held_bytes": max(self.held_bytes, other.held_bytes)})
-
 
 _SUMS = ("flops", "moved_bytes", "held_bytes", "vector_ops", "overhead_us")
 
-Cost = Callable[..., KernelCost]
-"""From the operands of one shard, anything with a shape and a dtype, to the cost of one run."""
+Cost = Callable[..., KernelCost | tuple[KernelCost, ...]]
+"""From the operands of one shard, anything with a shape and a dtype, to the cost of one run.
+
+A tuple has the costs of several kernels that run one after another.
+"""
 
 
-def declared_cost(eqn: Any, operands: Sequence[Any]) -> KernelCost | None:
-    """Return the declared cost of an operator's equation on operands of some shapes and dtypes; None if it has none."""
+def declared_costs(eqn: Any, operands: Sequence[Any]) -> tuple[KernelCost, ...]:
+    """Return the declared costs of an operator's kernels on operands of some shapes and dtypes; empty if it has none.
+
+    Raises:
+        TypeError: the operator's `cost` returns something else.
+    """
     cost = eqn.params.get("cost")
-    return cost(*operands) if cost is not None else None
+    if cost is None:
+        return ()
+    found = cost(*operands)
+    costs = found if isinstance(found, tuple) else (found,)
+    if not costs or not all(isinstance(each, KernelCost) for each in costs):
+        raise TypeError(
+            f"operator '{eqn.primitive.name}': cost returns {found!r:.80}; it must return a KernelCost, or a tuple of "
+            "them"
+        )
+    return costs

@@ -194,10 +194,11 @@ def _vmapped(fn: Callable[..., Any], in_axes: tuple[int | None, ...]) -> Callabl
 def _batched_cost(cost: Cost, mapped: tuple[bool, ...]) -> Cost:
     """Returns the cost of an operator with one more leading dimension in the operands that are `mapped`."""
 
-    def batched(*avals: Any) -> KernelCost:
+    def batched(*avals: Any) -> tuple[KernelCost, ...]:
         size = next(a.shape[0] for a, m in zip(avals, mapped, strict=True) if m)
         rows = [jax.ShapeDtypeStruct(a.shape[m:], a.dtype) for a, m in zip(avals, mapped, strict=True)]
-        return cost(*rows).times(size)
+        found = cost(*rows)
+        return tuple(each.times(size) for each in (found if isinstance(found, tuple) else (found,)))
 
     return batched
 

@@ -19,7 +19,7 @@ from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, axes_of, bytes_of, from_partition_spec, to_partition_spec
 from autoshard.spmdrules.core.registry import rule as register
 from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError, Shard
-from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
+from autoshard.spmdrules.custom_ops.kernel_cost import Cost
 from autoshard.spmdrules.custom_ops.opaque_primitive import Vjp, apply, make_primitive, result_types, returning_list
 from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
@@ -27,7 +27,7 @@ _compat.exclude_from_user_code(__file__)
 
 
 def operator(
-    text: str, *, vjp: Vjp | None = None, name: str | None = None, cost: Callable[..., KernelCost] | None = None
+    text: str, *, vjp: Vjp | None = None, name: str | None = None, cost: Cost | None = None
 ) -> Callable[[Callable[..., Any]], Any]:
     """Turns a function into an operator with a declared rule, which can be planned and runs on shards of its operands.
 
@@ -46,9 +46,10 @@ def operator(
             are the residuals. Both functions are planned operator by operator, so opaque code in them should be an
             operator too. Without `vjp`, JAX differentiates the function, which opaque code may not support.
         name: its name in jaxprs, plans and messages; by default the function's name.
-        cost: what the operator costs, for the estimate of a plan: `cost(*operands)` returns a `KernelCost` for operands
-            of some shapes and dtypes, those of one shard. It gets the options by keyword. Without `cost`, the
-            operators inside the function are counted, which finds nothing inside a Pallas kernel or an FFI call.
+        cost: what the operator costs, for the estimate of a plan: `cost(*operands)` returns a `KernelCost`, or a tuple
+            of those of several kernels, for operands of some shapes and dtypes, those of one shard. It gets the options
+            by keyword. Without `cost`, the operators inside the function are counted, which finds nothing inside a
+            Pallas kernel or an FFI call.
 
     Returns:
         A decorator. The operator that it returns is called like the function and keeps it as `__wrapped__`.

@@ -6,7 +6,7 @@ import pytest
 
 from autoshard.sharding.cost.step_time import declared_us
 from autoshard.sharding.machines.chips import CHIPS
-from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_cost
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_costs
 from autoshard.spmdrules.custom_ops.operator import operator
 
 
@@ -28,19 +28,21 @@ def equation(fn, *shapes):
 
 
 def test_the_cost_gets_operands_and_options():
-    found = declared_cost(*equation(lambda x, w: scaled(x, w, factor=3), (4, 5), (5,)))
-    assert found == KernelCost(flops=60.0, itemsize=4, moved_bytes=8.0)
+    found = declared_costs(*equation(lambda x, w: scaled(x, w, factor=3), (4, 5), (5,)))
+    assert found == (KernelCost(flops=60.0, itemsize=4, moved_bytes=8.0),)
 
 
 def test_under_vmap_the_cost_is_that_of_all_rows():
     fn = jax.vmap(lambda x, w: scaled(x, w, factor=3), (0, None))
-    found = declared_cost(*equation(fn, (7, 4, 5), (5,)))
-    assert found == KernelCost(flops=7 * 60.0, itemsize=4, moved_bytes=7 * 8.0)
+    found = declared_costs(*equation(fn, (7, 4, 5), (5,)))
+    assert found == (KernelCost(flops=7 * 60.0, itemsize=4, moved_bytes=7 * 8.0),)
 
 
-def test_sums_and_the_peak_of_held_bytes():
-    a, b = KernelCost(1.0, 2, 3.0, 4.0, 5.0, 6.0), KernelCost(10.0, 2, 30.0, 1.0, 50.0, 60.0)
-    assert a.plus(b) == KernelCost(11.0, 2, 33.0, 4.0, 55.0, 66.0)
+def test_a_cost_of_another_type_is_an_error():
+    eqn, operands = equation(lambda x, w: scaled(x, w, factor=3), (4, 5), (5,))
+    wrong = eqn.replace(params={**eqn.params, "cost": lambda *_: 3.0})
+    with pytest.raises(TypeError, match="operator 'scaled': cost returns 3.0; it must return a KernelCost"):
+        declared_costs(wrong, operands)
 
 
 def test_the_slowest_unit_decides_and_overhead_is_added():
