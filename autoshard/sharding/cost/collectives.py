@@ -9,8 +9,10 @@ from itertools import islice
 import numpy as np
 
 from autoshard._shown import shown
-from autoshard.sharding.cost.constants import ALL_REDUCE_PASSES, HIDING_SHARE, MOST_ASSIGNMENTS, TIME_TOLERANCE
+from autoshard.sharding.cost.constants import ALL_REDUCE_PASSES, MOST_ASSIGNMENTS, TIME_TOLERANCE
 from autoshard.sharding.cost.offload_time import HostTime
+from autoshard.sharding.cost.overlap import Overlap, Place
+from autoshard.sharding.cost.stretches import StretchTimes
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.machines.topology import DeviceAssignment, assignments
@@ -31,7 +33,8 @@ class Collective:
         count: number of runs in a step.
         time_us: microseconds of all its runs.
         line: the user's source line.
-        prefetchable: whether compute can hide it, because it moves parameters or gradients.
+        place: where it runs, if it moves parameters or gradients, so that compute can hide it; None for activations.
+        exposed_us: the part of `time_us` that compute does not hide.
     """
 
     kind: ReshardKind
@@ -42,7 +45,8 @@ class Collective:
     count: float
     time_us: float
     line: str
-    prefetchable: bool = False
+    place: Place | None = field(default=None, repr=False)
+    exposed_us: float = 0.0
 
 
 @shown
@@ -76,6 +80,7 @@ class StepCost:
     kernels_us: float = 0.0  # the part of compute_us that the program's kernels take
     host: HostTime = HostTime()
     live_buffers: tuple[LiveBuffers, ...] = field(default=(), repr=False)
+    overlap: Overlap | None = field(default=None, repr=False)  # None if compute can hide no collective
 
 
 def collective(
@@ -85,35 +90,58 @@ def collective(
     local_bytes: float,
     count: float,
     line: str,
-    prefetchable: bool = False,
+    place: Place | None = None,
 ) -> Collective:
     """Return a collective as XLA emits it on the devices of its mesh axes."""
     kind, factor, devices = assignment.compiled(requested, axes)
     local = local_bytes * factor
     wire = bytes_sent_per_byte(kind, devices) * local
     time = assignment.time_us(kind, axes, local) * count
-    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, prefetchable)
+    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, time)
 
 
-def step_cost(kernels_us: float, collectives: Sequence[Collective], chip: Chip, host: HostTime) -> StepCost:
-    """Return the cost of a step from the time of its kernels, its collectives and its transfers of host memory."""
+def step_cost(
+    kernels_us: float, collectives: Sequence[Collective], chip: Chip, host: HostTime, times: StretchTimes
+) -> StepCost:
+    """Return the cost of a step.
+
+    Args:
+        kernels_us: microseconds of its kernels.
+        collectives: its collectives.
+        chip: the chip.
+        host: its transfers of host memory.
+        times: the compute time of each stretch.
+    """
+    places = [c.place for c in collectives]
+    overlap = Overlap(places, times) if chip.hides and any(place is not None for place in places) else None
+    return _step_cost(kernels_us, collectives, chip, host, overlap)
+
+
+def _step_cost(
+    kernels_us: float, collectives: Sequence[Collective], chip: Chip, host: HostTime, overlap: Overlap | None
+) -> StepCost:
     comm = sum(c.time_us for c in collectives)
-    hidden = sum(c.time_us for c in collectives if c.prefetchable and c.kind in chip.hides)
+    if overlap is not None:
+        can_hide = [c.place is not None and c.kind in chip.hides and c.count > 0 for c in collectives]
+        once = [c.time_us / c.count if hides else 0.0 for c, hides in zip(collectives, can_hide, strict=True)]
+        waits = overlap.exposed_us(once).tolist()
+        collectives = [
+            replace(c, exposed_us=us) if hides else c for c, hides, us in zip(collectives, can_hide, waits, strict=True)
+        ]
     # An all-reduce sends each byte twice.
     reduced = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested)
     compute = kernels_us + ALL_REDUCE_PASSES * reduced / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     wire = sum(c.wire_bytes * c.count for c in collectives)
-    step = compute + comm - min(hidden, HIDING_SHARE * compute) + host.exposed_us
-    return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host)
+    step = compute + sum(c.exposed_us for c in collectives) + host.exposed_us
+    return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host, overlap=overlap)
 
 
 def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> StepCost:
     """Return the cost of the same step under another device assignment."""
     moved = [
-        collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.prefetchable)
-        for c in cost.collectives
+        collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place) for c in cost.collectives
     ]
-    return replace(step_cost(cost.kernels_us, moved, chip, cost.host), live_buffers=cost.live_buffers)
+    return replace(_step_cost(cost.kernels_us, moved, chip, cost.host, cost.overlap), live_buffers=cost.live_buffers)
 
 
 def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[DeviceAssignment, StepCost]:

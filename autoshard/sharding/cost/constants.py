@@ -6,10 +6,6 @@ models (`tests/golden`) depend on all constants here but `MEMORY_CACHE_ENTRIES`.
 
 # --- Collectives (`collectives`).
 
-# Largest fraction of a step's compute time behind which asynchronous collectives can be hidden. All predicted step
-# times depend on it. Source: chosen, not measured.
-HIDING_SHARE = 0.9
-
 # Number of device assignments that are priced for each order of the mesh axes (`best_assignment`). Source: chosen.
 MOST_ASSIGNMENTS = 64
 

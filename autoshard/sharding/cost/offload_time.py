@@ -15,16 +15,15 @@ both directions may hide behind all of it. The compiler's own schedule of transf
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_classes
+from autoshard.sharding.cost.equivalence_classes import value_classes
+from autoshard.sharding.cost.stretches import Stretches, StretchTimes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.machines.chips import Chip
@@ -32,7 +31,7 @@ from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.core.placement import axes_of
-from autoshard.spmdrules.ir.program import Block, Op
+from autoshard.spmdrules.ir.program import Op
 
 
 @shown
@@ -57,7 +56,7 @@ class HostTraffic:
     Args:
         axes: the program's logical axes.
         roles: their roles.
-        classes: the classes of its operators.
+        stretches: its stretches.
         distinct: inputs that share no class with other values.
     """
 
@@ -65,11 +64,11 @@ class HostTraffic:
         self,
         axes: LogicalAxes,
         roles: Roles,
-        classes: Sequence[OperatorClass],
+        stretches: Stretches,
         distinct: frozenset[int] = frozenset(),
     ):
-        ops = list(_ops_with_stretches(axes.program.block))
-        moved = [(op, stretch, n) for op, stretch in ops if is_host_transfer(op) for n in _moved(op)]
+        places = zip(stretches.ops, stretches.number.tolist(), strict=True)
+        moved = [(op, stretch, n) for op, stretch in places if is_host_transfer(op) for n in _moved(op)]
         self.is_empty = not moved
         if self.is_empty:
             return
@@ -81,20 +80,15 @@ class HostTraffic:
         for (op, stretch, n), number in zip(moved, found.numbers.tolist(), strict=True):
             to_host = _compat.is_on_host(op.eqn.outvars[n].aval)
             self.whole[stretch, number, to_host] += nbytes(op.eqn.invars[n].aval) * op.trips
-        # stretch -> the runs of each class of operators in it
-        self.runs = {stretch: np.zeros(len(classes)) for stretch, _, _ in self.whole}
-        for number, each in enumerate(classes):
-            for n in each.numbers:
-                op, stretch = ops[n]
-                if stretch in self.runs:
-                    self.runs[stretch][number] += op.trips
+        trips = dict(zip(stretches.number.tolist(), stretches.trips.tolist(), strict=True))
+        self.trips = {stretch: trips[stretch] for stretch, _, _ in self.whole}
 
-    def __call__(self, layout: Layout, times_us: Sequence[float], chip: Chip) -> HostTime:
+    def __call__(self, layout: Layout, times: StretchTimes, chip: Chip) -> HostTime:
         """Return the transfers of a step.
 
         Args:
             layout: the layout.
-            times_us: microseconds of one run of each class of operators.
+            times: the compute time of each stretch.
             chip: the chip. If its host bandwidth is unknown, transfers take no time.
         """
         if self.is_empty:
@@ -108,7 +102,7 @@ class HostTraffic:
             return HostTime(total)
         per_byte = 1e6 / (chip.host_bandwidth * HOST_BANDWIDTH_REACHED)
         busy = {stretch: max(both) * per_byte for stretch, both in sent.items()}
-        compute = {stretch: float(self.runs[stretch] @ np.asarray(times_us)) for stretch in busy}
+        compute = {stretch: times.total_us(stretch) * self.trips[stretch] for stretch in busy}
         return HostTime(total, sum(busy.values()), sum(max(busy[s] - compute[s], 0.0) for s in busy))
 
 
@@ -117,21 +111,3 @@ def _moved(op: Op) -> Iterator[int]:
     for n, (a, b) in enumerate(zip(op.eqn.invars, op.eqn.outvars, strict=True)):
         if op.operands[n] >= 0 and _compat.is_on_host(a.aval) != _compat.is_on_host(b.aval):
             yield n
-
-
-def _ops_with_stretches(block: Block) -> Iterator[tuple[Op, int]]:
-    """Yield every operator, in the order of `Program.ops`, with a number of its innermost loop body; 0 outside loops.
-
-    Calls and branches belong to the code around them.
-    """
-    count = 0
-
-    def visit(block: Block, stretch: int) -> Iterator[tuple[Op, int]]:
-        nonlocal count
-        for op in block.ops:
-            yield op, stretch
-            for inner in op.blocks:
-                count += inner.loop
-                yield from visit(inner, count if inner.loop else stretch)
-
-    yield from visit(block, 0)

@@ -7,10 +7,9 @@
     efficiency = the fraction of its peak that the chip reaches (`chips`)
     bandwidth  = BANDWIDTH_REACHED x memory bandwidth
     comm_us    = sum over collectives of their time on the links between their devices (`topology`), times their runs
-    step_us    = compute_us + comm_us - min(hidden_us, HIDING_SHARE x compute_us) + host_us
+    step_us    = compute_us + exposed_us + host_us
+    exposed_us = the part of comm_us that compute does not hide (`overlap`)
     host_us    = the exposed part of transfers to and from host memory (`offload_time`)
-    hidden_us  = the part of comm_us that can overlap with compute: gathers of parameters and reductions of gradients,
-                 of the kinds that the chip's compiler makes asynchronous (`chips`)
 
 `flops` are those of contractions and convolutions, `peak` is that of their dtype. `tiles` is the fraction of the
 matrix unit's tiles that a shard fills: a dimension of 64 fills half of a tile of 128. `bytes` are what a kernel reads
@@ -55,6 +54,8 @@ from autoshard.sharding.cost.equivalence_classes import (
 from autoshard.sharding.cost.fusion import Fusion, Kernel
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
+from autoshard.sharding.cost.overlap import Place
+from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
@@ -101,7 +102,8 @@ class CostModel:
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion, self.distinct = fusion, distinct
         self.classes = operator_classes(axes, roles, fusion, distinct)
-        self.host_traffic = HostTraffic(axes, roles, self.classes, distinct)
+        self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
+        self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
         self.queries = SpecQueries(axes, roles, self.classes)
         self._memo: dict[Any, Price] = {}
         self._by_distinct: dict[frozenset[int], CostModel] = {}
@@ -112,7 +114,8 @@ class CostModel:
         resized, ops = copy(self), list(axes.program.ops())
         resized.axes, resized._original = axes, self
         resized.classes = [replace(each, op=ops[each.numbers[0]]) for each in self.classes]
-        resized.host_traffic = HostTraffic(axes, self.roles, resized.classes, self.distinct)
+        resized.stretches = Stretches(axes.program, [each.numbers for each in resized.classes])
+        resized.host_traffic = HostTraffic(axes, self.roles, resized.stretches, self.distinct)
         resized._memo, resized._by_distinct = {}, {}
         return resized
 
@@ -131,19 +134,21 @@ class CostModel:
             if price.held_bytes:
                 buffers["opaque", number] = LiveBuffers(price.held_bytes, each.members, each.members)
             for move in price.moves:
-                new, axes = each.count, tuple(a for name in move.axes for a in names[name])
+                new, axes = each.members, tuple(a for name in move.axes for a in names[name])
                 if move.array >= 0:
                     new = self._add_moved(buffers, move, axes, each.shared[move.array])
                 elif move.kind == "reduce-scatter":
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
-                if new:
-                    runs, prefetchable = each.runs * new / each.count, self._is_prefetchable(each.op, move)
-                    size = move.local_bytes
-                    collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, prefetchable))
+                if len(new):
+                    runs, size = float(self.stretches.trips[new].sum()), move.local_bytes
+                    place = Place(new, move.array >= 0) if self._is_prefetchable(each.op, move) else None
+                    collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
         collectives += self._state_moves(layout)
-        host = self.host_traffic(layout, times_us, self.target.chip)
-        return replace(step_cost(compute, collectives, self.target.chip, host), live_buffers=tuple(buffers.values()))
+        times = self.stretches.times(times_us)
+        host = self.host_traffic(layout, times, self.target.chip)
+        cost = step_cost(compute, collectives, self.target.chip, host, times)
+        return replace(cost, live_buffers=tuple(buffers.values()))
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""
@@ -157,17 +162,21 @@ class CostModel:
 
     def _add_moved(
         self, buffers: dict[Any, LiveBuffers], move: Move, axes: tuple[str, ...], operands: Sequence[SharedOperands]
-    ) -> int:
-        """Add the operands that an operator class moves to `buffers`, and return how many were not there yet."""
-        new, extra = 0, move.local_bytes + move.wire_bytes if move.kind == "all-gather" else 0.0
+    ) -> np.ndarray:
+        """Add the operands that an operator class moves to `buffers`.
+
+        Returns:
+            The numbers of the first operators that take those that were not there yet.
+        """
+        new, extra = [], move.local_bytes + move.wire_bytes if move.kind == "all-gather" else 0.0
         for some in operands:
             found = buffers.get((move.kind, axes, some.number))
             if found is None:
                 buffers[move.kind, axes, some.number] = LiveBuffers(extra, some.first, some.last)
-                new += len(some.first)
+                new.append(some.first)
             else:
                 found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)
-        return new
+        return np.concatenate(new) if new else np.zeros(0, int)
 
     def _is_prefetchable(self, op: Op, move: Move) -> bool:
         """Whether a collective moves parameters or gradients, so that compute can hide it."""
@@ -295,13 +304,17 @@ class CostModel:
         for move in state_gathers(layout, updated.examples):
             local = move.wire_bytes / bytes_sent_per_byte("all-gather", layout.shard_count(move.axes))
             line = f"parameters, {move.when}"
-            gather = collective(assignment, "all-gather", move.axes, local, 1.0, line, prefetchable=True)
+            gather = collective(assignment, "all-gather", move.axes, local, 1.0, line)
             if move.when == AFTER_UPDATE:
                 after_update[move.value] = gather
             else:
-                before_loops.append(gather)
+                before_loops.append(replace(gather, place=Place(np.array([self.stretches.first_loop]), True)))
         of_class = [after_update.get(v) for v in updated.examples]
-        return before_loops + [gather for n in updated.numbers.tolist() if (gather := of_class[n]) is not None]
+        return before_loops + [
+            replace(gather, place=Place(np.array([self.stretches.of_result.get(result, 0)]), False))
+            for n, (_, result) in zip(updated.numbers.tolist(), self.state, strict=True)
+            if (gather := of_class[n]) is not None
+        ]
 
 
 def _shard_types(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:

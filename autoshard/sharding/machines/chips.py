@@ -211,7 +211,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=918e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
-        efficiency=0.923,
+        efficiency=0.924,
     ),
     "v6e": _tpu(
         tflops=918,
@@ -228,7 +228,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=1836e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
-        efficiency=0.688,
+        efficiency=0.695,
     ),
     "tpu7x": _tpu(
         tflops=1154,
@@ -247,7 +247,7 @@ CHIPS: Mapping[str, Chip] = {
         flops_8bit=2307e12,
         hides=_ASYNCHRONOUS,
         options=_OFFLOADED,
-        efficiency=0.774,
+        efficiency=0.779,
     ),
     "a100-40": _gpu(
         tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, host_gb=32, domain=8, kinds="a100-sxm4-40gb|a100 40gb"

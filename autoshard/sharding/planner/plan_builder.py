@@ -41,8 +41,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
     notes = _notes(problem, layout)
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*state_like, *problem.state])
-    hides = target.chip.hides
-    moved = traffic(best.cost, hides)
+    moved = traffic(best.cost)
     plan = ShardingPlan(
         mesh=abstract_mesh(layout.mesh),
         axis_rules={a: tuple(axes.name(c) for c in layout.table.get(a, ())) for a in layout.mesh},
@@ -74,7 +73,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         fingerprint=problem.traced.fingerprint,
         chosen=best.name,
         candidates=tuple((c.name, c.cost.step_time_us, c.peak_bytes) for c in others),
-        history=(search_record(others, problem.search_counts, hides),),
+        history=(search_record(others, problem.search_counts),),
         function=problem.traced.name,
         arguments=problem.traced.arguments,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},

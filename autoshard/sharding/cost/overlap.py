@@ -1,0 +1,129 @@
+"""The part of communication that compute does not hide.
+
+A collective that moves parameters or gradients runs beside the compute of its own stretch (`stretches`), if the chip's
+compiler makes its kind asynchronous (`Chip.hides`). All others are exposed. In one run of a stretch,
+
+    a gather     is needed by an operator. Gathers run one after another from the start of the stretch, in the order of
+                 the operators that need them. An operator waits until its gathers have ended:
+                     wait = max over gathers of (time of this gather and of all before it - compute before its operator)
+    a reduction  begins after the operator that computes its operand. Reductions run one after another. Compute waits
+                 for them at the end of the stretch:
+                     wait = max over reductions of (time of this one and of all after it - compute after its operator)
+    together     they use the same links. What exceeds the compute of the stretch is exposed, too.
+
+So the first gather of a loop body and its last reduction are exposed, however much compute there is in between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoshard._shown import shown
+from autoshard.sharding.cost.stretches import StretchTimes
+
+
+@shown
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a collective runs.
+
+    Attributes:
+        ops: the numbers of its operators.
+        is_before: whether the operators need its result, rather than compute its operand.
+    """
+
+    ops: np.ndarray
+    is_before: bool
+
+
+class Overlap:
+    """What compute can hide under one layout.
+
+    Args:
+        places: for each collective, where it runs; None if compute cannot hide it.
+        times: the compute time of each stretch.
+    """
+
+    def __init__(self, places: Sequence[Place | None], times: StretchTimes):
+        self._count = len(places)
+        found: defaultdict[int, tuple[list[tuple[int, np.ndarray]], list[tuple[int, np.ndarray]]]]
+        found = defaultdict(lambda: ([], []))
+        stretch_of = times.stretches.number
+        for n, place in enumerate(places):
+            if place is None:
+                continue
+            numbers = stretch_of[place.ops]
+            for stretch in np.unique(numbers).tolist():
+                found[stretch][not place.is_before].append((n, place.ops[numbers == stretch]))
+        self._stretches = [_Stretch(stretch, *both, times) for stretch, both in found.items()]
+
+    def exposed_us(self, once_us: Sequence[float]) -> np.ndarray:
+        """Return the exposed microseconds of each collective in a step.
+
+        Args:
+            once_us: microseconds of one run of each collective, 0 for those that compute cannot hide.
+        """
+        exposed, once = np.zeros(self._count), np.asarray(once_us, float)
+        for stretch in self._stretches:
+            stretch.add_exposed(exposed, once)
+        return exposed
+
+
+class _Stretch:
+    """The collectives of one stretch that compute can hide.
+
+    Args:
+        number: the number of the stretch.
+        gathers: collectives, and the operators of the stretch that need their results.
+        reductions: collectives, and the operators of the stretch that compute their operands.
+        times: the compute time of each stretch.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        gathers: Sequence[tuple[int, np.ndarray]],
+        reductions: Sequence[tuple[int, np.ndarray]],
+        times: StretchTimes,
+    ):
+        self.total = times.total_us(number)
+        self.gathers, needing = _flat(gathers)
+        self.before = times.before_us(number, needing)
+        # The last reduction comes first, because waits are counted from the end of the stretch.
+        numbers, computing = _flat(reductions)
+        self.reductions, computing = numbers[::-1], computing[::-1]
+        self.after = self.total - times.until_us(number, computing)
+        trips = times.stretches.trips
+        self.gather_trips, self.reduction_trips = trips[needing], trips[computing]
+
+    def add_exposed(self, exposed: np.ndarray, once_us: np.ndarray) -> None:
+        """Add the exposed microseconds of a step to those of each collective."""
+        gathers, reductions = once_us[self.gathers], once_us[self.reductions]
+        gather_waits, reduction_waits = _waits(gathers, self.before), _waits(reductions, self.after)
+        hidden = float((gathers - gather_waits).sum() + (reductions - reduction_waits).sum())
+        if hidden > self.total:
+            share = 1 - self.total / hidden
+            gather_waits = gather_waits + share * (gathers - gather_waits)
+            reduction_waits = reduction_waits + share * (reductions - reduction_waits)
+        np.add.at(exposed, self.gathers, gather_waits * self.gather_trips)
+        np.add.at(exposed, self.reductions, reduction_waits * self.reduction_trips)
+
+
+def _waits(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
+    """Return how long each of several collectives, one after another, takes longer than the compute until its end."""
+    waited = np.maximum.accumulate(np.maximum(np.cumsum(times_us) - compute_us, 0.0))
+    return np.diff(waited, prepend=0.0)
+
+
+def _flat(collectives: Sequence[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the runs of collectives in the order of their operators: the collectives' and the operators' numbers."""
+    if not collectives:
+        return np.zeros(0, int), np.zeros(0, int)
+    ops = np.concatenate([ops for _, ops in collectives])
+    numbers = np.repeat([n for n, _ in collectives], [len(ops) for _, ops in collectives])
+    order = np.argsort(ops, kind="stable")
+    return numbers[order], ops[order]
