@@ -279,7 +279,21 @@ def _library_call_flops(where: Computation, instruction: Instruction) -> float:
         elif "BackwardFilter" in target:
             right, result = result, right
         return _convolution(left, right, result, instruction)
+    if "__cudnn$fmha" in target:
+        return _attention(operands[0], operands[1], operands[2], instruction)
     return 0.0
+
+
+def _attention(q: Array, k: Array, v: Array, instruction: Instruction) -> float:
+    """Return the operations of cuDNN's attention: 2 products of each visible pair, and 5 for its gradients."""
+    rows, columns = q.dims[1], k.dims[1]
+    causal = re.search(r'"mask_type":\s*"[A-Z_]*CAUSAL', instruction.attributes) is not None
+    found = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
+    window = int(found[1]) if found and int(found[1]) else max(rows, columns)
+    last = [min(row, columns - 1) if causal else min(row + window, columns) - 1 for row in range(rows)]
+    visible = sum(max(end - max(row - window + 1, 0) + 1, 0) for row, end in enumerate(last))
+    products = 5 if "Backward" in (instruction.attribute("custom_call_target") or "") else 2
+    return float(q.dims[0] * q.dims[2] * visible * products * (q.dims[3] + v.dims[3]))
 
 
 def _numbers(text: str | None) -> list[int]:

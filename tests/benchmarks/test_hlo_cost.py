@@ -65,6 +65,20 @@ def cost_of(line, inside="", gpu=False, **shapes):
             dict(a="f32[8,8]{1,0}"),
             77,
         ),
+        (  # 10 of 16 pairs are visible, for each of 2 rows and 8 heads
+            '(bf16[2,8,4,64]{3,2,1,0}, f32[2,8,4]{2,1,0}, u8[0]{0}) custom-call(%a, %b, %b), '
+            'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":'
+            '{"mask_type": "CAUSAL", "sliding_window_length": 0}}',
+            dict(a="bf16[2,4,8,64]{3,2,1,0}", b="bf16[2,4,2,64]{3,2,1,0}"),
+            2 * 8 * 10 * 2 * 2 * 64,
+        ),
+        (  # 2 + 3 + 3 + 2 of 16 pairs are visible
+            '(bf16[2,8,4,64]{3,2,1,0}, u8[0]{0}) custom-call(%a, %b, %b), '
+            'custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config":'
+            '{"mask_type": "NO_MASK", "sliding_window_length": 2}}',
+            dict(a="bf16[2,4,8,64]{3,2,1,0}", b="bf16[2,4,2,64]{3,2,1,0}"),
+            2 * 8 * 10 * 5 * 2 * 64,
+        ),
         ("f32[8]{0} add(%a, %a)", dict(a="f32[8]{0}"), 0),
     ],
 )  # fmt: skip

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.export import DisabledSafetyCheck
 from jax.export import export as export_jax
 
 from autoshard import _compat
@@ -19,6 +21,7 @@ from autoshard.sharding.machines.chips import CHIPS, Options
 from autoshard.sharding.machines.targets import Target, find_target
 
 _TRACEBACK_LIMIT = "jax_traceback_in_locations_limit"
+_CUSTOM_CALL = re.compile(r"custom_call @([\w$.]+)")  # in JAX's error about custom calls
 
 
 @shown
@@ -87,7 +90,25 @@ def export(
     jitted = jax.jit(lambda *leaves: fn(*leaves), in_shardings=list(in_shardings), out_shardings=list(out_shardings))
     shapes = list(map(_compat.planned_shape, avals, in_shardings))
     with innermost_frames_only():
-        return bytes(export_jax(jitted, platforms=[platform])(*shapes).serialize())
+        return _export_with_custom_calls(jitted, shapes, platform)
+
+
+def _export_with_custom_calls(jitted: Any, shapes: Sequence[Any], platform: str) -> bytes:
+    """Export a jitted function, custom calls without a promise of compatibility included.
+
+    JAX refuses such calls because another version may not know them. Here the same installation compiles the program.
+    JAX allows them by name only, and its error names those that are left.
+    """
+    allowed: set[str] = set()
+    while True:
+        checks = [DisabledSafetyCheck.custom_call(name) for name in sorted(allowed)]
+        try:
+            return bytes(export_jax(jitted, platforms=[platform], disabled_checks=checks)(*shapes).serialize())
+        except ValueError as error:
+            refused = set(_CUSTOM_CALL.findall(str(error))) - allowed
+            if not refused:
+                raise
+            allowed |= refused
 
 
 @contextlib.contextmanager

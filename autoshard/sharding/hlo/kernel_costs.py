@@ -7,7 +7,8 @@ multiply-add counts 2. A convolution counts the pairs of an output and a window 
 padding or dilation holes: XLA:TPU expresses batched products as such convolutions.
 
 A custom call that states its cost (`cost_estimate`, as Pallas kernels do) is priced by that: FLOPs, bytes, and vector
-operations, `VECTOR_OPS` for each transcendental one. The compiler gives such calls 0 cycles.
+operations, `VECTOR_OPS` for each transcendental one. The compiler gives such calls 0 cycles. cuDNN's attention states
+none; its cost follows from its shapes (`attention_calls`).
 
 Bytes are those of operands and results in the device's main memory. Of an operand that is sliced or gathered, only the
 bytes that are read count. Of an operand that is updated in place, only those of the update. This holds in fusions too.
@@ -23,6 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoshard.kernels.constants import VECTOR_OPS
+from autoshard.sharding.hlo.attention_calls import attention_cost
 from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.sharding.hlo.parser import HOST_MEMORY, MAIN_MEMORY, Array, Computation, Instruction, Program, bits
 from autoshard.sharding.machines.chips import Chip
@@ -56,7 +58,7 @@ class Kernels:
 
     def times_us(self, computation: Computation, i: Instruction) -> tuple[float, float]:
         """Microseconds of an instruction, and of its reads and writes alone."""
-        if stated := stated_cost(computation, i):
+        if stated := kernel_cost(computation, i):
             return declared_us(stated, self.chip), stated.moved_bytes / self._bandwidth * 1e6
         memory = self.moved_bytes(computation, i) / self._bandwidth * 1e6
         inner = ((computation, i), *self.program.inside(i))
@@ -141,10 +143,12 @@ class Kernels:
         return whole
 
 
-def stated_cost(computation: Computation, i: Instruction) -> KernelCost | None:
-    """The cost that a custom call states; None if it states none."""
-    if i.opcode != "custom-call" or not (found := _STATED.search(i.attributes)):
+def kernel_cost(computation: Computation, i: Instruction) -> KernelCost | None:
+    """The cost that a custom call states, or that of cuDNN's attention; None for other instructions."""
+    if i.opcode != "custom-call":
         return None
+    if not (found := _STATED.search(i.attributes)):
+        return attention_cost(computation, i)
     stated = {name: float(n) for name, n in re.findall(r'"(\w+)":"?(\d+)', found[1])}
     sizes = [
         bits(a.dtype) // 8 for v in computation.operands_of(i) for a in v.arrays if a.dtype.startswith(("f", "bf"))

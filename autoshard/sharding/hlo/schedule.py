@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from autoshard._shown import shown
 from autoshard.sharding.hlo.collectives import SENDS, Collective, Collectives
 from autoshard.sharding.hlo.host_transfers import TransferRuns, start_of, transfer_at
-from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, is_free, reaches_host, stated_cost
+from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, is_free, kernel_cost, reaches_host
 from autoshard.sharding.hlo.link_times import ProgramLinks
 from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.hlo.trip_counts import Loops
@@ -149,7 +149,7 @@ class Schedule:
         self.runs: dict[RunKey, CollectiveRuns] = {}
         self.transfers: dict[str, TransferRuns] = {}  # key -> the transfer of host memory
         self.totals = Totals()
-        self.kernel_runs: dict[str, tuple[float, float]] = {}  # kernel with a stated cost -> runs, microseconds
+        self.kernel_runs: dict[str, tuple[float, float]] = {}  # kernel with a known cost -> runs, microseconds
         self.unknown_loops: dict[str, Instruction] = {}
         self._priced: dict[int, tuple[float, float, float, int]] = {}
         self._worked_at: dict[int, float] = {}  # id of a transfer -> `Clock.worked` at its last start
@@ -209,7 +209,7 @@ class Schedule:
         self.totals.compute_us += weight * time
         self.totals.roofline_us += weight * roofline
         self.totals.cycles += weight * cycles
-        if i.opcode == "custom-call" and stated_cost(computation, i):
+        if i.opcode == "custom-call" and kernel_cost(computation, i):
             name = re.sub(r"[.\d]+$", "", i.name)
             runs, us = self.kernel_runs.get(name, (0.0, 0.0))
             self.kernel_runs[name] = runs + weight, us + weight * time
@@ -218,7 +218,7 @@ class Schedule:
         """The time, the roofline time and the memory time of an instruction in microseconds, and its cycles."""
         roofline, memory = self.kernels.times_us(computation, i)
         cycles, clock_hz = cycles_of(i), self.kernels.chip.clock_hz
-        if stated_cost(computation, i):  # the compiler counts 0 cycles
+        if kernel_cost(computation, i):  # the compiler counts 0 cycles
             return roofline, roofline, memory, round(roofline * clock_hz / 1e6)
         time = roofline if cycles is None or not clock_hz else cycles / clock_hz * 1e6
         return time, roofline, memory, cycles or 0

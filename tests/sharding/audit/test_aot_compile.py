@@ -9,9 +9,11 @@ import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
+from jax.export import deserialize
 
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
+from autoshard.models.attention import attention
 from autoshard.sharding.audit import AuditError, export_plan
 from autoshard.sharding.audit.compiler_process import device_rank, gpu_target_config
 from autoshard.sharding.machines.chips import CHIPS
@@ -230,3 +232,27 @@ def test_error_that_no_option_avoids():
 
     with pytest.raises(JaxRuntimeError, match="another_option"):
         _compiled(Lowered(), {"mine": "1"}, {"dropped": [], "added": []})
+
+
+def attention_planned(target="h100:8"):
+    """The plan of the gradients of cuDNN's attention, which JAX exports only by name."""
+
+    def gradients(q, k, v):
+        return jax.grad(lambda *args: jax.numpy.sum(attention(*args, causal=True, impl="cudnn")), (0, 1, 2))(q, k, v)
+
+    shapes = [jax.ShapeDtypeStruct((8, 256, heads, 64), "bfloat16") for heads in (4, 2, 2)]
+    return plan(gradients, *shapes, target=target, plan="dp:8")
+
+
+def test_custom_calls_without_a_promise_of_compatibility_are_exported():
+    program = deserialize(bytearray(export_plan(bound_or_error(attention_planned().bound).executable).program))
+    text = program.mlir_module()
+    assert "__cudnn$fmhaSoftmaxBackward" in text and text.count("__cudnn$fmhaSoftmax") >= 2
+
+
+@pytest.mark.cuda_compile
+def test_the_time_of_cudnn_attention_is_part_of_the_audit():
+    audit = attention_planned().verify()
+    assert audit.ok, audit.message
+    assert {name.rpartition("_")[2] for name in audit.kernels} == {"fwd", "bwd"}
+    assert audit.compute_us == pytest.approx(attention_planned().estimate.compute_us, rel=0.5)
