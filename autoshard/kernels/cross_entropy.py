@@ -51,7 +51,7 @@ def linear_cross_entropy(
         The loss in nats, float32 `[...]`.
 
     Raises:
-        ValueError: If the shapes do not match, the targets are not integers, or `chunks` is not positive.
+        ValueError: If the shapes do not match, the targets are not integers, or `chunks` is not a positive integer.
 
     >>> x, head = jnp.ones((2, 3, 4)), jnp.zeros((4, 10))
     >>> loss = linear_cross_entropy(x, head, jnp.zeros((2, 3), jnp.int32), chunks=4)
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     ((2, 3), 2.3026)
     """
     _check(x, head, targets, chunks, vocab_axis)
-    return _loss(_Split(head.shape[vocab_axis], chunks, vocab_axis), x, head, targets)
+    return _loss(_Split(head.shape[vocab_axis], chunks, vocab_axis), x, head, targets.astype(jnp.int32))
 
 
 @shown
@@ -106,22 +106,22 @@ def _loss(split: _Split, x: jax.Array, head: jax.Array, targets: jax.Array) -> j
 
 def _forward(split: _Split, x: jax.Array, head: jax.Array, targets: jax.Array):
     def step(carry, inputs):
-        running_max, total, picked = carry
+        running_max, total, target_logit = carry
         number, chunk = inputs
         classes = split.classes(x, chunk, number)
         logits = split.logits(x, chunk)
         # A comparison and a sum, not indexing: a sharded vocabulary is not gathered.
-        picked = picked + jnp.sum(jnp.where(classes == targets[..., None], logits, 0.0), axis=-1)
+        target_logit = target_logit + jnp.sum(jnp.where(classes == targets[..., None], logits, 0.0), axis=-1)
         logits = split.without_padding(logits, classes)
         new_max = jnp.maximum(running_max, jnp.max(logits, axis=-1))
         total = total * jnp.exp(running_max - new_max) + jnp.sum(jnp.exp(logits - new_max[..., None]), axis=-1)
-        return (new_max, total, picked), None
+        return (new_max, total, target_logit), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     first = jnp.full(targets.shape, INVISIBLE, jnp.float32)
-    (top, total, picked), _ = lax.scan(step, (first, zeros, zeros), split.split(head.astype(x.dtype)))
-    log_total = top + jnp.log(total)
-    return log_total - picked, (x, head, targets, log_total)
+    (maximum, total, target_logit), _ = lax.scan(step, (first, zeros, zeros), split.split(head.astype(x.dtype)))
+    log_total = maximum + jnp.log(total)
+    return log_total - target_logit, (x, head, targets, log_total)
 
 
 def _backward(split: _Split, saved, d_loss: jax.Array):
@@ -156,7 +156,7 @@ def _check(x: jax.Array, head: jax.Array, targets: jax.Array, chunks: int, vocab
         problems.append(f"x must be [..., width] and, with vocab_axis={vocab_axis}, head {names}")
     if targets.shape != x.shape[:-1] or not jnp.issubdtype(targets.dtype, jnp.integer):
         problems.append(f"targets must be integers of shape {x.shape[:-1]}")
-    if chunks < 1:
-        problems.append(f"chunks is {chunks}; it must be at least 1")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        problems.append(f"chunks is {chunks!r}; it must be an integer of at least 1")
     if problems:
         raise ValueError(f"{where}: {'; '.join(problems)}")

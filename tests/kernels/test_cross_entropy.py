@@ -100,6 +100,21 @@ def test_promotes_nothing_implicitly(vocab, strict_numerics):
     jax.eval_shape(jax.grad(in_chunks, (0, 1)), X.astype(jnp.bfloat16), head_of(vocab, False), targets_of(vocab), MASK)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_targets_may_be_integers_of_any_size(dtype, strict_numerics):
+    targets, options = targets_of(64), {"chunks": 4}
+    expected = linear_cross_entropy(X, head_of(64, False), targets, **options)
+    np.testing.assert_array_equal(
+        linear_cross_entropy(X, head_of(64, False), targets.astype(dtype), **options), expected
+    )
+
+
+@pytest.mark.parametrize("chunks", [2.0, True, 0])
+def test_chunks_must_be_a_positive_integer(chunks):
+    with pytest.raises(ValueError, match=f"chunks is {chunks}; it must be an integer of at least 1"):
+        linear_cross_entropy(X, head_of(64, False), targets_of(64), chunks=chunks)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_sharded_vocabulary_is_reduced_and_not_gathered(tied, mesh_of):
     """With the vocabulary over `model`, no part of the head, of `x` or of the logits moves."""

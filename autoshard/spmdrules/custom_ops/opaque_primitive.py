@@ -170,7 +170,14 @@ def _jvp(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], 
         given = dict(zip(live, xs, strict=True))
         return returning_list(params["fn"])(*(given.get(i, x) for i, x in enumerate(primals)))
 
-    _, out_tangents = jax.jvp(fn_of_live, [primals[i] for i in live], [tangents[i] for i in live])
+    try:
+        _, out_tangents = jax.jvp(fn_of_live, [primals[i] for i in live], [tangents[i] for i in live])
+    except NotImplementedError as error:  # of a kernel; JAX's error may have no text
+        reason = f" ({error})" if str(error) else ""
+        raise NotImplementedError(
+            f"JAX cannot differentiate the kernel of the operator {primitive.name}{reason}. @operator(vjp=...) gives a "
+            "first derivative. For a second one, or for forward mode, use an implementation in plain JAX"
+        ) from error
     pairs = zip(out, out_tangents, strict=True)
     return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) if t.dtype == jax.dtypes.float0 else t for x, t in pairs]
 

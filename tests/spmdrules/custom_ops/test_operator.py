@@ -421,3 +421,22 @@ def test_tables_that_an_operator_reads_are_not_weights():
     x = jax.ShapeDtypeStruct((8, 16, 32), "float32")
     plan = autoshard.plan(step, params, x, *tables, target="cpu:8", plan="dp:4 cp:2", donate_argnums=0)
     assert plan.axis_rules["cp"] == ("seq",)
+
+
+def test_a_kernel_without_a_derivative_is_named():
+    @jax.custom_jvp
+    def kernel(x):
+        return x + 0
+
+    @kernel.defjvp
+    def no_derivative(primals, tangents):
+        raise NotImplementedError  # as a kernel of Pallas does
+
+    op = operator("b d -> b d", name="copies", vjp=(None, lambda residuals, d_out: (d_out,)))(kernel)
+    x = jnp.ones((8, 128))
+    gradient = jax.grad(lambda x: jnp.sum(op(x) ** 2))
+    np.testing.assert_array_equal(gradient(x), 2 * x)
+    with pytest.raises(
+        NotImplementedError, match="JAX cannot differentiate the kernel of the operator copies. @operator"
+    ):
+        jax.jvp(gradient, (x,), (x,))
