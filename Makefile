@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all coverage lint format golden bench bench-plans recipes against lock release clean
+.PHONY: help setup dev train test quick test-all coverage lint format golden bench bench-plans recipes against screenshots lock release clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -72,6 +72,9 @@ recipes: $(DEV_STAMP) ## Compare plans with step times that others measured on p
 
 against: $(DEV_STAMP) ## Compare planning, dispatch and propagation with another revision: make against REV=v0.1.0
 	@$(BIN)/python benchmarks/against.py --against "$(REV)" $(ARGS)
+
+screenshots: $(DEV_STAMP) ## Renew docs/plan.png, the picture of a plan's page: ARGS=FOLDER for whole pages, dark and narrow too.
+	@JAX_PLATFORMS=cpu $(BIN)/python -m scripts.screenshots $(ARGS)
 
 lock: ## Lock the newest versions: make lock OLD=python3.11 NEW=python3.12
 	@for python in $(OLD) $(NEW); do rm -rf .venv-lock-$$python; $$python -m venv .venv-lock-$$python || exit 1; \

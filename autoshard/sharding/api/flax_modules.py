@@ -37,7 +37,8 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.static_leaves import frozen
 from autoshard.sharding.program.tracing import OUTER_PLAN, path_of
-from autoshard.sharding.runtime.dispatch import PlannedSignature, PureFunction
+from autoshard.sharding.runtime.dispatch import PureFunction
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 from autoshard.sharding.runtime.sharded_init import create_sharded
 from autoshard.sharding.runtime.static_arguments import Arguments, split_arguments
 

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from autoshard import _compat
 from autoshard._processes import MissingProcessError, gather
 from autoshard._shown import shown
 from autoshard._units import time_text, variant_text
@@ -36,6 +35,8 @@ from autoshard.sharding.autotune.constants import (
     TURNS,
 )
 from autoshard.sharding.autotune.synthetic_inputs import input_maker, reason_not_to_run
+from autoshard.sharding.lower.compiler_remarks import kept_remarks
+from autoshard.sharding.lower.executable import lower_as_planned
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 
@@ -139,10 +140,9 @@ def _spans_processes(mesh: Any) -> bool:
 def _compile(run: _Run) -> Sequence[float]:
     executable, traced = run.bound.executable, run.bound.traced
     run.mesh = executable.mesh_over(None)
-    shapes = list(map(_compat.planned_shape, traced.in_avals, run.plan.shardings(run.mesh)[0]))
-    args, kwargs = jax.tree.unflatten(traced.in_tree, shapes)
-    jitted = executable.jit(run.mesh)
-    run.compiled = (jitted.lower(*args, kwargs) if kwargs else jitted.lower(*args)).compile()
+    lowered = lower_as_planned(executable.jit(run.mesh), traced, run.plan.shardings(run.mesh)[0])
+    with kept_remarks():  # the first call of the plan that is chosen compiles it again, and reports its remarks
+        run.compiled = lowered.compile()
     return ()
 
 
@@ -157,10 +157,10 @@ def _turn(run: _Run) -> Sequence[float]:
     begun = time.perf_counter()
     count = 0
     while len(seconds) < LEAST_STEPS or _has_another_step(run, len(seconds), begun):
-        args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
+        arguments = traced.jit_arguments(*jax.tree.unflatten(traced.in_tree, leaves))
         jax.block_until_ready(leaves)
         start = time.perf_counter()
-        results = run.compiled(*args, kwargs) if kwargs else run.compiled(*args)
+        results = run.compiled(*arguments)
         jax.block_until_ready(results)
         if count:  # the first step also allocates memory
             seconds.append(time.perf_counter() - start)
@@ -171,7 +171,7 @@ def _turn(run: _Run) -> Sequence[float]:
             flat[updated_by[i]] if i in updated_by else makers[i]() if i in traced.donated else leaf
             for i, leaf in enumerate(leaves)
         ]
-        del results, flat, args, kwargs
+        del results, flat, arguments
     return seconds
 
 

@@ -306,6 +306,9 @@ def _input_roles(
                         owner.setdefault(tie.inner, owner[tie.outer])
                 for inner in op.blocks:
                     visit(inner)
+                for tie in op.edges:  # a weight that a loop casts, and stacks for its gradient
+                    if tie.inner in owner and tie.outer >= 0:
+                        owner.setdefault(tie.outer, owner[tie.inner])
                 continue
             owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not has_batch[v]))
             if any(has_batch[v] for v in (*op.operands, *op.results) if v >= 0):

@@ -59,7 +59,7 @@ class Executable:
         return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
-        """The program under `jax.jit`, for positional arguments; keyword arguments are one mapping after them.
+        """The program under `jax.jit`, for positional arguments: those of `Traced.jit_arguments`.
 
         Args:
             devices: see `Plan.jit`.
@@ -74,7 +74,8 @@ class Executable:
         in_args, in_kwargs = jax.tree.unflatten(traced.in_tree, ins)
 
         def run(*args: Any) -> Any:
-            leaves = traced.in_tree.flatten_up_to((args[: len(in_args)], args[-1] if in_kwargs else {}))
+            keywords = {name: x for mapping in args[len(in_args) :] for name, x in mapping.items()}
+            leaves = traced.in_tree.flatten_up_to((args[: len(in_args)], keywords))
             if weak:
                 leaves = [_with_weak_type_of(leaf, aval) for leaf, aval in zip(leaves, traced.in_avals, strict=True)]
             check_signature(traced, leaves)
@@ -83,7 +84,8 @@ class Executable:
         run.__name__ = traced.name
         _compat.with_names(run, traced.user_names)
         owners = {int(traced.owners[i]) for i in traced.donated}
-        donated = sorted(owner if owner >= 0 else len(in_args) for owner in owners)  # keyword arguments come last
+        arguments = traced.jit_arguments(in_args, in_kwargs)
+        donated = sorted(owner if owner >= 0 else len(arguments) - 1 for owner in owners)  # keywords come last
         device = mesh.devices.flat[0]
         options = supported_options(
             plan.compiler_options.get("cuda" if device.platform == "gpu" else device.platform, {}), device
@@ -91,10 +93,16 @@ class Executable:
         return jax.jit(
             run,
             compiler_options=options or None,
-            in_shardings=(*in_args, in_kwargs) if in_kwargs else in_args,
+            in_shardings=arguments,
             out_shardings=jax.tree.unflatten(traced.out_tree, outs),
             donate_argnums=donated,
         )
+
+
+def lower_as_planned(jitted: Any, traced: Traced, shardings: Sequence[Any]) -> Any:
+    """Lower the result of `Executable.jit` for the planned shapes and shardings of its flat inputs."""
+    shapes = list(map(_compat.planned_shape, traced.in_avals, shardings))
+    return jitted.lower(*traced.jit_arguments(*jax.tree.unflatten(traced.in_tree, shapes)))
 
 
 def supported_options(options: Options, device: Any) -> dict[str, str | bool | int | float]:

@@ -6,21 +6,20 @@ the user's function by keyword, and refuses other arrays than those that were pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
+from autoshard import _compat
 from autoshard.errors import PlanError
+from autoshard.sharding.lower.compiler_remarks import first_call
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.lower.placement_differences import placement_differences
+from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error, memory_kinds
 from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
-from autoshard.sharding.program.donated_arrays import (
-    donated_error,
-    has_donated,
-    without_repeated,
-    without_shared_memory,
-)
+from autoshard.sharding.program.donated_arrays import donated_error, has_donated, without_shared_memory
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import TRACE_FLAGS, Traced
 
@@ -35,6 +34,8 @@ class PlannedCall:
         self.planned_args, self.planned_kwargs = jax.tree.unflatten(traced.in_tree, traced.in_avals)
         self.hides = traced.static_arguments or traced.static_results
         self.called = False
+        several = any(s.mesh.size > 1 for s in shardings)
+        self.separate = SeparateArrays(needed=_compat.CRASHES_ON_DONATED and several)
 
     def __repr__(self) -> str:
         return f"Plan.jit of {getattr(self, '__name__', 'nothing yet')}"
@@ -46,26 +47,26 @@ class PlannedCall:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lower the program for these arguments, arrays or shapes, as `jax.jit(...).lower` does."""
-        return self._checked(self.jitted.lower, args, kwargs)
+        return self._checked(lambda leaves: self.jitted.lower(*self._jit_arguments(leaves)), args, kwargs)
 
-    def _checked(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the jitted program or its `lower`.
+    def _checked(self, run: Callable[[list[Any]], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `run` on the leaves of the arguments.
 
         Raises:
             PlanError: the arguments have other structures, shapes, dtypes or places than the planned ones.
         """
-        arguments = self._arguments(args, kwargs)
+        leaves = self._leaves(args, kwargs)
         try:
-            return run(*arguments)
+            return run(leaves)
         except NewSignature:
-            raise self._mismatch_error(args, kwargs, jax.tree.leaves(arguments)) from None
+            raise self._mismatch_error(args, kwargs, leaves) from None
         except (ValueError, TypeError, AssertionError) as error:
-            if misplaced := self._placement_differences(jax.tree.leaves(arguments)):
+            if misplaced := self._placement_differences(leaves):
                 raise self._misplaced_error(misplaced) from error
             raise
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """The arguments as the jitted program takes them: those that were planned by keyword in one last mapping.
+    def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of the arguments, in the order of the plan.
 
         Raises:
             PlanError: their structure is not the planned one, or an array was donated.
@@ -78,16 +79,39 @@ class PlannedCall:
             raise self._mismatch_error(args, kwargs)
         if has_donated(leaves):  # JAX crashes on them, or raises an error without their paths
             raise donated_error(self.__name__, self.traced.in_paths, leaves)
-        return (*args, kwargs) if self.planned_kwargs else args
+        return leaves
 
-    def _run(self, *arguments: Any) -> Any:
-        """Run the jitted program, with copies of donated arrays that share memory (at later calls: that repeat)."""
-        if self.traced.donated:
-            leaves, tree = jax.tree.flatten(arguments)
-            distinct = (without_repeated if self.called else without_shared_memory)(leaves, self.traced.donated)
+    def _jit_arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        return self.traced.jit_arguments(*jax.tree.unflatten(self.traced.in_tree, leaves))
+
+    def _run(self, leaves: list[Any]) -> Any:
+        """Run the jitted program, with copies of donated arrays that share memory."""
+        donated = self.traced.donated
+        if _compat.under_trace():
+            return self.jitted(*self._jit_arguments(leaves))
+        if not self.called:
+            leaves = without_shared_memory(leaves, donated)
+            results = first_call(self.jitted, self.traced, self.shardings, self._jit_arguments(leaves))
             self.called = True
-            arguments = arguments if distinct is None else jax.tree.unflatten(tree, distinct)
-        return self.jitted(*arguments)
+        else:
+            if donated and (distinct := self.separate.distinct(leaves, donated, self.memory_kinds)):
+                leaves = distinct
+            try:
+                results = self.jitted(*self._jit_arguments(leaves))
+            except (ValueError, RuntimeError) as error:
+                if not is_shared_memory_error(error):
+                    raise
+                self.separate.needed = True
+                leaves = without_shared_memory(leaves, donated)
+                results = self.jitted(*self._jit_arguments(leaves))
+        if donated:
+            self.separate.learn(leaves, donated, results)
+        return results
+
+    @functools.cached_property
+    def memory_kinds(self) -> dict[Hashable, list[int]]:
+        """The indices of the flat inputs of each kind of memory."""
+        return memory_kinds(self.traced.in_avals, self.shardings)
 
     def _as_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each argument as it was planned, by position or by keyword."""

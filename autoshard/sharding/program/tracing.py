@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +48,7 @@ class Traced:
         state: pairs (input leaf, output leaf) of the state.
         owners: for each input leaf the index of its argument; -1 for keyword arguments.
         donated: input leaves whose buffers the results may reuse.
+        donated_keywords: the names of donated keyword arguments.
         donated_arguments: indices of the arguments that the user donates by number: they are meant to be state.
         annotated: input leaf -> the `PartitionSpec` with which the module that owns it is annotated.
         flags: the JAX settings at the time of the trace (`trace_flags`).
@@ -70,6 +71,7 @@ class Traced:
     state: list[tuple[int, int]]
     owners: list[int]
     donated: frozenset[int]
+    donated_keywords: frozenset[str]
     donated_arguments: frozenset[int]
     annotated: dict[int, Any]
     flags: tuple[Any, ...]
@@ -83,6 +85,18 @@ class Traced:
     def program(self) -> Program:
         """The program of numbered values, after dead code elimination."""
         return build(_compat.dce(self.closed))
+
+    def jit_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments as positional ones for `jax.jit`, because with shardings it takes no keyword arguments.
+
+        Keyword arguments are one mapping after the positional arguments, and a second one if some are donated.
+        """
+        if not kwargs:
+            return args
+        if not self.donated_keywords:
+            return (*args, kwargs)
+        kept = {name: x for name, x in kwargs.items() if name not in self.donated_keywords}
+        return (*args, kept, {name: kwargs[name] for name in kwargs if name in self.donated_keywords})
 
     @cached_property
     def in_names(self) -> list[str]:
@@ -156,6 +170,7 @@ def trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     donate_argnums: Sequence[int] = (),
+    donate_argnames: Collection[str] = (),
     input_paths: list[str] | None = None,
     annotations: Sequence[Any] = (),
     static_numbers: bool = False,
@@ -170,6 +185,7 @@ def trace(
         args: pytrees of arrays or `ShapeDtypeStruct`s, with `StaticLeaf`s in place of other leaves.
         kwargs: keyword arguments of the same types.
         donate_argnums: indices of arguments whose buffers the results may reuse.
+        donate_argnames: names of keyword arguments whose buffers the results may reuse.
         input_paths: paths of the input leaves, if their key paths are not meaningful.
         annotations: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
         static_numbers: whether Python numbers among the results are static.
@@ -207,6 +223,7 @@ def trace(
         OUTER_PLAN.reset(token)
     out_keys = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out[-1], out_shapes))[0]
     owners = [i for i, a in enumerate(shapes[0]) for _ in jax.tree.leaves(a)] + [-1 for _ in jax.tree.leaves(shapes[1])]
+    keywords = frozenset(kwargs) if _is_from(donate_from, len(args)) else frozenset(kwargs) & frozenset(donate_argnames)
     in_avals = [v.aval for v in _compat.open_jaxpr(closed).invars]
     leaves_of: dict[int, dict[tuple[str, ...], int]] = {}
     for i, (owner, (k, _)) in enumerate(zip(owners, flat, strict=True)):
@@ -229,8 +246,9 @@ def trace(
         donated=frozenset(
             i
             for i, owner in enumerate(owners)
-            if owner in donate_argnums or _is_from(donate_from, owner if owner >= 0 else len(args))
+            if (flat[i][0][1].key in keywords if owner < 0 else owner in donate_argnums or _is_from(donate_from, owner))
         ),
+        donated_keywords=keywords,
         donated_arguments=frozenset(donate_argnums),
         annotated={i: spec for i, spec in enumerate(annotations) if spec is not None},
         flags=trace_flags(),

@@ -9,18 +9,18 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from autoshard import _compat
 from autoshard._tracebacks import users_stacklevel
-from autoshard.errors import AutoshardWarning, PlanError, PlanRequestError
+from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
+from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error
 from autoshard.sharding.machines.device_mesh import find_platform
-from autoshard.sharding.machines.targets import is_made_of, target_for
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
@@ -31,123 +31,18 @@ from autoshard.sharding.program.argument_names import argument_names
 from autoshard.sharding.program.donated_arrays import (
     donated_error,
     has_donated,
-    without_repeated,
     without_shared_memory,
 )
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
 from autoshard.sharding.runtime.absent_arguments import absent_error
 from autoshard.sharding.runtime.argument_types import is_placed, type_of
-from autoshard.sharding.runtime.compiler_remarks import kept_remarks, remarks_text
-from autoshard.sharding.runtime.donated_keywords import warn_of_donated_keywords
-from autoshard.sharding.runtime.process_agreement import check_same_plan
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 from autoshard.sharding.runtime.static_changes import StaticChanges
 
 
 class GraphArguments(Exception):
     """A plain function was called with nnx objects, so it must be called with the semantics of `nnx.jit`."""
-
-
-class PlannedSignature:
-    """One planned signature: the plan, the jitted function, and the shardings of its inputs."""
-
-    def __init__(self, bound: BoundPlan, hides_warnings: bool = False):
-        self.hides_warnings = hides_warnings  # about donated buffers
-        self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
-        self.state = frozenset(i for i, _ in self.traced.state)
-        self.inspected = False  # whether a call went through `inspect_and_call`
-
-    @functools.cached_property
-    def mesh(self) -> Any:
-        """The mesh of devices. Only a call needs it: the machine of a plan need not be attached."""
-        return self.bound.executable.mesh_over(None)
-
-    @functools.cached_property
-    def jitted(self) -> Any:
-        """The annotated function under `jax.jit`."""
-        executable = self.bound.executable
-        return executable.jit(self.mesh if executable.mesh is None else None)
-
-    def run(self, *args: Any) -> Any:
-        """Call the jitted function for the first time, which compiles it. Later calls go to it directly."""
-        with kept_remarks() as remarks, warnings.catch_warnings():
-            if self.hides_warnings:
-                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            results = self.jitted(*args)
-        self.run = self.jitted
-        text = remarks_text(self.traced.name, remarks, self.traced.arguments, self.lowered_text) if remarks else ""
-        if text:
-            warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
-        return results
-
-    def lower(self) -> Any:
-        """Lower the jitted function for the shapes of the signature."""
-        shapes = list(map(_compat.planned_shape, self.traced.in_avals, self.in_shardings))
-        args, kwargs = jax.tree.unflatten(self.traced.in_tree, shapes)
-        return self.jitted.lower(*args, kwargs) if kwargs else self.jitted.lower(*args)
-
-    def lowered_text(self) -> str:
-        """The program's MLIR with locations."""
-        return self.lower().as_text(debug_info=True)
-
-    @functools.cached_property
-    def in_shardings(self) -> list[Any]:
-        """The sharding of each flat input."""
-        return self.plan.shardings(self.mesh)[0]
-
-    @functools.cache  # noqa: B019  an entry lives as long as its function
-    def check_target(self) -> None:
-        """Check that the target that the user named is the machine that the plan is about to run on.
-
-        Raises:
-            PlanError: it is another machine.
-        """
-        target, devices = self.bound.problem.machine.target, list(self.mesh.devices.flat)
-        if self.bound.problem.target_given and not is_made_of(target, devices):
-            here = target_for(devices, len(devices)).name
-            raise PlanError(
-                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices are '{here}' "
-                f"({devices[0].device_kind}). To run on these, leave out target=, or use .plan(...).jit(), which runs "
-                f"the plan for '{target.name}' here. .plan(...) and .lower(...) work anywhere"
-            )
-
-    @functools.cache  # noqa: B019  an entry lives as long as its function
-    def check_agreement(self) -> None:
-        """Check that all processes are about to run the same plan on these devices.
-
-        Raises:
-            PlanError: another process has another plan.
-        """
-        if len({d.process_index for d in self.mesh.devices.flat}) > 1:
-            check_same_plan(self.plan)
-
-    def misplaced(self, leaves: Sequence[Any]) -> list[int]:
-        """Return the indices of inputs whose sharding is not the planned one, or that are on another mesh."""
-        pairs = zip(leaves, self.in_shardings, strict=True)
-        return [i for i, (x, s) in enumerate(pairs) if isinstance(x, jax.Array) and _is_misplaced(x, s)]
-
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves, with misplaced ones moved to their planned shardings.
-
-        State is always moved. Of the other inputs only committed arrays are moved; jit moves uncommitted ones itself.
-        """
-        out = list(leaves)
-        for i in self.misplaced(leaves):
-            if i in self.state or getattr(leaves[i], "committed", True):
-                out[i] = jax.device_put(leaves[i], self.in_shardings[i])
-        return out
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the jitted function with arguments of the planned signature, with their static leaves hidden."""
-        results = self.run(*args, kwargs) if kwargs else self.run(*args)
-        return reveal_static(results) if self.traced.static_results else results
-
-
-def _is_misplaced(x: jax.Array, planned: Any) -> bool:
-    if not x.sharding.is_equivalent_to(planned, x.ndim):
-        return True
-    mesh = getattr(x.sharding, "mesh", None)  # jit traces with the argument's own mesh, even if the shards agree
-    return mesh is not None and mesh != planned.mesh
 
 
 class PureFunction:
@@ -163,12 +58,13 @@ class PureFunction:
         donated_names: frozenset[str] = frozenset(),
     ):
         self.fn, self.options, self.donate, self.variants = fn, options, donate, variants
-        self.donated_names = donated_names  # with the names of keyword-only arguments
+        self.donated_names = donated_names
         self.filter_jit, self.static_numbers = filter_jit, filter_jit is not None
-        self.donates = bool(donate) or (filter_jit is not None and filter_jit.donate_from is not None)
+        self.donates = bool(donate or donated_names) or (filter_jit is not None and filter_jit.donate_from is not None)
         self.has_static = self.static_numbers  # a call had static leaves
         self.takes_placement = all(options.get(k) is None for k in ("mesh", "target", "plan"))
         self.static_changes = StaticChanges(fn)
+        self.separate = SeparateArrays(needed=False)
         self.arguments: tuple[str, ...] | None = None  # names of the arguments, if `fn` does not have them
         self.entries: dict[Any, PlannedSignature] = {}
         self.by_placement: dict[Any, PlannedSignature] = {}
@@ -189,15 +85,23 @@ class PureFunction:
             entry = self.entries.get(self.signature(args, kwargs))
         if entry is None or not entry.inspected:
             return self.inspect_and_call(args, kwargs)
-        if self.donates and (distinct := without_repeated(leaves, entry.traced.donated)):
-            args, kwargs = jax.tree.unflatten(jax.tree.structure((args, kwargs)), distinct)
+        donated = entry.traced.donated
+        if donated and (distinct := self.separate.distinct(leaves, donated, entry.memory_kinds)):
+            leaves = distinct
+            args, kwargs = jax.tree.unflatten(jax.tree.structure((args, kwargs)), leaves)
         try:
-            return entry.call(args, kwargs)
+            results = entry.call(args, kwargs)
+            if donated:
+                self.separate.learn(leaves, donated, results)
+            return entry.revealed(results)
         except NewSignature:
             return self.inspect_and_call(args, kwargs)
         except (ValueError, TypeError, AssertionError, RuntimeError) as error:
             if "deleted" in str(error):
                 self.check_not_donated(args, kwargs)
+            if is_shared_memory_error(error):  # nothing was donated yet
+                self.separate.needed = True
+                return self.inspect_and_call(args, kwargs)
             if isinstance(error, RuntimeError):
                 raise
             args, kwargs = self.hide_static(args, kwargs)
@@ -278,9 +182,12 @@ class PureFunction:
         entry.check_target()
         entry.check_agreement()
         self.last, entry.inspected = entry, True
+        self.separate.needed |= _compat.CRASHES_ON_DONATED and entry.mesh.size > 1
         leaves = without_shared_memory(entry.place(leaves), entry.traced.donated)
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, leaves)
-        return entry.call(args, kwargs)
+        results = entry.call(args, kwargs)
+        self.separate.learn(leaves, entry.traced.donated, results)
+        return entry.revealed(results)
 
     def entry_for_placement(
         self, entry: PlannedSignature, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -311,7 +218,6 @@ class PureFunction:
                 raise GraphArguments
             if self.has_static:
                 self.static_changes.note((args, kwargs), key[1:])
-            warn_of_donated_keywords(name_of(self.fn), self.donated_names, kwargs)
             try:
                 entry = self.entries[key] = self.make(args, kwargs)
             except (TypeError, AttributeError, ValueError) as error:
@@ -332,7 +238,8 @@ class PureFunction:
         attempts: list[Attempt] = []
         donate_from = self.filter_jit and self.filter_jit.donate_from
         platform = find_platform(options["mesh"], options["target"])
-        trace_options = self.donate, names, written, self.static_numbers, self.arguments, donate_from, platform
+        donated = self.donate, self.donated_names
+        trace_options = *donated, names, written, self.static_numbers, self.arguments, donate_from, platform
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace(fn, args, kwargs, *trace_options)

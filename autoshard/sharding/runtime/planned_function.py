@@ -17,7 +17,9 @@ from autoshard.sharding.planner.variants import checked_variants
 from autoshard.sharding.program.argument_names import argument_names, without_parameters
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.runtime.batch_sharding import shard_batch
-from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
+from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PureFunction
+from autoshard.sharding.runtime.keyword_arguments import by_position, keyword_names
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 from autoshard.sharding.runtime.sharded_init import create_sharded
 
 
@@ -41,7 +43,7 @@ class PlannedFunction:
         self.__name__ = name_of(fn)
         self.fn, self.options, self.example = fn, options, example
         self.variants = checked_variants(variants, fn)
-        self.names = argument_names(fn)
+        self.names, self.keyword_names = argument_names(fn), keyword_names(fn)
         limit, where = None if _takes_any_number(fn) else len(self.names), f"auto_shard({self.__name__}):"
         own = _compat.jit_settings(fn)  # `auto_shard(jax.jit(f, ...))` keeps the settings of the jit
         if static_argnums in ((), []):
@@ -69,6 +71,8 @@ class PlannedFunction:
         """Call the function under the plan for these arguments."""
         if OUTER_PLAN.get():
             return self.fn(*args, **kwargs)  # inside a planned function: the outer plan applies
+        if kwargs:
+            args, kwargs = by_position(args, kwargs, self.keyword_names)
         try:
             if self.static or self.static_keywords:
                 target, args, kwargs = self._without_static(args, kwargs)
@@ -97,18 +101,18 @@ class PlannedFunction:
 
     def _without_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict]:
         """Return the function with its static arguments bound, and the other arguments."""
-        by_position = {n: args[n] for n in self.static if n < len(args)}
+        statics = {n: args[n] for n in self.static if n < len(args)}
         names = {self.names[n] for n in self.static if n < len(self.names)} | self.static_keywords
         by_name = {k: v for k, v in kwargs.items() if k in names}
-        rest = tuple(a for i, a in enumerate(args) if i not in by_position)
+        rest = tuple(a for i, a in enumerate(args) if i not in statics)
         keywords = {k: v for k, v in kwargs.items() if k not in by_name}
         graph = _compat.has_graph_nodes((rest, keywords))
-        key = (graph, tuple((k, type(v), v) for k, v in (*by_position.items(), *sorted(by_name.items()))))
+        key = (graph, tuple((k, type(v), v) for k, v in (*statics.items(), *sorted(by_name.items()))))
         try:
             function = self.functions.get(key)
         except TypeError:
             raise PlanError(
-                f"auto_shard({self.__name__}): static argument {_unhashable_text(by_position | by_name)} is not "
+                f"auto_shard({self.__name__}): static argument {_unhashable_text(statics | by_name)} is not "
                 "hashable. Pass a tuple or a frozen dataclass, or leave it out of static_argnums"
             ) from None
         if function is None:
@@ -116,7 +120,7 @@ class PlannedFunction:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 remaining = iter(args)
-                merged = (by_position[i] if i in by_position else next(remaining) for i in range(count))
+                merged = (statics[i] if i in statics else next(remaining) for i in range(count))
                 return fn(*merged, **by_name, **kwargs)
 
             functools.update_wrapper(call, fn)
@@ -126,6 +130,7 @@ class PlannedFunction:
 
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Return the planned signature of these arguments (arrays or shapes). Plans it if it is new."""
+        args, kwargs = by_position(args, kwargs, self.keyword_names)
         if self.static or self.static_keywords:
             target, args, kwargs = self._without_static(args, kwargs)
         elif self._graph is not None or _compat.has_graph_nodes((args, kwargs)):

@@ -1,5 +1,6 @@
 """Names of logical axes: those of graphs, of the elements of a head, and of dimensions that are no axes."""
 
+import dataclasses
 from functools import cache
 
 import jax
@@ -87,3 +88,18 @@ def test_the_words_of_a_key_are_no_logical_axis():
     key = jax.ShapeDtypeStruct((2,), "uint32")
     wrapped = analyse(trace(step, ({"w": jnp.ones((4, 2))}, jnp.ones((8, 4)), key), {}))
     assert not [name for name in wrapped.axes.names.values() if name.startswith("key")]
+
+
+@pytest.mark.parametrize("attention", ["plain", "blockwise"])
+def test_head_size_is_called_head_dim_if_a_loop_keeps_cast_weights(attention: str) -> None:
+    """Without rematerialization, the gradient uses copies of the weights that the loop over layers stacked."""
+    model = workload("llama-tiny")
+    config = dataclasses.replace(model.config, attention=attention, kv_heads=8, remat="none", dtype="bfloat16")
+    step, state, data = workload_step(dataclasses.replace(model, config=config))
+    traced = trace(step, (state, data), {})
+    analysis = analyse(traced)
+    weights = [i for i, path in enumerate(traced.in_names) if "params" in path and path[-2:] in ("wq", "wk", "wv")]
+    assert len(weights) == 3
+    for i in weights:
+        axis = analysis.axes.of_value[traced.program.inputs[i]][-1][0]
+        assert analysis.axes.name(axis).startswith("head_dim") and axis not in analysis.roles.parallel

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.errors import AutoshardWarning
 from tests.sharding.programs import assert_close
 
 X, W = jnp.ones((16, 8)), jnp.ones((8, 4))
@@ -56,16 +55,3 @@ def test_settings_are_those_of_the_arguments_that_are_left(fn: Callable[..., Any
     placed, _ = step(W + 0, X, *args)
     assert_close(scaled(scaled(W, X, 2)[0], X, 2), step(placed, X, *args))
     assert placed.is_deleted() and not X.is_deleted()
-
-
-def test_a_donated_argument_that_is_passed_by_keyword_is_named() -> None:
-    def step(w: jax.Array, *, x: jax.Array) -> Any:
-        return w - jnp.mean(x), x * 2
-
-    message = "'x' is not donated, because it is passed by keyword.*Pass it by position"
-    by_keyword = autoshard.auto_shard(jax.jit(step, donate_argnames="x"), plan="dp:8")
-    with pytest.warns(AutoshardWarning, match=message):
-        by_keyword(W, x=X)
-    by_keyword(W, x=X)  # once for each plan
-    with pytest.warns(AutoshardWarning, match="'w' is not donated"):
-        autoshard.auto_shard(step, plan="dp:8", donate_argnums=0)(w=W, x=X)

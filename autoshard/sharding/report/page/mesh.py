@@ -91,8 +91,10 @@ def _is_numbered(grid: Grid) -> bool:
 
 def legend(paint: AxisLabels) -> str:
     """Every logical axis as a button in its colour; a click shows the tensors that have it."""
-    sharded = [name for name in paint.number if name not in paint.names.unsharded and name in paint.names.all]
-    rest = [name for name in paint.number if name not in sharded]
+    once = {number: name for name, number in reversed(paint.number.items())}.values()
+    first = [name for name in paint.number if name in once]
+    sharded = [name for name in first if name not in paint.names.unsharded and name in paint.names.all]
+    rest = [name for name in first if name not in sharded]
     shown, more = rest[:AXES_SHOWN], rest[AXES_SHOWN:]
     rows = [("sharded in compute", sharded), ("not sharded", shown)]
     lines = "".join(

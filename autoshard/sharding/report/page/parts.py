@@ -23,12 +23,15 @@ class AxisLabels:
         rest = [part for part in parts if part not in NO_AXIS]
         all_names = dict.fromkeys([*self.names.all, *rest])
         ordered = sorted(all_names, key=lambda name: "/" in name)  # axes not named after a path get the best colours
-        self.number = {name: i for i, name in enumerate(ordered)}
+        numbers: dict[str, int] = {}  # axes that are shown as one, such as head sizes, have one colour
+        self.number = {name: numbers.setdefault(self.names.short(name), len(numbers)) for name in ordered}
 
     @property
     def style(self) -> str:
         """The colours as a style sheet; axis number 3 has the class `a3`."""
-        return "".join(f".a{i}{{--h:{_hue(i)};--s:{70 if i < len(HUES) else 34}%}}" for i in self.number.values())
+        return "".join(
+            f".a{i}{{--h:{_hue(i)};--s:{70 if i < len(HUES) else 34}%}}" for i in dict.fromkeys(self.number.values())
+        )
 
     def label(self, name: str, kind: str = "axis", number: int | None = None) -> str:
         """The label of a logical axis, with a number after its name."""

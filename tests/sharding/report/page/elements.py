@@ -28,9 +28,10 @@ def visible_rows(page, selector):
 
 
 def colours(page, selector):
-    """Return the text colours of each logical axis."""
+    """Return the text colours of each logical axis, by the name that is shown."""
     pairs = page.run(
-        f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => [e.title, getComputedStyle(e).color])"
+        f"[...document.querySelectorAll({json.dumps(selector)})]"
+        ".map((e) => [e.querySelector('b').textContent, getComputedStyle(e).color])"
     )
     colours_of: dict[str, set[str]] = {}
     for name, colour in pairs:

@@ -98,6 +98,11 @@ def test_each_axis_has_its_own_colour(shown, name):
         assert len(shades) >= 4 and all(legend[axis] == used for axis, used in shades.items())
 
 
+def test_axes_that_are_shown_as_one_have_one_button(shown):
+    buttons = texts(shown("requested"), "#axes-list button b")
+    assert buttons.count("head_dim") == 1 and len(set(buttons)) == len(buttons)
+
+
 def test_sharded_dimensions_are_filled_and_name_their_mesh_axis(shown):
     page = shown("requested")
     rows = page.run(

@@ -1,8 +1,9 @@
 """Keeps XLA's lines about involuntary full rematerializations off the terminal while a planned program is compiled.
 
-XLA's partitioner writes them to file descriptor 2. During the first call of a planned program, which compiles it, the
-descriptor is redirected to `stderr_filter.py`, a process that is started once. All other lines appear as ever. The
-remarks are counted, priced and reported in one warning. Those that cost next to nothing are left out.
+XLA's partitioner writes them to file descriptor 2. During the first call of a planned program, which compiles it, and
+while `measure` compiles candidates, the descriptor is redirected to `stderr_filter.py`, a process that is started once.
+All other lines appear as ever. The remarks of the first call are counted, priced and reported in one warning. Those
+that cost next to nothing are left out.
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from autoshard._columns import listing
+from autoshard._tracebacks import users_stacklevel
 from autoshard._units import bytes_text, line_text
+from autoshard.errors import AutoshardWarning
 from autoshard.sharding.hlo.rematerializations import Rematerialization, read_remarks
-from autoshard.sharding.runtime.constants import FILTER_TIMEOUT_S, LEAST_REMARK_BYTES
+from autoshard.sharding.lower.constants import FILTER_TIMEOUT_S, LEAST_REMARK_BYTES
+from autoshard.sharding.lower.executable import lower_as_planned
+from autoshard.sharding.program.tracing import Traced
 
 FILTER = Path(__file__).with_name("stderr_filter.py")
 
@@ -141,6 +148,27 @@ def kept_remarks() -> Iterator[list[str]]:
         yield found
     finally:
         found += _REDIRECTION.leave()
+
+
+def first_call(jitted: Any, traced: Traced, shardings: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """Call a jitted program for the first time, which compiles it, and report the compiler's remarks in a warning.
+
+    Args:
+        jitted: the result of `Executable.jit`.
+        traced: the function.
+        shardings: the planned shardings of its flat inputs.
+        arguments: the arguments, as `Traced.jit_arguments` gives them.
+    """
+
+    def lowered_text() -> str:
+        """The program's MLIR with locations."""
+        return lower_as_planned(jitted, traced, shardings).as_text(debug_info=True)
+
+    with kept_remarks() as remarks:
+        results = jitted(*arguments)
+    if remarks and (text := remarks_text(traced.name, remarks, traced.arguments, lowered_text)):
+        warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
+    return results
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

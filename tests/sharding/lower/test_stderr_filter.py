@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autoshard.sharding.runtime import stderr_filter
+from autoshard.sharding.lower import stderr_filter
 
 MARKER, KEPT, DONE = b"<end 1>", 7, 8
 REMARK = b"W1125 00:35:48.133936 9728 spmd.cc:656] [SPMD] Involuntary full rematerialization. And so on\n"

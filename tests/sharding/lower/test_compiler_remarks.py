@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding.runtime import compiler_remarks
-from autoshard.sharding.runtime.compiler_remarks import kept_remarks, remarks_text
+from autoshard.sharding.lower import compiler_remarks
+from autoshard.sharding.lower.compiler_remarks import kept_remarks, remarks_text
 from tests.sharding.programs import assert_close, batch, mlp_state, sgd_step
 
 REMARK = (
@@ -61,7 +61,7 @@ def test_nested_contexts_share_one_redirection(capfd):
 
 def test_the_last_lines_of_a_process_that_aborts_appear():
     code = (
-        "import os; from autoshard.sharding.runtime.compiler_remarks import kept_remarks\n"
+        "import os; from autoshard.sharding.lower.compiler_remarks import kept_remarks\n"
         "with kept_remarks(): os.write(2, b'F1125 check failed\\n'); os.abort()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -82,3 +82,26 @@ def test_remarks_that_cost_next_to_nothing_are_left_out():
     assert remarks_text("step", [small], (), str) == ""
     both = remarks_text("step", [REMARK.format(n=1, op=""), REMARK.format(n=8, op="")], (), str)
     assert "makes 1 array whole" in both
+
+
+def test_the_jitted_plan_reports_remarks_once(capfd, monkeypatch):
+    monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
+    plan = autoshard.plan(sgd_step, mlp_state(), batch(), plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))})
+    run, state = plan.jit(), jax.device_put((mlp_state(), batch()), plan.in_shardings())
+    with pytest.warns(AutoshardWarning, match="makes 1 array whole") as caught:
+        new, _ = run(*state)
+    assert caught[0].filename == __file__
+    assert_close(new, sgd_step(mlp_state(), batch())[0])
+    run(*state)  # no further warning
+    assert not [line for line in lines_written_to(capfd) if "rematerialization" in line]
+
+
+def test_remarks_of_measured_plans_are_reported_by_the_first_call(capfd, monkeypatch):
+    monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
+    step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))}, measure=1)
+    assert step.plan(mlp_state(), batch()).measured
+    with pytest.warns(AutoshardWarning, match="makes 1 array whole"):
+        state, _ = step(mlp_state(), batch())
+    with pytest.warns(AutoshardWarning, match="makes 1 array whole"):  # another program
+        step(state, batch(size=64))
+    assert not [line for line in lines_written_to(capfd) if "rematerialization" in line]
