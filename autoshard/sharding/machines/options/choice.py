@@ -85,10 +85,10 @@ def reported_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
 
     A part is an option that is on and that no set without such a report has.
     """
-    harmless = {name for each in SETS.values() if chip not in each.numerics for name in each.options.get(chip, {})}
+    harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
     found = []
     for each in SETS.values():
-        own = each.options.get(chip, {}).keys() - harmless if chip in each.numerics else set()
+        own = _turned_on(each, chip) - harmless if chip in each.numerics else set()
         if any(_is_on(options.get(name, "")) for name in own):
             found.append((each.name, each.numerics[chip]))
     return found
@@ -133,6 +133,10 @@ def _contains(options: Options, some: Options) -> bool:
 
 def _is_part(chip: str, one: OptionSet, other: OptionSet) -> bool:
     return one.options[chip].keys() < other.options[chip].keys()
+
+
+def _turned_on(chosen: OptionSet, chip: str) -> set[str]:
+    return {name for name, value in chosen.options.get(chip, {}).items() if _is_on(value)}
 
 
 def _is_on(value: object) -> bool:

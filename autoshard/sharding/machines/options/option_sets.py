@@ -6,8 +6,9 @@ none were reported. What the sets did to small programs is in `benchmarks/result
 `benchmarks/option_sets.py`.
 
 In programs that libtpu 0.0.42.1 compiles for v6e (JAX 0.10.2, 2026-11), all-gathers on the SparseCores are
-asynchronous; reduce-scatters are asynchronous only with `sparse-core-reductions`. Thus `Chip.hides` of v6e and tpu7x has
-all-gathers alone.
+asynchronous; reduce-scatters are asynchronous only with `sparse-core-reductions`. Thus `Chip.hides` of v6e and tpu7x
+has all-gathers alone. For tpu7x this compiler runs reduce-scatters on the SparseCores unless told not to, so
+`no-sparse-core-reductions` turns that off by name.
 
 `host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published host-offload sets have, because it
 undoes rematerialization. `layer-scheduler` leaves out the reduce-scatters on the SparseCores of its recipes, for the
@@ -77,9 +78,11 @@ class OptionSet:
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 _FUSION = "xla_tpu_enable_async_collective_fusion"
+_REDUCTIONS = tuple(f"{_OFFLOAD}{kind}" for kind in ("reduce_scatter", "all_reduce", "nd_reduce_scatter"))
 _GATHER_FUSION: Options = {
     _FUSION: "true",
     f"{_FUSION}_fuse_all_gather": "true",
+    f"{_FUSION}_fuse_all_reduce": "false",
     f"{_FUSION}_multiple_steps": "true",
     "xla_enable_async_all_gather": "true",
 }
@@ -124,6 +127,15 @@ _ALL = (
         default=_SPARSE_CORES,
     ),
     OptionSet(
+        "no-sparse-core-reductions",
+        "reductions run on the TensorCore, also where the compiler's own default is the SparseCores",
+        dict.fromkeys(("v6e", "tpu7x"), dict.fromkeys(_REDUCTIONS, "false")),
+        "all programs, because of `sparse-core-reductions`",
+        _always,
+        excludes=("sparse-core-reductions",),
+        default=("v6e", "tpu7x"),
+    ),
+    OptionSet(
         "host-transfers",
         "more transfers of host memory are in flight at the same time, and start earlier",
         dict.fromkeys(
@@ -160,7 +172,7 @@ _ALL = (
     OptionSet(
         "gather-fusion",
         "all-gathers run inside fusions with products, instead of on the SparseCores",
-        dict.fromkeys(("v5p", "v6e"), _GATHER_FUSION),
+        dict.fromkeys(("v5p", "v6e"), {**_GATHER_FUSION, "xla_tpu_overlap_compute_collective_tc": "false"}),
         "programs with all-gathers",
         _gathers,
         excludes=("sparse-core-gathers", "sparse-core-nd-gathers", "layer-scheduler"),
@@ -230,6 +242,7 @@ _ALL = (
         dict.fromkeys(_SPARSE_CORES, {f"{_OFFLOAD}reduce_scatter": "true", f"{_OFFLOAD}all_reduce": "true"}),
         "programs with reduce-scatters or all-reduces",
         _reduces,
+        excludes=("no-sparse-core-reductions",),
         default=("v5p",),
         numerics=dict.fromkeys(("v6e", "tpu7x"), _ABNORMAL_LOSSES),
     ),
