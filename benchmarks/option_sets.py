@@ -2,13 +2,16 @@
 
     python benchmarks/option_sets.py                      # all chips whose compiler is installed
     python benchmarks/option_sets.py v6e:2x4 --each       # one machine, and each option alone
+    python benchmarks/option_sets.py v6e:2x4 --program stack --sets gather-fusion scoped-vmem
     python benchmarks/option_sets.py --show               # the stored rows, without compiling
 
-The program is the train step of a scanned GPT (4 layers of width 1024) under `fsdp`, for the host set with the residual
-stream in host memory. It is compiled under the chip's default options and then with each set of the table in
-`autoshard.sharding.machines.options`, sets that are used only on request included. A row says whether the compiler
-refuses options, whether the compiled program is another one, and the step time by the audit over that of the default
-options. Nothing runs. Rows are stored in `results/option_sets.json` one by one, and compiled programs in the cache.
+The program is a step of gradient descent under `fsdp`: of a scanned GPT (4 layers of width 1024), or with
+`--program stack`, which compiles in a fraction of the time, of 4 scanned layers of two products each. For the host set,
+the residual stream waits in host memory. The program is compiled under the chip's default options, without each default
+set, and with each other set of `autoshard.sharding.machines.options` whose condition holds, sets that are used only on
+request included. A row says whether the compiler refuses options, whether the compiled program is another one, and the step
+time by the audit over that of the default options. Nothing runs. Rows are stored in `results/option_sets.json` one by
+one, compiled programs in the cache.
 """
 
 from __future__ import annotations
@@ -23,18 +26,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from common import RESULTS, Console, Table
+from flax import nnx
+from jax import checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
-from autoshard.models.workloads import workload
+from autoshard.models import GPT, GPTConfig, cross_entropy
 from autoshard.sharding.audit import Audit, missing_compiler, verify_under
 from autoshard.sharding.machines.options import (
-    SETS,
     Options,
     OptionSet,
     ProgramFacts,
     default_options,
+    named_set,
     set_names,
     with_needed,
     with_set,
@@ -42,13 +50,14 @@ from autoshard.sharding.machines.options import (
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.program_facts import program_facts
 from autoshard.sharding.planner.bound_plan import bound_or_error
-from autoshard.train.program.build import workload_step
 
 PATH = RESULTS / "option_sets.json"
 TARGETS = ("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "h100:8")
-PROGRAM: Mapping[str, Any] = {
-    "layers": 4, "width": 1024, "heads": 8, "vocab": 2048, "context": 512, "batch_size": 64, "attention": "plain",
+GPT_SIZES: Mapping[str, Any] = {
+    "layers": 4, "width": 1024, "heads": 8, "vocab": 2048, "context": 512, "attention": "plain",
 }  # fmt: skip
+BATCH = 64
+STACK_SIZES: Mapping[str, int] = {"layers": 4, "width": 512, "hidden": 2048, "rows": 32768}
 HOST_SET = "host-transfers"
 DEFAULT = "default"
 
@@ -59,8 +68,9 @@ class Row:
 
     Attributes:
         target: the machine.
+        program: `gpt` or `stack`.
         name: the set; `default` for the default options; `set: option` for one option of a set.
-        remat: the remat policy of the program.
+        offload: whether the residual stream waits in host memory.
         kind: the compiler's result: `ok`, `error`, ...
         us: the step time; None if there is none.
         base_us: the same under the default options.
@@ -73,8 +83,9 @@ class Row:
     """
 
     target: str
+    program: str
     name: str
-    remat: str
+    offload: bool
     kind: str
     us: float | None
     base_us: float | None
@@ -95,17 +106,60 @@ class Row:
         return f"{self.us / self.base_us:.3f}" if self.changes or self.name == DEFAULT else "changes nothing"
 
 
+def gpt_step(offload: bool) -> tuple[Any, ...]:
+    """A step of gradient descent of a GPT, and the shapes of the parameters and of the tokens."""
+    config = GPTConfig(**GPT_SIZES, remat="host:residual" if offload else "full")
+    graph, state = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+
+    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
+        total, count = cross_entropy(nnx.merge(graph, params)(tokens[:, :-1]), tokens[:, 1:])
+        return total / count
+
+    return _descent(loss_of), nnx.to_pure_dict(state), jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
+
+
+def stack_step(offload: bool) -> tuple[Any, ...]:
+    """A step of gradient descent of layers of two products, and the shapes of the parameters and of the input."""
+    layers, width, hidden, rows = STACK_SIZES.values()
+    policy = checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(), names_which_can_be_offloaded=("residual",), offload_src="device",
+        offload_dst="pinned_host",
+    )  # fmt: skip
+
+    def layer(h: jax.Array, w: Mapping[str, jax.Array]) -> tuple[jax.Array, None]:
+        h = checkpoint_name(h, "residual")
+        up, down = w["up"].astype(h.dtype), w["down"].astype(h.dtype)
+        return h + jnp.tanh(h @ up) @ down, None
+
+    def loss_of(params: Any, x: jax.Array) -> jax.Array:
+        body = jax.checkpoint(layer, policy=policy if offload else None)
+        return (jax.lax.scan(body, x, params)[0].astype(jnp.float32) ** 2).mean()
+
+    shapes = {"up": (layers, width, hidden), "down": (layers, hidden, width)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    return _descent(loss_of), params, jax.ShapeDtypeStruct((rows, width), jnp.bfloat16)
+
+
+def _descent(loss_of: Any) -> Any:
+    def step(params: Any, data: jax.Array) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, jax.grad(loss_of)(params, data))
+
+    return step
+
+
+PROGRAMS: Mapping[str, Any] = {"gpt": gpt_step, "stack": stack_step}
+
+
 class Case:
     """A planned program for one machine, and its audit under the default options."""
 
-    def __init__(self, target: str, remat: str):
+    def __init__(self, target: str, program: str, offload: bool):
         """Plan the program. Nothing is compiled before `base` is read."""
-        self.target, self.remat = target, remat
-        work = workload("gpt-1.3b").with_(**PROGRAM, remat=remat)
+        self.target, self.program, self.offload = target, program, offload
         devices = find_target(target).devices
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AutoshardWarning)
-            made = plan(*workload_step(work), target=target, plan=f"fsdp:{devices}", donate_argnums=0)
+            made = plan(*PROGRAMS[program](offload), target=target, plan=f"fsdp:{devices}", donate_argnums=0)
         self.executable = bound_or_error(made.bound).executable
         facts = program_facts(made)
         assert facts is not None, f"{target} has no option sets"
@@ -124,20 +178,22 @@ class Case:
         base = self.base
         audit = base if name == DEFAULT else verify_under(self.executable, options)
         return Row(
-            self.target, name, self.remat, audit.kind, audit.step_time_us, base.step_time_us, audit.compute_us,
-            audit.exposed_us, audit.host_exposed_us, audit.program != base.program, audit.dropped, audit.message,
+            self.target, self.program, name, self.offload, audit.kind, audit.step_time_us, base.step_time_us,
+            audit.compute_us, audit.exposed_us, audit.host_exposed_us, audit.program != base.program, audit.dropped, audit.message,
             requested, dict(audit.versions),
         )  # fmt: skip
 
 
-def rows_of(target: str, *, each: bool) -> Iterator[Row]:
-    """Compile the program of a machine under each of its sets, and each option alone if asked to."""
-    cases = {"full": Case(target, "full"), "host:residual": Case(target, "host:residual")}
-    chip = cases["full"].facts.chip
-    yield cases["full"].row(DEFAULT, default_options(chip))
-    for name in set_names(chip):
-        chosen = SETS[name]
-        case = cases["host:residual" if name == HOST_SET else "full"]
+def rows_of(target: str, program: str, sets: Sequence[str] = (), *, each: bool) -> Iterator[Row]:
+    """Compile the program of a machine under its sets (all, or those named), and each option alone if asked to."""
+    cases = {offload: Case(target, program, offload) for offload in (False, True)}
+    chip = cases[False].facts.chip
+    yield cases[False].row(DEFAULT, default_options(chip))
+    for name in sets or set_names(chip):
+        chosen = named_set(name, chip)
+        case = cases[name == HOST_SET]
+        if not chosen.applies(case.facts):
+            continue
         for label, options in _variations(case, chosen, each):
             yield case.row(label, options, chosen.numerics.get(chip, ""))
 
@@ -164,14 +220,22 @@ def stored(path: Path = PATH) -> list[Row]:
 
 def save(rows: Sequence[Row], path: Path = PATH) -> None:
     """Write the rows."""
-    head = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "program": dict(PROGRAM)}
+    head = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "gpt": dict(GPT_SIZES) | {"batch": BATCH},
+        "stack": dict(STACK_SIZES),
+    }
     path.write_text(json.dumps(head | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def merged(rows: Sequence[Row], new: Row) -> list[Row]:
     """Replace the row of the same machine and set, or append it."""
-    kept = [row for row in rows if (row.target, row.name) != (new.target, new.name)]
+    kept = [row for row in rows if _key(row) != _key(new)]
     return sorted([*kept, new], key=lambda row: TARGETS.index(row.target) if row.target in TARGETS else len(TARGETS))
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row.target, row.program, row.name
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -182,7 +246,7 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         times = [f"{us / 1e3:.2f}" if us is not None else "-"
                  for us in (row.us, row.compute_us, row.exposed_us, row.host_us)]  # fmt: skip
-        table.add_row(row.target, row.name, row.outcome, *times, ", ".join(row.refused), row.requested)
+        table.add_row(row.target, row.program, row.name, row.outcome, *times, ", ".join(row.refused), row.requested)
     Console(width=180).print(table)
 
 
@@ -191,6 +255,8 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", help=f"machines; default: {' '.join(TARGETS)}")
     parser.add_argument("--each", action="store_true", help="also compile with each option of a set alone")
+    parser.add_argument("--program", choices=PROGRAMS, default="gpt", help="the program; default: gpt")
+    parser.add_argument("--sets", nargs="*", default=(), help="names of sets; default: all of the chip")
     parser.add_argument("--show", action="store_true", help="print the stored rows and compile nothing")
     given = parser.parse_args(arguments)
     rows = stored()
@@ -198,10 +264,10 @@ def main(arguments: Sequence[str]) -> None:
         if missing := missing_compiler(find_target(target).platform):
             print(f"{target}: {missing}", file=sys.stderr)
             continue
-        for row in rows_of(target, each=given.each):
+        for row in rows_of(target, given.program, given.sets, each=given.each):
             rows = merged(rows, row)
             save(rows)
-            print(f"{row.target} {row.name}: {row.outcome}", flush=True)
+            print(f"{row.target} {row.program} {row.name}: {row.outcome}", flush=True)
     show(rows)
 
 

@@ -15,6 +15,7 @@ from autoshard.sharding.machines.options.choice import (
     sets_in,
     with_needed,
     with_set,
+    without_reported,
 )
 from autoshard.sharding.machines.options.option_sets import SETS, OptionSet, ProgramFacts
 from autoshard.sharding.machines.options.option_table import OPTIONS, Option, Options
@@ -37,4 +38,5 @@ __all__ = [
     "sets_in",
     "with_needed",
     "with_set",
+    "without_reported",
 ]

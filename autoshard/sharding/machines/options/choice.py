@@ -94,6 +94,14 @@ def reported_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
     return found
 
 
+def without_reported(chip: str, options: Options) -> Options:
+    """Return `options` with those turned off by name that `reported_numerics` is about."""
+    harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
+    reported = {name for each in SETS.values() if chip in each.numerics for name in _turned_on(each, chip)} - harmless
+    off = {name for name, value in options.items() if name in reported and _is_on(value)}
+    return {**options, **{name: False if isinstance(options[name], bool) else "false" for name in off}}
+
+
 def off_by_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
     """Sets that are off on this chip because wrong numbers were reported, with the report."""
     on = {name for name, _ in reported_numerics(chip, options)}

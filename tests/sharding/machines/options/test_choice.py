@@ -15,6 +15,7 @@ from autoshard.sharding.machines.options import (
     sets_in,
     with_needed,
     with_set,
+    without_reported,
 )
 
 KINDS = frozenset({"all-gather", "reduce-scatter"})
@@ -101,3 +102,6 @@ def test_a_part_of_a_reported_set_is_reported():
     assert [name for name, _ in reported_numerics("v6e", {REDUCE: "true"})] == ["sparse-core-reductions"]
     assert not reported_numerics("v6e", {REDUCE: "false"}) and not reported_numerics("v5p", {REDUCE: "true"})
     assert not reported_numerics("v6e", with_set({}, SETS["gather-fusion"], ProgramFacts("v6e")))
+    assert without_reported("v6e", {REDUCE: "true", GATHER: "true"}) == {REDUCE: "false", GATHER: "true"}
+    assert without_reported("v6e", {REDUCE: True}) == {REDUCE: False}
+    assert without_reported("v5p", {REDUCE: "true"}) == {REDUCE: "true"}
