@@ -7,11 +7,13 @@
 
 The program is a step of gradient descent under `fsdp`: of a scanned GPT (4 layers of width 1024), or with
 `--program stack`, which compiles in a fraction of the time, of 4 scanned layers of two products each. For the host set,
-the residual stream waits in host memory. The program is compiled under the chip's default options, without each default
-set, and with each other set of `autoshard.sharding.machines.options` whose condition holds, sets that are used only on
-request included. A row says whether the compiler refuses options, whether the compiled program is another one, and the step
-time by the audit over that of the default options. Nothing runs. Rows are stored in `results/option_sets.json` one by
-one, compiled programs in the cache.
+the residual stream waits in host memory.
+
+It is compiled under the chip's default options, without each default set, and with each other set of
+`autoshard.sharding.machines.options` whose condition holds, sets that are used only on request included. A row says
+whether the compiler refuses options, whether the compiled program is another one, and the step time by the audit over
+that of the default options. Nothing runs. Rows are stored in `results/option_sets.json` one by one, compiled programs
+in the cache.
 """
 
 from __future__ import annotations
@@ -179,8 +181,8 @@ class Case:
         audit = base if name == DEFAULT else verify_under(self.executable, options)
         return Row(
             self.target, self.program, name, self.offload, audit.kind, audit.step_time_us, base.step_time_us,
-            audit.compute_us, audit.exposed_us, audit.host_exposed_us, audit.program != base.program, audit.dropped, audit.message,
-            requested, dict(audit.versions),
+            audit.compute_us, audit.exposed_us, audit.host_exposed_us, audit.program != base.program, audit.dropped,
+            audit.message, requested, dict(audit.versions),
         )  # fmt: skip
 
 

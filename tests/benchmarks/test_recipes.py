@@ -334,6 +334,7 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
         return side
 
     monkeypatch.setattr(recipe_rows, "_with_compiled", compile_under)
+    monkeypatch.setattr(recipe_rows, "_best_plan", lambda settings: (Side(), None))
     found = result_of(one, compile_plans=True, timeout_s=1.0, folder=tmp_path)
     assert found.reported == ("sparse-core-reductions (AXLearn reports abnormal losses)",)
     assert used["recipe"][SPARSE] is True and used["recipe without"][SPARSE] is False
