@@ -243,7 +243,16 @@ def _key(row: Row) -> tuple[str, str, str]:
 def show(rows: Sequence[Row]) -> None:
     """Print the rows as a table."""
     table = Table(
-        "target", "set", "step over default", "step ms", "compute", "exposed", "host", "refused", "on request"
+        "target",
+        "program",
+        "set",
+        "step over default",
+        "step ms",
+        "compute",
+        "exposed",
+        "host",
+        "refused",
+        "on request",
     )
     for row in rows:
         times = [f"{us / 1e3:.2f}" if us is not None else "-"

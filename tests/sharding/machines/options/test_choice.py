@@ -32,7 +32,7 @@ def names(facts, options=None):
 
 def test_a_set_is_tried_where_its_condition_holds():
     plain = ProgramFacts("v6e", collectives=KINDS)
-    assert names(plain) == ["gather-fusion", "scoped-vmem", "reduction-layout"]
+    assert names(plain) == ["scoped-vmem", "reduction-layout", "gather-fusion"]
     assert names(ProgramFacts("v6e")) == ["scoped-vmem"]
     assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[0] == "host-transfers"
     assert "data-parallel-overlap" in names(ProgramFacts("v5e", slices=2, collectives=KINDS))
