@@ -14,7 +14,7 @@ Step time over that of the default sets, two products a layer, `fsdp:8` on v6e:2
 `sparse-core-reductions`, 0.996 with `scoped-vmem`, 1.067 with `gather-fusion-overlap`, 1.142 with `gather-fusion` and
 without `sparse-core-gathers`, 1.567 without `no-collective-matmul`; `host-transfers` and `reduction-layout` change
 nothing. Thus continuation fusion without overlap on the TensorCore hides nothing there, and `gather-fusion` is tried
-last.
+last. On tpu7x:2x2x1 the step takes 0.798 of that time without `no-sparse-core-reductions`.
 
 `host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published host-offload sets have, because it
 undoes rematerialization. `layer-scheduler` leaves out the reduce-scatters on the SparseCores of its recipes, for the
