@@ -19,6 +19,7 @@ from autoshard import plan
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.export import export_plan
+from autoshard.sharding.machines.options import reported_numerics, without_reported
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import (
@@ -89,6 +90,8 @@ class Result:
         notes: what the plans leave out of the recipe.
         recipe: the recipe's own settings.
         best: our best plan.
+        reported: option sets of the recipe for which wrong numbers were reported on this chip, with the report.
+        recipe_without: the recipe's own settings, compiled without these options; None if it has none of them.
     """
 
     id: str
@@ -102,6 +105,8 @@ class Result:
     notes: tuple[str, ...] = ()
     recipe: Side = Side()
     best: Side = Side()
+    reported: tuple[str, ...] = ()
+    recipe_without: Side | None = None
 
 
 def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Path = FOLDER) -> Result:
@@ -124,11 +129,17 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
         return Result(**head, status=str(error))
     own, own_made = own_plan(settings)
     best, best_made = _best_plan(settings)
+    options, chip = settings.recipe.xla_options, settings.recipe.machine.partition(":")[0]
+    found = reported_numerics(chip, options or {})
     if compile_plans:
         store = Store(entry.id, settings.recipe.machine, folder, timeout_s)
-        own = _with_compiled(own, own_made, store, "recipe", settings.recipe.xla_options)
+        if found and options is not None:
+            without = without_reported(chip, options)
+            head["recipe_without"] = _with_compiled(own, own_made, store, "recipe without", without)
+        own = _with_compiled(own, own_made, store, "recipe", options)
         best = _with_compiled(best, best_made, store, "plan", None)
     head |= {"remat": dict(settings.remat.actions), "notes": settings.notes}
+    head["reported"] = tuple(f"{name} ({report})" for name, report in found)
     head["same_precision"] = settings.same_precision
     return Result(**head, status="ok", recipe=own, best=best)
 

@@ -8,7 +8,8 @@ For each recipe of FILE (by default `data/recipes.toml`), two plans are made for
     plan     our best plan by its estimate, over all variants that keep the values
 
 Both are predicted and, without `--predict-only`, compiled for the machine and judged by `estimate.py`. The recipe's own
-plan is compiled with its own XLA options if they are known. A compiler runs in a process of its own, with a time limit.
+plan is compiled with its own XLA options if they are known, and again without those for which wrong numbers were
+reported (`recipe_without`). A compiler runs in a process of its own, with a time limit.
 Compiled rows are stored in `results/recipes/`; a program that is there, or in the compiler's cache, is not compiled
 again. Recipes whose model or machine is not available, or that cannot be read, are listed with the reason. Where our
 models lack something that a recipe has, the row's notes say what is planned in its place (`recipe_stand_ins.py`).
@@ -38,6 +39,7 @@ from recipe_file import OWN, RecipeFileError, read_recipes
 from recipe_rows import Result, Side, result_of
 from rich.console import Console
 
+_SIDES = ("recipe", "best", "recipe_without")  # of a result
 TIMEOUT_S = 600.0  # chosen: seconds after which a compiler is stopped
 
 
@@ -70,20 +72,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _line(row: Result) -> str:
     if row.status != "ok":
         return f"{row.id}: {row.status}"
-    notes = "".join(f"\n    {note}" for note in row.notes)
+    reported = [f"option set {each}" for each in row.reported]
+    notes = "".join(f"\n    {note}" for note in (*row.notes, *reported))
     problems = "".join(f"\n    {name}: {side.problem}" for name, side in _sides(row).items() if side.problem)
     return f"{row.id}: {row.recipe.name or 'no plan'} | {row.best.name or 'no plan'}{notes}{problems}"
 
 
 def _sides(row: Result) -> dict[str, Side]:
-    return {"recipe": row.recipe, "plan": row.best}
+    without = {} if row.recipe_without is None else {"recipe_without": row.recipe_without}
+    return {"recipe": row.recipe, "plan": row.best} | without
 
 
 def _document(given: argparse.Namespace, results: Sequence[Result]) -> dict[str, Any]:
     """The JSON: figures, and for each id its status and both plans with their predicted and compiled figures."""
     rows = {}
     for row in results:
-        fields = {name: value for name, value in vars(row).items() if name not in ("id", "recipe", "best")}
+        fields = {name: value for name, value in vars(row).items() if name not in ("id", *_SIDES)}
         sides = {name: asdict(side) | {"fits": side.fits} for name, side in _sides(row).items()}
         rows[row.id] = fields | (sides if row.status == "ok" else {})
     return {

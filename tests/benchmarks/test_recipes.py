@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import recipe_rows
 import recipe_stand_ins as stand_ins
 import recipes
 from recipe_figures import figures
@@ -317,6 +318,31 @@ def test_a_plan_that_does_not_fit_is_a_result(tmp_path):
 def test_wrong_arguments(arguments, message, capsys):
     assert recipes.main([*arguments, "--predict-only"]) == 2
     assert message in capsys.readouterr().err
+
+
+SPARSE = "xla_tpu_enable_sparse_core_collective_offload_all_reduce"
+
+
+def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp_path, monkeypatch):
+    sets = f"[options.sparse]\n{SPARSE} = true\nxla_enable_async_all_gather = true\n"
+    text = sets + TINY.replace("v5e:2x4", "v6e:2x4") + 'options = ["sparse"]\n'
+    (one,) = read_recipes(written(tmp_path, text))
+    used = {}
+
+    def compile_under(side, made, store, name, options):
+        used[name] = options
+        return side
+
+    monkeypatch.setattr(recipe_rows, "_with_compiled", compile_under)
+    monkeypatch.setattr(recipe_rows, "_best_plan", lambda settings: (Side(), None))
+    found = result_of(one, compile_plans=True, timeout_s=1.0, folder=tmp_path)
+    assert found.reported == ("sparse-core-reductions (AXLearn reports abnormal losses)",)
+    assert used["recipe"][SPARSE] is True and used["recipe without"][SPARSE] is False
+    assert used["recipe without"]["xla_enable_async_all_gather"] is True and used["plan"] is None
+    assert found.recipe_without == found.recipe
+    (other,) = read_recipes(written(tmp_path, sets + TINY + 'options = ["sparse"]\n'))
+    found = result_of(other, compile_plans=True, timeout_s=1.0, folder=tmp_path)
+    assert found.reported == () and found.recipe_without is None
 
 
 @pytest.mark.tpu_compile

@@ -162,7 +162,7 @@ class Plan(ShardingPlan):
 
         Args:
             **options: `timeout_s`: seconds until the compiler is stopped; `options`: compiler options that replace the
-                plan's.
+                plan's, or the name of an option set, which is added to them.
 
         Raises:
             AuditError: the target has no compiler, or it is not installed; or an option is invalid.

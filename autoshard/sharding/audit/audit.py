@@ -18,6 +18,7 @@ from autoshard.sharding.audit.host_traffic import CompiledTransfer, transfer_lin
 from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Missing, Unplanned
 from autoshard.sharding.hlo.rematerializations import Rematerialization
+from autoshard.sharding.machines.options import Options
 
 FAILURES = {
     "oom": "the program does not fit the device",
@@ -75,6 +76,9 @@ class Audit:
         seconds: compile time.
         cached: whether the compiled program comes from the cache.
         dropped: options that were left out because this compiler does not know them.
+        options: the compiler options, `dropped` included.
+        program: a digest of the compiled program without source lines; empty if it was not compiled. Two programs with
+            the same digest run the same instructions in the same order.
         strategy: the plan's strategy, with its variant in parentheses.
     """
 
@@ -118,6 +122,8 @@ class Audit:
     seconds: float = 0.0
     cached: bool = False
     dropped: tuple[str, ...] = ()
+    options: Options = field(default_factory=dict)
+    program: str = ""
     strategy: str = ""
 
     @property

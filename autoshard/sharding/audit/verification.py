@@ -24,10 +24,12 @@ from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.audit.host_traffic import compiled_transfers
 from autoshard.sharding.audit.replicated_arrays import replicated
+from autoshard.sharding.audit.requested_options import requested_options
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Context, compare, file_and_line
 from autoshard.sharding.hlo import parser
 from autoshard.sharding.hlo.kernel_costs import Kernels
 from autoshard.sharding.hlo.link_times import ProgramLinks
+from autoshard.sharding.hlo.program_digest import program_digest
 from autoshard.sharding.hlo.rematerializations import read_remarks
 from autoshard.sharding.hlo.replica_groups import axes_of
 from autoshard.sharding.hlo.schedule import CollectiveRuns, Schedule
@@ -44,24 +46,46 @@ COMPILERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Options | None = None) -> Audit:
+def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Options | str | None = None) -> Audit:
     """Compile a plan's program for its target, in a separate process, and compare it with the plan.
+
+    With `options`, the audit names those that change nothing in the compiled program. To find them, the program is also
+    compiled under the plan's own options, unless it is in the cache.
 
     Args:
         executable: a plan with its function.
         timeout_s: seconds after which the compiler is stopped.
-        options: compiler options. Default: the plan's options.
+        options: compiler options, or the name of an option set. Default: the plan's options.
 
     Raises:
         AuditError: no compiler supports the target (a TOML file, a topology that does not exist), the compiler is not
             installed, or an argument is invalid.
     """
-    plan = executable.plan
     problems: list[str] = []
     finite(timeout_s, "timeout_s", problems)
-    convert(options, Options | None, "options", problems)
+    convert(options, Options | str | None, "options", problems)
     if problems or not timeout_s > 0:
         raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}; it must be above 0'}")
+    compile_target(executable.plan.target)
+    request = requested_options(executable.plan, options)
+    found = verify_under(executable, request.options, timeout_s)
+    added = [f"compiled with {each}" for each in request.added]
+    notes = [*added, *request.notes]
+    tried = sorted(request.changed - set(found.dropped))
+    if found.ok and tried:
+        own = verify_under(executable, request.own, timeout_s)
+        if own.ok and own.program == found.program:
+            notes.append(f"these options change nothing in the compiled program: {', '.join(tried)}")
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def verify_under(executable: Executable, options: Options, timeout_s: float = TIMEOUT_S) -> Audit:
+    """Compile a plan's program under exactly these options, and compare it with the plan.
+
+    Raises:
+        AuditError: as `verify`.
+    """
+    plan = executable.plan
     target = compile_target(plan.target)
     if missing := missing_compiler(target.platform):
         raise AuditError(f"{_subject(plan)} cannot be verified: {missing}")
@@ -80,7 +104,7 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
             f"{_subject(plan)} cannot be verified: the compiler does not support the topology '{plan.target}': "
             f"{_first_line(compiled.message)}"
         )
-    return audit(executable, target, compiled)
+    return replace(audit(executable, target, compiled), options=dict(options))
 
 
 def compile_target(name: str) -> Target:
@@ -132,6 +156,7 @@ def audit(executable: Executable, target: Target, compiled: Compiled) -> Audit:
     )
     if compiled.kind != "ok":
         return predicted
+    predicted = replace(predicted, program=program_digest(compiled.text))
     try:
         return with_program(predicted, executable, target, parser.parse_program(compiled.text))
     # The text differs from that of all known compilers. The audit keeps the results that do not depend on it.

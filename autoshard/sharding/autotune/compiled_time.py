@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autoshard._units import bytes_text, time_text
 from autoshard.sharding.audit import verify
+from autoshard.sharding.autotune.compiled_options import fastest_options
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import variant_name
@@ -13,6 +14,8 @@ from autoshard.sharding.planner.variants import variant_name
 
 def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
     """Return the plan whose program is the fastest of those that compile and fit; the first plan if none does.
+
+    All are compiled under their chip's default options; the fastest then also under other sets (`compiled_options`).
 
     Args:
         bounds: plans with their functions, the best first.
@@ -42,4 +45,5 @@ def fastest_compiled(bounds: Sequence[BoundPlan], limit: float) -> BoundPlan:
     )
     # A plan that does not fit by its own estimate may fail to compile, so that failure is not reported.
     reported = tuple(audit for n, audit in enumerate(audits) if n in fitting or plans[n].fits)
-    return bounds[winner].where(audits=reported, notes=(*best.notes, *notes))
+    found, audit = fastest_options(bounds[winner].where(notes=(*best.notes, *notes)), audits[winner], limit)
+    return found.where(audits=tuple(audit if each is audits[winner] else each for each in reported))

@@ -17,6 +17,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.lowering import Lowering
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
+from autoshard.sharding.machines.options import with_needed
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
 
@@ -108,18 +109,22 @@ def lower_as_planned(jitted: Any, traced: Traced, shardings: Sequence[Any]) -> A
 def supported_options(options: Options, device: Any) -> dict[str, str | bool | int | float]:
     """Return the options that the installed compiler knows, and warn about the others.
 
+    An option that needs others is tried with these, and the result contains them.
     Under another trace the result is empty, because `jax.jit` does not accept compiler options there.
     """
     if not options or _compat.under_trace():
         return {}
-    known, unknown = {}, []
+    every, _ = with_needed(options)
+    if _compiles(every, device):
+        return dict(every)
+    known: dict[str, str | bool | int | float] = {}
     for name, value in options.items():
-        with jax.default_device(device):
-            try:
-                jax.jit(lambda: jax.numpy.zeros(()), compiler_options={name: value}).lower().compile()
-                known[name] = value
-            except jax.errors.JaxRuntimeError:  # raised for an option that the compiler does not have
-                unknown.append(name)
+        some, _ = with_needed({name: value})
+        # What the user set takes precedence over what an option needs.
+        some = {**some, **{other: options[other] for other in some if other in options}}
+        if _compiles(some, device):
+            known |= some
+    unknown = [name for name in options if name not in known]
     if unknown:
         warnings.warn(
             f"the compiler for {device.device_kind} does not know the plan's options {', '.join(unknown)}: they are "
@@ -128,6 +133,16 @@ def supported_options(options: Options, device: Any) -> dict[str, str | bool | i
             stacklevel=users_stacklevel(),
         )
     return known
+
+
+def _compiles(options: Options, device: Any) -> bool:
+    """Whether a trivial program compiles under these options."""
+    with jax.default_device(device):
+        try:
+            jax.jit(lambda: jax.numpy.zeros(()), compiler_options=dict(options)).lower().compile()
+        except jax.errors.JaxRuntimeError:  # raised for an option that the compiler does not have
+            return False
+    return True
 
 
 def _with_weak_type_of(leaf: Any, aval: Any) -> Any:

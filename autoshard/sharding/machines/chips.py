@@ -36,9 +36,10 @@ from autoshard._shown import shown
 from autoshard.sharding.machines import constants
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED as BANDWIDTH_REACHED
 from autoshard.sharding.machines.constants import PEAK_REACHED as PEAK_REACHED
+from autoshard.sharding.machines.options.choice import default_options
+from autoshard.sharding.machines.options.option_table import Options as Options
 
 Platform = Literal["tpu", "cuda", "cpu"]
-Options = Mapping[str, str | bool | int | float]  # XLA compiler options: name -> value
 
 GiB = 2**30
 GB = 1e9
@@ -68,7 +69,7 @@ class Chip:
         cores: devices per chip; the shape in a target's name counts chips.
         tile: elements along one side of the matrix unit's tiles; 1 if tiling does not matter.
         hides: kinds of collectives that the compiler makes asynchronous under `options`, so that compute hides them.
-        options: compiler options. They are part of every plan for this chip.
+        options: compiler options (`options.default_options`). They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
         efficiency: fraction of the peak FLOP/s that large products reach.
@@ -109,15 +110,7 @@ class Chip:
 
 
 _ASYNCHRONOUS = ("all-gather", "reduce-scatter", "all-reduce")
-
-# Disables windowed einsum, which splits a product into a ring of collective-permutes: compiled with it, a GPT's train
-# step on v5e takes 1.5 times as long.
-_NO_WINDOWED_EINSUM = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-# Newer chips run collectives on their SparseCores, in parallel with products.
-_OFFLOADED = _NO_WINDOWED_EINSUM | {
-    f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "true"
-    for kind in ("all_gather", "reduce_scatter", "all_reduce")
-}
+_GATHERS = ("all-gather",)
 
 
 def _tpu(
@@ -179,7 +172,7 @@ CHIPS: Mapping[str, Chip] = {
         kinds="v4",
         vector_units=2,
         clock_hz=1.05e9,
-        options=_NO_WINDOWED_EINSUM,
+        options=default_options("v4"),
     ),
     "v5e": _tpu(
         tflops=197,
@@ -193,8 +186,8 @@ CHIPS: Mapping[str, Chip] = {
         kinds="v5 lite|v5e|v5litepod",
         clock_hz=1.5e9,
         flops_8bit=394e12,
-        hides=("all-gather",),
-        options=_NO_WINDOWED_EINSUM,
+        hides=_GATHERS,
+        options=default_options("v5e"),
     ),
     "v5p": _tpu(
         tflops=459,
@@ -210,7 +203,7 @@ CHIPS: Mapping[str, Chip] = {
         clock_hz=1.75e9,
         flops_8bit=918e12,
         hides=_ASYNCHRONOUS,
-        options=_OFFLOADED,
+        options=default_options("v5p"),
         efficiency=0.924,
     ),
     "v6e": _tpu(
@@ -226,8 +219,8 @@ CHIPS: Mapping[str, Chip] = {
         tile=256,
         clock_hz=1.75e9,
         flops_8bit=1836e12,
-        hides=_ASYNCHRONOUS,
-        options=_OFFLOADED,
+        hides=_GATHERS,
+        options=default_options("v6e"),
         efficiency=0.695,
     ),
     "tpu7x": _tpu(
@@ -245,8 +238,8 @@ CHIPS: Mapping[str, Chip] = {
         on_chip_mib=64,
         clock_hz=2.2e9,
         flops_8bit=2307e12,
-        hides=_ASYNCHRONOUS,
-        options=_OFFLOADED,
+        hides=_GATHERS,
+        options=default_options("tpu7x"),
         efficiency=0.779,
     ),
     "a100-40": _gpu(

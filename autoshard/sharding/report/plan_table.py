@@ -17,6 +17,7 @@ from autoshard._units import (
     variant_text,
 )
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
+from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import (
@@ -55,6 +56,7 @@ def table(plan: ShardingPlan) -> str:
         _memory(plan),
         _time(plan),
         _traffic(plan),
+        _options(plan),
         _notes(plan),
         [f"words and columns: {GLOSSARY}"],
     ]
@@ -211,6 +213,14 @@ def _traffic(plan: ShardingPlan) -> list[str]:
     if rest := moved[COLLECTIVES_SHOWN:]:
         lines.append(f"{INDENT}and {len(rest)} smaller ones, {bytes_text(sum(t[2] for t in rest))}")
     return [shorten(line, WIDTH) for line in lines]
+
+
+def _options(plan: ShardingPlan) -> list[str]:
+    lines = []
+    for text in option_texts(plan):
+        head, _, listed = text.partition(": ")
+        lines += wrap(f"{head}: ", listed.split(", "))
+    return lines
 
 
 def _notes(plan: ShardingPlan) -> list[str]:

@@ -1,0 +1,96 @@
+"""The fastest of several sets of compiler options for one plan, as compiled for the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard._units import ratio_text, time_text
+from autoshard.sharding.audit import Audit, verify_under
+from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, LEAST_OPTION_GAIN, MOST_OPTION_SETS
+from autoshard.sharding.machines.options import Options, applicable_sets, with_needed, with_set
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.plan.program_facts import program_facts
+from autoshard.sharding.planner.bound_plan import BoundPlan
+
+
+@shown
+@dataclass(frozen=True)
+class _Trial:
+    """A plan compiled under its options and one more set.
+
+    Attributes:
+        name: the set.
+        options: all options.
+        audit: the compiled program.
+    """
+
+    name: str
+    options: Options
+    audit: Audit
+
+
+def fastest_options(bound: BoundPlan, own: Audit, limit: float) -> tuple[BoundPlan, Audit]:
+    """Compile a plan under each option set that may pay for it, and keep the fastest program that fits.
+
+    The plan's notes say which set was chosen, what each was worth, which the compiler does not know, and which change
+    nothing in the compiled program.
+
+    Args:
+        bound: a plan with its function.
+        own: its audit under its own options; it compiles and fits.
+        limit: bytes of one device.
+
+    Returns:
+        The plan with the chosen options, and its audit under them.
+    """
+    facts = program_facts(bound.plan)
+    if facts is None or not own.step_time_us:
+        return bound, own
+    sets = applicable_sets(facts, own.options)
+    trials = []
+    for each in sets[:MOST_OPTION_SETS]:
+        options, _ = with_needed(with_set(own.options, each, facts))
+        trials.append(_Trial(each.name, options, verify_under(bound.executable, options)))
+    if not trials:
+        return bound, own
+    best = min((t for t in trials if _is_faster(t.audit, own, limit)), key=_step_us, default=None)
+    results = [f"plan's own {time_text(own.step_time_us)}", *(_result(t, own, limit, t is best) for t in trials)]
+    notes = [f"compiler options, compiled for {bound.plan.target}: {'; '.join(results)}"]
+    if rest := [each.name for each in sets[MOST_OPTION_SETS:]]:
+        notes.append(f"option sets that were not compiled: {', '.join(rest)}; Plan.verify(options=NAME) does")
+    if best is None:
+        return bound.where(notes=(*bound.plan.notes, *notes)), own
+    platform = find_target(bound.plan.target).platform
+    kept = {name: value for name, value in best.options.items() if name not in best.audit.dropped}
+    chosen = {**bound.plan.compiler_options, platform: kept}
+    return bound.where(compiler_options=chosen, notes=(*bound.plan.notes, *notes)), best.audit
+
+
+def _step_us(trial: _Trial) -> float:
+    return trial.audit.step_time_us or 0.0
+
+
+def _fits(audit: Audit, limit: float) -> bool:
+    return audit.ok and bool(audit.step_time_us) and (audit.peak_bytes or 0.0) <= limit
+
+
+def _is_faster(audit: Audit, own: Audit, limit: float) -> bool:
+    least = (1 - LEAST_OPTION_GAIN) * (own.step_time_us or 0.0)
+    return _fits(audit, limit) and (audit.step_time_us or 0.0) < least
+
+
+def _result(trial: _Trial, own: Audit, limit: float, chosen: bool) -> str:
+    """What became of one set, in words."""
+    audit, text = trial.audit, trial.name
+    if not audit.ok or not audit.step_time_us or not own.step_time_us:
+        return (
+            f"{text} does not compile ({audit.kind}{audit.message and ': ' + audit.message[:COMPILER_MESSAGE_CHARS]})"
+        )
+    unknown = f" (without {', '.join(audit.dropped)}, unknown to this compiler)" if audit.dropped else ""
+    if audit.program and audit.program == own.program:
+        return f"{text} changes nothing in the compiled program{unknown}"
+    text += f" {time_text(audit.step_time_us)} ({ratio_text(audit.step_time_us, own.step_time_us)})"
+    if not _fits(audit, limit):
+        text += ", does not fit"
+    return f"{text}{unknown}{', chosen' if chosen else ''}"

@@ -1,0 +1,296 @@
+"""Sets of XLA options by chip: which are part of every plan, and which `verify` tries.
+
+A set is tried where its condition holds: it needs a program with host traffic, with all-gathers, over several slices.
+Sets for which wrong numbers were reported are used only on request (`Plan.verify(options=NAME)`), except on chips where
+none were reported. What the sets did to small programs is in `benchmarks/results/option_sets.json`; the command is
+`benchmarks/option_sets.py`.
+
+In programs that libtpu 0.0.42.1 compiles for v6e (JAX 0.10.2, 2026-11), all-gathers on the SparseCores are
+asynchronous; reduce-scatters are asynchronous only with `sparse-core-reductions`. Thus `Chip.hides` of v6e and tpu7x
+has all-gathers alone. For tpu7x this compiler runs reduce-scatters on the SparseCores unless told not to, so
+`no-sparse-core-reductions` turns that off by name.
+
+Step time over that of the default sets, two products a layer, `fsdp:8` on v6e:2x4, same compiler: 0.924 with
+`sparse-core-reductions`, 0.996 with `scoped-vmem`, 1.067 with `gather-fusion-overlap`, 1.142 with `gather-fusion` and
+without `sparse-core-gathers`, 1.567 without `no-collective-matmul`; `host-transfers` and `reduction-layout` change
+nothing. Thus continuation fusion without overlap on the TensorCore hides nothing there, and `gather-fusion` is tried
+last. On tpu7x:2x2x1 the step takes 0.798 of that time without `no-sparse-core-reductions`.
+
+`host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published host-offload sets have, because it
+undoes rematerialization. `layer-scheduler` leaves out the reduce-scatters on the SparseCores of its recipes, for the
+reason of `sparse-core-reductions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from autoshard._shown import shown
+from autoshard.sharding.machines.options.option_table import Options
+
+GPU_CHIPS = ("a100-40", "a100-80", "h100", "h200", "b200", "gb200")
+# A value that stands for the bytes of one layer's weights, which differ by program.
+LAYER_BYTES = "LAYER_BYTES"
+
+
+@shown
+@dataclass(frozen=True)
+class ProgramFacts:
+    """What the conditions of option sets ask of a planned program.
+
+    Attributes:
+        chip: the chip's name.
+        slices: the number of slices.
+        host_traffic_bytes: bytes that a device exchanges with host memory in one step.
+        collectives: kinds of its collectives: `all-gather`, `reduce-scatter`, `all-reduce`, ...
+        gather_dims: the number of torus dimensions that its widest all-gather spans.
+        layer_bytes: bytes of the weights of one layer.
+    """
+
+    chip: str
+    slices: int = 1
+    host_traffic_bytes: float = 0.0
+    collectives: frozenset[str] = frozenset()
+    gather_dims: int = 0
+    layer_bytes: int = 0
+
+
+@shown
+@dataclass(frozen=True)
+class OptionSet:
+    """A set of options.
+
+    Attributes:
+        name: its name, as in `Plan.verify(options=NAME)`.
+        effect: what it does.
+        options: chip -> its options there.
+        pays: the programs for which it pays, in words.
+        applies: whether a program is one of these.
+        excludes: names of sets whose options it replaces.
+        default: chips whose plans have it.
+        numerics: chip -> wrong numbers that were reported there. On these chips it is used only on request.
+    """
+
+    name: str
+    effect: str
+    options: Mapping[str, Options] = field(repr=False, hash=False)
+    pays: str
+    applies: Callable[[ProgramFacts], bool] = field(repr=False, compare=False)
+    excludes: tuple[str, ...] = ()
+    default: tuple[str, ...] = ()
+    numerics: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+_FUSION = "xla_tpu_enable_async_collective_fusion"
+_REDUCTIONS = tuple(f"{_OFFLOAD}{kind}" for kind in ("reduce_scatter", "all_reduce", "nd_reduce_scatter"))
+_GATHER_FUSION: Options = {
+    _FUSION: "true",
+    f"{_FUSION}_fuse_all_gather": "true",
+    f"{_FUSION}_fuse_all_reduce": "false",
+    f"{_FUSION}_multiple_steps": "true",
+    "xla_enable_async_all_gather": "true",
+}
+_TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+_SPARSE_CORES = ("v5p", "v6e", "tpu7x")
+_ABNORMAL_LOSSES = "AXLearn reports abnormal losses"
+
+
+def _always(_: ProgramFacts) -> bool:
+    return True
+
+
+def _gathers(facts: ProgramFacts) -> bool:
+    return "all-gather" in facts.collectives
+
+
+def _reduces(facts: ProgramFacts) -> bool:
+    return bool(facts.collectives & {"reduce-scatter", "all-reduce"})
+
+
+def _communicates(facts: ProgramFacts) -> bool:
+    return bool(facts.collectives)
+
+
+# In the order in which `verify` tries them.
+_ALL = (
+    OptionSet(
+        "no-collective-matmul",
+        "products are not split into rings of permutes",
+        dict.fromkeys(_TPUS, {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}),
+        "fsdp; compiled without it, a GPT's step on v5e takes 1.5 times as long",
+        _always,
+        default=_TPUS,
+    ),
+    OptionSet(
+        "sparse-core-gathers",
+        "all-gathers run on the SparseCores, in parallel with products",
+        dict.fromkeys(_SPARSE_CORES, {f"{_OFFLOAD}all_gather": "true"}),
+        "programs with all-gathers",
+        _gathers,
+        excludes=("gather-fusion", "gather-fusion-overlap"),
+        default=_SPARSE_CORES,
+    ),
+    OptionSet(
+        "no-sparse-core-reductions",
+        "reductions run on the TensorCore, also where the compiler's own default is the SparseCores",
+        dict.fromkeys(("v6e", "tpu7x"), dict.fromkeys(_REDUCTIONS, "false")),
+        "all programs, because of `sparse-core-reductions`",
+        _always,
+        excludes=("sparse-core-reductions",),
+        default=("v6e", "tpu7x"),
+    ),
+    OptionSet(
+        "host-transfers",
+        "more transfers of host memory are in flight at the same time, and start earlier",
+        dict.fromkeys(
+            ("v5e", "v5p", "v6e", "tpu7x"),
+            {
+                "xla_tpu_enable_all_experimental_scheduler_features": "true",
+                "xla_tpu_enable_scheduler_memory_pressure_tracking": "true",
+                "xla_tpu_host_transfer_overlap_limit": "24",
+                "xla_lhs_prioritize_async_depth_over_stall": "true",
+                "xla_tpu_scheduler_percent_shared_memory_limit": "100",
+                "xla_latency_hiding_scheduler_rerun": "2",
+            },
+        ),
+        "programs with host traffic",
+        lambda facts: facts.host_traffic_bytes > 0,
+    ),
+    OptionSet(
+        "data-parallel-overlap",
+        "gradient reductions between slices overlap with compute",
+        dict.fromkeys(
+            _TPUS,
+            {
+                "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
+                "xla_tpu_data_parallel_opt_different_sized_ops": "true",
+                "xla_tpu_enable_ag_backward_pipelining": "true",
+                "xla_should_allow_loop_variant_parameter_in_chain": "true",
+                "xla_should_add_loop_invariant_op_in_chain": "true",
+                "xla_max_concurrent_host_send_recv": "100",
+            },
+        ),
+        "programs over several slices",
+        lambda facts: facts.slices > 1,
+    ),
+    OptionSet(
+        "sparse-core-nd-gathers",
+        "all-gathers over two and three torus dimensions run on the SparseCores, too",
+        {
+            "tpu7x": {
+                f"{_OFFLOAD}all_gather": "true",
+                f"{_OFFLOAD}2d_all_gather": "true",
+                f"{_OFFLOAD}3d_all_gather": "true",
+                "xla_tpu_use_tc_device_shape_on_sc": "true",
+                "xla_sc_disable_megacore_partitioning": "true",
+                "xla_tpu_use_single_sparse_core_for_all_gather_offload": "true",
+                "xla_enable_async_all_gather": "true",
+                "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+            }
+        },
+        "programs with all-gathers over at least two torus dimensions",
+        lambda facts: _gathers(facts) and facts.gather_dims >= 2,
+        excludes=("gather-fusion", "gather-fusion-overlap"),
+    ),
+    OptionSet(
+        "layer-scheduler",
+        "the scheduler moves collectives between layers",
+        {
+            "tpu7x": {
+                "xla_tpu_enable_latency_hiding_layer_scheduler": "true",
+                "xla_tpu_enable_layer_scheduler_for_dependent_collectives": "true",
+                "xla_tpu_enable_sparse_core_collective_aggregator": "true",
+                "xla_tpu_scheduler_percent_shared_memory_limit": "150",
+            }
+        },
+        "programs with collectives",
+        _communicates,
+        excludes=("gather-fusion", "gather-fusion-overlap"),
+    ),
+    OptionSet(
+        "scoped-vmem",
+        "one operator may use more vector memory",
+        {
+            "v5p": {"xla_tpu_scoped_vmem_limit_kib": "65472"},
+            "v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
+            "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
+        },
+        "programs with large products",
+        _always,
+    ),
+    OptionSet(
+        "reduction-layout",
+        "gradients get layouts that suit reduce-scatters",
+        dict.fromkeys(
+            ("v6e",),
+            {
+                "xla_tpu_use_minor_sharding_for_major_trivial_input": "true",
+                "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": "1",
+                "xla_tpu_assign_all_reduce_scatter_layout": "true",
+            },
+        ),
+        "programs with reduce-scatters or all-reduces",
+        _reduces,
+    ),
+    OptionSet(
+        "gather-fusion",
+        "all-gathers run inside fusions with products, instead of on the SparseCores",
+        dict.fromkeys(("v5p", "v6e"), {**_GATHER_FUSION, "xla_tpu_overlap_compute_collective_tc": "false"}),
+        "programs with all-gathers",
+        _gathers,
+        excludes=("sparse-core-gathers", "sparse-core-nd-gathers", "layer-scheduler"),
+    ),
+    OptionSet(
+        "sparse-core-reductions",
+        "reduce-scatters and all-reduces run on the SparseCores, in parallel with products",
+        dict.fromkeys(_SPARSE_CORES, {f"{_OFFLOAD}reduce_scatter": "true", f"{_OFFLOAD}all_reduce": "true"}),
+        "programs with reduce-scatters or all-reduces",
+        _reduces,
+        excludes=("no-sparse-core-reductions",),
+        default=("v5p",),
+        numerics=dict.fromkeys(("v6e", "tpu7x"), _ABNORMAL_LOSSES),
+    ),
+    OptionSet(
+        "gather-fusion-overlap",
+        "like gather-fusion, and fused collectives overlap with compute on the TensorCore",
+        dict.fromkeys(("v5p", "v6e"), {**_GATHER_FUSION, "xla_tpu_overlap_compute_collective_tc": "true"}),
+        "programs with all-gathers",
+        _gathers,
+        excludes=("sparse-core-gathers", "sparse-core-nd-gathers", "gather-fusion", "layer-scheduler"),
+        numerics=dict.fromkeys(("v5p", "v6e"), "jax-ml/jax issue 38741 reports NaN"),
+    ),
+    OptionSet(
+        "gpu-o1",
+        "collectives of a loop start one iteration early, and the scheduler hides them; much of what "
+        "JAX_OPTIMIZATION_LEVEL=O1 does",
+        dict.fromkeys(
+            GPU_CHIPS,
+            {
+                "xla_gpu_enable_latency_hiding_scheduler": True,
+                "xla_gpu_enable_pipelined_all_gather": True,
+                "xla_gpu_enable_pipelined_reduce_scatter": True,
+                "xla_gpu_enable_pipelined_all_reduce": True,
+                "xla_gpu_enable_while_loop_double_buffering": True,
+            },
+        ),
+        "programs with collectives",
+        _communicates,
+    ),
+    OptionSet(
+        "gpu-combined-layers",
+        "collectives of one layer's weights are combined into one",
+        dict.fromkeys(
+            GPU_CHIPS,
+            {
+                "xla_gpu_all_gather_combine_threshold_bytes": LAYER_BYTES,
+                "xla_gpu_reduce_scatter_combine_threshold_bytes": LAYER_BYTES,
+                "xla_gpu_all_reduce_combine_threshold_bytes": LAYER_BYTES,
+            },
+        ),
+        "programs with collectives of stacked layers",
+        lambda facts: _communicates(facts) and facts.layer_bytes > 0,
+    ),
+)
+SETS: Mapping[str, OptionSet] = {each.name: each for each in _ALL}

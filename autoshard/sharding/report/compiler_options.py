@@ -1,0 +1,34 @@
+"""The compiler options of a plan, in words: its option sets, and those that are off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoshard.sharding.machines.options import off_by_numerics, reported_numerics, sets_in
+from autoshard.sharding.machines.targets import TargetError, find_target
+from autoshard.sharding.plan.program_facts import program_facts
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+
+
+def option_texts(plan: ShardingPlan) -> Sequence[str]:
+    """The plan's option sets, its other options, and the sets that are off because of wrong numbers; often none."""
+    facts = program_facts(plan)
+    if facts is None:
+        return ()
+    try:
+        options = plan.compiler_options.get(find_target(plan.target).platform, {})
+    except TargetError:
+        return ()
+    names, rest = sets_in(facts.chip, options)
+    texts = []
+    if listed := [*names, *(f"{name}={options[name]}" for name in rest)]:
+        texts.append(f"compiler options: {', '.join(listed)}")
+    if wrong := reported_numerics(facts.chip, options):
+        texts.append(f"compiler options that may change numbers: {_reports(wrong)}")
+    if off := off_by_numerics(facts.chip, options):
+        texts.append(f"off, because they may change numbers: {_reports(off)}")
+    return texts
+
+
+def _reports(sets: Sequence[tuple[str, str]]) -> str:
+    return ", ".join(f"{name} ({report})" for name, report in sets)

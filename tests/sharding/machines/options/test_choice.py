@@ -1,0 +1,107 @@
+"""Which sets apply to a program, how they are merged, and what options need."""
+
+import pytest
+
+from autoshard.sharding.machines.options import (
+    SETS,
+    ProgramFacts,
+    UnknownSetError,
+    applicable_sets,
+    conflicts,
+    default_options,
+    named_set,
+    off_by_numerics,
+    reported_numerics,
+    sets_in,
+    with_needed,
+    with_set,
+    without_reported,
+)
+
+KINDS = frozenset({"all-gather", "reduce-scatter"})
+GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+REDUCE = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
+FUSE = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+LAYERS = "xla_tpu_enable_latency_hiding_layer_scheduler"
+AGGREGATOR = "xla_tpu_enable_sparse_core_collective_aggregator"
+
+
+def names(facts, options=None):
+    return [each.name for each in applicable_sets(facts, options or default_options(facts.chip))]
+
+
+def test_a_set_is_tried_where_its_condition_holds():
+    plain = ProgramFacts("v6e", collectives=KINDS)
+    assert names(plain) == ["scoped-vmem", "reduction-layout", "gather-fusion"]
+    assert names(ProgramFacts("v6e")) == ["scoped-vmem"]
+    assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[0] == "host-transfers"
+    assert "data-parallel-overlap" in names(ProgramFacts("v5e", slices=2, collectives=KINDS))
+    assert names(ProgramFacts("v5e", collectives=KINDS)) == []
+    assert "sparse-core-nd-gathers" not in names(ProgramFacts("tpu7x", collectives=KINDS, gather_dims=1))
+    assert "sparse-core-nd-gathers" in names(ProgramFacts("tpu7x", collectives=KINDS, gather_dims=2))
+
+
+def test_sets_with_reports_of_wrong_numbers_are_not_tried():
+    for chip in ("v6e", "tpu7x"):
+        assert "sparse-core-reductions" not in names(ProgramFacts(chip, collectives=KINDS))
+    assert [name for name, _ in off_by_numerics("v6e", default_options("v6e"))] == [
+        "sparse-core-reductions",
+        "gather-fusion-overlap",
+    ]
+
+
+def test_a_set_replaces_the_options_of_those_that_it_excludes():
+    facts = ProgramFacts("v6e", collectives=KINDS)
+    merged = with_set(default_options("v6e"), SETS["gather-fusion"], facts)
+    assert FUSE in merged and GATHER not in merged
+    assert "xla_jf_spmd_threshold_for_windowed_einsum_mib" in merged
+    assert with_set(merged, SETS["sparse-core-gathers"], facts) == default_options("v6e")
+
+
+def test_combined_collectives_have_the_size_of_a_layer():
+    facts = ProgramFacts("h100", collectives=KINDS, layer_bytes=12345)
+    merged = with_set({}, SETS["gpu-combined-layers"], facts)
+    assert set(merged.values()) == {"12345"}
+    assert sets_in("h100", merged) == (["gpu-combined-layers"], [])
+    assert names(ProgramFacts("h100", collectives=KINDS)) == ["gpu-o1"]
+
+
+def test_unknown_sets_list_those_that_there_are():
+    with pytest.raises(
+        UnknownSetError, match=r"no option set 'fast'; the sets of v5e are no-collective-matmul, .*host"
+    ):
+        named_set("fast", "v5e")
+    with pytest.raises(UnknownSetError, match="option set 'gather-fusion' is not for v5e; the sets of v5e are"):
+        named_set("gather-fusion", "v5e")
+    with pytest.raises(UnknownSetError, match="cpu has no sets; pass a mapping"):
+        named_set("gather-fusion", "cpu")
+
+
+def test_an_option_brings_what_it_needs():
+    completed, added = with_needed({LAYERS: "true"})
+    assert completed == {LAYERS: "true", AGGREGATOR: "true"}
+    assert added == [f"{AGGREGATOR}=true, which {LAYERS} needs"]
+    chain, added = with_needed({"xla_tpu_enable_layer_scheduler_for_dependent_collectives": "true"})
+    assert {LAYERS, AGGREGATOR} <= chain.keys() and len(added) == 2
+    assert with_needed({LAYERS: "false"}) == ({LAYERS: "false"}, [])
+    assert with_needed({LAYERS: "true", AGGREGATOR: "false"})[0][AGGREGATOR] == "false"
+
+
+def test_options_that_exclude_each_other():
+    assert list(conflicts({GATHER: "true", FUSE: True})) == [(GATHER, FUSE)]
+    assert not list(conflicts({GATHER: "true", FUSE: "false"}))
+
+
+def test_options_in_terms_of_sets():
+    fused = with_set(default_options("v6e"), SETS["gather-fusion-overlap"], ProgramFacts("v6e"))
+    assert sets_in("v6e", fused)[0] == ["no-collective-matmul", "no-sparse-core-reductions", "gather-fusion-overlap"]
+    assert sets_in("v6e", {"xla_own": "1", GATHER: "true"}) == (["sparse-core-gathers"], ["xla_own"])
+
+
+def test_a_part_of_a_reported_set_is_reported():
+    assert [name for name, _ in reported_numerics("v6e", {REDUCE: "true"})] == ["sparse-core-reductions"]
+    assert not reported_numerics("v6e", {REDUCE: "false"}) and not reported_numerics("v5p", {REDUCE: "true"})
+    assert not reported_numerics("v6e", with_set({}, SETS["gather-fusion"], ProgramFacts("v6e")))
+    assert without_reported("v6e", {REDUCE: "true", GATHER: "true"}) == {REDUCE: "false", GATHER: "true"}
+    assert without_reported("v6e", {REDUCE: True}) == {REDUCE: False}
+    assert without_reported("v5p", {REDUCE: "true"}) == {REDUCE: "true"}
