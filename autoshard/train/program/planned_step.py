@@ -153,11 +153,11 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
             steps[remat, microbatches] = train_step_of(chosen, make_program_of(chosen))
         return steps[remat, microbatches](state, batch)
 
+    stacked_state = make_program_of(_stacked(variant("none", 1))).abstract_state()
+
     def stacked_step(remat: str, microbatches: int) -> tuple[Any, ...]:
-        chosen = variant(remat, microbatches)
-        chosen = replace(chosen, gpt=replace(chosen.gpt, scan_layers=True))
-        program = make_program_of(chosen)
-        return train_step_of(chosen, program), program.abstract_state(), batch
+        chosen = _stacked(variant(remat, microbatches))
+        return train_step_of(chosen, make_program_of(chosen)), stacked_state, batch
 
     options = plan_options(config)
     space = RematSpace(
@@ -179,6 +179,10 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         **options,
     )
     return variant(**plan.variant), plan
+
+
+def _stacked(config: TrainConfig) -> TrainConfig:
+    return replace(config, gpt=replace(config.gpt, scan_layers=True))
 
 
 def _check_devices(config: TrainConfig) -> None:

@@ -14,7 +14,7 @@ from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.program.build import (
     remat_unit_count,
     variant_search,
-    workload_step,
+    workload_steps,
     workload_variant_values,
 )
 from autoshard.train.program.remat_search import RematSpace, remat_search
@@ -56,9 +56,8 @@ def workload_search(
         values["remat"] = [remat]
     if remat is not None or not names:
         return variant_search(values, remat_unit_count(work.config))
-    stacked = work.with_(scan_layers=True)
     space = RematSpace(
-        lambda policy, count: workload_step(stacked.with_(remat=policy), count),
+        workload_steps(work.with_(scan_layers=True, remat="none")),
         names,
         remat_unit_count(work.config),
         values["microbatches"],

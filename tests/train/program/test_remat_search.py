@@ -64,6 +64,11 @@ def test_what_does_not_fit_otherwise_waits_on_the_host():
     made = found(limit)
     assert made.fits and "host:residual" in made.variant["remat"]
     assert made.estimate.host_traffic_bytes > 0
+
+
+@pytest.mark.slow
+def test_without_offload_the_same_limit_is_too_small():
+    limit = 0.5 * (peak("host:residual") + peak("full"))
     with pytest.raises(PlanError, match="the requested plan does not fit"):
         found(limit, offload="none")
 
