@@ -81,6 +81,11 @@ class StrategyPrices:
         return self.problem.limit
 
     @property
+    def platform(self) -> str:
+        """The platform of the machine."""
+        return self.problem.machine.target.platform
+
+    @property
     def host_bandwidth(self) -> float:
         """Bytes per second between a device and its host, in one direction; 0 if unknown."""
         return self.problem.machine.target.chip.host_bandwidth

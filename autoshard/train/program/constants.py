@@ -41,6 +41,11 @@ HOST_DOUBT = 0.1
 """The part of the time on the link to the host that counts, in the ranking of variants, as if compute did not hide it.
 Chosen, not measured."""
 
+OFFLOADING_PLATFORMS = ("tpu",)
+"""The platforms on which a search moves values to the host. On others it does so only for names that are given: on GPUs,
+compiled programs with such transfers have not been compared with one device, and CPU devices have no memory of their
+own."""
+
 LEAST_OFFLOAD_GAIN = 0.01
 """A variant with values on the host is planned if it ranks faster by this part than the best without. Chosen, not
 measured."""

@@ -147,7 +147,8 @@ class _Probes:
         base = self.prices("full", self.first)
         self.limit, bandwidth = base.limit_bytes, base.host_bandwidth
         self.host_us_per_byte = 1e6 / (bandwidth * HOST_BANDWIDTH_REACHED) if bandwidth else 0.0
-        self.offloads = bool(space.host) or (space.offloads and bandwidth > 0)
+        may_offload = bandwidth > 0 and base.platform in constants.OFFLOADING_PLATFORMS
+        self.offloads = bool(space.host) or (space.offloads and may_offload)
         self.full = self._full(base)
         self.strategies = list(
             dict.fromkeys(itertools.chain.from_iterable(map(self._best_strategies, self.full.values())))
