@@ -42,7 +42,7 @@ HOST_DOUBT = 0.1
 Chosen, not measured."""
 
 OFFLOADING_PLATFORMS = ("tpu",)
-"""The platforms on which a search moves values to the host. On others it does so only for names that are given: on GPUs,
+"""The platforms on which a search moves values to the host. On others it does so only for names that are given: on GPUs
 compiled programs with such transfers have not been compared with one device, and CPU devices have no memory of their
 own."""
 
