@@ -232,7 +232,7 @@ class _Probes:
             for name, p in alone.items()
         }
         parts = Parts(
-            full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count // math.gcd(count, self.first),
+            full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count,
             self.host_us_per_byte,
         )  # fmt: skip
         must = [name for name in self.space.host if name in values]
