@@ -20,7 +20,7 @@ from autoshard.train.step.train_step import make_train_step
 from tests.sharding.programs import assert_close
 
 SMALL = workload("gpt-tiny").with_(layers=4, context=256, batch_size=16, attention="plain")
-OPTIONS = {"target": "v5e:2x4", "plan": "fsdp:8"}
+OPTIONS: dict[str, Any] = {"target": "v5e:2x4", "plan": "fsdp:8"}
 
 
 @cache
@@ -35,8 +35,9 @@ def alone(remat: str, microbatches: int = 1) -> Plan:
 
 
 def found(limit: float = 10**12, work: Any = SMALL, **how: Any) -> Plan:
-    options = OPTIONS | {"memory_limit_bytes": int(limit)}
-    search = workload_search(work, options, **{"microbatches": 1} | how)
+    options: dict[str, Any] = {**OPTIONS, "memory_limit_bytes": int(limit)}
+    given: dict[str, Any] = {"microbatches": 1} | how
+    search = workload_search(work, options, **given)
     return plan(*workload_variants(work), **options, variants=search, donate_argnums=0)
 
 
@@ -114,7 +115,7 @@ def test_bad_requests(model, how, said):
 
 
 def test_a_requested_plan_that_is_not_possible_is_an_error_that_says_why():
-    options = {"target": "v5e:2x4", "plan": "ep:8"}
+    options: dict[str, Any] = {"target": "v5e:2x4", "plan": "ep:8"}
     with pytest.raises(PlanError, match="ep"):
         plan(*workload_variants(SMALL), **options, variants=workload_search(SMALL, options), donate_argnums=0)
 
