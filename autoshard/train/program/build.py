@@ -118,8 +118,8 @@ def workload_steps(work: Workload) -> Callable[[str, int], tuple[TrainStep, Trai
 
     They change no shapes, so the shapes are found once.
     """
-    _, *shapes = workload_step(work)
-    return lambda remat, microbatches: (_workload_program(work.with_(remat=remat), microbatches)[0], *shapes)
+    _, state, batch = workload_step(work)
+    return lambda remat, microbatches: (_workload_program(work.with_(remat=remat), microbatches)[0], state, batch)
 
 
 def _workload_program(work: Workload, microbatches: int) -> tuple[TrainStep, Program]:
