@@ -47,10 +47,10 @@ from autoshard.train.program.build import (
     remat_unit_count,
     variant_search,
     workload_step,
-    workload_variant_values,
     workload_variants,
 )
 from autoshard.train.program.constants import REMATS
+from autoshard.train.program.workload_search import workload_search
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
 QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2  # programs of a quick grid, candidates as with verify=3, compilations
@@ -182,7 +182,7 @@ def candidates(case: Case) -> tuple[list[Planned], float]:
     start, found, beyond = time.perf_counter(), [], []
     shortlist = requested_shortlist(CANDIDATES, 0)
     assert shortlist is not None
-    search = variant_search(workload_variant_values(case.work), remat_unit_count(case.work.config))
+    search = workload_search(case.work, {"target": case.target})
     step, state, batch = workload_variants(case.work)
     limit = find_target(case.target).chip.memory_bytes
     try:

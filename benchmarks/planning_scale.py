@@ -2,6 +2,7 @@
 
     python benchmarks/planning_scale.py            all measurements, RUNS times in turn
     python benchmarks/planning_scale.py plan v5p:4x4x4 scan_layers=false layers=128        one measurement
+    python benchmarks/planning_scale.py search v5p:4x4x4 scan_layers=false                 one with all variants, traced
 
 Each measurement is a new process, so that nothing is cached and the peak memory is that of one plan. Times are CPU
 times of all threads, which depend less on other work on the machine than elapsed times do. Planning uses one thread.
@@ -23,10 +24,12 @@ from typing import Any
 import jax
 from common import Row, report
 
+from autoshard import plan
 from autoshard.models.workloads import workload
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.program.tracing import trace
-from autoshard.train.program.build import workload_step
+from autoshard.train.program.build import workload_step, workload_variants
+from autoshard.train.program.workload_search import workload_search
 
 MODEL = "llama3-8b"
 RUNS, TIMEOUT_S = 2, 600  # chosen, not measured: runs of each measurement, and the time limit of one
@@ -49,7 +52,8 @@ def main() -> None:
     if sys.argv[1:]:
         kind, target, *changes = sys.argv[1:]
         fields = {name: json.loads(value) for name, _, value in (each.partition("=") for each in changes)}
-        print(json.dumps(vars(lowered(fields) if kind == "lower" else planned(target, fields))))
+        measure = {"lower": lowered, "plan": planned, "search": searched}[kind]
+        print(json.dumps(vars(measure(target, fields))))
         return
     unrolled, deep = ("scan_layers=false",), ("scan_layers=false", "layers=128")
     cases = {
@@ -60,6 +64,8 @@ def main() -> None:
         "32 unrolled layers, 64 chips": ("plan", SMALL, *unrolled),
         "32 unrolled layers, 512 chips": ("plan", LARGE, *unrolled),
         "128 unrolled layers, 64 chips": ("plan", SMALL, *deep),
+        "scanned, 64 chips, all variants": ("search", SMALL),
+        "32 unrolled layers, 64 chips, all variants": ("search", SMALL, *unrolled),
         "32 unrolled layers, 512 chips, 1024 rows": ("plan", LARGE, *unrolled, "batch_size=1024"),
     }
     runs = [{name: in_a_process(arguments) for name, arguments in cases.items()} for _ in range(RUNS)]
@@ -79,6 +85,8 @@ def rows_of(best: dict[str, Measured]) -> list[Row]:
     rows += [
         _row(found, f"{name}: planning beyond the trace", "plan", limits.get(name)) for name, found in plans.items()
     ]
+    for name in ("scanned, 64 chips, all variants", "32 unrolled layers, 64 chips, all variants"):
+        rows.append(_row(best[name], f"{name}: tracing and planning", "search", 10.0 if "unrolled" in name else None))
     took = {name: found.seconds["plan"] for name, found in plans.items()}
     small, layers = took["32 unrolled layers, 64 chips"], best["32 unrolled layers, lowered"].seconds
     rows += [
@@ -104,8 +112,8 @@ def in_a_process(arguments: tuple[str, ...]) -> Measured:
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def lowered(fields: dict[str, Any]) -> Measured:
-    """Measure tracing and lowering of the step with JAX alone."""
+def lowered(target: str, fields: dict[str, Any]) -> Measured:
+    """Measure tracing and lowering of the step with JAX alone. The target does not matter."""
     step, state, batch = workload_step(workload(MODEL).with_(**fields))
     spent = Spent()
     traced = spent.on("trace", lambda: jax.jit(step).trace(state, batch))
@@ -120,6 +128,16 @@ def planned(target: str, fields: dict[str, Any]) -> Measured:
     traced = spent.on("trace", lambda: trace(step, (state, batch), {}, (0,)))
     bound = spent.on("plan", lambda: plan_traced(traced, ((state, batch), {}), target=target))
     return spent.measured(bound.plan.chosen)
+
+
+def searched(target: str, fields: dict[str, Any]) -> Measured:
+    """Measure planning with the search over what layers keep, recompute or offload, and microbatches."""
+    work = workload(MODEL).with_(**fields)
+    step, *shapes = workload_variants(work)
+    spent = Spent()
+    search = workload_search(work, {"target": target})
+    made = spent.on("search", lambda: plan(step, *shapes, target=target, variants=search, donate_argnums=0))
+    return spent.measured(f"{made.chosen}, {made.variant}")
 
 
 class Spent:

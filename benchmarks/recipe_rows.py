@@ -22,13 +22,8 @@ from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.options import reported_numerics, without_reported
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
-from autoshard.train.program.build import (
-    remat_unit_count,
-    variant_search,
-    workload_step,
-    workload_variant_values,
-    workload_variants,
-)
+from autoshard.train.program.build import workload_step, workload_variants
+from autoshard.train.program.workload_search import workload_search
 
 FOLDER = common.RESULTS / "recipes"
 
@@ -155,11 +150,11 @@ def own_plan(settings: Settings) -> tuple[Side, Any]:
 
 
 def _best_plan(settings: Settings) -> tuple[Side, Any]:
-    """Search for our best plan over all variants that keep the values."""
-    work = settings.work
-    search = variant_search(workload_variant_values(work), remat_unit_count(work.config))
+    """Search for our best plan over all variants that keep the values, with values on the host where that pays."""
+    work, target = settings.work, settings.recipe.machine
     with _unless_impossible() as outcome:
-        made = plan(*workload_variants(work), target=settings.recipe.machine, variants=search, donate_argnums=0)
+        search = workload_search(work, {"target": target})
+        made = plan(*workload_variants(work), target=target, variants=search, donate_argnums=0)
         return _side(made, **made.variant), made
     return Side(problem=outcome.problem), None
 

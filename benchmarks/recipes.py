@@ -5,7 +5,7 @@
 For each recipe of FILE (by default `data/recipes.toml`), two plans are made for its model, batch and machine:
 
     recipe   the recipe's own settings: its mesh and what its layers keep for the backward pass
-    plan     our best plan by its estimate, over all variants that keep the values
+    plan     our best plan by its estimate, over all variants that keep the values, with values on the host
 
 Both are predicted and, without `--predict-only`, compiled for the machine and judged by `estimate.py`. The recipe's own
 plan is compiled with its own XLA options if they are known, and again without those for which wrong numbers were

@@ -91,12 +91,13 @@ def plan_train_step(config: TrainConfig):
     """Plan the train step of a config, from shapes only."""
     import autoshard
     from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
-    from autoshard.train.program.planned_step import plan_options, search_variants
+    from autoshard.train.program.planned_step import plan_options, search_variants, with_offload
     from autoshard.train.step.train_step import batch_shapes
 
     config, verify = fit_tokenizer(config), getattr(config, "verify", 0)
-    if config.variants == "search":
+    if config.searches_variants:
         return search_variants(config, verify)[1]
+    config = with_offload(config)
     program = make_program_of(config)
     shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
     return autoshard.plan(
@@ -114,13 +115,9 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     import autoshard
     from autoshard.models.workloads import workload
-    from autoshard.train.program.build import (
-        remat_unit_count,
-        variant_search,
-        workload_variant_values,
-        workload_variants,
-    )
+    from autoshard.train.program.build import workload_variants
     from autoshard.train.program.planned_step import parse_mesh
+    from autoshard.train.program.workload_search import workload_search
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no attached accelerator is needed
@@ -139,10 +136,15 @@ def _run_named(arguments: Sequence[str]) -> int:
         "memory_limit_bytes": given.memory_limit_bytes,
         "fixed": _unique("--fixed", map(_parse_fixed, given.fixed)) or None,
     }
-    chosen = {
-        "remat": settings.get("remat") if given.remat is None else given.remat,
-        "microbatches": given.microbatches,
-    }
+    given_options = {name: value for name, value in options.items() if value is not None}
+    search = workload_search(
+        work,
+        given_options,
+        offload=given.offload,
+        remat=settings.get("remat") if given.remat is None else given.remat,
+        microbatches=given.microbatches,
+        numerics=given.allow_numerics,
+    )
     step, *shapes = workload_variants(work)
     if given.explain:
         _check_explain(given.explain, partial(step, remat="none", microbatches=1), shapes, options["mesh"], given.plan)
@@ -150,14 +152,10 @@ def _run_named(arguments: Sequence[str]) -> int:
         step,
         *shapes,
         donate_argnums=0,
-        variants=variant_search(
-            workload_variant_values(work, numerics=given.allow_numerics)
-            | {name: [value] for name, value in chosen.items() if value is not None},
-            remat_unit_count(work.config),
-        ),
+        variants=search,
         verify=given.verify,
         measure=given.measure,
-        **{k: v for k, v in options.items() if v is not None},
+        **given_options,
     )
     return show(plan, given.json, given.html, given.explain)
 
@@ -267,8 +265,13 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--remat",
         help="remat policy of the layers: none, dots, full, named values such as 'host:residual+qkv keep:out_proj', or "
-        "a list that repeats over the layers, such as dots,full; default: the best of none, dots, full",
+        "a list that repeats over the layers, such as dots,full; default: the best that --offload allows",
     )
+    options.add_argument(
+        "--offload", default="auto", metavar="auto|none|NAMES",
+        help="values of a layer that wait in the host's memory: the best (auto, the default), none, or those with "
+        "these names, such as residual+qkv, while the rest is searched; an unknown name lists the known ones",
+    )  # fmt: skip
     options.add_argument(
         "--allow-numerics", action="store_true",
         help="search microbatches even if they change the numbers: batch statistics, routers, expert capacity",

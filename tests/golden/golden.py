@@ -19,13 +19,8 @@ from typing import Any
 from autoshard import Plan, plan
 from autoshard._units import bytes_text, spec_text, time_text
 from autoshard.sharding.report.summary import groups_by_role, mesh_sizes
-from autoshard.train.program.build import (
-    remat_unit_count,
-    variant_search,
-    workload_step,
-    workload_variant_values,
-    workload_variants,
-)
+from autoshard.train.program.build import workload_step, workload_variants
+from autoshard.train.program.workload_search import workload_search
 
 FOLDER = Path(__file__).resolve().parent / "plans"
 ROOT = FOLDER.parent.parent.parent
@@ -94,7 +89,7 @@ def _traffic(plan: Plan) -> dict[str, str]:
 
 
 def variant_rows(name: str) -> dict[str, str]:
-    """Describes the plan for each variant that the planner searches for a case: strategy, time and memory."""
+    """Describes the plan of each variant that the search plans for a case: strategy, time and memory."""
     plan, rows = searched(name), {}
     for variant, words, time, peak in plan.variants:
         fits = f"{words}: {time_text(time)}, {bytes_text(peak)}"
@@ -106,7 +101,7 @@ def variant_rows(name: str) -> dict[str, str]:
 def searched(name: str) -> Plan:
     """Plans a case, with a search over all variants."""
     case = CASES[name]
-    search = variant_search(workload_variant_values(case.work), remat_unit_count(case.work.config))
+    search = workload_search(case.work, {"target": case.target})
     return plan(*workload_variants(case.work), target=case.target, variants=search, donate_argnums=0)
 
 

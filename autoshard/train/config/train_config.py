@@ -16,13 +16,14 @@ from autoshard._shown import shown
 from autoshard._typed import convert
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
+from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
-    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants virtual_devices log_every "
-    "eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens "
-    "prompt prefetch use_ema deadline_seconds allow_other_data".split()
+    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload virtual_devices "
+    "log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every "
+    "sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
@@ -93,6 +94,10 @@ class TrainConfig:
     variants: Literal["given", "search"] = "given"
     """`given` uses --gpt.remat and --microbatches as they are; `search` lets the planner choose them. A resumed run
     keeps its choice."""
+    offload: str = "none"
+    """Values of a layer that wait in the host's memory between forward and backward pass: names such as residual+qkv
+    (an unknown name lists the known ones), which set --gpt.remat; `auto` lets the planner choose what layers keep,
+    recompute and offload; or `none`. Only for the built-in model. A resumed run keeps its choice."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 
@@ -159,8 +164,31 @@ class TrainConfig:
             problems.append("prompt is empty, but a sample continues it: give at least one character")
         if self.virtual_devices is not None and self.virtual_devices < 1:
             problems.append(f"virtual_devices is {self.virtual_devices}; it must be at least 1")
+        problems += self._offload_problems()
         if problems:
             raise ConfigError("; ".join(problems))
+
+    def _offload_problems(self) -> list[str]:
+        if self.offload == NONE:
+            return []
+        if self.model != "gpt":
+            return [f"offload is {self.offload!r}, but only the built-in model has named values, not {self.model}: "
+                    "leave it out, or use jax.checkpoint with an offloading policy in your model"]  # fmt: skip
+        if self.offload == AUTO:
+            return []
+        try:
+            remat = offload_remat(self.offload)
+        except ValueError as error:
+            return [str(error)]
+        if self.variants == "given" and self.gpt.remat not in ("none", remat):
+            return [f"offload is {self.offload!r} and gpt.remat is {self.gpt.remat!r}: both say what a layer keeps; "
+                    f"give one of them, such as gpt.remat '{remat} keep:NAMES'"]  # fmt: skip
+        return []
+
+    @property
+    def searches_variants(self) -> bool:
+        """Whether the planner chooses the remat policy, alone or with the number of microbatches."""
+        return self.variants == "search" or self.offload == AUTO
 
     @property
     def microbatch_size(self) -> int:

@@ -109,12 +109,25 @@ def workload_step(work: Workload, microbatches: int = 1) -> tuple[TrainStep, Tra
     Raises:
         ConfigError: The batch does not divide into them.
     """
+    step, program = _workload_program(work, microbatches)
+    return step, program.abstract_state(), work.batch()
+
+
+def workload_steps(work: Workload) -> Callable[[str, int], tuple[TrainStep, TrainState, dict[str, Any]]]:
+    """Make the function that returns `workload_step` of a remat policy and a number of microbatches.
+
+    They change no shapes, so the shapes are found once.
+    """
+    _, state, batch = workload_step(work)
+    return lambda remat, microbatches: (_workload_program(work.with_(remat=remat), microbatches)[0], state, batch)
+
+
+def _workload_program(work: Workload, microbatches: int) -> tuple[TrainStep, Program]:
     if microbatches < 1 or work.batch_size % microbatches:
         raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {microbatches} microbatches")
     settings = OptimizerConfig()
     program = make_program(work.build, make_optimizer(settings, 1000))
-    step = make_train_step(program, learning_rate_schedule(settings, 1000), microbatches)
-    return step, program.abstract_state(), work.batch()
+    return make_train_step(program, learning_rate_schedule(settings, 1000), microbatches), program
 
 
 def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:

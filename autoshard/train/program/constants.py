@@ -1,7 +1,8 @@
-"""The values that a search over the variants of a train step tries, and the rounding of vocabularies."""
+"""What a search over the variants of a train step tries, how many it plans, and the rounding of vocabularies."""
 
 REMATS = ("none", "dots", "full")
-"""The remat policies that a search tries, from the one that stores most values to the one that stores fewest."""
+"""The remat policies without named values that a search tries, from the one that stores most values to the one that
+stores fewest."""
 
 SEARCHED_MICROBATCHES = (1, 2, 4)
 """The numbers of microbatches that a search tries. Chosen, not measured."""
@@ -9,6 +10,45 @@ SEARCHED_MICROBATCHES = (1, 2, 4)
 SEARCHED_REMAT_MIXES = ((3, 4), (1, 2), (1, 4))
 """Mixed remat policies that a search tries: `(n, m)` gives n of every m layers the lighter policy.
 Chosen, not measured."""
+
+SCREENED_STRATEGIES = 40
+"""The fastest strategies with full recomputation that are priced for each further number of microbatches.
+Chosen, not measured."""
+
+PROBED_STRATEGIES = 3
+"""The fastest strategies of each number of microbatches under which named values are priced. Chosen, not measured."""
+
+MOST_PRICED = 6
+"""Variants without, and with, values on the host that are priced after the probes, at most. Chosen, not measured."""
+
+PRICED_FITTING = 2
+"""Of these, how many have to fit until the search plans the best. Chosen, not measured."""
+
+WORTH_PRICING = 1.005
+"""A variant is priced if its additive price is at most this many times the best price so far. Chosen, not measured."""
+
+PLANNED = 2
+"""Variants that are planned at once. Chosen, not measured."""
+
+WORTH_PLANNING = 1.01
+"""A further variant is planned at once if its price is at most this many times that of the first. Chosen, not
+measured."""
+
+MOST_PLANNED = 6
+"""Variants that are planned at most, if none fits. Chosen, not measured."""
+
+HOST_DOUBT = 0.1
+"""The part of the time on the link to the host that counts, in the ranking of variants, as if compute did not hide it.
+Chosen, not measured."""
+
+OFFLOADING_PLATFORMS = ("tpu",)
+"""The platforms on which a search moves values to the host. On others it does so only for names that are given: on GPUs
+compiled programs with such transfers have not been compared with one device, and CPU devices have no memory of their
+own."""
+
+LEAST_OFFLOAD_GAIN = 0.01
+"""A variant with values on the host is planned if it ranks faster by this part than the best without. Chosen, not
+measured."""
 
 VOCAB_MULTIPLE = 64
 """A vocabulary that grows to hold the data's is rounded up to a multiple of this, so that it can be sharded.

@@ -13,11 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import autoshard
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+from autoshard.models.remat.named_values import NAMED_VALUES
+from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, offloaded_names
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import device_mesh, mesh_sizes
 from autoshard.train.config.train_config import TrainConfig
-from autoshard.train.program.build import make_program_of, train_step_of, variant_search
-from autoshard.train.program.constants import REMATS, SEARCHED_MICROBATCHES
+from autoshard.train.program.build import make_program_of, train_step_of
+from autoshard.train.program.constants import SEARCHED_MICROBATCHES
+from autoshard.train.program.remat_search import RematSpace, remat_search
 from autoshard.train.step.train_state import Program, TrainState, Tree
 from autoshard.train.step.train_step import EvalStep, TrainStep, batch_shapes
 
@@ -105,17 +108,25 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig, pla
     return PlacedStep(step, made, placed, batch, batch_shardings)
 
 
-def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
-    """Search the remat policy and the number of microbatches of the fastest step that fits.
+def with_offload(config: TrainConfig) -> TrainConfig:
+    """Return the config with the remat policy that the names of `offload` set. Searched variants stay as they are."""
+    if config.offload == NONE or config.searches_variants:
+        return config
+    return replace(config, gpt=replace(config.gpt, remat=offload_remat(config.offload)))
 
-    Dropout masks are drawn per microbatch. With dropout, the number of microbatches therefore stays as configured.
+
+def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
+    """Search what the layers keep, recompute or offload, and the number of microbatches, of the fastest step that fits.
+
+    Values are offloaded only as `config.offload` says. With `variants="given"`, the number of microbatches stays as
+    configured. Dropout masks are drawn per microbatch, so it stays with dropout, too.
 
     Args:
         config: The run.
         verify: Number of best plans to compile.
 
     Returns:
-        The config with the best variant, and its plan, which lists all variants.
+        The config with the best variant, and its plan, which lists the variants that were planned.
 
     Raises:
         ConfigError: The model is not the built-in one.
@@ -127,13 +138,14 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         )
     steps: dict[Any, TrainStep] = {}
     program = make_program_of(config)
-    counts = {
-        config.microbatches,
-        *(n for n in SEARCHED_MICROBATCHES if not config.batch_size % n and not config.gpt.dropout),
-    }
+    free = config.variants == "search" and not config.gpt.dropout
+    counts = {config.microbatches, *(n for n in SEARCHED_MICROBATCHES if free and not config.batch_size % n)}
+    batch = batch_shapes(config.batch_size, config.gpt.context)
 
     def variant(remat: str, microbatches: int) -> TrainConfig:
-        return replace(config, microbatches=microbatches, gpt=replace(config.gpt, remat=remat))
+        # The policy takes the place of the names of `offload`, which it may contain.
+        offload = config.offload if config.offload in (AUTO, NONE) else NONE
+        return replace(config, offload=offload, microbatches=microbatches, gpt=replace(config.gpt, remat=remat))
 
     def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
         if (remat, microbatches) not in steps:
@@ -141,16 +153,36 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
             steps[remat, microbatches] = train_step_of(chosen, make_program_of(chosen))
         return steps[remat, microbatches](state, batch)
 
+    stacked_state = make_program_of(_stacked(variant("none", 1))).abstract_state()
+
+    def stacked_step(remat: str, microbatches: int) -> tuple[Any, ...]:
+        chosen = _stacked(variant(remat, microbatches))
+        return train_step_of(chosen, make_program_of(chosen)), stacked_state, batch
+
+    options = plan_options(config)
+    space = RematSpace(
+        stacked_step,
+        tuple(NAMED_VALUES),
+        config.gpt.layers,
+        sorted(counts),
+        offloads=config.offload == AUTO,
+        host=() if config.offload in (AUTO, NONE) else offloaded_names(config.offload),
+        options={name: value for name, value in options.items() if name != "measure"},
+    )
     plan = autoshard.plan(
         train_step,
         program.abstract_state(),
-        batch_shapes(config.batch_size, config.gpt.context),
-        variants=variant_search({"remat": REMATS, "microbatches": sorted(counts)}, config.gpt.layers),
+        batch,
+        variants=remat_search(space),
         donate_argnums=0,
         verify=verify,
-        **plan_options(config),
+        **options,
     )
     return variant(**plan.variant), plan
+
+
+def _stacked(config: TrainConfig) -> TrainConfig:
+    return replace(config, gpt=replace(config.gpt, scan_layers=True))
 
 
 def _check_devices(config: TrainConfig) -> None:

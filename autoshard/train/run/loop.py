@@ -36,6 +36,7 @@ from autoshard.train.program.planned_step import (
     place_eval_step,
     place_step,
     search_variants,
+    with_offload,
 )
 from autoshard.train.run import distributed
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
@@ -78,13 +79,14 @@ class Trainer:
         stored = stored_config(config) if config.resume else None
         if stored is not None:
             config = with_searched_variant(config, stored)
+        config = with_offload(config)
         self.source: Source = make_source(config)
         self.config = config = fit_vocab(config, self.source.vocab_size)
         self._check_run_dir()
         if stored is not None:
             check_same_run(config, stored)
         searched = None
-        if config.variants == "search" and not config.resume:
+        if config.searches_variants and not config.resume:
             self.config, searched = search_variants(config)
             if self.config.microbatch_size != config.microbatch_size:
                 self.source = make_source(self.config)

@@ -47,7 +47,7 @@ def stored_config(config: TrainConfig) -> TrainConfig:
 
 def with_searched_variant(config: TrainConfig, stored: TrainConfig) -> TrainConfig:
     """Return the config with the remat policy and microbatches that the run searched at its start, if it did so."""
-    if not config.variants == stored.variants == "search":
+    if not (config.searches_variants and stored.searches_variants):
         return config
     kept = replace(config, microbatches=stored.microbatches, gpt=replace(config.gpt, remat=stored.gpt.remat))
     if kept != config:

@@ -1,0 +1,120 @@
+"""Prices one program under several strategies, without making a plan.
+
+A search over programs compares many of them before it plans the best. Tracing and pricing a few layouts takes a
+fraction of the time of a plan, which searches all layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard import _compat
+from autoshard._gc import paused
+from autoshard._shown import shown
+from autoshard.errors import PlanError
+from autoshard.sharding.layout.fixed_shardings import program_constraints
+from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, find_platform
+from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.program.tracing import trace
+from autoshard.sharding.search.candidate import Candidate
+
+
+@shown
+@dataclass(frozen=True)
+class StrategyPrice:
+    """The estimate of one step under a strategy.
+
+    Attributes:
+        step_time_us: microseconds of a step.
+        peak_memory_bytes: peak memory of a device.
+        compute_us: microseconds of compute, a part of the step.
+        host_us: microseconds in which the link to the host is busy.
+        host_exposed_us: the part of `host_us` that compute does not hide; a part of the step.
+        host_traffic_bytes: bytes that a device exchanges with its host, in both directions.
+    """
+
+    step_time_us: float
+    peak_memory_bytes: float
+    compute_us: float = 0.0
+    host_us: float = 0.0
+    host_exposed_us: float = 0.0
+    host_traffic_bytes: float = 0.0
+
+
+class StrategyPrices:
+    """One program on one machine.
+
+    Args:
+        fn: the function of pytrees.
+        args: its arguments, by shape.
+        mesh: see `autoshard.plan`.
+        target: see `autoshard.plan`.
+        memory_limit_bytes: see `autoshard.plan`.
+        fixed: see `autoshard.plan`.
+        donate_argnums: arguments whose buffers the results may reuse.
+    """
+
+    @paused()
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        mesh: MeshLike | None = None,
+        target: str | None = None,
+        memory_limit_bytes: float | None = None,
+        fixed: Mapping[str, Any] | None = None,
+        donate_argnums: Sequence[int] = (),
+    ):
+        self.fixed = fixed or {}
+        traced = trace(fn, args, {}, donate_argnums, platform=find_platform(mesh, target))
+        constraints = program_constraints(traced)
+        if mesh is None and target is None:
+            mesh = _compat.current_mesh()
+        self.problem = PlanningProblem(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
+
+    @property
+    def limit_bytes(self) -> float:
+        """Memory of one device."""
+        return self.problem.limit
+
+    @property
+    def platform(self) -> str:
+        """The platform of the machine."""
+        return self.problem.machine.target.platform
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes per second between a device and its host, in one direction; 0 if unknown."""
+        return self.problem.machine.target.chip.host_bandwidth
+
+    @paused()
+    def searched(self) -> dict[str, StrategyPrice]:
+        """Return the prices of all strategies of a search, fastest first.
+
+        Raises:
+            PlanError: nothing can be planned.
+        """
+        best, others = self.problem.choose(None, {}, self.fixed)
+        return {best.name: _price(best)} | {c.name: _price(c) for c in others if c.name != best.name}
+
+    @paused()
+    def of(self, strategies: Iterable[str]) -> dict[str, StrategyPrice]:
+        """Return the prices of some strategies. Those that are not possible for this program are left out."""
+        found = {}
+        for words in strategies:
+            try:
+                found[words] = _price(self.problem.choose(words, {}, self.fixed)[0])
+            except PlanError:
+                continue
+        return found
+
+
+def _price(candidate: Candidate) -> StrategyPrice:
+    cost = candidate.cost
+    host = cost.host
+    return StrategyPrice(
+        cost.step_time_us, candidate.peak_bytes, cost.compute_us, host.time_us, host.exposed_us, host.nbytes
+    )

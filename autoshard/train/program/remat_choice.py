@@ -1,0 +1,126 @@
+"""What a layer does with each of its named values, as a choice, and the price of a choice from those of its parts.
+
+The price is additive. With `full` recomputation as the base, for one strategy and one number of microbatches:
+
+    time = time(full) - sum over kept and offloaded values of saved(value) + exposed host time
+    peak = peak(full) + sum over kept values of bytes(value) - bytes(residual), if the residual waits on the host
+
+`saved` is the time of the recomputation that a value makes needless, and `bytes` the memory that it takes in all
+layers. Both come from programs that move one value each to the host (`Parts.values`). The link to the host is busy with
+the bytes of all offloaded values, in each direction; a forward pass is a quarter of a step with full recomputation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard.models.remat.named_values import NAMED_VALUES
+from autoshard.models.remat.policies import HOST, KEEP
+
+RESIDUAL = "residual"
+_FORWARD = 0.25  # of the compute of a step with full recomputation: forward, recomputation, and backward twice as long
+
+
+@shown
+@dataclass(frozen=True)
+class Choice:
+    """What a layer does with its named values; it recomputes all others.
+
+    Attributes:
+        host: the values that wait on the host, in the order of the layer.
+        keep: the values that stay on the device. The residual always stays unless it waits on the host.
+    """
+
+    host: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+
+    @property
+    def remat(self) -> str:
+        """The choice as a policy of `remat`.
+
+        >>> Choice(host=("residual",), keep=("qkv", "out_proj")).remat
+        'host:residual keep:qkv+out_proj'
+        """
+        groups = [f"{place}:{'+'.join(names)}" for place, names in ((HOST, self.host), (KEEP, self.keep)) if names]
+        return " ".join(groups) or "full"
+
+
+def choices(names: Sequence[str], host: Sequence[str], must: Sequence[str] = ()) -> Iterator[Choice]:
+    """Yield every choice over some values.
+
+    Args:
+        names: the values that have an effect.
+        host: those of them that may wait on the host.
+        must: values that wait there in every choice.
+    """
+    free = [name for name in NAMED_VALUES if name in names and name not in must]
+    actions = [
+        [action for action in ("", KEEP, HOST) if _is_possible(name, action, host)]
+        for name in free
+    ]  # fmt: skip
+    for chosen in itertools.product(*actions):
+        of = dict(zip(free, chosen, strict=True)) | dict.fromkeys(must, HOST)
+        found = {place: tuple(n for n in NAMED_VALUES if of.get(n) == place) for place in (HOST, KEEP)}
+        yield Choice(found[HOST], found[KEEP])
+
+
+def _is_possible(name: str, action: str, host: Sequence[str]) -> bool:
+    """Whether a value can have an action. The residual stays on the device where it is not offloaded."""
+    return name in host if action == HOST else name != RESIDUAL or not action
+
+
+@shown
+@dataclass(frozen=True)
+class Part:
+    """The effect of one value under a strategy.
+
+    Attributes:
+        saved_us: microseconds of recomputation that the value makes needless if it is kept or offloaded.
+        nbytes: bytes of the value in all layers and microbatches, on one device.
+    """
+
+    saved_us: float
+    nbytes: float
+
+
+@shown
+@dataclass(frozen=True)
+class Parts:
+    """The prices under one strategy from which those of choices follow.
+
+    Attributes:
+        full_us: microseconds of a step with full recomputation.
+        full_bytes: its peak memory.
+        compute_us: microseconds of its compute.
+        values: named value -> its effect.
+        microbatches: the number of microbatches: one of them is in memory at a time.
+        host_us_per_byte: microseconds on the link to the host, in one direction.
+    """
+
+    full_us: float
+    full_bytes: float
+    compute_us: float
+    values: Mapping[str, Part]
+    microbatches: int = 1
+    host_us_per_byte: float = 0.0
+
+    def price(self, choice: Choice) -> tuple[float, float, float]:
+        """Return the time of a step, the peak memory, and the time on the link in one direction.
+
+        >>> parts = Parts(1000.0, 80.0, 1000.0, {"residual": Part(0.0, 40.0), "qkv": Part(50.0, 60.0)}, 2, 5.0)
+        >>> parts.price(Choice(keep=("qkv",)))
+        (950.0, 110.0, 0.0)
+        >>> parts.price(Choice(host=("residual",)))
+        (1000.0, 60.0, 200.0)
+        """
+        saved = sum(self.values[name].saved_us for name in (*choice.host, *choice.keep) if name != RESIDUAL)
+        kept = sum(self.values[name].nbytes for name in choice.keep)
+        if RESIDUAL in choice.host:
+            kept -= self.values[RESIDUAL].nbytes
+        busy = sum(self.values[name].nbytes for name in choice.host) * self.host_us_per_byte
+        forward = _FORWARD * self.compute_us
+        exposed = max(busy - forward, 0.0) + max(busy - (self.compute_us - forward - saved), 0.0)
+        return self.full_us - saved + exposed, self.full_bytes + kept / self.microbatches, busy

@@ -1,0 +1,355 @@
+"""Search for what a layer does with each of its named values: recompute it, keep it, or move it to the host.
+
+With n values, two or three actions each, and several numbers of microbatches, there are thousands of programs, and
+planning one takes seconds. So only few are planned:
+
+1. Probes. The program with `full` recomputation is searched once, and its fastest strategies are priced for each number
+   of microbatches. `none`, `dots`, and each named value alone on the host are priced under the best of these
+   strategies. A price needs a trace, but no search.
+2. All choices, and mixes of two policies that alternate over the layers, are priced from the probes (`remat_choice`).
+3. The most promising ones that seem to fit are priced themselves, under the same strategies, until enough of them fit.
+   What the additive price gets wrong about memory, and about the time of mixes, is learned on the way.
+4. The best ones are planned, each with a search over all strategies. If none fits, the next ones are.
+
+The plan that is chosen is the fastest of those planned, by the planner's own estimate. Layers that are not stacked are
+replaced by stacked ones in steps 1 to 3, because those are traced faster and cost the same.
+
+Transfers to the host are priced less surely than compute. So a choice that offloads ranks as if a part of its time on
+the link were exposed, and it is planned only if it then is clearly faster than the best that offloads nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard._shown import shown
+from autoshard.errors import PlanError
+from autoshard.models.remat.policies import remat_policies
+from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
+from autoshard.sharding.planner.variants import Attempt
+from autoshard.train.program import constants
+from autoshard.train.program.remat_choice import Choice, Part, Parts, choices
+
+MakeStep = Callable[[str, int], tuple[Any, ...]]
+"""From a remat policy and a number of microbatches to a step with stacked layers and its arguments' shapes."""
+
+
+@shown
+@dataclass(frozen=True)
+class RematSpace:
+    """The variants of a train step.
+
+    Attributes:
+        step: makes the step of a variant.
+        names: the named values of a layer.
+        layers: the number of units that a policy applies to.
+        microbatches: the numbers of microbatches to try.
+        offloads: whether values may wait on the host.
+        host: the values that wait there in every variant; if there are any, no others may.
+        options: `target`, `mesh`, `plan`, `memory_limit_bytes` and `fixed` of `autoshard.plan`, as far as given.
+    """
+
+    step: MakeStep
+    names: Sequence[str]
+    layers: int
+    microbatches: Sequence[int]
+    offloads: bool = True
+    host: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@shown
+@dataclass(frozen=True)
+class Priced:
+    """A variant with its price, under the strategy that suits it best.
+
+    Attributes:
+        remat: the policy of the layers.
+        microbatches: the number of microbatches.
+        time_us: microseconds of a step.
+        peak_bytes: peak memory of a device.
+        host_us: microseconds in which the link to the host is busy.
+        offloads: whether values wait on the host.
+    """
+
+    remat: str
+    microbatches: int
+    time_us: float
+    peak_bytes: float
+    host_us: float = 0.0
+    offloads: bool = False
+
+    @property
+    def score_us(self) -> float:
+        """The time by which variants are ranked: a part of the time on the link counts as exposed."""
+        return self.time_us + constants.HOST_DOUBT * self.host_us
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The variant, as keywords of the step."""
+        return {"remat": self.remat, "microbatches": self.microbatches}
+
+
+def remat_search(space: RematSpace) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
+    """Make the function that `autoshard.plan` takes as `variants`: the most promising ones, then others if none fits.
+
+    Args:
+        space: the variants.
+    """
+    ranked: list[Priced] = []
+
+    def next_variants(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
+        if not attempts:
+            ranked[:] = promising(space)
+        tried = [dict(each.keywords) for each in attempts]
+        if any(each.fits for each in attempts) or len(tried) >= constants.MOST_PLANNED:
+            return []
+        return [each.keywords for each in _close([each for each in ranked if each.keywords not in tried])]
+
+    return next_variants
+
+
+def _close(ranked: Sequence[Priced]) -> list[Priced]:
+    """The first variant and those close behind it, which other strategies than the probed ones may suit better."""
+    most = ranked[0].score_us * constants.WORTH_PLANNING if ranked else 0.0
+    return [each for each in ranked[: constants.PLANNED] if each.score_us <= most]
+
+
+def promising(space: RematSpace) -> list[Priced]:
+    """Return variants that are worth a plan, the best first. If none seems to fit, the leanest come first.
+
+    Raises:
+        PlanError: the step cannot be planned.
+    """
+    probes = _Probes(space)
+    if not probes.strategies:  # the requested plan is not possible, and planning says why
+        return [Priced("full", probes.first, math.inf, math.inf)]
+    fitting, others = _best_priced(probes)
+    best = min((each.score_us for each in fitting if not each.offloads), default=math.inf)
+    gain = 1 - constants.LEAST_OFFLOAD_GAIN
+    worth = [each for each in fitting if not each.offloads or each.score_us < best * gain]
+    worth.sort(key=lambda each: each.score_us)
+    leanest = sorted(others, key=lambda each: each.peak_bytes)
+    return [*worth, *leanest]
+
+
+class _Probes:
+    """The prices that were found so far, and those of choices that follow from them."""
+
+    def __init__(self, space: RematSpace):
+        self.space = space
+        self.first, *self.more = sorted(space.microbatches)
+        base = self.prices("full", self.first)
+        self.limit, bandwidth = base.limit_bytes, base.host_bandwidth
+        self.host_us_per_byte = 1e6 / (bandwidth * HOST_BANDWIDTH_REACHED) if bandwidth else 0.0
+        may_offload = bandwidth > 0 and base.platform in constants.OFFLOADING_PLATFORMS
+        self.offloads = bool(space.host) or (space.offloads and may_offload)
+        self.full = self._full(base)
+        self.strategies = list(
+            dict.fromkeys(itertools.chain.from_iterable(map(self._best_strategies, self.full.values())))
+        )
+        if not self.strategies:
+            return
+        for count, found in self.full.items():  # strategies that another number of microbatches suggested
+            missing = [words for words in self.strategies if words not in found]
+            found |= (base if count == self.first else self.prices("full", count)).of(missing) if missing else {}
+        self.words = {remat: self.prices(remat, self.first).of(self.strategies) for remat in constants.REMATS[:-1]}
+        self.alone = {name: self.prices(f"host:{name}", self.first).of(self.strategies) for name in space.names}
+        self.names = [name for name, found in self.alone.items() if any(p.host_traffic_bytes for p in found.values())]
+        if idle := [name for name in space.host if name not in self.names]:
+            raise PlanError(
+                f"offload names {', '.join(idle)}, which no backward pass of a layer reads here, so nothing would be "
+                f"moved. Leave it out; {', '.join(self.names) or 'no other value'} can wait on the host"
+            )
+
+    def prices(self, remat: str, microbatches: int) -> StrategyPrices:
+        """Trace a variant."""
+        options = {name: value for name, value in self.space.options.items() if name != "plan"}
+        step, *args = self.space.step(remat, microbatches)
+        return StrategyPrices(step, tuple(args), donate_argnums=(0,), **options)
+
+    def _full(self, base: StrategyPrices) -> dict[int, dict[str, StrategyPrice]]:
+        """Price `full` for each number of microbatches, under the requested strategy or the fastest ones."""
+        requested = self.space.options.get("plan")
+        if requested is None:
+            found = base.searched()
+        else:
+            found = base.of([requested])
+        fastest = sorted(found, key=lambda words: found[words].step_time_us)[: constants.SCREENED_STRATEGIES]
+        return {self.first: found} | {count: self.prices("full", count).of(fastest) for count in self.more}
+
+    def _best_strategies(self, found: Mapping[str, StrategyPrice]) -> list[str]:
+        """The fastest strategies, the fastest of those that fit, and the leanest."""
+        by_time = sorted(found, key=lambda words: found[words].step_time_us)
+        fitting = [words for words in by_time if found[words].peak_memory_bytes <= self.limit]
+        leanest = min(by_time, key=lambda words: found[words].peak_memory_bytes, default=None)
+        return [*by_time[: constants.PROBED_STRATEGIES], *fitting[:1], *([leanest] if leanest else [])]
+
+    def known(self) -> list[Priced]:
+        """The variants that were priced themselves."""
+        words = {("full", count): found for count, found in self.full.items()}
+        words |= {(remat, self.first): found for remat, found in self.words.items()}
+        return [self.best(remat, count, found) for (remat, count), found in words.items() if found]
+
+    def best(self, remat: str, microbatches: int, found: Mapping[str, StrategyPrice]) -> Priced:
+        """The variant under the fastest strategy that fits, or else under the leanest."""
+        fitting = [p for p in found.values() if p.peak_memory_bytes <= self.limit]
+        by_time, by_peak = (lambda p: p.step_time_us), (lambda p: p.peak_memory_bytes)
+        p = min(fitting, key=by_time) if fitting else min(found.values(), key=by_peak)
+        offloads = p.host_traffic_bytes > 0
+        return Priced(remat, microbatches, p.step_time_us, p.peak_memory_bytes, p.host_us, offloads)
+
+    def estimated(self) -> list[Priced]:
+        """Every choice, word and mix with its additive price, under each strategy that was probed."""
+        found: list[Priced] = []
+        for count, words in itertools.product(self.full, self.strategies):
+            if words not in self.full[count]:
+                continue
+            pure = self._pure(count, words)
+            found += [*pure, *self._mixes(pure)]
+        return found
+
+    def _pure(self, count: int, words: str) -> list[Priced]:
+        """The variants whose layers all have one policy."""
+        full, base = self.full[count][words], self.full[self.first].get(words)
+        found = [] if self.space.host else [Priced("full", count, full.step_time_us, full.peak_memory_bytes)]
+        if base is None:
+            return found
+        share = self.first / count
+        for remat, prices in {} if self.space.host else self.words.items():
+            if p := prices.get(words):
+                time_us = full.step_time_us + p.step_time_us - base.step_time_us
+                more = (p.peak_memory_bytes - base.peak_memory_bytes) * share
+                found.append(Priced(remat, count, time_us, full.peak_memory_bytes + more))
+        alone = {name: self.alone[name][words] for name in self.names if words in self.alone[name]}
+        values = {
+            name: Part(base.step_time_us - (p.step_time_us - p.host_exposed_us), p.host_traffic_bytes / 2)
+            for name, p in alone.items()
+        }
+        parts = Parts(
+            full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count,
+            self.host_us_per_byte,
+        )  # fmt: skip
+        must = [name for name in self.space.host if name in values]
+        if len(must) < len(self.space.host):  # not priced under this strategy
+            return found
+        host = must or (list(values) if self.offloads else [])
+        for choice in choices(list(values), host, must):
+            if choice != Choice():
+                time_us, peak, busy = parts.price(choice)
+                found.append(Priced(choice.remat, count, time_us, peak, 2 * busy, bool(choice.host)))
+        return found
+
+    def _mixes(self, pure: Sequence[Priced]) -> list[Priced]:
+        """Mixes over the layers of a policy that is too large and a slower one that fits."""
+        front = _front(pure)
+        found = []
+        for light, strict in itertools.product(front, front):
+            if not light.peak_bytes > self.limit >= strict.peak_bytes or strict.time_us <= light.time_us:
+                continue
+            for count, period in constants.SEARCHED_REMAT_MIXES:
+                if self.space.layers > period and not self.space.layers % period:
+                    remat = ",".join([light.remat] * count + [strict.remat] * (period - count))
+                    share = count / period
+                    time_us, peak, host = (
+                        share * a + (1 - share) * b
+                        for a, b in zip(_figures(light), _figures(strict), strict=True)
+                    )  # fmt: skip
+                    offloads = light.offloads or strict.offloads
+                    found.append(Priced(remat, light.microbatches, time_us, peak, host, offloads))
+        return found
+
+
+def _figures(each: Priced) -> tuple[float, float, float]:
+    return each.time_us, each.peak_bytes, each.host_us
+
+
+def _front(pure: Iterable[Priced]) -> list[Priced]:
+    """Those variants than which no other has both a better score and a smaller peak."""
+    front: list[Priced] = []
+    for each in sorted(pure, key=lambda each: (each.score_us, each.peak_bytes)):
+        if not front or each.peak_bytes < front[-1].peak_bytes:
+            front.append(each)
+    return front
+
+
+def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
+    """Price the most promising variants, first those without, then those with values on the host.
+
+    Returns:
+        The priced variants that fit, and those that do not.
+    """
+    known = [] if probes.space.host else probes.known()
+    fitting = [each for each in known if each.peak_bytes <= probes.limit]
+    others = [each for each in known if each.peak_bytes > probes.limit]
+    done = {(each.remat, each.microbatches) for each in known}
+    guesses, estimated = _Guesses(probes.limit), probes.estimated()
+    for offloads in (False, True):
+        estimates = [each for each in estimated if each.offloads == offloads]
+        best = min((each.score_us for each in fitting), default=math.inf)
+        most = best * constants.WORTH_PRICING * (1 - constants.LEAST_OFFLOAD_GAIN * offloads)
+        found = 0
+        for _ in range(constants.MOST_PRICED):
+            guess = guesses.best([each for each in estimates if (each.remat, each.microbatches) not in done])
+            if guess is None or found >= constants.PRICED_FITTING:
+                break
+            has_others = bool(fitting) or (probes.offloads and not offloads)  # that may fit, where this one does not
+            if has_others and not guesses.is_worth(guess, most):
+                break
+            done.add((guess.remat, guess.microbatches))
+            prices = probes.prices(guess.remat, guess.microbatches).of(probes.strategies)
+            if not prices:
+                continue
+            priced = probes.best(guess.remat, guess.microbatches, prices)
+            guesses.learn(guess, priced)
+            if priced.peak_bytes <= probes.limit:
+                fitting.append(priced)
+                found += 1
+                most = min(most, priced.score_us * constants.WORTH_PRICING)
+            else:
+                others.append(priced)
+    return fitting, others
+
+
+class _Guesses:
+    """What additive prices say, corrected by what was learned from prices.
+
+    Attributes:
+        limit: memory of a device.
+        margin: bytes by which a peak was underestimated.
+        mix_factor: the factor by which the time of a mix was underestimated.
+    """
+
+    def __init__(self, limit: float):
+        self.limit, self.margin, self.mix_factor = limit, 0.0, 1.0
+
+    def score_us(self, guess: Priced) -> float:
+        """The corrected score."""
+        return guess.score_us * (self.mix_factor if _is_mix(guess) else 1.0)
+
+    def is_worth(self, guess: Priced, most_us: float) -> bool:
+        """Whether a guess seems to fit, with a score of at most `most_us`."""
+        return guess.peak_bytes + self.margin <= self.limit and self.score_us(guess) <= most_us
+
+    def best(self, guesses: Sequence[Priced]) -> Priced | None:
+        """The best of those that seem to fit, or else the leanest; None without guesses."""
+        fitting = [each for each in guesses if each.peak_bytes + self.margin <= self.limit]
+        if fitting:
+            return min(fitting, key=self.score_us)
+        return min(guesses, key=lambda each: each.peak_bytes, default=None)
+
+    def learn(self, guess: Priced, priced: Priced) -> None:
+        """Correct later guesses by a price."""
+        if priced.peak_bytes > self.limit:
+            self.margin = max(self.margin, priced.peak_bytes - guess.peak_bytes)
+        elif _is_mix(guess):
+            self.mix_factor = max(self.mix_factor, priced.time_us / guess.time_us)
+
+
+def _is_mix(each: Priced) -> bool:
+    return len(remat_policies(each.remat)) > 1

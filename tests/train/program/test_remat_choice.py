@@ -1,0 +1,49 @@
+"""Choices of what a layer does with its named values, and their additive prices."""
+
+import pytest
+
+from autoshard.models import GPTConfig
+from autoshard.train.program.remat_choice import Choice, Part, Parts, choices
+
+PARTS = Parts(
+    full_us=1000.0,
+    full_bytes=500.0,
+    compute_us=1000.0,
+    values={"residual": Part(5.0, 200.0), "qkv": Part(60.0, 300.0), "context": Part(40.0, 100.0)},
+    microbatches=2,
+    host_us_per_byte=1.0,
+)
+
+
+def test_every_choice_is_a_policy_and_none_occurs_twice():
+    names = ("residual", "qkv", "context")
+    found = [choice.remat for choice in choices(names, names)]
+    assert len(found) == len(set(found)) == 2 * 3 * 3
+    for remat in found:
+        assert GPTConfig(remat=remat).remat == remat
+    assert "host:residual+qkv keep:context" in found and "full" in found
+
+
+def test_without_a_host_values_are_kept_or_recomputed():
+    assert {c.remat for c in choices(("residual", "qkv", "context"), ())} == {
+        "full", "keep:qkv", "keep:context", "keep:qkv+context"
+    }  # fmt: skip
+
+
+def test_requested_values_wait_on_the_host_in_every_choice():
+    found = [c.remat for c in choices(("residual", "qkv", "context"), ("qkv",), ("qkv",))]
+    assert found == ["host:qkv", "host:qkv keep:context"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "time_us", "peak"),
+    [
+        (Choice(), 1000.0, 500.0),
+        (Choice(keep=("qkv",)), 940.0, 500.0 + 300 / 2),
+        (Choice(host=("qkv",)), 940.0 + (300 - 250), 500.0),  # sent in a forward pass of 250 us
+        (Choice(host=("residual",), keep=("context",)), 960.0, 500.0 - 200 / 2 + 100 / 2),
+    ],
+)
+def test_prices(choice, time_us, peak):
+    found = PARTS.price(choice)
+    assert found[:2] == (pytest.approx(time_us), pytest.approx(peak))

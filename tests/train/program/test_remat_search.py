@@ -1,0 +1,155 @@
+"""The search over what layers keep, recompute and offload: what it chooses, and that no values change."""
+
+import re
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from autoshard import Plan, auto_shard, plan
+from autoshard.errors import ConfigError, PlanError
+from autoshard.models.workloads import workload
+from autoshard.sharding.planner.strategy_prices import StrategyPrices
+from autoshard.train.program.build import workload_step, workload_variants
+from autoshard.train.program.workload_search import workload_search
+from autoshard.train.step.train_state import make_program
+from autoshard.train.step.train_step import make_train_step
+from tests.sharding.programs import assert_close
+
+SMALL = workload("gpt-tiny").with_(layers=4, context=256, batch_size=16, attention="plain")
+OPTIONS: dict[str, Any] = {"target": "v5e:2x4", "plan": "fsdp:8"}
+
+
+@cache
+def peak(remat: str, microbatches: int = 1) -> float:
+    return alone(remat, microbatches).estimate.peak_memory_bytes
+
+
+@cache
+def alone(remat: str, microbatches: int = 1) -> Plan:
+    step = workload_step(SMALL.with_(remat=remat), microbatches)
+    return plan(*step, **OPTIONS, memory_limit_bytes=10**12, donate_argnums=0)
+
+
+def found(limit: float = 10**12, work: Any = SMALL, **how: Any) -> Plan:
+    options: dict[str, Any] = {**OPTIONS, "memory_limit_bytes": int(limit)}
+    given: dict[str, Any] = {"microbatches": 1} | how
+    search = workload_search(work, options, **given)
+    return plan(*workload_variants(work), **options, variants=search, donate_argnums=0)
+
+
+@pytest.mark.slow
+def test_with_enough_memory_nothing_is_recomputed_or_moved():
+    """The plan is as fast as the fastest word, and its estimate is that of the same variant planned alone."""
+    made = found()
+    best = min(alone(remat).estimate.step_time_us for remat in ("none", "dots", "full"))
+    assert made.estimate.step_time_us <= best and "host" not in made.variant["remat"]
+    assert made.estimate.step_time_us == pytest.approx(alone(made.variant["remat"]).estimate.step_time_us)
+
+
+@pytest.mark.slow
+def test_less_memory_keeps_less():
+    """Between two words, names that fit and are faster than the stricter word."""
+    limit = 0.5 * peak("dots") + 0.5 * peak("full")
+    made = found(limit, offload="none")
+    assert made.fits and "host" not in made.variant["remat"] and ":" in made.variant["remat"]
+    assert made.estimate.step_time_us < alone("full").estimate.step_time_us
+
+
+@pytest.mark.whole
+def test_what_does_not_fit_otherwise_waits_on_the_host():
+    assert peak("host:residual") < peak("full")
+    limit = 0.5 * (peak("host:residual") + peak("full"))
+    made = found(limit)
+    assert made.fits and "host:residual" in made.variant["remat"]
+    assert made.estimate.host_traffic_bytes > 0
+
+
+@pytest.mark.slow
+def test_without_offload_the_same_limit_is_too_small():
+    limit = 0.5 * (peak("host:residual") + peak("full"))
+    with pytest.raises(PlanError, match="the requested plan does not fit"):
+        found(limit, offload="none")
+
+
+@pytest.mark.slow
+def test_requested_names_wait_on_the_host():
+    remat = found(offload="decoder_layer_input").variant["remat"]
+    assert remat.startswith("host:residual") and "+" not in remat.partition(" ")[0]
+    with pytest.raises(PlanError, match="offload names mlp_out, which no backward pass of a layer reads"):
+        found(offload="residual+mlp_out")
+
+
+@pytest.mark.slow
+def test_an_unknown_bandwidth_of_the_host_moves_nothing():
+    """On CPU devices the memory of the host is that of the devices."""
+    options = {"target": "cpu:8", "plan": "fsdp:8", "memory_limit_bytes": 10**12}
+    search = workload_search(SMALL, options, microbatches=1)
+    assert all("host" not in each["remat"] for each in search([]))
+
+
+@pytest.mark.slow
+def test_unstacked_layers_are_searched_as_stacked_ones():
+    limit = 0.5 * peak("dots") + 0.5 * peak("full")
+    unrolled = found(limit, SMALL.with_(scan_layers=False), offload="none")
+    assert unrolled.fits and "host" not in unrolled.variant["remat"] and ":" in unrolled.variant["remat"]
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "said"),
+    [
+        ("gpt-tiny", {"offload": "residul"}, "'residul' is not a named value. Give none, auto, or names"),
+        (
+            "gpt-tiny",
+            {"offload": "qkv", "remat": "full"},
+            "offload is 'qkv' and remat is 'full'; both say what a layer",
+        ),
+        ("wide-resnet-tiny", {"offload": "residual"}, "the layers of wide-resnet-tiny have no named values"),
+    ],
+)
+def test_bad_requests(model, how, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        workload_search(workload(model), {}, **how)
+
+
+def test_a_requested_plan_that_is_not_possible_is_an_error_that_says_why():
+    options: dict[str, Any] = {"target": "v5e:2x4", "plan": "ep:8"}
+    with pytest.raises(PlanError, match="ep"):
+        plan(*workload_variants(SMALL), **options, variants=workload_search(SMALL, options), donate_argnums=0)
+
+
+def test_prices_are_those_of_plans():
+    step, *shapes = workload_step(SMALL.with_(remat="host:residual"))
+    prices = StrategyPrices(step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,)).of(["fsdp:8", "ep:8"])
+    estimate = alone("host:residual").estimate
+    assert list(prices) == ["fsdp:8"]
+    assert prices["fsdp:8"].step_time_us == pytest.approx(estimate.step_time_us)
+    assert prices["fsdp:8"].peak_memory_bytes == pytest.approx(estimate.peak_memory_bytes)
+    assert prices["fsdp:8"].host_traffic_bytes == pytest.approx(estimate.host_traffic_bytes)
+
+
+@pytest.mark.slow
+def test_the_chosen_policy_has_the_results_of_one_device():
+    """Under a limit that only values on the host meet: losses, gradients and parameters of two steps."""
+    made = found(0.5 * (peak("host:residual") + peak("full")))
+    assert "host:" in made.variant["remat"]
+    assert_close(trained("none", None), trained(made.variant["remat"], made.chosen))
+
+
+def trained(remat: str, strategy: str | None) -> Any:
+    """Trains two steps, under a strategy or on one device. The state of the optimizer holds the gradients."""
+    work = SMALL.with_(remat=remat, context=32)
+    optimizer = optax.chain(optax.trace(decay=0.0), optax.scale(-0.1))
+    program = make_program(work.build, optimizer)
+    step: Any = make_train_step(program, optax.constant_schedule(0.1))
+    step = jax.jit(step) if strategy is None else auto_shard(step, plan=strategy)
+    state, kept = program.create_state(jax.random.key(0)), []
+    tokens = np.random.default_rng(0).integers(0, 128, (16, 33)).astype(np.int32)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((16, 32), np.float32)}
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        kept.append(jax.device_get((state.opt_state, state.params, metrics)))
+    return kept
