@@ -6,8 +6,8 @@ from typing import Any
 
 from autoshard._tracebacks import hides_own_frames
 from autoshard.sharding.api.plan import Plan
-from autoshard.sharding.runtime.dispatch import PlannedSignature
 from autoshard.sharding.runtime.planned_function import PlannedFunction
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 
 
 class AutoSharded(PlannedFunction):

@@ -37,7 +37,8 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.program.static_leaves import frozen
 from autoshard.sharding.program.tracing import OUTER_PLAN, path_of
-from autoshard.sharding.runtime.dispatch import PlannedSignature, PureFunction
+from autoshard.sharding.runtime.dispatch import PureFunction
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 from autoshard.sharding.runtime.sharded_init import create_sharded
 from autoshard.sharding.runtime.static_arguments import Arguments, split_arguments
 
@@ -52,7 +53,7 @@ def shard_class(
     """
     if others:
         raise PlanError(f"auto_shard({cls.__name__}): {', '.join(others)} cannot be used on a class: its calls donate "
-                        "nothing, and arguments that are not arrays are static. Use it on the step that calls "
+                        "and offload nothing, and arguments that are not arrays are static. Use it on the step that calls "
                         "the module")  # fmt: skip
     if example is not None and issubclass(cls, linen.Module):
         raise PlanError(f"auto_shard({cls.__name__}): example cannot be used on a linen class: its init plans from its "

@@ -25,7 +25,9 @@ from autoshard.sharding.offload.words import RESIDUAL
 from autoshard.sharding.program.array_sizes import is_float, nbytes
 
 # Operators whose result is their operand in another type or shape.
-_SAME_VALUE = ("convert_element_type", "copy", "copy_p", "expand_dims", "reduce_precision", "reshape", "squeeze", "transpose")
+_SAME_VALUE = (
+    "convert_element_type", "copy", "copy_p", "expand_dims", "reduce_precision", "reshape", "squeeze", "transpose",
+)  # fmt: skip
 
 Labels = dict[Any, set[str]]
 
@@ -160,7 +162,8 @@ class _Level:
     def is_small(self, words: list[str], var: Any) -> bool:
         if nbytes(var.aval) >= SMALLEST_BYTES and not _compat.is_extended(var.aval.dtype):
             return False
-        self.refuse(words, f"it has {nbytes(var.aval):.0f} bytes, and less than {SMALLEST_BYTES} are not worth a transfer")
+        size = nbytes(var.aval)
+        self.refuse(words, f"it has {size} bytes, and less than {SMALLEST_BYTES} are not worth a transfer")
         return True
 
     def count(self, words: list[str], size: float) -> None:
@@ -201,4 +204,3 @@ def _inner_jaxprs(eqn: Any) -> list[Any]:
     if eqn.primitive.name == "cond":
         return list(eqn.params["branches"])
     return [eqn.params["body_jaxpr" if eqn.primitive.name == "while" else "jaxpr"]]
-

@@ -109,9 +109,7 @@ class _Replay:
         # Stacks in host memory enter the loop once each, even if several operands have the same value.
         keys = [self.stack(atom, backward) for atom in eqn.invars[first:]]
         on_host = list(dict.fromkeys(key for key in keys if key is not None))
-        rest = [
-            self.read(atom, backward) for atom, key in zip(eqn.invars[first:], keys, strict=True) if key is None
-        ]
+        rest = [self.read(atom, backward) for atom, key in zip(eqn.invars[first:], keys, strict=True) if key is None]
         made = self.edits.stacks.get(id(eqn), frozenset())
         body = self.inner(eqn, 0, params["jaxpr"])
         edits = self.edits.inner.get((id(eqn), 0), _NO_EDITS)
@@ -156,7 +154,9 @@ class _Replay:
         changed, consts = _compat.split_constants(jax.make_jaxpr(self.inner(eqn, 0, body))(*inputs))
         n_cond, n_body = params["cond_nconsts"], params["body_nconsts"] + len(consts)
         operands = [*args[:n_cond], *consts, *args[n_cond:]]
-        return _compat.bind(eqn, {**params, "body_jaxpr": _compat.close(changed, []), "body_nconsts": n_body}, *operands)
+        return _compat.bind(
+            eqn, {**params, "body_jaxpr": _compat.close(changed, []), "body_nconsts": n_body}, *operands
+        )
 
 
 def inlined(closed: Any) -> Any:

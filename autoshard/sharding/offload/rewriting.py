@@ -52,7 +52,7 @@ class Offloader:
 
     @cached_property
     def sizes(self) -> Mapping[str, float]:
-        """Word -> bytes that it moves to the host in one step, before sharding. Words that move nothing are left out."""
+        """Word -> bytes that it moves to the host in one step, before sharding. Words that move nothing are absent."""
         sizes = dict(self.crossings.nbytes)
         state = sum(nbytes(self.traced.in_avals[i]) for i, _ in self.optimizer_state)
         return {**sizes, OPTIMIZER: float(state) + sizes.get(OPTIMIZER, 0.0)} if state else sizes
@@ -125,8 +125,8 @@ class Offloader:
             why = f"{'; '.join(found.reasons[word])}. Leave it out of offload"
         elif word in found.recomputed:
             why = (
-                "jax.checkpoint computes it again in the backward pass, so it is not kept. Offload what the checkpointed "
-                f"function takes (of scanned layers: '{RESIDUAL}'), or keep this value with "
+                "jax.checkpoint computes it again in the backward pass, so it is not kept. Offload what the "
+                f"checkpointed function takes (of scanned layers: '{RESIDUAL}'), or keep this value with "
                 f"policy=jax.checkpoint_policies.save_only_these_names('{word}')"
             )
         else:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from autoshard.errors import PlanError
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.tracing import path_of
-from autoshard.sharding.runtime.dispatch import PlannedSignature
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 
 
 def shard_batch(entry: PlannedSignature, batches: Sequence[Any], name: str) -> list[Any]:

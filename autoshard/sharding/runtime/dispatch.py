@@ -9,18 +9,17 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from autoshard import _compat
 from autoshard._tracebacks import users_stacklevel
-from autoshard.errors import AutoshardWarning, PlanError, PlanRequestError
+from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.machines.device_mesh import find_platform
-from autoshard.sharding.machines.targets import is_made_of, target_for
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
@@ -35,119 +34,21 @@ from autoshard.sharding.program.donated_arrays import (
     without_shared_memory,
 )
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
-from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
+from autoshard.sharding.program.tracing import name_of, path_of, trace_flags
 from autoshard.sharding.runtime.absent_arguments import absent_error
 from autoshard.sharding.runtime.argument_types import is_placed, type_of
-from autoshard.sharding.runtime.compiler_remarks import kept_remarks, remarks_text
 from autoshard.sharding.runtime.donated_keywords import warn_of_donated_keywords
-from autoshard.sharding.runtime.process_agreement import check_same_plan
+from autoshard.sharding.runtime.offloaded_arguments import (
+    run_under_trace,
+    signatures_in_other_memory,
+    trace_for_offload,
+)
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 from autoshard.sharding.runtime.static_changes import StaticChanges
 
 
 class GraphArguments(Exception):
     """A plain function was called with nnx objects, so it must be called with the semantics of `nnx.jit`."""
-
-
-class PlannedSignature:
-    """One planned signature: the plan, the jitted function, and the shardings of its inputs."""
-
-    def __init__(self, bound: BoundPlan, hides_warnings: bool = False):
-        self.hides_warnings = hides_warnings  # about donated buffers
-        self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
-        self.state = frozenset(i for i, _ in self.traced.state)
-        self.inspected = False  # whether a call went through `inspect_and_call`
-
-    @functools.cached_property
-    def mesh(self) -> Any:
-        """The mesh of devices. Only a call needs it: the machine of a plan need not be attached."""
-        return self.bound.executable.mesh_over(None)
-
-    @functools.cached_property
-    def jitted(self) -> Any:
-        """The annotated function under `jax.jit`."""
-        executable = self.bound.executable
-        return executable.jit(self.mesh if executable.mesh is None else None)
-
-    def run(self, *args: Any) -> Any:
-        """Call the jitted function for the first time, which compiles it. Later calls go to it directly."""
-        with kept_remarks() as remarks, warnings.catch_warnings():
-            if self.hides_warnings:
-                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            results = self.jitted(*args)
-        self.run = self.jitted
-        text = remarks_text(self.traced.name, remarks, self.traced.arguments, self.lowered_text) if remarks else ""
-        if text:
-            warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
-        return results
-
-    def lower(self) -> Any:
-        """Lower the jitted function for the shapes of the signature."""
-        shapes = list(map(_compat.planned_shape, self.traced.in_avals, self.in_shardings))
-        args, kwargs = jax.tree.unflatten(self.traced.in_tree, shapes)
-        return self.jitted.lower(*args, kwargs) if kwargs else self.jitted.lower(*args)
-
-    def lowered_text(self) -> str:
-        """The program's MLIR with locations."""
-        return self.lower().as_text(debug_info=True)
-
-    @functools.cached_property
-    def in_shardings(self) -> list[Any]:
-        """The sharding of each flat input."""
-        return self.plan.shardings(self.mesh)[0]
-
-    @functools.cache  # noqa: B019  an entry lives as long as its function
-    def check_target(self) -> None:
-        """Check that the target that the user named is the machine that the plan is about to run on.
-
-        Raises:
-            PlanError: it is another machine.
-        """
-        target, devices = self.bound.problem.machine.target, list(self.mesh.devices.flat)
-        if self.bound.problem.target_given and not is_made_of(target, devices):
-            here = target_for(devices, len(devices)).name
-            raise PlanError(
-                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices are '{here}' "
-                f"({devices[0].device_kind}). To run on these, leave out target=, or use .plan(...).jit(), which runs "
-                f"the plan for '{target.name}' here. .plan(...) and .lower(...) work anywhere"
-            )
-
-    @functools.cache  # noqa: B019  an entry lives as long as its function
-    def check_agreement(self) -> None:
-        """Check that all processes are about to run the same plan on these devices.
-
-        Raises:
-            PlanError: another process has another plan.
-        """
-        if len({d.process_index for d in self.mesh.devices.flat}) > 1:
-            check_same_plan(self.plan)
-
-    def misplaced(self, leaves: Sequence[Any]) -> list[int]:
-        """Return the indices of inputs whose sharding is not the planned one, or that are on another mesh."""
-        pairs = zip(leaves, self.in_shardings, strict=True)
-        return [i for i, (x, s) in enumerate(pairs) if isinstance(x, jax.Array) and _is_misplaced(x, s)]
-
-    def place(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return the leaves, with misplaced ones moved to their planned shardings.
-
-        State is always moved. Of the other inputs only committed arrays are moved; jit moves uncommitted ones itself.
-        """
-        out = list(leaves)
-        for i in self.misplaced(leaves):
-            if i in self.state or getattr(leaves[i], "committed", True):
-                out[i] = jax.device_put(leaves[i], self.in_shardings[i])
-        return out
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the jitted function with arguments of the planned signature, with their static leaves hidden."""
-        results = self.run(*args, kwargs) if kwargs else self.run(*args)
-        return reveal_static(results) if self.traced.static_results else results
-
-
-def _is_misplaced(x: jax.Array, planned: Any) -> bool:
-    if not x.sharding.is_equivalent_to(planned, x.ndim):
-        return True
-    mesh = getattr(x.sharding, "mesh", None)  # jit traces with the argument's own mesh, even if the shards agree
-    return mesh is not None and mesh != planned.mesh
 
 
 class PureFunction:
@@ -171,6 +72,7 @@ class PureFunction:
         self.static_changes = StaticChanges(fn)
         self.arguments: tuple[str, ...] | None = None  # names of the arguments, if `fn` does not have them
         self.entries: dict[Any, PlannedSignature] = {}
+        self.by_memory: dict[Any, PlannedSignature] = {}  # entries for arguments that the planner moved to the host
         self.by_placement: dict[Any, PlannedSignature] = {}
         self.last: PlannedSignature | None = None  # called last
         self.planned: PlannedSignature | None = None  # planned last
@@ -186,7 +88,7 @@ class PureFunction:
         leaves = self.check_not_donated(args, kwargs) if _compat.CRASHES_ON_DONATED or self.donates else []
         entry = self.last
         if len(self.entries) > 1:
-            entry = self.entries.get(self.signature(args, kwargs))
+            entry = self.known(self.signature(args, kwargs))
         if entry is None or not entry.inspected:
             return self.inspect_and_call(args, kwargs)
         if self.donates and (distinct := without_repeated(leaves, entry.traced.donated)):
@@ -201,7 +103,7 @@ class PureFunction:
             if isinstance(error, RuntimeError):
                 raise
             args, kwargs = self.hide_static(args, kwargs)
-            known = self.entries.get(self.signature(args, kwargs)) is entry
+            known = self.known(self.signature(args, kwargs)) is entry
             if known and not entry.misplaced(jax.tree.leaves((args, kwargs))):
                 raise  # the arguments are as planned, so the error is the function's own
             return self.inspect_and_call(args, kwargs)
@@ -272,8 +174,7 @@ class PureFunction:
             )
         entry = self.entry(args, kwargs)
         if traced:  # inside another transformation: only add sharding constraints
-            run = entry.bound.executable.constrained_program(entry.mesh)
-            return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run(*leaves)))
+            return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run_under_trace(entry, leaves)))
         entry = self.entry_for_placement(entry, args, kwargs)
         entry.check_target()
         entry.check_agreement()
@@ -305,7 +206,7 @@ class PureFunction:
         """Return the planned signature of these arguments. Plans it if it is new."""
         args, kwargs = self.hide_static(args, kwargs)
         key = self.signature(args, kwargs)
-        entry = self.entries.get(key)
+        entry = self.known(key)
         if entry is None:
             if self.graph_arguments is None and _compat.has_graph_nodes((args, kwargs)):
                 raise GraphArguments
@@ -318,8 +219,14 @@ class PureFunction:
                 if absent := absent_error((args, kwargs), self.planned and self.planned.traced):
                     raise absent from error
                 raise
+            for other in signatures_in_other_memory(key, entry.traced):
+                self.by_memory[other] = entry
         self.planned = entry
         return entry
+
+    def known(self, signature: Any) -> PlannedSignature | None:
+        """Return the entry of a signature; None if it is new."""
+        return self.entries.get(signature) or self.by_memory.get(signature)
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
@@ -335,7 +242,7 @@ class PureFunction:
         trace_options = self.donate, names, written, self.static_numbers, self.arguments, donate_from, platform
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, *trace_options)
+            traced = trace_for_offload(options["offload"], fn, args, kwargs, *trace_options)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     bound = plan_traced(
@@ -347,7 +254,7 @@ class PureFunction:
                     continue
             made.append((choice, bound))
             attempts.append(attempt(choice, bound.plan))
-            warnings_of[id(traced)] = caught or []
+            warnings_of[id(bound.traced)] = caught or []
         if not made:
             if errors:
                 raise errors[0]
@@ -357,7 +264,7 @@ class PureFunction:
 
         def replan(bound: BoundPlan, strategy: str) -> BoundPlan | None:
             try:
-                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy})
+                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy, "offload": ()})
             except (PlanError, PlanRequestError):  # a requested plan that shards nothing is an error
                 return None
 

@@ -17,7 +17,8 @@ from autoshard.sharding.planner.variants import checked_variants
 from autoshard.sharding.program.argument_names import argument_names, without_parameters
 from autoshard.sharding.program.tracing import OUTER_PLAN, name_of
 from autoshard.sharding.runtime.batch_sharding import shard_batch
-from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PlannedSignature, PureFunction
+from autoshard.sharding.runtime.dispatch import GraphArguments, GraphFunction, PureFunction
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 from autoshard.sharding.runtime.sharded_init import create_sharded
 
 

@@ -16,7 +16,7 @@ from autoshard.sharding.program.argument_differences import differences
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.static_leaves import hide_static, is_static, reveal_static
 from autoshard.sharding.program.tracing import Traced, name_of, path_of
-from autoshard.sharding.runtime.dispatch import PlannedSignature
+from autoshard.sharding.runtime.planned_signature import PlannedSignature
 
 
 def create_sharded(

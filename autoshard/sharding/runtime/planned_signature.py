@@ -1,0 +1,121 @@
+"""One planned signature of a function: its plan, the jitted function, and how its arguments are placed."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard._tracebacks import users_stacklevel
+from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.machines.targets import is_made_of, target_for
+from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.program.static_leaves import reveal_static
+from autoshard.sharding.runtime.compiler_remarks import kept_remarks, remarks_text
+from autoshard.sharding.runtime.process_agreement import check_same_plan
+
+
+class PlannedSignature:
+    """One planned signature: the plan, the jitted function, and the shardings of its inputs."""
+
+    def __init__(self, bound: BoundPlan, hides_warnings: bool = False):
+        self.hides_warnings = hides_warnings  # about donated buffers
+        self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
+        self.state = frozenset(i for i, _ in self.traced.state)
+        self.inspected = False  # whether a call went through `inspect_and_call`
+
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The mesh of devices. Only a call needs it: the machine of a plan need not be attached."""
+        return self.bound.executable.mesh_over(None)
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The annotated function under `jax.jit`."""
+        executable = self.bound.executable
+        return executable.jit(self.mesh if executable.mesh is None else None)
+
+    def run(self, *args: Any) -> Any:
+        """Call the jitted function for the first time, which compiles it. Later calls go to it directly."""
+        with kept_remarks() as remarks, warnings.catch_warnings():
+            if self.hides_warnings:
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            results = self.jitted(*args)
+        self.run = self.jitted
+        text = remarks_text(self.traced.name, remarks, self.traced.arguments, self.lowered_text) if remarks else ""
+        if text:
+            warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
+        return results
+
+    def lower(self) -> Any:
+        """Lower the jitted function for the shapes of the signature."""
+        shapes = list(map(_compat.planned_shape, self.traced.in_avals, self.in_shardings))
+        args, kwargs = jax.tree.unflatten(self.traced.in_tree, shapes)
+        return self.jitted.lower(*args, kwargs) if kwargs else self.jitted.lower(*args)
+
+    def lowered_text(self) -> str:
+        """The program's MLIR with locations."""
+        return self.lower().as_text(debug_info=True)
+
+    @functools.cached_property
+    def in_shardings(self) -> list[Any]:
+        """The sharding of each flat input."""
+        return self.plan.shardings(self.mesh)[0]
+
+    @functools.cache  # noqa: B019  an entry lives as long as its function
+    def check_target(self) -> None:
+        """Check that the target that the user named is the machine that the plan is about to run on.
+
+        Raises:
+            PlanError: it is another machine.
+        """
+        target, devices = self.bound.problem.machine.target, list(self.mesh.devices.flat)
+        if self.bound.problem.target_given and not is_made_of(target, devices):
+            here = target_for(devices, len(devices)).name
+            raise PlanError(
+                f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices are '{here}' "
+                f"({devices[0].device_kind}). To run on these, leave out target=, or use .plan(...).jit(), which runs "
+                f"the plan for '{target.name}' here. .plan(...) and .lower(...) work anywhere"
+            )
+
+    @functools.cache  # noqa: B019  an entry lives as long as its function
+    def check_agreement(self) -> None:
+        """Check that all processes are about to run the same plan on these devices.
+
+        Raises:
+            PlanError: another process has another plan.
+        """
+        if len({d.process_index for d in self.mesh.devices.flat}) > 1:
+            check_same_plan(self.plan)
+
+    def misplaced(self, leaves: Sequence[Any]) -> list[int]:
+        """Return the indices of inputs whose sharding is not the planned one, or that are on another mesh."""
+        pairs = zip(leaves, self.in_shardings, strict=True)
+        return [i for i, (x, s) in enumerate(pairs) if isinstance(x, jax.Array) and _is_misplaced(x, s)]
+
+    def place(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return the leaves, with misplaced ones moved to their planned shardings.
+
+        State is always moved. Of the other inputs only committed arrays are moved; jit moves uncommitted ones itself.
+        """
+        out = list(leaves)
+        for i in self.misplaced(leaves):
+            if i in self.state or getattr(leaves[i], "committed", True):
+                out[i] = jax.device_put(leaves[i], self.in_shardings[i])
+        return out
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the jitted function with arguments of the planned signature, with their static leaves hidden."""
+        results = self.run(*args, kwargs) if kwargs else self.run(*args)
+        return reveal_static(results) if self.traced.static_results else results
+
+
+def _is_misplaced(x: jax.Array, planned: Any) -> bool:
+    if not x.sharding.is_equivalent_to(planned, x.ndim):
+        return True
+    mesh = getattr(x.sharding, "mesh", None)  # jit traces with the argument's own mesh, even if the shards agree
+    return mesh is not None and mesh != planned.mesh
