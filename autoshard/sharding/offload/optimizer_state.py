@@ -41,8 +41,13 @@ def optimizer_state(closed: Any, state: Sequence[tuple[int, int]]) -> list[tuple
     return found
 
 
-def update_order(closed: Any, moved: Sequence[tuple[int, int]]) -> list[Any]:
-    """Return the equations of a program in an order in which the optimizer's update runs leaf by leaf.
+def update_order(closed: Any, moved: Sequence[tuple[int, int]]) -> tuple[list[Any], dict[Any, tuple[Any, ...]]]:
+    """Order the equations of a program so that the optimizer's update runs leaf by leaf.
+
+    Returns:
+        The equations in their new order; and for each moved input what must be computed before it is brought: the
+        gradient of its parameter, and the new value of the parameter before. Without that, compilers bring all of the
+        state at the beginning of the step.
 
     Args:
         closed: the program, with its calls inlined.
@@ -55,13 +60,23 @@ def update_order(closed: Any, moved: Sequence[tuple[int, int]]) -> list[Any]:
     first = {id(eqn) for eqn in fixed} | {id(made_by[var]) for var in needed if var in made_by}
     order = [eqn for eqn in jaxpr.eqns if id(eqn) in first]
     done = {id(eqn) for eqn in order}
-    results = {o for _, o in moved}
+    results, inputs = {o for _, o in moved}, {jaxpr.invars[i] for i, _ in moved}
+    made_before = {var for eqn in order for var in eqn.outvars}
+    waits: dict[Any, tuple[Any, ...]] = {}
+    last: tuple[Any, ...] = ()
     # A parameter's new value needs its moments, so these are computed with it.
     for n in sorted(range(len(jaxpr.outvars)), key=lambda n: n in results):
+        start = len(order)
         _append_with_operands(made_by.get(_variable(jaxpr.outvars[n])), made_by, done, order)
+        taken = dict.fromkeys(var for eqn in order[start:] for var in map(_variable, eqn.invars) if var is not None)
+        brought = [var for var in taken if var in inputs and var not in waits]
+        for var in brought:
+            gradients = [v for v in taken if v in made_before and v.aval.shape == var.aval.shape]
+            waits[var] = (*gradients[:1], *last)
+        last = (jaxpr.outvars[n],) if brought else last
     for eqn in jaxpr.eqns:
         _append_with_operands(eqn, made_by, done, order)
-    return order
+    return order, waits
 
 
 def _append_with_operands(eqn: Any, made_by: dict[Any, Any], done: set[int], order: list[Any]) -> None:

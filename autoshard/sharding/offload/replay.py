@@ -1,7 +1,8 @@
 """Evaluates a jaxpr again and moves values to the host and back, as `Edits` say. Without edits it inlines calls.
 
 A kept value goes to the host where it is made, and comes back before the first equation of the backward pass that
-takes it. Forward equations take the value on the device. A stack goes to the host slice by slice in the body of the
+takes it. Compilers move such a copy as early as its operands allow, where it would fill the memory again. So a barrier
+makes it wait for what the equation before took that got a kept value: it comes one value ahead. Forward equations take the value on the device. A stack goes to the host slice by slice in the body of the
 scan that makes it, and comes back slice by slice in the body of the scan that takes it, so that the device holds a
 slice at a time. An equation of another kind that takes a stack gets all of it at once.
 """
@@ -33,6 +34,8 @@ class _Replay:
         here: variable -> its value in device memory.
         host: canonical variable -> its value in host memory.
         back: canonical variable -> its value after it came back.
+        computed: variables that the backward pass made.
+        reached: values that the backward pass has when it takes the current equation's kept value, or took the last.
     """
 
     def __init__(self, closed: Any, edits: Edits):
@@ -40,6 +43,9 @@ class _Replay:
         self.here: dict[Any, Any] = {}
         self.host: dict[Any, Any] = {}
         self.back: dict[Any, Any] = {}
+        self.computed: set[Any] = set()
+        self.reached: list[Any] = []
+        self.is_waiting = False  # whether the current equation brought a value back
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         jaxpr, edits = self.jaxpr, self.edits
@@ -73,15 +79,26 @@ class _Replay:
         key = self.edits.of(atom)
         if key in self.host and (backward or atom not in self.here):
             if key not in self.back:
-                self.back[key] = jax.device_put(self.host[key], _DEVICE)
+                waits = [self.here[var] for var in self.edits.waits.get(key, ()) if var in self.here]
+                self.back[key] = _brought(self.host[key], waits or self.reached)
+                self.is_waiting = True
             return self.back[key]
         return self.here[atom]
 
     def equation(self, eqn: Any) -> None:
-        backward = _compat.is_transposed(eqn)
+        backward, self.is_waiting = _compat.is_transposed(eqn), False
         if eqn.primitive.name == "scan":
             self.scan(eqn, backward)
-            return
+        else:
+            self.other(eqn, backward)
+        if backward:
+            self.computed.update(eqn.outvars)
+            if self.is_waiting:
+                taken = [a for a in eqn.invars if not isinstance(a, _compat.Literal) and a in self.computed]
+                self.reached = [self.here[var] for var in taken if var in self.here][:1] or self.reached
+
+    def other(self, eqn: Any, backward: bool) -> None:
+        """Evaluate an equation that is no scan."""
         inner = call_of(eqn)
         args = [self.read(atom, backward) for atom in eqn.invars]
         if inner is not None:
@@ -157,6 +174,13 @@ class _Replay:
         return _compat.bind(
             eqn, {**params, "body_jaxpr": _compat.close(changed, []), "body_nconsts": n_body}, *operands
         )
+
+
+def _brought(value: Any, waits: Sequence[Any]) -> Any:
+    """A value on the host in device memory, not before other values are computed."""
+    if waits:
+        value = lax.optimization_barrier((value, *waits))[0]
+    return jax.device_put(value, _DEVICE)
 
 
 def inlined(closed: Any) -> Any:
