@@ -23,10 +23,9 @@ class Edits:
         kept: canonical variables that are moved to the host where they are made, and back for the backward pass.
         stacks: a scan -> the stacked results (counted without the carry) that its body moves to the host.
         inner: (equation, number of its jaxpr) -> the changes to a jaxpr within the equation.
-        inputs: variables that enter in host memory and are moved to the device where they are used first.
-        waits: variables of `inputs` -> the variables that must be computed before it comes to the device.
-        outputs: positions of results that are moved to the host where they are made.
-        order: the order of the equations; None keeps it.
+        inputs: variables that enter in host memory.
+        outputs: positions of results that are returned in host memory.
+        order: the equations in another order, with `UpdateLoop`s in place of some; None keeps it.
     """
 
     canonical: Mapping[Any, Any] = field(default_factory=dict)
@@ -34,7 +33,6 @@ class Edits:
     stacks: dict[int, set[int]] = field(default_factory=dict)
     inner: dict[tuple[int, int], Edits] = field(default_factory=dict)
     inputs: frozenset[Any] = frozenset()
-    waits: Mapping[Any, tuple[Any, ...]] = field(default_factory=dict)
     outputs: frozenset[int] = frozenset()
     order: Sequence[Any] | None = None
 

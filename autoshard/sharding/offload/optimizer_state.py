@@ -1,11 +1,12 @@
-"""Finds the optimizer's state of a step, and an order of its update that needs few of these arrays at a time.
+"""Finds the optimizer's state of a step, and an order of its update that needs little of it at a time.
 
     optimizer state = state of a floating type that neither the forward nor the backward pass reads, with the shape of a
                       state array that one of them reads: moments, traces, averages of parameters
 
-The update runs leaf by leaf: the equations that a parameter's new value needs are evaluated together. So a moment is
-brought, used and sent back before the next leaf's moments come. Optimizers are usually written the other way round, as
-one loop over all leaves for each formula; then all moments would be on the device at once.
+The update runs parameter by parameter: the equations that a new value needs are evaluated together. Optimizers are
+usually written the other way round, as one loop over all parameters for each formula. The update of a stacked parameter
+becomes a loop over its layers (`update_loops`). The moments of other parameters come at the beginning of the step and
+leave at its end, as compilers schedule them, and count as device memory until then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from autoshard import _compat
 from autoshard.sharding.offload.constants import SMALLEST_BYTES
 from autoshard.sharding.offload.edits import is_differentiated
+from autoshard.sharding.offload.update_loops import stack_lengths, update_loop
 from autoshard.sharding.program.array_sizes import is_float, nbytes
 
 
@@ -41,13 +43,10 @@ def optimizer_state(closed: Any, state: Sequence[tuple[int, int]]) -> list[tuple
     return found
 
 
-def update_order(closed: Any, moved: Sequence[tuple[int, int]]) -> tuple[list[Any], dict[Any, tuple[Any, ...]]]:
-    """Order the equations of a program so that the optimizer's update runs leaf by leaf.
+def update_order(closed: Any, moved: Sequence[tuple[int, int]]) -> list[Any]:
+    """Return the equations of a program in an order in which the optimizer's update runs parameter by parameter.
 
-    Returns:
-        The equations in their new order; and for each moved input what must be computed before it is brought: the
-        gradient of its parameter, and the new value of the parameter before. Without that, compilers bring all of the
-        state at the beginning of the step.
+    The update of a stacked parameter is an `UpdateLoop` in place of its equations, where that is possible.
 
     Args:
         closed: the program, with its calls inlined.
@@ -59,24 +58,28 @@ def update_order(closed: Any, moved: Sequence[tuple[int, int]]) -> tuple[list[An
     needed = _needed(jaxpr, fixed)
     first = {id(eqn) for eqn in fixed} | {id(made_by[var]) for var in needed if var in made_by}
     order = [eqn for eqn in jaxpr.eqns if id(eqn) in first]
-    done = {id(eqn) for eqn in order}
-    results, inputs = {o for _, o in moved}, {jaxpr.invars[i] for i, _ in moved}
-    made_before = {var for eqn in order for var in eqn.outvars}
-    waits: dict[Any, tuple[Any, ...]] = {}
-    last: tuple[Any, ...] = ()
+    lengths, done = stack_lengths(order), {id(eqn) for eqn in order}
+    inputs, results = {jaxpr.invars[i] for i, _ in moved}, {o for _, o in moved}
+    users: dict[Any, set[int]] = {}
+    for eqn in jaxpr.eqns:
+        for var in map(_variable, eqn.invars):
+            users.setdefault(var, set()).add(id(eqn))
+    of_program = {*map(_variable, jaxpr.outvars)}
     # A parameter's new value needs its moments, so these are computed with it.
     for n in sorted(range(len(jaxpr.outvars)), key=lambda n: n in results):
-        start = len(order)
-        _append_with_operands(made_by.get(_variable(jaxpr.outvars[n])), made_by, done, order)
-        taken = dict.fromkeys(var for eqn in order[start:] for var in map(_variable, eqn.invars) if var is not None)
-        brought = [var for var in taken if var in inputs and var not in waits]
-        for var in brought:
-            gradients = [v for v in taken if v in made_before and v.aval.shape == var.aval.shape]
-            waits[var] = (*gradients[:1], *last)
-        last = (jaxpr.outvars[n],) if brought else last
+        update: list[Any] = []
+        _append_with_operands(made_by.get(_variable(jaxpr.outvars[n])), made_by, done, update)
+        shape = tuple(jaxpr.outvars[n].aval.shape)
+        taken = {var for eqn in update for var in map(_variable, eqn.invars)}
+        if inputs & taken and len(shape) > 1 and shape[0] in lengths:
+            own = {id(eqn) for eqn in update}
+            later = {v for eqn in update for v in eqn.outvars if v in of_program or users.get(v, set()) - own}
+            if loop := update_loop(update, shape, later):
+                update = [*loop[0], loop[1]]
+        order += update
     for eqn in jaxpr.eqns:
         _append_with_operands(eqn, made_by, done, order)
-    return order, waits
+    return order
 
 
 def _append_with_operands(eqn: Any, made_by: dict[Any, Any], done: set[int], order: list[Any]) -> None:

@@ -17,6 +17,7 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.offload.edits import Edits, call_of
+from autoshard.sharding.offload.update_loops import UpdateLoop, evaluate_slice
 
 _NO_EDITS = Edits()
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -52,25 +53,43 @@ class _Replay:
         self.here.update(zip(jaxpr.constvars, self.constants, strict=True))
         for var, value in zip(jaxpr.invars, args, strict=True):
             (self.host if var in edits.inputs else self.here)[var] = value
-        at_once = {jaxpr.outvars[n] for n in edits.outputs if not isinstance(jaxpr.outvars[n], _compat.Literal)}
-        sent = {}
-        for eqn in jaxpr.eqns if edits.order is None else edits.order:
+        eqns = jaxpr.eqns if edits.order is None else edits.order
+        in_loops = {var for eqn in eqns if isinstance(eqn, UpdateLoop) for var in eqn.stacked}
+        for var in [v for v in jaxpr.invars if v in edits.inputs and v not in in_loops]:
+            self.here[var] = jax.device_put(self.host.pop(var), _DEVICE)
+        for eqn in eqns:
+            if isinstance(eqn, UpdateLoop):
+                self.update(eqn)
+                continue
             with _compat.source_of(eqn):
                 self.equation(eqn)
                 for var in eqn.outvars:
                     if var in edits.kept:
                         self.host[var] = jax.device_put(self.here[var], _HOST)
-                    if var in at_once:
-                        sent[var] = jax.device_put(self.here[var], _HOST)
-        return [self.result(atom, n, sent) for n, atom in enumerate(jaxpr.outvars)]
+        return [self.result(atom, n in edits.outputs) for n, atom in enumerate(jaxpr.outvars)]
 
-    def result(self, atom: Any, n: int, sent: dict[Any, Any]) -> Any:
-        if isinstance(atom, _compat.Literal) or n not in self.edits.outputs:
-            value = self.read(atom)
-            return jax.device_put(value, _HOST) if n in self.edits.outputs else value
-        if atom in sent:
-            return sent[atom]
-        return self.host[atom] if atom in self.host else jax.device_put(self.here[atom], _HOST)
+    def result(self, atom: Any, on_host: bool) -> Any:
+        if on_host and not isinstance(atom, _compat.Literal) and atom in self.host:
+            return self.host[atom]
+        value = self.read(atom)
+        return jax.device_put(value, _HOST) if on_host else value
+
+    def update(self, loop: UpdateLoop) -> None:
+        """Evaluate the update of a stacked parameter. The optimizer's state moves slice by slice."""
+        moved = {self.jaxpr.outvars[n] for n in self.edits.outputs}
+        scalars = {var: self.read(var) for var in loop.scalars}
+        on_host = [var in self.host for var in loop.stacked]
+        stacks = [self.host[v] if there else self.read(v) for v, there in zip(loop.stacked, on_host, strict=True)]
+
+        def step(carry: None, slices: list[Any]) -> tuple[None, list[Any]]:
+            values = [jax.device_put(x, _DEVICE) if there else x for x, there in zip(slices, on_host, strict=True)]
+            env = {**scalars, **dict(zip(loop.stacked, values, strict=True))}
+            evaluate_slice(loop, env)
+            return carry, [jax.device_put(env[v], _HOST) if v in moved else env[v] for v in loop.results]
+
+        _, results = lax.scan(step, None, stacks, length=loop.length)
+        for var, value in zip(loop.results, results, strict=True):
+            (self.host if var in moved else self.here)[var] = value
 
     def read(self, atom: Any, backward: bool = False) -> Any:
         """The value of an operand in device memory; for the backward pass, the one that came back."""
@@ -79,8 +98,7 @@ class _Replay:
         key = self.edits.of(atom)
         if key in self.host and (backward or atom not in self.here):
             if key not in self.back:
-                waits = [self.here[var] for var in self.edits.waits.get(key, ()) if var in self.here]
-                self.back[key] = _brought(self.host[key], waits or self.reached)
+                self.back[key] = _brought(self.host[key], self.reached)
                 self.is_waiting = True
             return self.back[key]
         return self.here[atom]

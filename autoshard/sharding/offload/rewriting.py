@@ -75,7 +75,7 @@ class Offloader:
             jaxpr = _compat.open_jaxpr(self.closed)
             edits.inputs = frozenset(jaxpr.invars[i] for i in on_host)
             edits.outputs = frozenset(o for _, o in state)
-            edits.order, edits.waits = update_order(self.closed, state)
+            edits.order = update_order(self.closed, state)
         avals = [
             _compat.abstract_array(a.shape, a.dtype, a.weak_type, on_host=True) if i in on_host else a
             for i, a in enumerate(map(_compat.shape_dtype_of, _compat.open_jaxpr(self.closed).invars))
