@@ -1,10 +1,12 @@
 """Evaluates a jaxpr again and moves values to the host and back, as `Edits` say. Without edits it inlines calls.
 
 A kept value goes to the host where it is made, and comes back before the first equation of the backward pass that
-takes it. Compilers move such a copy as early as its operands allow, where it would fill the memory again. So a barrier
-makes it wait for what the equation before took that got a kept value: it comes one value ahead. Forward equations take the value on the device. A stack goes to the host slice by slice in the body of the
-scan that makes it, and comes back slice by slice in the body of the scan that takes it, so that the device holds a
-slice at a time. An equation of another kind that takes a stack gets all of it at once.
+takes it. A barrier makes it wait for what the backward pass had computed when the value before it was taken, so that
+it comes one value ahead and not at the beginning of the backward pass. Forward equations take the value on the device.
+
+A stack goes to the host slice by slice in the body of the scan that makes it, and comes back slice by slice in the body
+of the scan that takes it, so that the device holds a slice at a time. An equation of another kind that takes a stack
+gets all of it at once.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from autoshard._shown import shown
 from autoshard.sharding.offload.edits import jaxprs_of
 
 _ELEMENTWISE = frozenset({
-    "abs", "add", "add_any", "and", "cbrt", "clamp", "convert_element_type", "copy", "copy_p", "div", "eq", "erf", "exp",
-    "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul",
-    "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n", "sign", "sqrt", "square",
-    "stop_gradient", "sub", "tanh", "xor",
+    "abs", "add", "add_any", "and", "cbrt", "clamp", "convert_element_type", "copy", "copy_p", "div", "eq", "erf",
+    "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
+    "min", "mul", "name", "ne", "neg", "not", "or", "pow", "reduce_precision", "rsqrt", "select_n", "sign", "sqrt",
+    "square", "stop_gradient", "sub", "tanh", "xor",
 })  # fmt: skip
 
 
