@@ -63,7 +63,7 @@ CASES = [
     ("unrolled", "hidden+out"),
     ("unrolled jit micro", "hidden"),
     ("unrolled remat", "out"),
-    ("unrolled policy frozen", "hidden+optimizer"),
+    ("unrolled frozen", "hidden+optimizer"),
 ]
 
 
