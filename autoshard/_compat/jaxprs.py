@@ -107,6 +107,23 @@ def needs_one_device(eqn: Any) -> bool:
     return any(ordered.contains(effect) and not shardable.contains(effect) for effect in eqn.effects)
 
 
+def is_differentiated(eqn: Any) -> bool:
+    """Returns whether JAX made an equation when it differentiated a function: in its forward or backward pass."""
+    return "jvp" in _transforms(eqn)
+
+
+def is_transposed(eqn: Any) -> bool:
+    """Returns whether an equation is in a backward pass: JAX made it when it transposed a derivative."""
+    names = _transforms(eqn)
+    return "transpose" in names and "jvp" in names[names.index("transpose") :]
+
+
+def _transforms(eqn: Any) -> list[str]:
+    """The transformations that made an equation, the outermost first."""
+    stack = eqn.source_info.name_stack.stack
+    return [part.name for part in stack if isinstance(part, source_info_util.Transform)]
+
+
 def source_line(eqn: Any) -> str:
     """Returns the line of user code that an equation came from, `file.py:12 (function)`; empty if unknown."""
     return source_info_util.summarize(eqn.source_info)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.roles import Role, Roles
@@ -165,7 +166,7 @@ class Layout:
         if source is None or not self.aliased_inputs:
             return False
         leaves, aval = self.axes.of_value[source], self.axes.program.avals[source]
-        if not leaves or not any(c in self.axes.stacked for c in leaves[0][:1]):
+        if not leaves or not any(c in self.axes.stacked for c in leaves[0][:1]) or _compat.is_on_host(aval):
             return False
         stored = self.stored_spec(source)
         if stored[0]:  # the user fixed this; in each iteration, only some devices would have the slice

@@ -36,6 +36,15 @@ ALTERNATIVE_TIE = 1e-3
 # Number of alternatives that are priced for each input. This takes about a second.
 MOST_ALTERNATIVES = 24
 
+# --- `offload="auto"` (`offload_choice`)
+
+# Number of plans with offload that are made if the plan without it does not fit, and if it does. Each is a search.
+MOST_OFFLOADS, MOST_OFFLOADS_IF_FITS = 6, 2
+
+# Fraction by which the estimated step must be shorter with offload, if the plan without it fits. Below it, the order of
+# the estimates says little: on compiled programs, step times are off by about this much.
+OFFLOAD_MARGIN = 0.1
+
 # --- Contents of plans (`plan_builder`, `activations`)
 
 # Number of activations and gradients in a plan: those that hold the most bytes.

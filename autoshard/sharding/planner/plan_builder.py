@@ -21,6 +21,7 @@ from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import captured_note
 from autoshard.sharding.planner.idle_devices import idle_notes
+from autoshard.sharding.planner.offload_choice import offload_notes
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
 from autoshard.sharding.search.candidate import Candidate, price
@@ -78,6 +79,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         arguments=problem.traced.arguments,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
+        offload=dict(problem.traced.offloaded),
         alone=_estimate(
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
         ),
@@ -103,6 +105,7 @@ def _axis_names(problem: PlanningProblem, value: int) -> tuple[str, ...]:
 def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     notes = [note] if (note := captured_note(problem)) else []
     notes += idle_notes(problem, layout)
+    notes += offload_notes(problem)
     for one in undivided(layout):
         size = problem.axes.sizes[one.cls]
         now = f"is sharded {one.shards} ways" if one.shards > 1 else "stays whole"

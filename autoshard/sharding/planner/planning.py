@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,13 @@ from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine
+from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
+from autoshard.sharding.planner.offload_choice import plan_with_offload
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
@@ -39,6 +42,7 @@ def plan_traced(
     memory_limit_bytes: float | None = None,
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
+    offload: Words = (),
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -49,6 +53,25 @@ def plan_traced(
     estimate alone. If no plan fits the memory, the result is the plan that needs the least; the caller passes it to
     `report_infeasible`.
     """
+    words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
+    options: dict[str, Any] = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
+                                   plan=plan, shortlist=shortlist, strict=strict)  # fmt: skip
+    return plan_with_offload(traced, words, partial(_plan_program, args=args, **options))
+
+
+def _plan_program(
+    traced: Traced,
+    args: Any,
+    *,
+    mesh: MeshLike | None,
+    target: str | None,
+    memory_limit_bytes: float | None,
+    fixed: Mapping[str, Any] | None,
+    plan: PlanLike | None,
+    shortlist: Shortlist | None,
+    strict: bool,
+) -> BoundPlan:
+    """Plans a traced function in which every value is where it shall be, on the device or the host."""
     keeps_existing = mesh is None and target is None and plan is None
     existing_mesh, existing = existing_placement(jax.tree.leaves(args)) if keeps_existing else (None, {})
     constraints = program_constraints(traced)

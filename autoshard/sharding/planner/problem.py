@@ -84,7 +84,10 @@ class PlanningProblem:
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
         cost = CostModel(self.axes, self.roles, target, fusion, self.state)
-        state = [(i, o) for i, o in self.state if i in donated]
+        looped = {v for op in self.program.block.ops if op.name == "scan" for v in op.results}
+        moved = {self.program.inputs[i] for i in self.traced.moved_inputs}
+        # The new stack of moments that a loop returns is not written over the old one, which the loop still reads.
+        state = [(i, o) for i, o in self.state if i in donated and not (i in moved and o in looped)]
         return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
 
     def check_rules_known(self, strict: bool) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -58,6 +58,9 @@ class Traced:
         user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         arguments: the names of the function's positional parameters.
         static_numbers: whether Python numbers are static leaves.
+        offloaded: word of `offload=` -> bytes that the planner moves to the host in one step, before sharding; empty
+            for the program as the user wrote it.
+        moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
     """
 
     name: str
@@ -80,6 +83,8 @@ class Traced:
     user_names: Any
     arguments: tuple[str, ...] = ()
     static_numbers: bool = False
+    offloaded: Mapping[str, float] = field(default_factory=dict)
+    moved_inputs: frozenset[int] = frozenset()
 
     @cached_property
     def program(self) -> Program:

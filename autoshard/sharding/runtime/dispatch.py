@@ -34,9 +34,14 @@ from autoshard.sharding.program.donated_arrays import (
     without_shared_memory,
 )
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
-from autoshard.sharding.program.tracing import name_of, path_of, trace, trace_flags
+from autoshard.sharding.program.tracing import name_of, path_of, trace_flags
 from autoshard.sharding.runtime.absent_arguments import absent_error
 from autoshard.sharding.runtime.argument_types import is_placed, type_of
+from autoshard.sharding.runtime.offloaded_arguments import (
+    run_under_trace,
+    signatures_in_other_memory,
+    trace_for_offload,
+)
 from autoshard.sharding.runtime.planned_signature import PlannedSignature
 from autoshard.sharding.runtime.static_changes import StaticChanges
 
@@ -67,6 +72,7 @@ class PureFunction:
         self.separate = SeparateArrays(needed=False)
         self.arguments: tuple[str, ...] | None = None  # names of the arguments, if `fn` does not have them
         self.entries: dict[Any, PlannedSignature] = {}
+        self.by_memory: dict[Any, PlannedSignature] = {}  # entries for arguments that the planner moved to the host
         self.by_placement: dict[Any, PlannedSignature] = {}
         self.last: PlannedSignature | None = None  # called last
         self.planned: PlannedSignature | None = None  # planned last
@@ -82,7 +88,7 @@ class PureFunction:
         leaves = self.check_not_donated(args, kwargs) if _compat.CRASHES_ON_DONATED or self.donates else []
         entry = self.last
         if len(self.entries) > 1:
-            entry = self.entries.get(self.signature(args, kwargs))
+            entry = self.known(self.signature(args, kwargs))
         if entry is None or not entry.inspected:
             return self.inspect_and_call(args, kwargs)
         donated = entry.traced.donated
@@ -105,7 +111,7 @@ class PureFunction:
             if isinstance(error, RuntimeError):
                 raise
             args, kwargs = self.hide_static(args, kwargs)
-            known = self.entries.get(self.signature(args, kwargs)) is entry
+            known = self.known(self.signature(args, kwargs)) is entry
             if known and not entry.misplaced(jax.tree.leaves((args, kwargs))):
                 raise  # the arguments are as planned, so the error is the function's own
             return self.inspect_and_call(args, kwargs)
@@ -176,8 +182,7 @@ class PureFunction:
             )
         entry = self.entry(args, kwargs)
         if traced:  # inside another transformation: only add sharding constraints
-            run = entry.bound.executable.constrained_program(entry.mesh)
-            return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run(*leaves)))
+            return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run_under_trace(entry, leaves)))
         entry = self.entry_for_placement(entry, args, kwargs)
         entry.check_target()
         entry.check_agreement()
@@ -212,7 +217,7 @@ class PureFunction:
         """Return the planned signature of these arguments. Plans it if it is new."""
         args, kwargs = self.hide_static(args, kwargs)
         key = self.signature(args, kwargs)
-        entry = self.entries.get(key)
+        entry = self.known(key)
         if entry is None:
             if self.graph_arguments is None and _compat.has_graph_nodes((args, kwargs)):
                 raise GraphArguments
@@ -224,8 +229,14 @@ class PureFunction:
                 if absent := absent_error((args, kwargs), self.planned and self.planned.traced):
                     raise absent from error
                 raise
+            for other in signatures_in_other_memory(key, entry.traced):
+                self.by_memory[other] = entry
         self.planned = entry
         return entry
+
+    def known(self, signature: Any) -> PlannedSignature | None:
+        """Return the entry of a signature; None if it is new."""
+        return self.entries.get(signature) or self.by_memory.get(signature)
 
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
@@ -242,7 +253,7 @@ class PureFunction:
         trace_options = *donated, names, written, self.static_numbers, self.arguments, donate_from, platform
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
-            traced = trace(fn, args, kwargs, *trace_options)
+            traced = trace_for_offload(options["offload"], fn, args, kwargs, *trace_options)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
                     bound = plan_traced(
@@ -254,7 +265,7 @@ class PureFunction:
                     continue
             made.append((choice, bound))
             attempts.append(attempt(choice, bound.plan))
-            warnings_of[id(traced)] = caught or []
+            warnings_of[id(bound.traced)] = caught or []
         if not made:
             if errors:
                 raise errors[0]
@@ -264,7 +275,7 @@ class PureFunction:
 
         def replan(bound: BoundPlan, strategy: str) -> BoundPlan | None:
             try:
-                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy})
+                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy, "offload": ()})
             except (PlanError, PlanRequestError):  # a requested plan that shards nothing is an error
                 return None
 

@@ -10,19 +10,21 @@ from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import Table
 from autoshard.sharding.machines.device_mesh import mesh_sizes
 from autoshard.sharding.machines.targets import check_name, find_target
+from autoshard.sharding.offload.words import Words, read_words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
-def checked_options(verify: int, measure: int, **options: Any) -> dict[str, Any]:
+def checked_options(verify: int, measure: int, offload: Any = None, **options: Any) -> dict[str, Any]:
     """Check the types and values of a plan's options.
 
     Args:
         verify: number of plans to compile.
         measure: number of plans to run.
+        offload: what waits in host memory; None for nothing, or for what a given plan moves.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
-        The options, with `verify` and `measure` where they are not 0.
+        The options, with `verify` and `measure` where they are not 0, and `offload` as words.
 
     Raises:
         PlanError: an option is invalid; the message names it.
@@ -49,10 +51,27 @@ def checked_options(verify: int, measure: int, **options: Any) -> dict[str, Any]
             f"memory_limit_bytes is {short_repr(limit)}; give a positive number of bytes for each device, "
             "such as 4 * 2**30"
         )
+    words = read_words(offload)
     if isinstance(request, ShardingPlan):
+        _check_offload(request, offload, words)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
+    options["offload"] = words
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
+
+
+def _check_offload(plan: ShardingPlan, offload: Any, words: Words) -> None:
+    """Check that `offload` names what a `Plan` moves to the host.
+
+    Raises:
+        PlanError: it names something else.
+    """
+    if offload is not None and set(words) != set(plan.offload):
+        moved = "+".join(plan.offload) or "nothing"
+        raise PlanError(
+            f"offload is {short_repr(offload)}, but plan is a Plan that offloads {moved}. "
+            f"Leave offload out, or make a new plan with plan={plan.chosen!r} and this offload"
+        )
 
 
 def _check_plan_alone(plan: ShardingPlan, options: Mapping[str, Any]) -> None:

@@ -1,0 +1,133 @@
+"""Plans a step with what `offload=` moves to the host, and chooses it for `offload="auto"`.
+
+    order of the trials:  residual and the named values, those with the most bytes first, one more each time; then the
+                          optimizer's state alone, and with the first and the last of these
+
+Every value crosses the link twice, so the bytes saved per time of the link are the same for all of them. Values of the
+forward pass come first, since the passes compute while they move. The optimizer's state moves during the update, which
+is short.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autoshard._tracebacks import users_stacklevel
+from autoshard._units import bytes_text, time_text
+from autoshard.errors import AutoshardWarning
+from autoshard.sharding.offload.rewriting import Offloader
+from autoshard.sharding.offload.words import AUTO, OPTIMIZER, RESIDUAL, Words
+from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.constants import MOST_OFFLOADS, MOST_OFFLOADS_IF_FITS, OFFLOAD_MARGIN
+from autoshard.sharding.planner.problem import PlanningProblem
+from autoshard.sharding.program.tracing import Traced
+
+Planned = tuple[BoundPlan, Sequence[Any]]  # a plan, and the warnings that were raised while it was made
+
+
+def plan_with_offload(traced: Traced, words: Words, planned: Callable[[Traced], BoundPlan]) -> BoundPlan:
+    """Plan a step with the values of these words in host memory.
+
+    Args:
+        traced: the step.
+        words: the words of `offload=`.
+        planned: plans a step that is already rewritten.
+
+    Raises:
+        PlanError: the step has no value of a word.
+    """
+    if not words:
+        return planned(traced)
+    offloader = Offloader(traced)
+    if words == (AUTO,):
+        return _automatic(offloader, planned)
+    rewritten = offloader.rewritten(words)
+    for problem in offloader.problems:
+        warnings.warn(f"auto_shard({traced.name}): {problem}", AutoshardWarning, stacklevel=users_stacklevel())
+    return planned(rewritten)
+
+
+def _automatic(offloader: Offloader, planned: Callable[[Traced], BoundPlan]) -> BoundPlan:
+    """The plan without offload, unless it does not fit or one with offload is faster by a clear margin."""
+
+    def recorded(words: Words) -> Planned:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            return planned(offloader.rewritten(words)), caught or []
+
+    plain = recorded(())
+    fits = plain[0].plan.fits
+    trials = trial_words(offloader.sizes)
+    trials = _ends(trials, MOST_OFFLOADS_IF_FITS if fits else MOST_OFFLOADS)
+    made = [recorded(words) for words in trials]
+    bound, caught = _best(plain, made)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
+    if not made:
+        return bound
+    rows = [f"{_words_text(one.plan.offload)} {_figures_text(one)}" for one, _ in [plain, *made]]
+    note = f"offload='auto' compared {'; '.join(rows)}, and chose {_words_text(bound.plan.offload)}"
+    return bound.where(notes=(*bound.plan.notes, note))
+
+
+def trial_words(sizes: Any) -> list[Words]:
+    """The words that `offload="auto"` tries, in order.
+
+    Args:
+        sizes: word -> bytes that it moves in one step.
+    """
+    values = sorted((w for w in sizes if w != OPTIMIZER), key=lambda w: (w != RESIDUAL, -sizes[w], w))
+    trials = [tuple(values[: n + 1]) for n in range(len(values))]
+    trials = _ends(trials, MOST_OFFLOADS - 3)
+    if OPTIMIZER in sizes:
+        with_state = [(*words, OPTIMIZER) for words in dict.fromkeys([*trials[:1], *trials[-1:]])]
+        trials += [(OPTIMIZER,), *with_state]
+    return trials
+
+
+def _ends(trials: list[Words], count: int) -> list[Words]:
+    """At most `count` trials: the first ones and the last."""
+    return trials if len(trials) <= count else [*trials[: count - 1], trials[-1]]
+
+
+def _best(plain: Planned, made: Sequence[Planned]) -> Planned:
+    if plain[0].plan.fits:
+        most_us = plain[0].plan.estimate.step_time_us * (1 - OFFLOAD_MARGIN)
+        faster = [one for one in made if one[0].plan.fits and one[0].plan.estimate.step_time_us < most_us]
+        return min(faster, key=_step_time_us, default=plain)
+    fitting = [one for one in made if one[0].plan.fits]
+    if fitting:
+        return min(fitting, key=_step_time_us)
+    return min([plain, *made], key=lambda one: one[0].plan.estimate.peak_memory_bytes)
+
+
+def _step_time_us(one: Planned) -> float:
+    return one[0].plan.estimate.step_time_us
+
+
+def _words_text(words: Any) -> str:
+    return "+".join(words) or "none"
+
+
+def _figures_text(bound: BoundPlan) -> str:
+    estimate = bound.plan.estimate
+    return f"({time_text(estimate.step_time_us)}, {bytes_text(estimate.peak_memory_bytes)})"
+
+
+def offload_notes(problem: PlanningProblem) -> list[str]:
+    """What the reader of a plan with offload should know."""
+    moved, target = problem.traced.offloaded, problem.machine.target
+    if not moved:
+        return []
+    rows = ", ".join(f"{word} {bytes_text(size)}" for word, size in moved.items())
+    notes = [f"moved to host memory in each step, before sharding: {rows}"]
+    if not target.chip.host_bandwidth:
+        notes.append(f"the link of {target.name} to its host is unknown, so that its transfers take no time here")
+    if target.platform in ("gpu", "cuda"):
+        notes.append(
+            "on GPUs the values of offloaded programs were not checked, and XLA once computed wrong losses with "
+            "pipelined host transfers: compare the loss of some steps with offload='none'"
+        )
+    return notes
