@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 from estimate import CHIPS as JUDGED
@@ -19,7 +20,8 @@ from autoshard import plan
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.export import export_plan
-from autoshard.sharding.machines.options import reported_numerics, without_reported
+from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.options import asynchronous_kinds, reported_numerics, without_reported
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step, workload_variants
@@ -140,10 +142,10 @@ def result_of(entry: Entry, *, compile_plans: bool, timeout_s: float, folder: Pa
 
 
 def own_plan(settings: Settings) -> tuple[Side, Any]:
-    """Plan the recipe's own settings, whether they fit or not."""
+    """Plan the recipe's own settings, whether they fit or not. Compute hides what it can under the recipe's options."""
     work, words = settings.work, settings.sharding.words
     remat = getattr(work.config, "gpt", work.config).remat
-    with _unless_impossible() as outcome:
+    with _recipe_options(settings), _unless_impossible() as outcome:
         made = plan(*workload_step(work), target=settings.recipe.machine, plan=words, donate_argnums=0)
         return _side(made, remat, 1), made
     return Side(words=words, remat=remat, problem=outcome.problem), None
@@ -157,6 +159,24 @@ def _best_plan(settings: Settings) -> tuple[Side, Any]:
         made = plan(*workload_variants(work), target=target, variants=search, donate_argnums=0)
         return _side(made, **made.variant), made
     return Side(problem=outcome.problem), None
+
+
+@contextlib.contextmanager
+def _recipe_options(settings: Settings) -> Iterator[None]:
+    """Plan for a chip on which compute hides what it can under the recipe's options.
+
+    Compute is assumed to hide at least what it hides under the chip's default sets: recipes are tuned for that, some by
+    options whose effect on reductions no compiled program has shown.
+    """
+    target, options = find_target(settings.recipe.machine), settings.recipe.xla_options
+    name = next(name for name, chip in CHIPS.items() if chip == target.chip)
+    if target.platform != "tpu" or not options:
+        yield
+        return
+    kinds = dict.fromkeys((*target.chip.hides, *asynchronous_kinds(name, options)))
+    chip = replace(target.chip, hides=tuple(kinds))
+    with mock.patch.dict(CHIPS, {name: chip}):  # pyright: ignore[reportArgumentType]
+        yield
 
 
 @dataclass

@@ -36,6 +36,7 @@ from autoshard._shown import shown
 from autoshard.sharding.machines import constants
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED as BANDWIDTH_REACHED
 from autoshard.sharding.machines.constants import PEAK_REACHED as PEAK_REACHED
+from autoshard.sharding.machines.options.asynchronous import asynchronous_kinds
 from autoshard.sharding.machines.options.choice import default_options
 from autoshard.sharding.machines.options.option_table import Options as Options
 
@@ -110,10 +111,10 @@ class Chip:
 
 
 _ASYNCHRONOUS = ("all-gather", "reduce-scatter", "all-reduce")
-_GATHERS = ("all-gather",)
 
 
 def _tpu(
+    name: str,
     *,
     tflops: float,
     gib: float,
@@ -131,11 +132,12 @@ def _tpu(
 ) -> Chip:
     # v5e and v6e: a dimension of 16 chips is a ring. Three dimensions: slices are built of 4 x 4 x 4 cubes, whose
     # opposite faces can be linked. Source: jax-ml.github.io/scaling-book.
-    wraps_at = 16 if torus == 2 else 4
+    wraps_at, options = 16 if torus == 2 else 4, default_options(name)
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
         host_bandwidth=host_gb * GB, torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
-        on_chip_bytes=on_chip_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"], **more,
+        on_chip_bytes=on_chip_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
+        hides=asynchronous_kinds(name, options), options=options, **more,
     )  # fmt: skip
 
 
@@ -161,6 +163,7 @@ def _gpu(
 # `efficiency` of v5p, v6e and tpu7x: calibrated on one published step time each (`benchmarks/recipe_calibration.py`).
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
+        "v4",
         tflops=275,
         gib=30.75,
         hbm_gb=1228,
@@ -172,9 +175,9 @@ CHIPS: Mapping[str, Chip] = {
         kinds="v4",
         vector_units=2,
         clock_hz=1.05e9,
-        options=default_options("v4"),
     ),
     "v5e": _tpu(
+        "v5e",
         tflops=197,
         gib=15.75,
         hbm_gb=819,
@@ -186,10 +189,9 @@ CHIPS: Mapping[str, Chip] = {
         kinds="v5 lite|v5e|v5litepod",
         clock_hz=1.5e9,
         flops_8bit=394e12,
-        hides=_GATHERS,
-        options=default_options("v5e"),
     ),
     "v5p": _tpu(
+        "v5p",
         tflops=459,
         gib=95.74,
         hbm_gb=2765,
@@ -202,11 +204,10 @@ CHIPS: Mapping[str, Chip] = {
         vector_units=2,
         clock_hz=1.75e9,
         flops_8bit=918e12,
-        hides=_ASYNCHRONOUS,
-        options=default_options("v5p"),
         efficiency=0.924,
     ),
     "v6e": _tpu(
+        "v6e",
         tflops=918,
         gib=31.25,
         hbm_gb=1640,
@@ -219,11 +220,10 @@ CHIPS: Mapping[str, Chip] = {
         tile=256,
         clock_hz=1.75e9,
         flops_8bit=1836e12,
-        hides=_GATHERS,
-        options=default_options("v6e"),
         efficiency=0.695,
     ),
     "tpu7x": _tpu(
+        "tpu7x",
         tflops=1154,
         gib=94.75,
         hbm_gb=3690,
@@ -238,8 +238,6 @@ CHIPS: Mapping[str, Chip] = {
         on_chip_mib=64,
         clock_hz=2.2e9,
         flops_8bit=2307e12,
-        hides=_GATHERS,
-        options=default_options("tpu7x"),
         efficiency=0.779,
     ),
     "a100-40": _gpu(

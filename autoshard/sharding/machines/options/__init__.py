@@ -1,8 +1,10 @@
 """XLA's compiler options: what each does, sets of them by chip, and which sets apply to a program.
 
-`option_table` describes single options, `option_sets` the sets, `choice` selects and merges sets.
+`option_table` describes single options, `option_sets` the sets, `choice` selects and merges sets, `asynchronous` says
+which collectives compute can hide under them.
 """
 
+from autoshard.sharding.machines.options.asynchronous import asynchronous_kinds
 from autoshard.sharding.machines.options.choice import (
     UnknownSetError,
     applicable_sets,
@@ -29,6 +31,7 @@ __all__ = [
     "ProgramFacts",
     "UnknownSetError",
     "applicable_sets",
+    "asynchronous_kinds",
     "conflicts",
     "default_options",
     "named_set",

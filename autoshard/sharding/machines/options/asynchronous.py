@@ -1,0 +1,38 @@
+"""Which kinds of collectives a TPU's compiler runs asynchronously under some options, so that compute can hide them.
+
+Gathers are asynchronous on v5e, v5p, v6e and tpu7x under every set that `verify` tries. Reductions are asynchronous
+where they run on the SparseCores, and only there. On tpu7x that is the compiler's own default. Source: programs that
+libtpu 0.0.42.1 compiled (`option_sets`, `benchmarks/option_sets.py`). On v5p slices of up to 16 chips this compiler
+also runs gathers synchronously; on larger ones it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoshard.sharding.machines.options.option_table import Options
+
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+_REDUCTIONS: Mapping[str, str] = {"reduce-scatter": f"{_OFFLOAD}reduce_scatter", "all-reduce": f"{_OFFLOAD}all_reduce"}
+_GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
+_SPARSE_CORES = ("v5p", "v6e", "tpu7x")
+_REDUCING_BY_DEFAULT = ("tpu7x",)
+
+
+def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
+    """Return the kinds of collectives that the compiler for a TPU runs asynchronously.
+
+    Args:
+        chip: the chip's name.
+        options: compiler options.
+
+    >>> asynchronous_kinds("v6e", {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": True})
+    ('all-gather', 'all-reduce')
+    """
+    default = chip in _REDUCING_BY_DEFAULT
+    reductions = [
+        kind
+        for kind, option in _REDUCTIONS.items()
+        if chip in _SPARSE_CORES and str(options.get(option, default)).lower() in ("true", "1")
+    ]
+    return (("all-gather",) if chip in _GATHERING else ()) + tuple(reductions)
