@@ -15,6 +15,9 @@ def test_ratios_and_limits():
     def plan(seconds, peak=1e9):
         return Measured({"trace": 1.0, "plan": seconds}, {"trace": 1.0, "plan": seconds}, peak)
 
+    def search(seconds):
+        return Measured({"search": seconds}, {"search": seconds}, 1e9)
+
     lowered = Measured({"trace": 2.0, "lower": 1.0}, {"trace": 2.0, "lower": 1.0}, 1e9)
     rows = rows_of(
         {"scanned, lowered": lowered, "32 unrolled layers, lowered": lowered}
@@ -22,11 +25,13 @@ def test_ratios_and_limits():
         | {"32 unrolled layers, 64 chips": plan(4.5), "32 unrolled layers, 512 chips": plan(10.0)}
         | {"32 unrolled layers, 512 chips, 1024 rows": plan(8.1)}
         | {"128 unrolled layers, 64 chips": plan(18.0, peak=2.5e9)}
+        | {"scanned, 64 chips, all variants": search(4.0), "32 unrolled layers, 64 chips, all variants": search(9.0)}
     )
     verdicts = {row.name: (row.value, row.verdict) for row in rows if row.target is not None}
     assert verdicts == {
         "scanned, 64 chips: planning beyond the trace": (3.0, "missed"),
         "32 unrolled layers, 64 chips: planning beyond the trace": (4.5, "met"),
+        "32 unrolled layers, 64 chips, all variants: tracing and planning": (9.0, "met"),
         "32 unrolled layers: planning / (trace + lower)": (1.5, "met"),
         "128 unrolled layers / 32": (4.0, "met"),
         "512 chips / 64, scanned": (1.5, "met"),

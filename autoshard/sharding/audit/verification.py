@@ -63,7 +63,7 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
     """
     problems: list[str] = []
     finite(timeout_s, "timeout_s", problems)
-    convert(options, Options | str | None, "options", problems)
+    convert(options, Options if isinstance(options, Mapping) else Options | str | None, "options", problems)
     if problems or not timeout_s > 0:
         raise AuditError(f"verify: {'; '.join(problems) or f'timeout_s is {timeout_s}; it must be above 0'}")
     compile_target(executable.plan.target)
