@@ -301,6 +301,7 @@ def test_results_of_a_file(tmp_path, capsys):
     assert summary["predicted"]["geometric_mean"] == pytest.approx(own["predicted"]["seconds"] / 0.001)
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_a_result(tmp_path):
     huge = entry(tmp_path, ("batch = 16", "batch = 1600000"), ("seq = 32", "seq = 4096"))
     found = result_of(huge, compile_plans=False, timeout_s=1.0)
@@ -345,6 +346,7 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
     assert found.reported == () and found.recipe_without is None
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_compiled_plans_are_judged(tmp_path):
     options = 'options = ["two"]\n'
@@ -361,6 +363,7 @@ def test_compiled_plans_are_judged(tmp_path):
     assert (tmp_path / "tiny.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_a_compiler_that_was_stopped_is_started_again(tmp_path):
     (one,) = read_recipes(written(tmp_path, TINY))

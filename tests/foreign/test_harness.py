@@ -12,7 +12,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.foreign import harness, nnx_cnn, nnx_transformer, scan_recurrence
 from tests.foreign.test_foreign import ADAPTIVE, PROGRAMS, STEPS, single
 
-SLOW = ("equinox_batch_norm", "haiku_cnn", "haiku_lstm", "keras_cnn", "numpyro_svi", "penzai_mlp")
+SLOW = (
+    "equinox_batch_norm",
+    "haiku_cnn",
+    "haiku_lstm",
+    "keras_cnn",
+    "linen_lstm",
+    "linen_transformer",
+    "numpyro_svi",
+    "penzai_mlp",
+)
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
 REFERENCE = harness.Result(
     losses=[2.0, 1.0],
