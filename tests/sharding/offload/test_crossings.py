@@ -86,7 +86,8 @@ def test_a_stack_that_the_step_returns_stays() -> None:
 
     found = crossings(jax.value_and_grad(loss, has_aux=True), jnp.ones((3, 64, 64)), jnp.ones((64, 64)))
     assert "takes the stack of all layers too" in found.reasons["h"][0]
-    assert found.nbytes["h"] == 4.0 * 3 * 64 * 64  # the scan's own residual, which is another stack
+    # Up to JAX 0.10 the scan's own residual is another stack, which moves. Later it is the one that stays.
+    assert found.nbytes["h"] in (0.0, 4.0 * 3 * 64 * 64)
 
 
 def test_an_input_of_the_step_stays() -> None:
