@@ -35,7 +35,7 @@ class PlannedCall:
         self.hides = traced.static_arguments or traced.static_results
         self.called = False
         several = any(s.mesh.size > 1 for s in shardings)
-        self.separate = SeparateArrays(needed=_compat.CRASHES_ON_DONATED and several)
+        self.separate = SeparateArrays(needed=several)
 
     def __repr__(self) -> str:
         return f"Plan.jit of {getattr(self, '__name__', 'nothing yet')}"

@@ -30,8 +30,8 @@ class SeparateArrays:
     """Arrays that are known not to share memory, held weakly.
 
     Attributes:
-        needed: whether calls are checked. Where XLA refuses the call before it donates anything, that is only the case
-            after it did so once.
+        needed: whether calls are checked. Over several devices JAX 0.10 ends the process, and JAX 0.12 may already have
+            deleted arrays when it refuses the call. On one device a call is checked after XLA refused one.
         results: `id` -> array, of the results of the last call: they share memory with no other array.
         kept: the same of its arguments that were not donated: they share no memory with results and donated arrays.
     """

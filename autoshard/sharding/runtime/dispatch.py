@@ -187,7 +187,7 @@ class PureFunction:
         entry.check_target()
         entry.check_agreement()
         self.last, entry.inspected = entry, True
-        self.separate.needed |= _compat.CRASHES_ON_DONATED and entry.mesh.size > 1
+        self.separate.needed |= entry.mesh.size > 1
         leaves = without_shared_memory(entry.place(leaves), entry.traced.donated)
         args, kwargs = jax.tree.unflatten(entry.traced.in_tree, leaves)
         results = entry.call(args, kwargs)
