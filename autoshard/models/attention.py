@@ -22,8 +22,8 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
+from autoshard import _compat
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_attention
 from autoshard.kernels.cudnn_attention import cudnn_attention
 from autoshard.kernels.kernel_choice import Impl, choose, refusals
@@ -140,7 +140,7 @@ def _check(q, k, v, causal, impl, block_size, mask, scale, window, soft_cap, seg
         problems.append(f"impl is {impl!r}; choose one of {', '.join(get_args(Impl))}")
     if block_size < 1:
         problems.append(f"block_size is {block_size}; it must be at least 1")
-    if isinstance(scale, Tracer):
+    if _compat.is_tracer(scale):
         problems.append("scale is computed in the program; it must be a Python number. Multiply q by it instead")
     if soft_cap is not None and not 0.0 < soft_cap < float("inf"):
         problems.append(f"soft_cap is {soft_cap}; it must be a finite number above 0")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -102,10 +103,10 @@ class StretchTimes:
         """Microseconds of compute in one run of a stretch until each of these operators of it has ended."""
         return self._until(stretch, ops, "right")
 
-    def _until(self, stretch: int, ops: np.ndarray, side: str) -> np.ndarray:
+    def _until(self, stretch: int, ops: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
         timed, _, stretch_of = self.stretches.timed
-        first, last = (int(np.searchsorted(stretch_of, stretch, side=end)) for end in ("left", "right"))  # type: ignore[call-overload]
-        at = np.searchsorted(timed[first:last], ops, side=side)  # type: ignore[call-overload]
+        first, last = np.searchsorted(stretch_of, stretch), np.searchsorted(stretch_of, stretch, side="right")
+        at = np.searchsorted(timed[first:last], ops, side=side)
         return np.concatenate([[0.0], self._ended[0][first:last]])[at]
 
 

@@ -177,7 +177,7 @@ class _Replay:
     def stack(self, atom: Any, backward: bool) -> Any:
         """The variable of a stack that is in host memory only; None for other operands.
 
-        Results of a scan that have the same value share one stack: the first variable stands for all.
+        Results of a scan with the same value share one stack. The first of their variables represents it.
         """
         if isinstance(atom, _compat.Literal) or not backward or atom in self.here or atom not in self.host:
             return None

@@ -14,8 +14,8 @@ planning one takes seconds. So only few are planned:
 The plan that is chosen is the fastest of those planned, by the planner's own estimate. Layers that are not stacked are
 replaced by stacked ones in steps 1 to 3, because those are traced faster and cost the same.
 
-Transfers to the host are priced less surely than compute. So a choice that offloads ranks as if a part of its time on
-the link were exposed, and it is planned only if it then is clearly faster than the best that offloads nothing.
+The time of transfers to the host is less certain than that of compute. So a choice that offloads is ranked as if a part
+of its time on the link were exposed. It is planned only if it is then clearly faster than the best choice without.
 """
 
 from __future__ import annotations
