@@ -88,6 +88,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["ckpt", "ls", "nowhere"], "'nowhere' does not exist: give the folder of a run or of checkpoints"),
         (["ckpt"], "ACTION is missing; `autoshard ckpt --help` shows an example"),
         (["ckpt", "lst"], "ACTION is 'lst'; it must be 'ls' or 'describe' or"),
+        (["ckpt", "lst"], "; did you mean 'ls'?"),
         (["ckpt", "ls", "nowhere", "--jsn"], "unknown option --jsn: did you mean --json? `autoshard ckpt ls --help`"),
         (["ckpt", "diff"], "A[@STEP], B[@STEP] are missing; `autoshard ckpt diff --help` shows an example"),
         (["generate"], "RUN_DIR is missing; `autoshard generate --help` shows an example"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from jax.sharding import AbstractMesh
 
@@ -15,11 +15,25 @@ def requested_axes(mesh: AbstractMesh) -> dict[str, dict[str, int]]:
     >>> requested_axes(AbstractMesh((2, 2, 2), ("dp", "tp", "tp_1")))
     {'dp': {'dp': 2}, 'tp': {'tp': 2, 'tp_1': 2}}
     """
-    found: dict[str, dict[str, int]] = {}
-    for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
+    sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return {whole: {axis: sizes[axis] for axis in parts} for whole, parts in _parts(mesh.axis_names).items()}
+
+
+def requested_names(axes: Iterable[str]) -> list[str]:
+    """The names of mesh axes as requested.
+
+    >>> requested_names(["dp", "tp", "tp_1"])
+    ['dp', 'tp']
+    """
+    return [*_parts(axes)]
+
+
+def _parts(axes: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for axis in axes:
         part = re.fullmatch(r"(.+)_\d+", axis)
         whole = part[1] if part and part[1] in found and part[1] == [*found][-1] else axis
-        found.setdefault(whole, {})[axis] = size
+        found.setdefault(whole, []).append(axis)
     return found
 
 

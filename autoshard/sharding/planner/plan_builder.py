@@ -15,6 +15,7 @@ from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.plan.tensors import KEY_WORDS, SIZE_ONE, Leaf, Padding
 from autoshard.sharding.planner.activations import activations
@@ -104,14 +105,16 @@ def _axis_names(problem: PlanningProblem, value: int) -> tuple[str, ...]:
 
 def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     notes = [note] if (note := captured_note(problem)) else []
-    notes += idle_notes(problem, layout)
-    notes += offload_notes(problem)
+    idle = idle_notes(problem, layout)
+    notes += [*idle, *offload_notes(problem)]
     for one in undivided(layout):
+        if any(problem.undivided_text(one) in note for note in idle):
+            continue
         size = problem.axes.sizes[one.cls]
         now = f"is sharded {one.shards} ways" if one.shards > 1 else "stays whole"
+        over = ", ".join(requested_names(one.over))
         notes.append(
-            f"{problem.axes.name(one.cls)} ({size}) is not divisible by mesh axes {', '.join(one.over)} "
-            f"({one.wanted_shards}): "
+            f"{problem.axes.name(one.cls)} ({size}) is not divisible by mesh axes {over} ({one.wanted_shards}): "
             f"it {now}; a size of {multiple(size, one.wanted_shards)} would be sharded {one.wanted_shards} ways"
         )
     user_fixed = {v: s for v, s in layout.fixed.items() if v not in problem.existing}

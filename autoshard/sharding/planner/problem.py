@@ -22,6 +22,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.request_scaling import scaled_requests
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
+from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, price
@@ -203,9 +204,10 @@ class PlanningProblem:
         return (bool(sizes) and not any(sizes)) or (bool(arrays) and all(0 in shape for shape in arrays))
 
     def undivided_text(self, one: Undivided) -> str:
-        """Such as `vocab 50257 is not divisible by tp 8`, or by `8 (tp x tp_1)`."""
+        """Such as `vocab 50257 is not divisible by tp 8`, or by `8 (dp x tp)`."""
         axis, ways = f"{self.axes.name(one.cls)} {self.axes.sizes[one.cls]}", one.wanted_shards
-        parts = f"{one.over[0]} {ways}" if len(one.over) == 1 else f"{ways} ({' x '.join(one.over)})"
+        over = requested_names(one.over)
+        parts = f"{over[0]} {ways}" if len(over) == 1 else f"{ways} ({' x '.join(over)})"
         return f"{axis} is not divisible by {parts}"
 
     def _requested_layout(self, text: str) -> Layout:

@@ -92,8 +92,10 @@ def plain_message(message: str, command: str) -> str:
         kind = "a whole number" if found["kind"].lower() == "int" else "a number"
         return f"{found['name']} is {found['value']}; it must be {kind}"
     if found := _first_match(_NOT_A_CHOICE, message):
-        choices = " or ".join(repr(choice.strip("' ")) for choice in found["choices"].split(",") if choice)
-        return f"{found['name']} is {found['value']}; it must be {choices}"
+        choices = [choice.strip("' ") for choice in found["choices"].split(",") if choice]
+        close = similar(found["value"].strip("'"), choices)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{found['name']} is {found['value']}; it must be {' or '.join(map(repr, choices))}{hint}"
     if found := _first_match(_NO_VALUE, message):
         return f"{found['name']} has no value; `{command} --help` says what it takes"
     if found := re.fullmatch(r"the following arguments are required: (.*)", message):
