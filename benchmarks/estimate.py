@@ -20,7 +20,8 @@ compute does not hide, as in `hlo_schedule.py`. Synchronous collectives are full
 
     step time = compute + exposed communication + exposed copies          by each measure of compute
     memory    = arguments + temporaries + results - results that reuse an argument's memory   (compiler's analysis)
-    peak      = the compiler's own, if it reports one: less than `memory` where not all buffers are live at once
+    peak      = the compiler's own, if it reports one: less than `memory` where not all buffers are live at once; at most
+                `memory`, because the compiler also counts buffers on the host and in a TPU's vector memory
 
 Left out: padding of tiles, contention of collectives with the memory, start-up of kernels, stragglers, the network
 between slices of a TPU, and custom kernels without a cost (listed in `opaque`; only their operands and results count).
@@ -116,6 +117,7 @@ def estimate(
         for name, measure in _measures(machine).items()
     }
     runs = {name: part.run() for name, part in parts.items()}
+    most = sum(memory[key] for key in ("argument", "temp", "output")) - memory["alias"] if memory else None
     schedule = parts["roofline"]
     named = {(where.name, i.name): i for where in module.computations.values() for i in where.instructions}
     rows = _rows(schedule, runs, named, module.source)
@@ -131,8 +133,8 @@ def estimate(
         hbm_bytes=sum(row.hbm_bytes for row in rows),
         rows=rows,
         traffic=_traffic(schedule, runs, wire_of),
-        memory_bytes=sum(memory[key] for key in ("argument", "temp", "output")) - memory["alias"] if memory else None,
-        peak_bytes=memory.get("peak") or None if memory else None,
+        memory_bytes=most,
+        peak_bytes=min(memory["peak"], most) if memory and most and memory.get("peak") else None,
         memory_limit=machine.chip.memory_bytes,
         without_cycles=len(without),
         without_cycles_seconds=sum(row.seconds["roofline"] for row in rows if row.name in without and row.seconds),

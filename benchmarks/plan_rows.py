@@ -80,12 +80,14 @@ class Row:
     @property
     def needed_bytes(self) -> float | None:
         """The peak memory of a device in bytes, by the compiler if it reports one."""
-        return self.peak_bytes or self.memory_bytes
+        known = [size for size in (self.peak_bytes, self.memory_bytes) if size]
+        return min(known, default=None)
 
     @property
     def too_large(self) -> bool:
         """Whether the program exceeds a device's memory. Not all compilers refuse such a program."""
-        return self.kind == "oom" or bool(self.limit_bytes and (self.peak_bytes or 0.0) > self.limit_bytes)
+        over = bool(self.limit_bytes and self.peak_bytes and (self.needed_bytes or 0.0) > self.limit_bytes)
+        return self.kind == "oom" or over
 
     @property
     def ok(self) -> bool:

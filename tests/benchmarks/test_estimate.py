@@ -178,6 +178,7 @@ def test_memory_report_and_json():
     estimated = estimate_of(WHOLE + busy_line("n", 15_000), memory=memory)
     assert (estimated.memory_bytes, estimated.fits) == (18 << 30, False)
     assert estimate_of(WHOLE, memory=memory | {"peak": 15 << 30}).fits
+    assert estimate_of(WHOLE, memory=memory | {"peak": 40 << 30}).peak_bytes == 18 << 30  # 40 includes the host's
     assert estimate_of(WHOLE).fits is None
     data = json.loads(json.dumps(estimated.to_json()))
     assert data["step"]["cycles"] == pytest.approx(WIRE + 10 * US)

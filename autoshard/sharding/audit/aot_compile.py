@@ -84,17 +84,17 @@ class Compiled:
     def peak_bytes(self) -> float | None:
         """Peak memory of one device, as the compiler reports it; None if it did not compile the program.
 
-        If it reports no peak: arguments + temporaries + results that do not use donated memory. On a TPU this is an
-        upper bound, since not all temporaries are alive at once. A program can run although
-        this bound exceeds the device's memory.
+        It is at most arguments + temporaries + results that do not use donated memory, because the compiler's own peak
+        also counts buffers on the host and in a TPU's vector memory. Where the compiler reports no peak, it is this
+        sum, which on a TPU is an upper bound: not all temporaries are alive at once. A program can run although the sum
+        exceeds the device's memory.
         """
         if self.kind == "oom":
             return self.needed_bytes
         if self.kind != "ok":
             return None
-        if self.memory.get("peak"):
-            return float(self.memory["peak"])
-        return float(self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"])
+        most = self.memory["argument"] + self.memory["output"] - self.memory["alias"] + self.memory["temp"]
+        return float(min(self.memory.get("peak") or most, most))
 
     @property
     def host_bytes(self) -> float | None:

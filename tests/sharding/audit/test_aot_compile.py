@@ -256,3 +256,9 @@ def test_the_time_of_cudnn_attention_is_part_of_the_audit():
     assert audit.ok, audit.message
     assert {name.rpartition("_")[2] for name in audit.kernels} == {"fwd", "bwd"}
     assert audit.compute_us == pytest.approx(attention_planned().estimate.compute_us, rel=0.5)
+
+
+@pytest.mark.parametrize(("peak", "expected"), [(0, 18), (15, 15), (34, 18)])
+def test_the_peak_is_at_most_the_sum_of_its_parts(peak, expected):
+    memory = {"argument": 10, "temp": 7, "output": 9, "alias": 8, "host_temp": 16, "peak": peak}
+    assert aot_compile.Compiled("ok", memory=memory).peak_bytes == expected
