@@ -39,24 +39,18 @@ CACHE_LIMIT_BYTES = 1 << 30  # chosen: the cache of compiled programs is emptied
 # when there are none left. Chosen: about half.
 MAX_MAPPINGS = 30_000
 
-# Test files, relative to `tests/`, that the quick suite leaves out. Either they hardly depend on the version of JAX, or
-# other tests run the same code on every version.
+# Test files and folders, relative to `tests/`, that the quick suite leaves out. Either they hardly depend on the version
+# of JAX, or other tests run the same code on every version.
 ON_ONE_JAX = {
-    "ckpt/restore/test_expert_remapping", "ckpt/state/test_array_digest", "ckpt/state/test_array_packing",
-    "ckpt/test_damage", "ckpt/test_processes", "foreign/test_harness", "golden/test_golden", "models/test_attention",
-    "models/test_loss", "models/test_sample", "sharding/axes/test_expert_routing",
-    "sharding/discover/test_rule_discovery", "sharding/planner/test_infeasible", "sharding/planner/test_search_summary",
-    "sharding/planner/test_variants", "sharding/planner/test_what_if", "sharding/report/page/test_html",
-    "sharding/report/test_explanation", "sharding/report/test_plan_diff", "sharding/report/test_plan_table",
-    "sharding/report/test_robustness", "sharding/report/test_summary", "sharding/search/test_local_search",
-    "sharding/search/test_padding", "sharding/search/test_rediscovery", "spmdrules/catalogue/test_activation",
-    "spmdrules/catalogue/test_attention", "spmdrules/catalogue/test_convolution",
-    "spmdrules/catalogue/test_elementwise", "spmdrules/catalogue/test_indexing", "spmdrules/catalogue/test_layout",
-    "spmdrules/catalogue/test_linalg", "spmdrules/catalogue/test_losses", "spmdrules/catalogue/test_moe",
-    "spmdrules/catalogue/test_norms", "spmdrules/catalogue/test_order", "spmdrules/catalogue/test_random",
-    "spmdrules/catalogue/test_reduction", "spmdrules/families/test_cudnn", "spmdrules/reference/test_derive",
-    "spmdrules/test_writing_rules", "test_cli", "test_docs", "test_units", "train/config/test_train_config",
-    "train/data/test_text_data", "train/program/test_variants",
+    "ckpt/exchange", "ckpt/restore/test_expert_remapping", "ckpt/state/test_array_digest",
+    "ckpt/state/test_array_packing", "ckpt/test_damage", "ckpt/test_processes", "foreign/test_harness",
+    "golden/test_golden", "models/test_attention", "models/test_loss", "models/test_sample", "models/test_wide_resnet",
+    "sharding/axes/test_expert_routing", "sharding/cost", "sharding/discover/test_rule_discovery", "sharding/hlo",
+    "sharding/layout", "sharding/machines", "sharding/planner", "sharding/report", "sharding/search",
+    "spmdrules/catalogue", "spmdrules/families/test_cudnn", "spmdrules/reference/test_derive",
+    "spmdrules/test_writing_rules", "test_cli", "test_docs", "test_packaging", "test_release", "test_units",
+    "train/config", "train/data", "train/program/test_remat_search", "train/program/test_variants",
+    "train/run/test_resumption",
 }  # fmt: skip
 
 # No deadline: the first example of a test compiles. Derandomised: every run tests the same examples.
@@ -111,6 +105,10 @@ def _size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*")) if folder.exists() else 0
 
 
+def _needs_one_jax(path: Path) -> bool:
+    return any(str(each) in ON_ONE_JAX for each in (path, *path.parents))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that this machine cannot run, and marks the files that need only one JAX version."""
@@ -127,7 +125,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }
     for item in items:
-        if item.path.is_relative_to(TESTS) and str(item.path.relative_to(TESTS).with_suffix("")) in ON_ONE_JAX:
+        if item.path.is_relative_to(TESTS) and _needs_one_jax(item.path.relative_to(TESTS).with_suffix("")):
             item.add_marker("whole")
         for marker, (is_here, reason) in needs.items():
             if not is_here and item.get_closest_marker(marker):
