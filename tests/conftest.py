@@ -39,8 +39,8 @@ CACHE_LIMIT_BYTES = 1 << 30  # chosen: the cache of compiled programs is emptied
 # when there are none left. Chosen: about half.
 MAX_MAPPINGS = 30_000
 
-# Test files and folders, relative to `tests/`, that the quick suite leaves out. Either they hardly depend on the version
-# of JAX, or other tests run the same code on every version.
+# Test files and folders, relative to `tests/`, that the quick suite leaves out. Either they hardly depend on the
+# version of JAX, or other tests run the same code on every version.
 ON_ONE_JAX = {
     "ckpt/exchange", "ckpt/restore/test_expert_remapping", "ckpt/state/test_array_digest",
     "ckpt/state/test_array_packing", "ckpt/test_damage", "ckpt/test_processes", "foreign/test_harness",
