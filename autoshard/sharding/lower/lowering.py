@@ -9,6 +9,7 @@ Loops, branches and calls are rewritten in place. Source lines and name scopes a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,9 @@ from autoshard.sharding.layout.operator_sharding import (
     sharded_factors,
     strategy_in_layout,
 )
+from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
+from autoshard.sharding.lower.gather_order import GatherOrder
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
@@ -39,11 +42,19 @@ _CONSTANT_COUNTS = {"linear_call": "num_callee_consts", "remat_opt": "num_consts
 
 
 class Lowering:
-    """Evaluates a program with the sharding constraints of a layout on a mesh of devices."""
+    """Evaluates a program with the sharding constraints of a layout on a mesh of devices.
 
-    def __init__(self, layout: Layout, mesh: Any, flops_per_byte: float):
+    Args:
+        layout: the layout.
+        mesh: the mesh.
+        flops_per_byte: FLOPs that the target's chip computes while it sends one byte.
+        sequential: whether parameters are gathered one after another.
+    """
+
+    def __init__(self, layout: Layout, mesh: Any, flops_per_byte: float, *, sequential: bool = False):
         self.layout = layout
         self.mesh = mesh
+        self.order = GatherOrder(mesh) if sequential else None
         self.flops_per_byte = flops_per_byte
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
@@ -112,6 +123,30 @@ class Lowering:
         assert rule is not None
         chosen = strategy_in_layout(self.layout, op, self.flops_per_byte)
         wants = [result_spec(self.layout, op, v) for v in op.results]
+        if self.order is None or op.name in REDUCTIONS:
+            return self.decision_point(op, args, chosen, wants)
+        gathered = [self.is_gather(v, chosen.spec(d)) for v, d in zip(op.operands, rule.operands, strict=True)]
+        args = [
+            self.order.after_last_but_one(x, operand_spec(self.layout, v)) if gather else x
+            for x, v, gather in zip(args, op.operands, gathered, strict=True)
+        ]
+        results = self.decision_point(op, args, chosen, wants)
+        if any(gathered):
+            self.order.used(results, wants)
+        return results
+
+    def is_gather(self, value: int, spec: Spec) -> bool:
+        """Whether an operand that needs this sharding is a parameter that is stored in another one."""
+        return self.is_parameter(value) and operand_spec(self.layout, value) != spec
+
+    def is_parameter(self, value: int) -> bool:
+        """Whether a value is a parameter, or a slice or a cast of one."""
+        return self.layout.roles.inputs.get(self.layout.aliased_inputs.get(value, value)) == "parameter"
+
+    def decision_point(self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec]) -> list[Any]:
+        """Return the results of an operator for which the layout has a strategy, with their wanted shardings."""
+        rule = op.rule
+        assert rule is not None
         if is_declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, chosen, self.layout.mesh):
@@ -187,6 +222,7 @@ class Lowering:
         inner = op.blocks[0]
         if inner.param == IMPLEMENTATION:  # its library defines how it is differentiated and mapped, so it is kept
             return _compat.bind(op.eqn, params, *args)
+        args = self.after_uses(op, args)
         traced = jax.make_jaxpr(self.function(inner))(*args)
         if name in ("remat2", *_CONSTANT_COUNTS):
             bare, consts = _compat.split_constants(traced)
@@ -196,9 +232,24 @@ class Lowering:
             return _compat.bind(op.eqn, {**params, inner.param: bare}, *consts, *args)
         return _compat.bind(op.eqn, {**params, inner.param: traced}, *args)
 
+    def after_uses(self, op: Op, args: list[Any]) -> list[Any]:
+        """Return the operands of a body; the stored parameters among them wait for the last use of one before it."""
+        if self.order is None or not self.order.has_uses:
+            return args
+        return [
+            self.order.after_last(x, operand_spec(self.layout, v)) if self.is_parameter(v) else x
+            for x, v in zip(args, op.operands, strict=True)
+        ]
+
     def function(self, block: Block) -> Callable[..., list[Any]]:
-        """Return a block as a function of its inputs."""
-        return lambda *args: self.block(block, args)
+        """Return a block as a function of its inputs, to be traced apart."""
+        apart = self.order.apart if self.order is not None else contextlib.nullcontext
+
+        def run(*args: Any) -> list[Any]:
+            with apart():
+                return self.block(block, args)
+
+        return run
 
     def solve(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of a linear solve with a rewritten solver. Products for its gradients do not change."""
@@ -206,7 +257,7 @@ class Lowering:
 
         def solver(*operands: Any) -> list[Any]:
             replaced = dict(zip(solver_operands, operands, strict=True))
-            return self.block(op.blocks[0], [replaced.get(i, x) for i, x in enumerate(args)])
+            return self.function(op.blocks[0])(*(replaced.get(i, x) for i, x in enumerate(args)))
 
         jaxprs = op.eqn.params["jaxprs"]._replace(solve=jax.make_jaxpr(solver)(*(args[i] for i in solver_operands)))
         return _compat.bind(op.eqn, {**op.eqn.params, "jaxprs": jaxprs}, *args)
@@ -222,7 +273,7 @@ class Lowering:
         ]
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = self.block(op.blocks[0], [*consts, *carry, *x])
+            out = self.function(op.blocks[0])(*consts, *carry, *x)
             return out[:n_carry], out[n_carry:]
 
         rest = {k: params[k] for k in ("length", "reverse", "unroll")}

@@ -1,0 +1,100 @@
+"""Parameters that are gathered one after another, as `gather="sequential"` asks.
+
+A parameter that is stored in shards is gathered where an operator uses it. Compilers may start such gathers at any
+earlier time, and then hold many whole parameters at once. `optimization_barrier` does not prevent this: some published
+sets of compiler options remove barriers. Here the order is a dependence of the data: the shard of a parameter is
+combined with one element of the result of an earlier use, so that no compiler can gather it before. The values do not
+change: the bits of the shard are xor-ed with t (t + 1) mod 2, which is 0 for every integer t, but compilers do not know
+this. It costs one read and write of the shard.
+
+The gather for a use waits for the last use but one. So at most two gathered parameters are held: the one in use, and
+the next, whose gather runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard import _compat
+from autoshard.spmdrules.core.placement import Spec, to_partition_spec
+
+_BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+class GatherOrder:
+    """The uses of gathered parameters so far, in the code that is lowered now.
+
+    Args:
+        mesh: the mesh of devices.
+    """
+
+    def __init__(self, mesh: Any):
+        self.mesh = mesh
+        self._uses: list[tuple[Any, Spec]] = []
+
+    def used(self, results: Sequence[Any], specs: Sequence[Spec]) -> None:
+        """Note the results of an operator that uses a gathered parameter, and their shardings."""
+        found = next(((x, spec) for x, spec in zip(results, specs, strict=True) if _has_bits(x)), None)
+        if found is not None:
+            self._uses.append(found)
+
+    def after_last_but_one(self, shard: Any, spec: Spec) -> Any:
+        """Return a stored parameter, with this sharding, that is not there before the last use but one."""
+        return self._after(shard, spec, 2)
+
+    def after_last(self, shard: Any, spec: Spec) -> Any:
+        """Return a stored parameter, with this sharding, that is not there before the last use."""
+        return self._after(shard, spec, 1)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """In a body that is traced apart, earlier uses are not known; after it, those inside are not."""
+        outside, self._uses = self._uses, []
+        try:
+            yield
+        finally:
+            self._uses = outside
+
+    @property
+    def has_uses(self) -> bool:
+        """Whether a gathered parameter was used."""
+        return bool(self._uses)
+
+    def _after(self, shard: Any, spec: Spec, back: int) -> Any:
+        if len(self._uses) < back or not _has_bits(shard):
+            return shard
+        earlier, earlier_spec = self._uses[-back]
+        stored, other = to_partition_spec(spec), to_partition_spec(earlier_spec)
+        return jax.shard_map(
+            _dependent, mesh=self.mesh, in_specs=(stored, other), out_specs=stored, check_vma=False
+        )(shard, earlier)  # fmt: skip
+
+
+def _dependent(shard: jax.Array, earlier: jax.Array) -> jax.Array:
+    """Return `shard`, computed from one element of `earlier` too."""
+    element = lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim).reshape(())
+    t = _bits(element).astype(jnp.uint32)
+    zero = (t * (t + 1)) & 1
+    bits = _bits(shard)
+    changed = bits ^ zero.astype(bits.dtype)
+    return lax.bitcast_convert_type(changed, shard.dtype)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
+
+
+def _has_bits(x: Any) -> bool:
+    """Whether a value is an array with elements of whole bytes whose bits can be changed."""
+    if _compat.is_extended(x.dtype) or not math.prod(x.shape):
+        return False
+    if jnp.issubdtype(x.dtype, jnp.complexfloating) or x.dtype == jnp.bool_:
+        return False
+    return jnp.dtype(x.dtype).itemsize in _BITS and not jnp.dtype(x.dtype).name.endswith(("int4", "int2"))
