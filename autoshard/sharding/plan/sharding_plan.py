@@ -70,6 +70,7 @@ class ShardingPlan:
         notes: what the reader should know: conflicts, limits, axes whose size the mesh axes do not divide.
         padding: what padding such axes would gain, where it would gain something.
         compiler_options: options for XLA, by platform.
+        requested_options: those of them that the user requested, for the platform of the target.
         fingerprint: digest of the program that the plan fits.
         chosen: the strategy that was chosen, or that was requested.
         candidates: the plans that were compared: (strategy, step time in microseconds, peak bytes).
@@ -106,6 +107,7 @@ class ShardingPlan:
     notes: tuple[str, ...] = ()
     padding: tuple[Padding, ...] = ()
     compiler_options: Mapping[str, Options] = field(default_factory=dict)
+    requested_options: Options = field(default_factory=dict)
     fingerprint: str = ""
     chosen: str = ""
     candidates: tuple[tuple[str, float, float], ...] = ()

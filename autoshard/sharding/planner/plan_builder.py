@@ -14,7 +14,9 @@ from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
+from autoshard.sharding.machines.option_requests import requested
 from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.plan.program_facts import layer_bytes
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.plan.tensors import KEY_WORDS, SIZE_ONE, Leaf, Padding
 from autoshard.sharding.planner.activations import activations
@@ -84,7 +86,16 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
         ),
     )
-    return BoundPlan(plan, problem, layout, best.assignment)
+    return BoundPlan(_with_requested_options(plan, problem), problem, layout, best.assignment)
+
+
+def _with_requested_options(plan: ShardingPlan, problem: PlanningProblem) -> ShardingPlan:
+    """The plan with the options that the user requested, some of which depend on the plan's layers."""
+    request, target = problem.machine.option_request, problem.machine.target
+    if not request:
+        return plan
+    options, own = requested(request, target, layer_bytes(plan))
+    return plan.where(compiler_options={target.platform: options}, requested_options=own)
 
 
 def leaf_of(problem: PlanningProblem, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:

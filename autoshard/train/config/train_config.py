@@ -21,9 +21,9 @@ from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
-    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload virtual_devices "
-    "log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every "
-    "sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
+    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
+    "virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best "
+    "keep_every sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
@@ -98,6 +98,10 @@ class TrainConfig:
     """Values of a layer that wait in the host's memory between forward and backward pass: names such as residual+qkv
     (an unknown name lists the known ones), which set --gpt.remat; `auto` lets the planner choose what layers keep,
     recompute and offload; or `none`. Only for the built-in model. A resumed run keeps its choice."""
+    compiler_options: str | None = None
+    """Options for XLA, which take precedence over the planner's own: option sets and NAME=VALUE, joined by +, such as
+    scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. An unknown set lists the known ones. A resumed run keeps them
+    unless others are given."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 
