@@ -23,7 +23,7 @@ from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import captured_note
 from autoshard.sharding.planner.idle_devices import idle_notes
-from autoshard.sharding.planner.offload_choice import offload_notes
+from autoshard.sharding.planner.offload_choice import host_memory_notes, offload_notes
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
 from autoshard.sharding.search.candidate import Candidate, price
@@ -41,7 +41,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         others: all candidates that were priced; the plan lists them.
     """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
-    notes = _notes(problem, layout)
+    notes = (*_notes(problem, layout), *host_memory_notes(best))
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*state_like, *problem.state])
     moved = traffic(best.cost)
@@ -81,6 +81,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         arguments=problem.traced.arguments,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
+        host_limit_bytes=best.host_limit if best.host_bytes and math.isfinite(best.host_limit) else 0.0,
         offload=dict(problem.traced.offloaded),
         alone=_estimate(
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
@@ -140,7 +141,7 @@ def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
 def _estimate(candidate: Candidate, memory: MemoryModel) -> Estimate:
     cost = candidate.cost
     return Estimate(cost.step_time_us, cost.compute_us, cost.comm_us, cost.comm_bytes, candidate.peak_bytes,
-                    dict(candidate.memory), memory.host_bytes(candidate.layout), cost.host.nbytes, cost.host.time_us,
+                    dict(candidate.memory), candidate.host_bytes, cost.host.nbytes, cost.host.time_us,
                     cost.host.exposed_us)  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
-from autoshard.sharding.planner.offload_choice import plan_with_offload
+from autoshard.sharding.planner.offload_choice import plan_with_offload, warn_of_host_memory
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
@@ -103,6 +103,7 @@ def _plan_program(
     else:
         made = build_plan(problem, candidate, others)
     warn_of_idle_devices(problem, made.layout)
+    warn_of_host_memory(traced.name, made.plan)
     problem.search_counts = SearchCounts()  # frees the candidates: a plan keeps its problem
     return made
 

@@ -34,6 +34,7 @@ class StrategyPrice:
         host_us: microseconds in which the link to the host is busy.
         host_exposed_us: the part of `host_us` that compute does not hide; a part of the step.
         host_traffic_bytes: bytes that a device exchanges with its host, in both directions.
+        fits_host: whether its share of the host's memory suffices.
     """
 
     step_time_us: float
@@ -42,6 +43,7 @@ class StrategyPrice:
     host_us: float = 0.0
     host_exposed_us: float = 0.0
     host_traffic_bytes: float = 0.0
+    fits_host: bool = True
 
 
 class StrategyPrices:
@@ -120,5 +122,11 @@ def _price(candidate: Candidate) -> StrategyPrice:
     cost = candidate.cost
     host = cost.host
     return StrategyPrice(
-        cost.step_time_us, candidate.peak_bytes, cost.compute_us, host.time_us, host.exposed_us, host.nbytes
+        cost.step_time_us,
+        candidate.peak_bytes,
+        cost.compute_us,
+        host.time_us,
+        host.exposed_us,
+        host.nbytes,
+        candidate.fits_host,
     )
