@@ -133,9 +133,9 @@ def warn_of_host_memory(name: str, plan: ShardingPlan) -> None:
     """Warn of a plan whose values take more than its devices' share of the host's memory."""
     if not plan.fits_host:
         warnings.warn(
-            f"auto_shard({name}): plan {plan.chosen} keeps {bytes_text(plan.estimate.host_memory_bytes)} of each device "
-            f"in the host's memory, more than its share of {bytes_text(plan.host_limit_bytes)}. Offload fewer values, "
-            "recompute some, or plan for more devices",
+            f"auto_shard({name}): plan {plan.chosen} keeps {bytes_text(plan.estimate.host_memory_bytes)} of each "
+            f"device in the host's memory, more than its share of {bytes_text(plan.host_limit_bytes)}. Offload fewer "
+            "values, recompute some, or plan for more devices",
             AutoshardWarning,
             stacklevel=users_stacklevel(),
         )
