@@ -113,7 +113,10 @@ def with_offload(config: TrainConfig) -> TrainConfig:
     """Return the config with the remat policy that the names of `offload` set. Searched variants stay as they are."""
     if config.offload == NONE or config.searches_variants:
         return config
-    return replace(config, gpt=replace(config.gpt, remat=offload_remat(config.offload)))
+    return replace(
+        config,
+        gpt=replace(config.gpt, remat=offload_remat(config.offload, config.gpt.layers, scan=config.gpt.scan_layers)),
+    )
 
 
 def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
