@@ -132,7 +132,9 @@ def plan(
             `Attempt`s so far (at first none) to the keywords to try next.
         offload: what waits in host memory, without a change of `fn`: words joined by `+`, or a list of them. `residual`
             is the input of each layer of a scan over stacked layers. A name that `fn` gives with
-            `jax.ad_checkpoint.checkpoint_name` is a value that the backward pass reads. `optimizer` is the state that
+            `jax.ad_checkpoint.checkpoint_name` is a value that the backward pass reads; a glob (`blocks.*.residual`)
+            means several names, and a slice (`residual@::2`) some of the values of a name, in the order in which the
+            forward pass computes them. A slice cannot select iterations of a scan. `optimizer` is the state that
             the update alone reads, such as moments. "none" moves nothing. "auto" plans without offload, keeps that plan
             if it fits and none with offload is estimated to be at least 10 % faster, and otherwise takes the fastest
             plan that fits, or the one with the least memory. By default nothing, or what a given `Plan` moves.
