@@ -28,7 +28,7 @@ class Settings:
         work: its workload, with the recipe's remat as far as our policies have it.
         sharding: its mesh.
         remat: what a layer does with its values.
-        notes: what the workload leaves out.
+        notes: what the workload leaves out, and the recipe's kernels.
         same_precision: whether its products have the recipe's precision.
     """
 
@@ -84,5 +84,6 @@ def settings_of(entry: Entry) -> Settings:
     except (AutoshardError, ValueError) as error:
         raise UnavailableError(f"not possible: {error}") from error
     ignored = tuple(f"field {name!r} is unknown and ignored" for name in entry.ignored)
-    notes = (*(each.note for each in missing if each.note), *ignored)
+    kernel = stand_ins.kernel_note(recipe)
+    notes = (*(each.note for each in missing if each.note), *([kernel] if kernel else []), *ignored)
     return Settings(recipe, work, sharding, actions, notes, same_precision=not precision.note)

@@ -66,3 +66,15 @@ def loss(recipe: Recipe) -> StandIn:
     if (recipe.vocab_tiles or 1) == 1:
         return StandIn()
     return StandIn({}, f"a loss in {recipe.vocab_tiles} parts is planned as a whole")
+
+
+def kernel_note(recipe: Recipe) -> str:
+    """The recipe's own attention kernel and its block sizes; empty if the recipe does not say."""
+    parts = [recipe.attention] if recipe.attention else []
+    if recipe.attention_blocks:
+        parts.append("blocks " + " ".join(f"{name}={size}" for name, size in recipe.attention_blocks.items()))
+    if recipe.fused_backward:
+        parts.append("one kernel for all gradients")
+    if not parts:
+        return ""
+    return f"the recipe's attention: {', '.join(parts)}; planned: the planner's own kernel and blocks"

@@ -7,7 +7,8 @@ Sharding:
     word       KIND:N with a kind of the planner's strategies: dp, zero1, fsdp, cp, ep, tp
     remark     "two devices a chip" | N " cores" | N " hosts x " N
 
-`across` and `within a slice` place the words of their clause over slices (or groups of hosts), and inside of one.
+`across` and `within a slice` place the words of their clause over slices (or groups of hosts), and inside of one. Their
+sizes are checked against the machine. The planner assigns devices in the order of `Sharding.words`, outermost first.
 
 Remat:
 
@@ -88,11 +89,9 @@ class Sharding:
 
     Attributes:
         sizes: kind of parallelism -> devices.
-        across: the kinds that span slices or groups of hosts.
     """
 
     sizes: Mapping[str, int]
-    across: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -120,7 +119,6 @@ def parse_sharding(text: str, *, devices: int, slices: int = 1, devices_per_chip
         WordsError: the text is not in the grammar, or contradicts the machine.
     """
     sizes: dict[str, int] = {}
-    across: list[str] = []
     at = 0
     while at < len(text):
         found = _CLAUSE.match(text, at)
@@ -139,12 +137,11 @@ def parse_sharding(text: str, *, devices: int, slices: int = 1, devices_per_chip
         if slices > 1 and found["place"] and size != (slices if found["place"] == "across" else devices // slices):
             raise WordsError(f"sharding {text!r}: {size} devices are not {found['place']} on {slices} slices")
         _check_remark(text, found["remark"], size, devices, devices_per_chip)
-        across += words if found["place"] == "across" else ()
         sizes |= words
         at = found.end()
     if math.prod(sizes.values()) != devices or not sizes:
         raise WordsError(f"sharding {text!r} is for {math.prod(sizes.values())} devices; the machine has {devices}")
-    return Sharding(sizes, tuple(across))
+    return Sharding(sizes)
 
 
 def _check_remark(text: str, remark: str | None, size: int, devices: int, devices_per_chip: int) -> None:

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import recipe_rows
@@ -115,21 +117,31 @@ def test_a_file_of_another_form_is_an_error(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "machine", "words", "across"),
+    ("text", "machine", "words"),
     [
-        ("fsdp:16", {"devices": 16}, "fsdp:16", ()),
-        ("fsdp:64 ep:4", {"devices": 256}, "fsdp:64 ep:4", ()),
-        ("fsdp:64 dp:2", {"devices": 128}, "dp:2 fsdp:64", ()),
-        ("fsdp:256 within a slice, dp:2 across", {"devices": 512, "slices": 2}, "dp:2 fsdp:256", ("dp",)),
-        ("dp:4 fsdp:32 (two devices a chip)", {"devices": 128, "devices_per_chip": 2}, "dp:4 fsdp:32", ()),
-        ("fsdp:128, as 16 x 8 (two devices a chip)", {"devices": 128, "devices_per_chip": 2}, "fsdp:128", ()),
-        ("fsdp:64 cp:8 (512 cores)", {"devices": 512, "devices_per_chip": 2}, "fsdp:64 cp:8", ()),
-        ("fsdp:128 (16 hosts x 8), dp:2 across", {"devices": 256}, "dp:2 fsdp:128", ("dp",)),
+        ("fsdp:16", {"devices": 16}, "fsdp:16"),
+        ("fsdp:64 ep:4", {"devices": 256}, "fsdp:64 ep:4"),
+        ("fsdp:64 dp:2", {"devices": 128}, "dp:2 fsdp:64"),
+        ("fsdp:256 within a slice, dp:2 across", {"devices": 512, "slices": 2}, "dp:2 fsdp:256"),
+        ("dp:4 fsdp:32 (two devices a chip)", {"devices": 128, "devices_per_chip": 2}, "dp:4 fsdp:32"),
+        ("fsdp:128, as 16 x 8 (two devices a chip)", {"devices": 128, "devices_per_chip": 2}, "fsdp:128"),
+        ("fsdp:64 cp:8 (512 cores)", {"devices": 512, "devices_per_chip": 2}, "fsdp:64 cp:8"),
+        ("fsdp:128 (16 hosts x 8), dp:2 across", {"devices": 256}, "dp:2 fsdp:128"),
     ],
 )
-def test_shardings(text, machine, words, across):
-    found = parse_sharding(text, **machine)
-    assert (found.words, found.across) == (words, across)
+def test_shardings(text, machine, words):
+    assert parse_sharding(text, **machine).words == words
+
+
+def test_kernel_settings_are_noted():
+    blocks = {"q": 2048, "kv": 1024, "kv_compute": 512}
+    recipe = SimpleNamespace(attention="splash", attention_blocks=blocks, fused_backward=True)
+    assert stand_ins.kernel_note(cast(Recipe, recipe)) == (
+        "the recipe's attention: splash, blocks q=2048 kv=1024 kv_compute=512, one kernel for all gradients; "
+        "planned: the planner's own kernel and blocks"
+    )
+    nothing = SimpleNamespace(attention=None, attention_blocks=None, fused_backward=None)
+    assert stand_ins.kernel_note(cast(Recipe, nothing)) == ""
 
 
 @pytest.mark.parametrize(

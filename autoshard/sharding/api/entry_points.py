@@ -15,6 +15,7 @@ from autoshard.sharding.api.flax_modules import shard_class
 from autoshard.sharding.api.jit_habits import check_jit_options, explains_jit_options
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import MeshLike
+from autoshard.sharding.machines.option_requests import OptionRequest
 from autoshard.sharding.planner.planning import PlanLike
 from autoshard.sharding.planner.variants import Variants
 from autoshard.sharding.runtime.plan_options import checked_options
@@ -33,6 +34,7 @@ def auto_shard(
     plan: PlanLike | None = None,
     variants: Variants | None = None,
     offload: str | Sequence[str] | None = None,
+    compiler_options: OptionRequest | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -56,6 +58,7 @@ def auto_shard(
         variants: static keywords to choose from, see `autoshard.plan`.
         offload: what waits in host memory, see `autoshard.plan`. `init` creates the optimizer's state there, and a call
             moves it there.
+        compiler_options: options for XLA, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -77,7 +80,8 @@ def auto_shard(
         True
     """
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
-                              fixed=fixed, plan=plan, offload=offload, strict=strict)  # fmt: skip
+                              fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
+                              strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
@@ -102,6 +106,7 @@ def plan(
     plan: PlanLike | None = None,
     variants: Variants | None = None,
     offload: str | Sequence[str] | None = None,
+    compiler_options: OptionRequest | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -127,10 +132,16 @@ def plan(
             `Attempt`s so far (at first none) to the keywords to try next.
         offload: what waits in host memory, without a change of `fn`: words joined by `+`, or a list of them. `residual`
             is the input of each layer of a scan over stacked layers. A name that `fn` gives with
-            `jax.ad_checkpoint.checkpoint_name` is a value that the backward pass reads. `optimizer` is the state that
+            `jax.ad_checkpoint.checkpoint_name` is a value that the backward pass reads; a glob (`blocks.*.residual`)
+            means several names, and a slice (`residual@::2`) some of the values of a name, in the order in which the
+            forward pass computes them. A slice cannot select iterations of a scan. `optimizer` is the state that
             the update alone reads, such as moments. "none" moves nothing. "auto" plans without offload, keeps that plan
             if it fits and none with offload is estimated to be at least 10 % faster, and otherwise takes the fastest
             plan that fits, or the one with the least memory. By default nothing, or what a given `Plan` moves.
+        compiler_options: options for XLA, which take precedence over those that the planner chooses: a mapping
+            `{option: value}`, the name of an option set such as "scoped-vmem", a list of these, or text in which `+`
+            joins names and `option=value`. The estimate, `Plan.verify` and `Plan.jit` use them. An option that the
+            installed compiler refuses is left out with a warning; `Plan.verify` names those that change nothing.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -148,7 +159,8 @@ def plan(
         The plan, bound to `fn`.
 
     Raises:
-        PlanError: the request is invalid, `offload` has a word of which `fn` has no value, or no plan fits.
+        PlanError: the request is invalid, `offload` has a word of which `fn` has no value, `compiler_options` names a
+            set that the target does not have, or no plan fits.
 
     Example:
         >>> import jax, autoshard
@@ -168,5 +180,6 @@ def plan(
     """
     check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
-                              fixed=fixed, plan=plan, offload=offload, strict=strict)  # fmt: skip
+                              fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
+                              strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

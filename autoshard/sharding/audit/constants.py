@@ -18,6 +18,9 @@ ROUNDING_BYTES = 1e-6
 # Temporaries smaller than this fraction of the peak memory are not reported as replicated (`replicated_arrays`).
 LARGE_TEMPORARY_SHARE = 0.02
 
+# Up to this many requested options are each left out once to find those that change nothing, one compilation each.
+MOST_SINGLE_OPTIONS = 3
+
 # Number of entries of each list that the text of an audit shows. The audit itself has all of them.
 SHOWN_ENTRIES = 8
 

@@ -28,7 +28,8 @@ class RequestedOptions:
 
     Attributes:
         options: all of them.
-        own: the plan's own, with those that they need.
+        own: the options to compare with. They are the plan's own, with those that they need. If the plan itself is
+            compiled and the user requested options of the planner, they are the defaults of the chip.
         added: options that others need and that were not given, each with its reason.
         notes: conflicts, and options for which wrong numbers were reported.
     """
@@ -57,7 +58,8 @@ def requested_options(plan: ShardingPlan, request: Options | str | None) -> Requ
     """
     facts = program_facts(plan)
     plans = plan_options(plan)
-    own, _ = with_needed(plans)
+    compared = find_target(plan.target).chip.options if request is None and plan.requested_options else plans
+    own, _ = with_needed(compared)
     if isinstance(request, str):
         chip = facts.chip if facts else plan.target.partition(":")[0]
         try:

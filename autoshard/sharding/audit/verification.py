@@ -23,6 +23,7 @@ from autoshard.sharding.audit.audit import Audit, AuditError
 from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.audit.host_traffic import compiled_transfers
+from autoshard.sharding.audit.idle_options import idle_options
 from autoshard.sharding.audit.replicated_arrays import replicated
 from autoshard.sharding.audit.requested_options import requested_options
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Context, compare, file_and_line
@@ -49,8 +50,9 @@ COMPILERS: Mapping[str, tuple[str, ...]] = {
 def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Options | str | None = None) -> Audit:
     """Compile a plan's program for its target, in a separate process, and compare it with the plan.
 
-    With `options`, the audit names those that change nothing in the compiled program. To find them, the program is also
-    compiled under the plan's own options, unless it is in the cache.
+    With `options`, or for a plan with requested options, the audit names those that change nothing in the compiled
+    program. To find them, the program is also compiled without them, and without each of them if they are few, unless
+    it is in the cache.
 
     Args:
         executable: a plan with its function.
@@ -72,10 +74,9 @@ def verify(executable: Executable, *, timeout_s: float = TIMEOUT_S, options: Opt
     added = [f"compiled with {each}" for each in request.added]
     notes = [*added, *request.notes]
     tried = sorted(request.changed - set(found.dropped))
-    if found.ok and tried:
-        own = verify_under(executable, request.own, timeout_s)
-        if own.ok and own.program == found.program:
-            notes.append(f"these options change nothing in the compiled program: {', '.join(tried)}")
+    idle = idle_options(found, request, tried, lambda options: verify_under(executable, options, timeout_s))
+    if idle:
+        notes.append(f"these options change nothing in the compiled program: {', '.join(idle)}")
     return replace(found, notes=(*notes, *found.notes))
 
 

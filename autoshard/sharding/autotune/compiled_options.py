@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard._shown import shown
 from autoshard._units import ratio_text, time_text
 from autoshard.sharding.audit import Audit, verify_under
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, LEAST_OPTION_GAIN, MOST_OPTION_SETS
-from autoshard.sharding.machines.options import Options, applicable_sets, with_needed, with_set
+from autoshard.sharding.machines.options import (
+    Options,
+    OptionSet,
+    ProgramFacts,
+    applicable_sets,
+    with_needed,
+    with_set,
+)
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.program_facts import program_facts
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -47,16 +55,16 @@ def fastest_options(bound: BoundPlan, own: Audit, limit: float) -> tuple[BoundPl
     facts = program_facts(bound.plan)
     if facts is None or not own.step_time_us:
         return bound, own
-    sets = applicable_sets(facts, own.options)
+    sets, refused = _compatible_sets(bound.plan.requested_options, applicable_sets(facts, own.options), own, facts)
     trials = []
     for each in sets[:MOST_OPTION_SETS]:
         options, _ = with_needed(with_set(own.options, each, facts))
         trials.append(_Trial(each.name, options, verify_under(bound.executable, options)))
     if not trials:
-        return bound, own
+        return bound.where(notes=(*bound.plan.notes, *refused)), own
     best = min((t for t in trials if _is_faster(t.audit, own, limit)), key=_step_us, default=None)
     results = [f"plan's own {time_text(own.step_time_us)}", *(_result(t, own, limit, t is best) for t in trials)]
-    notes = [f"compiler options, compiled for {bound.plan.target}: {'; '.join(results)}"]
+    notes = [*refused, f"compiler options, compiled for {bound.plan.target}: {'; '.join(results)}"]
     if rest := [each.name for each in sets[MOST_OPTION_SETS:]]:
         notes.append(f"option sets that were not compiled: {', '.join(rest)}; Plan.verify(options=NAME) does")
     if best is None:
@@ -65,6 +73,21 @@ def fastest_options(bound: BoundPlan, own: Audit, limit: float) -> tuple[BoundPl
     kept = {name: value for name, value in best.options.items() if name not in best.audit.dropped}
     chosen = {**bound.plan.compiler_options, platform: kept}
     return bound.where(compiler_options=chosen, notes=(*bound.plan.notes, *notes)), best.audit
+
+
+def _compatible_sets(
+    requested: Options, sets: Sequence[OptionSet], own: Audit, facts: ProgramFacts
+) -> tuple[list[OptionSet], list[str]]:
+    """The sets that keep every requested option, and a note that names the others."""
+
+    def keeps(each: OptionSet) -> bool:
+        options = with_set(own.options, each, facts)
+        return all(str(options.get(name)) == str(value) for name, value in requested.items())
+
+    kept = [each for each in sets if keeps(each)]
+    others = [each.name for each in sets if each not in kept]
+    note = f"option sets that were not compiled, because they change requested options: {', '.join(others)}"
+    return kept, [note] if others else []
 
 
 def _step_us(trial: _Trial) -> float:

@@ -19,6 +19,12 @@ jax-ml.github.io/scaling-book, 16 GB/s per chip, 32 GB/s on v6e. tpu7x: no figur
 x16 link per chip, 64 GB/s, which its two devices share. GPUs: NVIDIA's data sheets, half of the figure for both
 directions (A100: PCIe 4.0, 64 GB/s; H100, H200, B200: PCIe 5.0, 128 GB/s; GB200: NVLink-C2C, 900 GB/s for two GPUs).
 
+Host memory is one device's share of the memory of a machine that Google Cloud rents (its pages on TPU versions and on
+accelerator-optimized machines), in GB. TPUs, 4 chips: ct4p-hightpu-4t 407, ct5lp-hightpu-4t 192, ct5p-hightpu-4t 448,
+ct6e-standard-4t 720, tpu7x-standard-4t 960 (8 devices). GPUs: a2-highgpu-8g 680, a2-ultragpu-8g 1360, a3-highgpu-8g
+1872, a3-ultragpu-8g 2952, a4-highgpu-8g 3968, a4x-highgpu-4g 884. Plans use `constants.HOST_MEMORY_SHARE` of it. A
+target file sets other figures.
+
 The bandwidth of a link is that of one direction. For TPUs it is 0.9 of the rated bandwidth (50 GB/s of v4 and v5e,
 100 GB/s of the others), the share that large messages reach: chosen, not measured. A device on a torus has two links in
 each dimension; a device on a switch has one, whose figure covers all its lanes. Network bandwidth is one device's share
@@ -28,6 +34,7 @@ of what its host sends. Latency is that of one hop on a torus or one crossing of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -61,6 +68,7 @@ class Chip:
         link_bandwidth: bytes per second that one link (ICI, NVLink) sends in one direction.
         network_bandwidth: bytes per second that one device sends to other hosts (on a TPU, to other slices).
         host_bandwidth: bytes per second between one device and the memory of its host, in one direction; 0 if unknown.
+        host_memory_bytes: one device's share of its host's memory; 0 if unknown, which is no limit.
         link_latency_us: microseconds of one hop.
         network_latency_us: microseconds of one message between hosts or slices.
         torus: number of dimensions of the torus; 0 if devices are joined by a switch.
@@ -88,6 +96,7 @@ class Chip:
     link_latency_us: float = constants.TORUS_LATENCY_US
     network_latency_us: float = constants.SLICE_LATENCY_US
     host_bandwidth: float = 0.0
+    host_memory_bytes: float = 0.0
     torus: int = 0
     wraps_at: int = 0
     pod: int = 0
@@ -110,6 +119,11 @@ class Chip:
         return self.flops if itemsize <= 2 else self.flops_f32
 
 
+def host_limit_bytes(chip: Chip) -> float:
+    """The bytes of host memory that the values of one device may take; infinite if the host's memory is unknown."""
+    return constants.HOST_MEMORY_SHARE * chip.host_memory_bytes or math.inf
+
+
 _ASYNCHRONOUS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
@@ -122,6 +136,7 @@ def _tpu(
     link_gb: float,
     net_gb: float,
     host_gb: float,
+    ram_gb: float,
     torus: int,
     pod: int,
     kinds: str,
@@ -135,7 +150,8 @@ def _tpu(
     wraps_at, options = 16 if torus == 2 else 4, default_options(name)
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
-        host_bandwidth=host_gb * GB, torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
+        host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB,
+        torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
         on_chip_bytes=on_chip_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), options=options, **more,
     )  # fmt: skip
@@ -149,13 +165,15 @@ def _gpu(
     nvlink_gb: float,
     net_gb: float,
     host_gb: float,
+    ram_gb: float,
     domain: int,
     kinds: str,
 ) -> Chip:
     # No compiler options: XLA:GPU's defaults are kept.
     return Chip(
         "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, nvlink_gb * GB, net_gb * GB,
-        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB, domain=domain,
+        constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB,
+        ram_gb * GB, domain=domain,
         tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
     )  # fmt: skip
 
@@ -170,6 +188,7 @@ CHIPS: Mapping[str, Chip] = {
         link_gb=45,
         net_gb=6.25,
         host_gb=16,
+        ram_gb=407 / 4,
         torus=3,
         pod=4096,
         kinds="v4",
@@ -184,6 +203,7 @@ CHIPS: Mapping[str, Chip] = {
         link_gb=45,
         net_gb=3.125,
         host_gb=16,
+        ram_gb=192 / 4,
         torus=2,
         pod=256,
         kinds="v5 lite|v5e|v5litepod",
@@ -198,6 +218,7 @@ CHIPS: Mapping[str, Chip] = {
         link_gb=90,
         net_gb=6.25,
         host_gb=16,
+        ram_gb=448 / 4,
         torus=3,
         pod=8960,
         kinds="v5p|v5",
@@ -214,6 +235,7 @@ CHIPS: Mapping[str, Chip] = {
         link_gb=90,
         net_gb=12.5,
         host_gb=32,
+        ram_gb=720 / 4,
         torus=2,
         pod=256,
         kinds="v6 lite|v6e",
@@ -230,6 +252,7 @@ CHIPS: Mapping[str, Chip] = {
         link_gb=90,
         net_gb=6.25,
         host_gb=32,
+        ram_gb=960 / 8,
         torus=3,
         pod=9216,
         kinds="tpu7x|v7x",
@@ -241,13 +264,39 @@ CHIPS: Mapping[str, Chip] = {
         efficiency=0.779,
     ),
     "a100-40": _gpu(
-        tflops=312, gb=40, hbm_gb=1555, nvlink_gb=300, net_gb=25, host_gb=32, domain=8, kinds="a100-sxm4-40gb|a100 40gb"
+        tflops=312,
+        gb=40,
+        hbm_gb=1555,
+        nvlink_gb=300,
+        net_gb=25,
+        host_gb=32,
+        ram_gb=680 / 8,
+        domain=8,
+        kinds="a100-sxm4-40gb|a100 40gb",
     ),
-    "a100-80": _gpu(tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, host_gb=32, domain=8, kinds="a100"),
-    "h100": _gpu(tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, host_gb=64, domain=8, kinds="h100"),
-    "h200": _gpu(tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, host_gb=64, domain=8, kinds="h200"),
-    "b200": _gpu(tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=64, domain=8, kinds="b200"),
-    "gb200": _gpu(tflops=2500, gb=186, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=225, domain=72, kinds="gb200"),
+    "a100-80": _gpu(
+        tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, host_gb=32, ram_gb=1360 / 8, domain=8, kinds="a100"
+    ),
+    "h100": _gpu(
+        tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=1872 / 8, domain=8, kinds="h100"
+    ),
+    "h200": _gpu(
+        tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=2952 / 8, domain=8, kinds="h200"
+    ),
+    "b200": _gpu(
+        tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=64, ram_gb=3968 / 8, domain=8, kinds="b200"
+    ),
+    "gb200": _gpu(
+        tflops=2500,
+        gb=186,
+        hbm_gb=8000,
+        nvlink_gb=900,
+        net_gb=50,
+        host_gb=225,
+        ram_gb=884 / 4,
+        domain=72,
+        kinds="gb200",
+    ),
     "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, 2e9, domain=1 << 20),
 }
 ALIASES: Mapping[str, str] = {"a100": "a100-80", "v5litepod": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}

@@ -21,6 +21,11 @@ BANDWIDTH_REACHED = 0.8
 # (`cost.offload_time`, `hlo.host_transfers`).
 HOST_BANDWIDTH_REACHED = 0.9
 
+# Fraction of a host's memory that the values of its devices may take. Source: chosen, not measured. The rest is for the
+# operating system, the process itself and the batches that it loads. Which plans with offload fit depends on it
+# (`chips.host_limit_bytes`).
+HOST_MEMORY_SHARE = 0.9
+
 # Elements along one side of the tiles in which a GPU computes products. Source: chosen, not measured. `cost.step_time`
 # rounds the dimensions of a shard up to tiles. (The tile of a TPU is the side of its matrix unit, in `chips`.)
 GPU_TILE = 64

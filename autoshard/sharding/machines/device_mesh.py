@@ -16,6 +16,7 @@ from autoshard._shown import shown
 from autoshard._typed import convert, short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.constants import MOST_DEVICES, VIRTUAL_DEVICES
+from autoshard.sharding.machines.option_requests import Part, under_request
 from autoshard.sharding.machines.targets import Target, find_target, target_for
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec
 
@@ -31,18 +32,21 @@ class Machine:
         target: the target.
         sizes: the given mesh, axis -> size, whose axes are never split further; None if the planner chooses the mesh.
         mesh: the given mesh of attached devices, if any.
+        option_request: the requested compiler options; the target's chip has them.
     """
 
     target: Target
     sizes: Mapping[str, int] | None
     mesh: Mesh | None = None
+    option_request: Sequence[Part] = ()
 
 
-def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
-    """The machine that the arguments `mesh=` and `target=` describe together.
+def find_machine(mesh: MeshLike | None, target: str | None, option_request: Sequence[Part] = ()) -> Machine:
+    """The machine that the arguments `mesh=` and `target=` describe together, under requested compiler options.
 
     Raises:
-        PlanError: the mesh and the target differ in their number of devices, or `mesh` is not a mesh.
+        PlanError: the mesh and the target differ in their number of devices, `mesh` is not a mesh,
+            or the target has no option set of a requested name.
     """
     sizes = mesh_sizes(mesh) if mesh is not None else None
     if sizes is not None and math.prod(sizes.values()) > MOST_DEVICES:
@@ -53,10 +57,11 @@ def find_machine(mesh: MeshLike | None, target: str | None) -> Machine:
         if sizes is not None and math.prod(sizes.values()) != found.devices:
             raise PlanError(f"mesh {dict(sizes)} has {math.prod(sizes.values())} devices, target '{target}' has "
                             f"{found.devices}; give both the same number")  # fmt: skip
-        return Machine(found, sizes, concrete)
+        return Machine(under_request(found, option_request), sizes, concrete, option_request)
     devices = list(concrete.devices.flat) if concrete is not None else jax.devices()
     count = len(devices) if sizes is None else math.prod(sizes.values())
-    return Machine(target_for(devices, count), sizes, concrete)
+    found = under_request(target_for(devices, count), option_request)
+    return Machine(found, sizes, concrete, option_request)
 
 
 def find_platform(mesh: MeshLike | None, target: str | None) -> str:

@@ -13,7 +13,7 @@ does not cross.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.offload.constants import SMALLEST_BYTES
 from autoshard.sharding.offload.edits import Edits, has_backward, jaxprs_of
+from autoshard.sharding.offload.layer_words import LayerWord
 from autoshard.sharding.offload.words import RESIDUAL
 from autoshard.sharding.program.array_sizes import is_float, nbytes
 
@@ -41,6 +42,7 @@ class Crossings:
         edits: the changes that move the chosen values.
         nbytes: word -> bytes of its moved values in one step, before sharding.
         reasons: word -> why some of its values that cross stay on the device.
+        in_scans: word with a slice over layers -> the scans of which it cannot select iterations.
         names: the names that `checkpoint_name` gave, anywhere in the program.
         recomputed: the names of values that `jax.checkpoint` computes again.
         has_backward: whether the program has a backward pass.
@@ -49,21 +51,22 @@ class Crossings:
     edits: Edits = field(default_factory=Edits)
     nbytes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reasons: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    in_scans: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     names: set[str] = field(default_factory=set)
     recomputed: set[str] = field(default_factory=set)
     has_backward: bool = False
 
 
-def find_crossings(closed: Any, chosen: Callable[[str], bool] = lambda word: True) -> Crossings:
+def find_crossings(closed: Any, words: Sequence[LayerWord] | None = None) -> Crossings:
     """Find the values of the chosen words that cross in a program.
 
     Args:
         closed: the program, with its calls inlined.
-        chosen: whether a word's values are moved; by default, all are.
+        words: the words whose values are moved. By default, each name is a word.
     """
     found = Crossings()
     _collect_names(closed, found, in_checkpoint=False)
-    found.edits = _Level(closed, chosen, found, 1.0).edits()
+    found.edits = _Level(closed, words, found, 1.0).edits()
     return found
 
 
@@ -82,9 +85,10 @@ def _collect_names(closed: Any, found: Crossings, in_checkpoint: bool) -> None:
 class _Level:
     """The crossings of one jaxpr that contains a forward and a backward pass, and of those within its loops."""
 
-    def __init__(self, closed: Any, chosen: Callable[[str], bool], found: Crossings, trips: float):
-        self.jaxpr, self.chosen, self.found, self.trips = _compat.open_jaxpr(closed), chosen, found, trips
+    def __init__(self, closed: Any, words: Sequence[LayerWord] | None, found: Crossings, trips: float):
+        self.jaxpr, self.words, self.found, self.trips = _compat.open_jaxpr(closed), words, found, trips
         self.canonical, self.labels = labelled(self.jaxpr)
+        self.numbers = _Numbers(self.jaxpr, self.canonical)
         self.made_by = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         # variable -> the equations that take it; canonical variable -> whether the backward pass takes it
         self.users: dict[Any, list[Any]] = defaultdict(list)
@@ -99,7 +103,7 @@ class _Level:
     def edits(self) -> Edits:
         edits = Edits(self.canonical)
         for var in [v for v in self.labels if v in self.crosses]:
-            words = self.chosen_words(self.labels[var])
+            words = self.chosen_words(self.labels[var], var)
             eqn = self.made_by.get(var)
             if not words or self.is_small(words, var):
                 continue
@@ -116,7 +120,7 @@ class _Level:
             elif eqn.primitive.name in ("scan", "while", "cond") and has_backward(eqn):
                 for number, inner in enumerate(_inner_jaxprs(eqn)):
                     trips = self.trips * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-                    edits.inner[id(eqn), number] = _Level(inner, self.chosen, self.found, trips).edits()
+                    edits.inner[id(eqn), number] = _Level(inner, self.words, self.found, trips).edits()
         return edits
 
     def stacks(self, eqn: Any, edits: Edits) -> None:
@@ -131,7 +135,7 @@ class _Level:
             if isinstance(atom, _compat.Literal) or var not in self.crosses:
                 continue
             source = canonical.get(atom, atom)
-            words = self.chosen_words(labels.get(source, ()))
+            words = self.stacked_words(labels.get(source, ()), eqn)
             if not words or self.is_small(words, source):
                 continue
             if any(not _compat.is_transposed(user) for user in self.users[var]) or var in self.jaxpr.outvars:
@@ -156,8 +160,31 @@ class _Level:
                     return True
         return False
 
-    def chosen_words(self, words: Iterable[str]) -> list[str]:
-        return sorted(filter(self.chosen, words))
+    def chosen_words(self, names: Iterable[str], var: Any) -> list[str]:
+        """The words that mean a value of straight code with these names."""
+        if self.words is None:
+            return sorted(names)
+        return [
+            word.text
+            for word in self.words
+            if any(word.names(name) and word.covers(*self.numbers.of(name, var)) for name in names)
+        ]
+
+    def stacked_words(self, names: Iterable[str], scan: Any) -> list[str]:
+        """The words that mean a value with these names in each iteration of a scan."""
+        if self.words is None:
+            return sorted(names)
+        found = [word for word in self.words if any(map(word.names, names))]
+        if some := [word.text for word in found if word.layers is not None]:
+            line = _compat.source_line(scan)
+            reason = (
+                f"its layers are one scan of {scan.params['length']} iterations{f' at {line}' if line else ''}, whose "
+                "body is the same for all of them. Leave the slice out, or write the layers out one after the other"
+            )
+            for word in some:
+                if reason not in self.found.in_scans[word]:
+                    self.found.in_scans[word].append(reason)
+        return [word.text for word in found if word.layers is None]
 
     def is_small(self, words: list[str], var: Any) -> bool:
         if nbytes(var.aval) >= SMALLEST_BYTES and not _compat.is_extended(var.aval.dtype):
@@ -174,6 +201,27 @@ class _Level:
         for word in words:
             if reason not in self.found.reasons[word]:
                 self.found.reasons[word].append(reason)
+
+
+class _Numbers:
+    """The values of each name in straight code, in the order in which the forward pass computes them."""
+
+    def __init__(self, jaxpr: Any, canonical: Mapping[Any, Any]):
+        self.named: dict[str, list[Any]] = defaultdict(list)
+        self.source: dict[Any, Any] = {}
+        for eqn in jaxpr.eqns:
+            if _compat.is_transposed(eqn) or not eqn.invars or isinstance(eqn.invars[0], _compat.Literal):
+                continue
+            source = canonical.get(eqn.invars[0], eqn.invars[0])
+            if eqn.primitive.name == "name" and source not in self.named[eqn.params["name"]]:
+                self.named[eqn.params["name"]].append(source)
+            elif eqn.primitive.name in _SAME_VALUE:
+                self.source[eqn.outvars[0]] = self.source.get(source, source)
+
+    def of(self, name: str, var: Any) -> tuple[int, int]:
+        """The number of a value among those of a name, and how many there are."""
+        found = self.named[name]
+        return found.index(self.source.get(var, var)), len(found)
 
 
 def labelled(jaxpr: Any, labels: Labels | None = None) -> tuple[dict[Any, Any], Labels]:

@@ -14,6 +14,7 @@ from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.offload.constants import SHOWN
 from autoshard.sharding.offload.crossings import Crossings, find_crossings
+from autoshard.sharding.offload.layer_words import LayerWord, read_layer_word
 from autoshard.sharding.offload.optimizer_state import optimizer_state, update_order
 from autoshard.sharding.offload.replay import inlined, replay
 from autoshard.sharding.offload.words import NONE, OPTIMIZER, RESIDUAL, Words
@@ -64,11 +65,15 @@ class Offloader:
             PlanError: the step has no value of a word.
         """
         self.check_known(words)
-        self.problems = [self.problem_text(word) for word in words if word not in self.sizes]
-        moved = {word: self.sizes[word] for word in words if word in self.sizes}
+        read = [self.read(word) for word in words]
+        found = find_crossings(self.closed, read)
+        sizes = {**found.nbytes, OPTIMIZER: self.sizes.get(OPTIMIZER, 0.0)}
+        moved = {word: size for word in words if (size := sizes.get(word, 0.0))}
+        self.problems = [self.problem_text(word, found) for word in words if word not in moved]
+        self.problems += [self.partly_text(word, found) for word in moved if found.in_scans.get(word)]
         if not moved:
             return self.traced
-        edits = find_crossings(self.closed, moved.__contains__).edits
+        edits = found.edits
         traced, state = self.traced, self.optimizer_state if OPTIMIZER in moved else []
         on_host = {i for i, _ in state}
         if state:
@@ -92,6 +97,10 @@ class Offloader:
             moved_inputs=frozenset(on_host),
         )
 
+    def read(self, word: str) -> LayerWord:
+        """Read a word; one that is a name of the step is that name."""
+        return LayerWord(word, word, None) if word in self.crossings.names else read_layer_word(word)
+
     def check_known(self, words: Words) -> None:
         """Check that the step has values of these words.
 
@@ -101,7 +110,10 @@ class Offloader:
         names = sorted(self.crossings.names)
         carry = [RESIDUAL] if RESIDUAL in {*self.crossings.nbytes, *self.crossings.reasons} else []
         there = list(dict.fromkeys([*names, *carry, OPTIMIZER]))
-        if unknown := [word for word in words if word not in there]:
+        unknown = [
+            word for word in words if word not in there and not any(map(self.read(word).names, [*names, *carry]))
+        ]
+        if unknown:
             more = f", and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
             why = "" if names else " The step has no value that checkpoint_name names."
             if RESIDUAL in unknown:
@@ -111,9 +123,12 @@ class Offloader:
                 f"It has {', '.join(there[:SHOWN])}{more}.{why} Use one of them, or '{NONE}'"
             )
 
-    def problem_text(self, word: str) -> str:
+    def partly_text(self, word: str, found: Crossings) -> str:
+        """Why a word leaves some of its values on the device."""
+        return f"offload names '{word}', which leaves some values on the device: {'; '.join(found.in_scans[word])}"
+
+    def problem_text(self, word: str, found: Crossings) -> str:
         """Why a word moves nothing, and what to do."""
-        found = self.crossings
         if not found.has_backward:
             why = "the function has no backward pass. Offload in a function that computes gradients"
         elif word == OPTIMIZER and word not in found.names:
@@ -123,7 +138,9 @@ class Offloader:
             )
         elif found.reasons.get(word):
             why = f"{'; '.join(found.reasons[word])}. Leave it out of offload"
-        elif word in found.recomputed:
+        elif found.in_scans.get(word):
+            why = "; ".join(found.in_scans[word])
+        elif any(map(self.read(word).names, found.recomputed)):
             why = (
                 "jax.checkpoint computes it again in the backward pass, so it is not kept. Offload what the "
                 f"checkpointed function takes (of scanned layers: '{RESIDUAL}'), or keep this value with "

@@ -28,7 +28,7 @@ def program_facts(plan: ShardingPlan) -> ProgramFacts | None:
         host_traffic_bytes=plan.estimate.host_traffic_bytes,
         collectives=frozenset(kind for kind, *_ in plan.traffic),
         gather_dims=max((_torus_dims(plan, axes) for kind, axes, *_ in plan.traffic if kind == GATHER), default=0),
-        layer_bytes=_layer_bytes(plan),
+        layer_bytes=layer_bytes(plan),
     )
 
 
@@ -39,7 +39,7 @@ def _torus_dims(plan: ShardingPlan, axes: str) -> int:
     )
 
 
-def _layer_bytes(plan: ShardingPlan) -> int:
+def layer_bytes(plan: ShardingPlan) -> int:
     """Bytes of the weights of one layer, in the types that they are stored in; 0 if no layers are stacked."""
     return sum(map(_bytes_of_one, plan.inputs))
 

@@ -21,7 +21,8 @@ from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
-_OPTIONAL = ("padding", "arguments", "offload")  # fields that a plan of this format may lack
+_ABSENT_IF_EMPTY = ("offload", "requested_options", "host_limit_bytes")  # absent from the plans of older versions
+_OPTIONAL = ("padding", "arguments", *_ABSENT_IF_EMPTY)  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults
     "memory_kind": "device",
     "host_memory_bytes": 0.0,
@@ -36,7 +37,7 @@ Spec = tuple[str | None | tuple[str, ...], ...]
 
 def plan_data(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as lists, tables, text and numbers. Numbers that are not finite become None: JSON has none."""
-    names = [name for name in _names() if name != "offload" or plan.offload]  # absent from the plans of older versions
+    names = [name for name in _names() if name not in _ABSENT_IF_EMPTY or getattr(plan, name)]
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in names}
 
 

@@ -70,6 +70,7 @@ class ShardingPlan:
         notes: what the reader should know: conflicts, limits, axes whose size the mesh axes do not divide.
         padding: what padding such axes would gain, where it would gain something.
         compiler_options: options for XLA, by platform.
+        requested_options: those of them that the user requested, for the platform of the target.
         fingerprint: digest of the program that the plan fits.
         chosen: the strategy that was chosen, or that was requested.
         candidates: the plans that were compared: (strategy, step time in microseconds, peak bytes).
@@ -78,6 +79,7 @@ class ShardingPlan:
         arguments: the names of its positional parameters, by which reports call its arguments.
         axis_sizes: logical axis -> its size in elements.
         limit_bytes: memory limit of one device; 0 if unknown or unlimited.
+        host_limit_bytes: the bytes of host memory that one device may use; 0 if unknown, or if the plan uses none.
         alone: estimated cost of the same step on one device that holds everything; None if unknown.
         variant: the static keywords that were chosen among `variants=`; empty without variants. A plan that was read
             is bound to `functools.partial(fn, **plan.variant)`.
@@ -106,6 +108,7 @@ class ShardingPlan:
     notes: tuple[str, ...] = ()
     padding: tuple[Padding, ...] = ()
     compiler_options: Mapping[str, Options] = field(default_factory=dict)
+    requested_options: Options = field(default_factory=dict)
     fingerprint: str = ""
     chosen: str = ""
     candidates: tuple[tuple[str, float, float], ...] = ()
@@ -114,6 +117,7 @@ class ShardingPlan:
     arguments: tuple[str, ...] = ()
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float = 0.0
+    host_limit_bytes: float = 0.0
     alone: Estimate | None = None
     variant: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
@@ -123,8 +127,18 @@ class ShardingPlan:
 
     @property
     def fits(self) -> bool:
+        """Whether the memory of a device and its share of the host's memory suffice for a step."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
         """Whether the peak memory of a step is within the limit."""
         return not self.limit_bytes or self.estimate.peak_memory_bytes <= self.limit_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the values in host memory are within their limit."""
+        return not self.host_limit_bytes or self.estimate.host_memory_bytes <= self.host_limit_bytes
 
     @property
     def device_order(self) -> tuple[int, ...]:

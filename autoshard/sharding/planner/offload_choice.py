@@ -19,10 +19,12 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.offload.rewriting import Offloader
 from autoshard.sharding.offload.words import AUTO, OPTIMIZER, RESIDUAL, Words
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import MOST_OFFLOADS, MOST_OFFLOADS_IF_FITS, OFFLOAD_MARGIN
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.search.candidate import Candidate
 
 Planned = tuple[BoundPlan, Sequence[Any]]  # a plan, and the warnings that were raised while it was made
 
@@ -100,7 +102,8 @@ def _best(plain: Planned, made: Sequence[Planned]) -> Planned:
     fitting = [one for one in made if one[0].plan.fits]
     if fitting:
         return min(fitting, key=_step_time_us)
-    return min([plain, *made], key=lambda one: one[0].plan.estimate.peak_memory_bytes)
+    within = [one for one in made if one[0].plan.fits_host]
+    return min([plain, *within], key=lambda one: one[0].plan.estimate.peak_memory_bytes)
 
 
 def _step_time_us(one: Planned) -> float:
@@ -114,6 +117,28 @@ def _words_text(words: Any) -> str:
 def _figures_text(bound: BoundPlan) -> str:
     estimate = bound.plan.estimate
     return f"({time_text(estimate.step_time_us)}, {bytes_text(estimate.peak_memory_bytes)})"
+
+
+def host_memory_notes(best: Candidate) -> list[str]:
+    """A note if the values of a plan take more than its devices' share of the host's memory."""
+    if best.fits_host:
+        return []
+    return [
+        f"each device keeps {bytes_text(best.host_bytes)} in the host's memory, more than its share of "
+        f"{bytes_text(best.host_limit)}: offload fewer values, recompute some, or shard over more devices"
+    ]
+
+
+def warn_of_host_memory(name: str, plan: ShardingPlan) -> None:
+    """Warn of a plan whose values take more than its devices' share of the host's memory."""
+    if not plan.fits_host:
+        warnings.warn(
+            f"auto_shard({name}): plan {plan.chosen} keeps {bytes_text(plan.estimate.host_memory_bytes)} of each "
+            f"device in the host's memory, more than its share of {bytes_text(plan.host_limit_bytes)}. Offload fewer "
+            "values, recompute some, or plan for more devices",
+            AutoshardWarning,
+            stacklevel=users_stacklevel(),
+        )
 
 
 def offload_notes(problem: PlanningProblem) -> list[str]:

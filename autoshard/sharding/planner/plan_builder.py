@@ -14,15 +14,17 @@ from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
+from autoshard.sharding.machines.option_requests import requested
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.plan.mesh_words import requested_names
+from autoshard.sharding.plan.program_facts import layer_bytes
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.plan.tensors import KEY_WORDS, SIZE_ONE, Leaf, Padding
 from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import captured_note
 from autoshard.sharding.planner.idle_devices import idle_notes
-from autoshard.sharding.planner.offload_choice import offload_notes
+from autoshard.sharding.planner.offload_choice import host_memory_notes, offload_notes
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
 from autoshard.sharding.search.candidate import Candidate, price
@@ -40,7 +42,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         others: all candidates that were priced; the plan lists them.
     """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
-    notes = _notes(problem, layout)
+    notes = (*_notes(problem, layout), *host_memory_notes(best))
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*state_like, *problem.state])
     moved = traffic(best.cost)
@@ -80,12 +82,22 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         arguments=problem.traced.arguments,
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
+        host_limit_bytes=best.host_limit if best.host_bytes and math.isfinite(best.host_limit) else 0.0,
         offload=dict(problem.traced.offloaded),
         alone=_estimate(
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
         ),
     )
-    return BoundPlan(plan, problem, layout, best.assignment)
+    return BoundPlan(_with_requested_options(plan, problem), problem, layout, best.assignment)
+
+
+def _with_requested_options(plan: ShardingPlan, problem: PlanningProblem) -> ShardingPlan:
+    """The plan with the options that the user requested, some of which depend on the plan's layers."""
+    request, target = problem.machine.option_request, problem.machine.target
+    if not request:
+        return plan
+    options, own = requested(request, target, layer_bytes(plan))
+    return plan.where(compiler_options={target.platform: options}, requested_options=own)
 
 
 def leaf_of(problem: PlanningProblem, value: int, path: str, aval: Any, spec: Spec, role: str) -> Leaf:
@@ -132,7 +144,7 @@ def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candida
 def _estimate(candidate: Candidate, memory: MemoryModel) -> Estimate:
     cost = candidate.cost
     return Estimate(cost.step_time_us, cost.compute_us, cost.comm_us, cost.comm_bytes, candidate.peak_bytes,
-                    dict(candidate.memory), memory.host_bytes(candidate.layout), cost.host.nbytes, cost.host.time_us,
+                    dict(candidate.memory), candidate.host_bytes, cost.host.nbytes, cost.host.time_us,
                     cost.host.exposed_us)  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,14 @@ from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine
+from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
-from autoshard.sharding.planner.offload_choice import plan_with_offload
+from autoshard.sharding.planner.offload_choice import plan_with_offload, warn_of_host_memory
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
@@ -43,6 +45,7 @@ def plan_traced(
     fixed: Mapping[str, Any] | None = None,
     plan: PlanLike | None = None,
     offload: Words = (),
+    compiler_options: Sequence[Part] = (),
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -55,7 +58,8 @@ def plan_traced(
     """
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     options: dict[str, Any] = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
-                                   plan=plan, shortlist=shortlist, strict=strict)  # fmt: skip
+                                   plan=plan, compiler_options=compiler_options, shortlist=shortlist,
+                                   strict=strict)  # fmt: skip
     return plan_with_offload(traced, words, partial(_plan_program, args=args, **options))
 
 
@@ -68,6 +72,7 @@ def _plan_program(
     memory_limit_bytes: float | None,
     fixed: Mapping[str, Any] | None,
     plan: PlanLike | None,
+    compiler_options: Sequence[Part],
     shortlist: Shortlist | None,
     strict: bool,
 ) -> BoundPlan:
@@ -78,7 +83,11 @@ def _plan_program(
     if mesh is None and target is None:
         meshes = (existing_mesh, constraint_mesh(constraints), _compat.current_mesh())
         mesh = next((m for m in meshes if m is not None), None)
-    problem = PlanningProblem(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
+    machine = find_machine(mesh, target, compiler_options)
+    if isinstance(plan, ShardingPlan) and plan.requested_options:
+        options = plan.compiler_options.get(machine.target.platform, {})
+        machine = replace(machine, target=with_options(machine.target, options))
+    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints)
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()
@@ -94,6 +103,7 @@ def _plan_program(
     else:
         made = build_plan(problem, candidate, others)
     warn_of_idle_devices(problem, made.layout)
+    warn_of_host_memory(traced.name, made.plan)
     problem.search_counts = SearchCounts()  # frees the candidates: a plan keeps its problem
     return made
 

@@ -16,6 +16,7 @@ from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.fixed_shardings import program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, find_platform
+from autoshard.sharding.machines.option_requests import OptionRequest, read_request
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import trace
 from autoshard.sharding.search.candidate import Candidate
@@ -33,6 +34,7 @@ class StrategyPrice:
         host_us: microseconds in which the link to the host is busy.
         host_exposed_us: the part of `host_us` that compute does not hide; a part of the step.
         host_traffic_bytes: bytes that a device exchanges with its host, in both directions.
+        fits_host: whether its share of the host's memory suffices.
     """
 
     step_time_us: float
@@ -41,6 +43,7 @@ class StrategyPrice:
     host_us: float = 0.0
     host_exposed_us: float = 0.0
     host_traffic_bytes: float = 0.0
+    fits_host: bool = True
 
 
 class StrategyPrices:
@@ -53,6 +56,7 @@ class StrategyPrices:
         target: see `autoshard.plan`.
         memory_limit_bytes: see `autoshard.plan`.
         fixed: see `autoshard.plan`.
+        compiler_options: see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
     """
 
@@ -66,6 +70,7 @@ class StrategyPrices:
         target: str | None = None,
         memory_limit_bytes: float | None = None,
         fixed: Mapping[str, Any] | None = None,
+        compiler_options: OptionRequest | None = None,
         donate_argnums: Sequence[int] = (),
     ):
         self.fixed = fixed or {}
@@ -73,7 +78,8 @@ class StrategyPrices:
         constraints = program_constraints(traced)
         if mesh is None and target is None:
             mesh = _compat.current_mesh()
-        self.problem = PlanningProblem(traced, find_machine(mesh, target), memory_limit_bytes, constraints)
+        machine = find_machine(mesh, target, read_request(compiler_options))
+        self.problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints)
 
     @property
     def limit_bytes(self) -> float:
@@ -116,5 +122,11 @@ def _price(candidate: Candidate) -> StrategyPrice:
     cost = candidate.cost
     host = cost.host
     return StrategyPrice(
-        cost.step_time_us, candidate.peak_bytes, cost.compute_us, host.time_us, host.exposed_us, host.nbytes
+        cost.step_time_us,
+        candidate.peak_bytes,
+        cost.compute_us,
+        host.time_us,
+        host.exposed_us,
+        host.nbytes,
+        candidate.fits_host,
     )

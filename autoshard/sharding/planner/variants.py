@@ -171,7 +171,8 @@ def fastest(made: Sequence[PlannedVariant]) -> BoundPlan:
     if fitting:
         choice, bound = min(fitting, key=lambda one: one[1].plan.estimate.step_time_us)
     else:
-        choice, bound = min(made, key=lambda one: one[1].plan.estimate.peak_memory_bytes)
+        within = [one for one in made if one[1].plan.fits_host] or made
+        choice, bound = min(within, key=lambda one: one[1].plan.estimate.peak_memory_bytes)
     return variant_table(bound, choice, made)
 
 

@@ -11,16 +11,17 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
 def option_texts(plan: ShardingPlan) -> Sequence[str]:
-    """The plan's option sets, its other options, and the sets that are off because of wrong numbers; often none."""
+    """The requested options, the option sets, the other options, and sets that are off because of wrong numbers."""
+    own = [f"{name}={value}" for name, value in plan.requested_options.items()]
+    texts = [f"requested compiler options: {', '.join(own)}"] if own else []
     facts = program_facts(plan)
     if facts is None:
-        return ()
+        return texts
     try:
         options = plan.compiler_options.get(find_target(plan.target).platform, {})
     except TargetError:
-        return ()
+        return texts
     names, rest = sets_in(facts.chip, options)
-    texts = []
     if listed := [*names, *(f"{name}={options[name]}" for name in rest)]:
         texts.append(f"compiler options: {', '.join(listed)}")
     if wrong := reported_numerics(facts.chip, options):

@@ -106,6 +106,8 @@ def _sentence(plan: ShardingPlan) -> str:
     compiled = [audit for audit in plan.audits if audit.ok]
     fits_compiled = any((audit.peak_bytes or 0) <= (plan.limit_bytes or math.inf) for audit in compiled)
     misfit = f"fits {size} as compiled, not by the estimate" if fits_compiled else f"does not fit {size}"
+    if plan.fits_device and not plan.fits_host:
+        misfit = f"does not fit the {bytes_text(plan.host_limit_bytes)} of host memory of a device"
     if all(tried.strategy == plan.chosen for record in history_of(plan) for tried in record.tried):
         sentence = f"{name}, as requested" if plan.chosen and devices(plan) > 1 else name
         return sentence if plan.fits else f"{sentence}; it {misfit}"

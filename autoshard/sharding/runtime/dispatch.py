@@ -270,8 +270,9 @@ class PureFunction:
             if errors:
                 raise errors[0]
             raise PlanError(f"auto_shard({name_of(self.fn)}): variants gives no variant to try; give at least one")
-        if not isinstance(options["plan"], ShardingPlan) and not any(bound.plan.fits for _, bound in made):
-            report_infeasible(made)
+        within = [one for one in made if one[1].plan.fits_host] or made  # a request beyond the host's memory only warns
+        if not isinstance(options["plan"], ShardingPlan) and not any(bound.plan.fits_device for _, bound in within):
+            report_infeasible(within)
 
         def replan(bound: BoundPlan, strategy: str) -> BoundPlan | None:
             try:

@@ -9,22 +9,27 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import Table
 from autoshard.sharding.machines.device_mesh import mesh_sizes
+from autoshard.sharding.machines.option_requests import read_request
 from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.offload.words import Words, read_words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
-def checked_options(verify: int, measure: int, offload: Any = None, **options: Any) -> dict[str, Any]:
+def checked_options(
+    verify: int, measure: int, offload: Any = None, compiler_options: Any = None, **options: Any
+) -> dict[str, Any]:
     """Check the types and values of a plan's options.
 
     Args:
         verify: number of plans to compile.
         measure: number of plans to run.
         offload: what waits in host memory; None for nothing, or for what a given plan moves.
+        compiler_options: the requested options for XLA.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
-        The options, with `verify` and `measure` where they are not 0, and `offload` as words.
+        The options, with `verify` and `measure` where they are not 0, `offload` as words, and `compiler_options`
+        as parts.
 
     Raises:
         PlanError: an option is invalid; the message names it.
@@ -51,12 +56,13 @@ def checked_options(verify: int, measure: int, offload: Any = None, **options: A
             f"memory_limit_bytes is {short_repr(limit)}; give a positive number of bytes for each device, "
             "such as 4 * 2**30"
         )
-    words = read_words(offload)
+    words, parts = read_words(offload), read_request(compiler_options)
     if isinstance(request, ShardingPlan):
         _check_offload(request, offload, words)
-        _check_plan_alone(request, options | {"verify": verify, "measure": measure})
+        _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options["offload"] = words
+    options["compiler_options"] = parts
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 
@@ -91,8 +97,8 @@ def _check_plan_alone(plan: ShardingPlan, options: Mapping[str, Any]) -> None:
             f"plan is a Plan for target '{plan.target}', but target is '{target}'. Leave one of them out, or plan "
             "again for this target"
         )
-    given = [f"{name}={short_repr(options[name])}" for name in ("fixed", "memory_limit_bytes", "verify", "measure")
-             if options[name]]  # fmt: skip
+    names = ("fixed", "memory_limit_bytes", "compiler_options", "verify", "measure")
+    given = [f"{name}={short_repr(options[name])}" for name in names if options[name]]
     if given:
         raise PlanError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} given with a Plan, which leaves nothing to "

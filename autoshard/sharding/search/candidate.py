@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -10,6 +11,7 @@ from autoshard.sharding.cost.collectives import StepCost, best_assignment
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.machines.chips import host_limit_bytes
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.search.constants import TIME_DECIMALS
 
@@ -26,6 +28,8 @@ class Candidate:
         peak_bytes: peak memory of a device.
         memory: kind of value -> bytes on a device.
         assignment: the device assignment.
+        host_bytes: bytes in host memory that belong to one device.
+        host_limit: the bytes of host memory that one device may use.
     """
 
     name: str
@@ -34,10 +38,17 @@ class Candidate:
     peak_bytes: float
     memory: Mapping[str, float]
     assignment: DeviceAssignment
+    host_bytes: float = 0.0
+    host_limit: float = math.inf
 
     def fits(self, limit: float) -> bool:
-        """Whether its peak memory is at most `limit` bytes."""
-        return self.peak_bytes <= limit
+        """Whether its peak memory is at most `limit` bytes, and its share of the host's memory suffices."""
+        return self.peak_bytes <= limit and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether its share of the host's memory suffices."""
+        return self.host_bytes <= self.host_limit
 
 
 def candidate_time(candidate: Candidate) -> float:
@@ -55,7 +66,8 @@ def price(name: str, layout: Layout, cost: CostModel, memory: MemoryModel) -> Ca
     """Price a layout under the default device assignment."""
     step = cost(layout)
     peak, kinds = memory(layout, step.live_buffers)
-    return Candidate(name, layout, step, peak, kinds, cost.target.assign(layout.mesh))
+    chip, assignment = cost.target.chip, cost.target.assign(layout.mesh)
+    return Candidate(name, layout, step, peak, kinds, assignment, memory.host_bytes(layout), host_limit_bytes(chip))
 
 
 @shown

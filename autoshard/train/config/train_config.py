@@ -16,14 +16,14 @@ from autoshard._shown import shown
 from autoshard._typed import convert
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
-from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat
+from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, selects_layers
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
-    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload virtual_devices "
-    "log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best keep_every "
-    "sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
+    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
+    "virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best "
+    "keep_every sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
@@ -96,8 +96,13 @@ class TrainConfig:
     keeps its choice."""
     offload: str = "none"
     """Values of a layer that wait in the host's memory between forward and backward pass: names such as residual+qkv
-    (an unknown name lists the known ones), which set --gpt.remat; `auto` lets the planner choose what layers keep,
-    recompute and offload; or `none`. Only for the built-in model. A resumed run keeps its choice."""
+    (an unknown name lists the known ones), which set --gpt.remat; residual@::2 selects every second layer. `auto` lets
+    the planner choose what layers keep, recompute and offload. Or `none`. Only for the built-in model. A resumed run
+    keeps its choice."""
+    compiler_options: str | None = None
+    """Options for XLA, which take precedence over the planner's own: option sets and NAME=VALUE, joined by +, such as
+    scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. An unknown set lists the known ones. A resumed run keeps them
+    unless others are given."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 
@@ -177,9 +182,12 @@ class TrainConfig:
         if self.offload == AUTO:
             return []
         try:
-            remat = offload_remat(self.offload)
+            remat = offload_remat(self.offload, self.gpt.layers, scan=self.gpt.scan_layers)
         except ValueError as error:
             return [str(error)]
+        if self.variants == "search" and selects_layers(self.offload):
+            return [f"offload is {self.offload!r}, whose slices over layers say what each layer keeps, and variants is "
+                    "'search': give one of them"]  # fmt: skip
         if self.variants == "given" and self.gpt.remat not in ("none", remat):
             return [f"offload is {self.offload!r} and gpt.remat is {self.gpt.remat!r}: both say what a layer keeps; "
                     f"give one of them, such as gpt.remat '{remat} keep:NAMES'"]  # fmt: skip

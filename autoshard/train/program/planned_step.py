@@ -68,6 +68,7 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "target": config.target,
         "memory_limit_bytes": config.memory_limit_bytes,
         "plan": config.plan,
+        "compiler_options": config.compiler_options,
         "measure": config.measure or None,
     }
     return {name: value for name, value in options.items() if value is not None}
@@ -112,7 +113,10 @@ def with_offload(config: TrainConfig) -> TrainConfig:
     """Return the config with the remat policy that the names of `offload` set. Searched variants stay as they are."""
     if config.offload == NONE or config.searches_variants:
         return config
-    return replace(config, gpt=replace(config.gpt, remat=offload_remat(config.offload)))
+    return replace(
+        config,
+        gpt=replace(config.gpt, remat=offload_remat(config.offload, config.gpt.layers, scan=config.gpt.scan_layers)),
+    )
 
 
 def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
@@ -198,7 +202,7 @@ def _check_devices(config: TrainConfig) -> None:
 def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:
     """Plan the evaluation step on the mesh of the train state's arrays, which are not moved."""
     mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
-    step = autoshard.auto_shard(eval_step, mesh=mesh)
+    step = autoshard.auto_shard(eval_step, mesh=mesh, compiler_options=config.compiler_options)
     batch = batch_shapes(config.microbatch_size, config.gpt.context)
     batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
     return PlacedEvalStep(step, batch, batch_shardings)

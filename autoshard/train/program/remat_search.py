@@ -198,11 +198,12 @@ class _Probes:
 
     def best(self, remat: str, microbatches: int, found: Mapping[str, StrategyPrice]) -> Priced:
         """The variant under the fastest strategy that fits, or else under the leanest."""
-        fitting = [p for p in found.values() if p.peak_memory_bytes <= self.limit]
+        fitting = [p for p in found.values() if p.peak_memory_bytes <= self.limit and p.fits_host]
         by_time, by_peak = (lambda p: p.step_time_us), (lambda p: p.peak_memory_bytes)
         p = min(fitting, key=by_time) if fitting else min(found.values(), key=by_peak)
         offloads = p.host_traffic_bytes > 0
-        return Priced(remat, microbatches, p.step_time_us, p.peak_memory_bytes, p.host_us, offloads)
+        peak = p.peak_memory_bytes if p.fits_host else math.inf  # fits nowhere
+        return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, offloads)
 
     def estimated(self) -> list[Priced]:
         """Every choice, word and mix with its additive price, under each strategy that was probed."""
@@ -345,6 +346,8 @@ class _Guesses:
 
     def learn(self, guess: Priced, priced: Priced) -> None:
         """Correct later guesses by a price."""
+        if math.isinf(priced.peak_bytes):  # the host's memory is full, which says nothing about other choices
+            return
         if priced.peak_bytes > self.limit:
             self.margin = max(self.margin, priced.peak_bytes - guess.peak_bytes)
         elif _is_mix(guess):

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.errors import ConfigError
 from autoshard.models.remat.named_values import NAMED_VALUES
-from autoshard.models.remat.offload_words import AUTO, NONE, offloaded_names
+from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, offloaded_names, selects_layers
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
@@ -49,6 +49,8 @@ def workload_search(
             f"offload is {offload!r} and remat is {remat!r}; both say what a layer keeps. Give one of them; "
             f"remat='host:{'+'.join(host)} keep:NAMES' says what stays on the device, too"
         )
+    if selects_layers(offload):
+        remat = _selective_remat(work, offload)
     values = workload_variant_values(work, numerics=numerics)
     if microbatches is not None:
         values["microbatches"] = [microbatches]
@@ -66,6 +68,19 @@ def workload_search(
         options=options,
     )
     return remat_search(space)
+
+
+def _selective_remat(work: Workload, offload: str) -> str:
+    """Return the policies of the layers that `offload` with slices over layers means.
+
+    Raises:
+        ConfigError: a slice is none, or stacked layers cannot differ as the slices say.
+    """
+    scan = getattr(getattr(work.config, "gpt", work.config), "scan_layers", False)
+    try:
+        return offload_remat(offload, remat_unit_count(work.config), scan=scan)
+    except ValueError as error:
+        raise ConfigError(f"{work.name}: {error}") from error
 
 
 def named_values_of(config: Any) -> tuple[str, ...]:

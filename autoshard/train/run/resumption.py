@@ -143,7 +143,8 @@ def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple
     if config.plan is None and config.mesh is None and config.target is None:
         saved, here = newest_plan(config), target_for(jax.devices(), count).name
         if saved is None or (saved.target == here and saved.mesh.size == count):
-            return place(config, saved if config.memory_limit_bytes is None else None), None
+            kept = config.memory_limit_bytes is None and config.compiler_options == stored.compiler_options
+            return place(config, saved if kept else None), None
         placed = place(config, None)
         return placed, (
             f"planned anew: the checkpoint's plan, {saved.chosen}, is for {saved.target}; on {here} the plan is "

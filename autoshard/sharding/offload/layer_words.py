@@ -1,0 +1,83 @@
+"""Words of `offload=` that select names by a pattern, or layers by a slice.
+
+    word     pattern ["@" [start] ":" [stop] [":" step]]
+    pattern  a name, or a glob over names: "blocks.*.residual", "blocks.[0-3].residual"
+
+The slice counts the values of one name in the order in which the forward pass computes them, from 0. Of layers that are
+written out one after the other, `residual@::2` is that of every second layer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from autoshard._shown import shown
+from autoshard._typed import short_repr
+from autoshard.errors import PlanError
+
+_AT = "@"
+_GLOB = re.compile(r"[*?\[]")
+_SLICE = re.compile(r"\[?\s*(-?\d*)\s*:\s*(-?\d*)\s*(?::\s*(-?\d*)\s*)?\]?")
+
+
+@shown
+@dataclass(frozen=True)
+class LayerWord:
+    """One word.
+
+    Attributes:
+        text: the word as it was given.
+        pattern: a name or a glob over names.
+        layers: which values of a name; None for all.
+    """
+
+    text: str
+    pattern: str
+    layers: slice | None
+
+    @property
+    def is_glob(self) -> bool:
+        """Whether the pattern is a glob."""
+        return _GLOB.search(self.pattern) is not None
+
+    def names(self, name: str) -> bool:
+        """Whether the word means values of this name."""
+        return name == self.pattern or (self.is_glob and fnmatchcase(name, self.pattern))
+
+    def covers(self, number: int, count: int) -> bool:
+        """Whether the word means the value with this number, of `count` values of one name."""
+        return self.layers is None or number in range(count)[self.layers]
+
+
+def read_layer_word(text: str) -> LayerWord:
+    """Read a word.
+
+    Raises:
+        PlanError: the text after `@` is no slice.
+
+    >>> word = read_layer_word("residual@::2")
+    >>> [number for number in range(6) if word.covers(number, 6)]
+    [0, 2, 4]
+    """
+    pattern, at, written = (part.strip() for part in text.partition(_AT))
+    if not at:
+        return LayerWord(text, pattern, None)
+    return LayerWord(text, pattern, read_slice(text, written))
+
+
+def read_slice(text: str, written: str) -> slice:
+    """Read the slice of a word, in brackets or without.
+
+    Raises:
+        PlanError: it is no slice.
+    """
+    match = _SLICE.fullmatch(written)
+    start, stop, step = ((int(part) if part else None) for part in match.groups()) if match else (None, None, 0)
+    if step == 0 or not text.partition(_AT)[0].strip():
+        raise PlanError(
+            f"offload has {short_repr(text)}; write a name and a slice over layers, such as 'residual@::2' for every "
+            "second layer or 'residual@:16' for the first 16"
+        )
+    return slice(start, stop, step)
