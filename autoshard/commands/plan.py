@@ -271,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--offload", default="auto", metavar="auto|none|NAMES",
         help="values of a layer that wait in the host's memory: the best (auto, the default), none, or those with "
-        "these names, such as residual+qkv, while the rest is searched (residual@::2: of every second layer, and nothing is "
+        "these names, such as residual+qkv, while the rest is searched (residual@::2: of every second layer; nothing is "
         "searched); an unknown name lists the known ones",
     )  # fmt: skip
     options.add_argument(

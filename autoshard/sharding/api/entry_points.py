@@ -35,6 +35,7 @@ def auto_shard(
     variants: Variants | None = None,
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
+    gather: str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -59,6 +60,7 @@ def auto_shard(
         offload: what waits in host memory, see `autoshard.plan`. `init` creates the optimizer's state there, and a call
             moves it there.
         compiler_options: options for XLA, see `autoshard.plan`.
+        gather: the order in which stored parameters are gathered, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -81,11 +83,11 @@ def auto_shard(
     """
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              strict=strict)  # fmt: skip
+                              gather=gather, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
-        options["offload"] = offload  # None has a meaning of its own beside a Plan
+        options |= {"offload": offload, "gather": gather}  # None has a meaning of its own beside a Plan
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -107,6 +109,7 @@ def plan(
     variants: Variants | None = None,
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
+    gather: str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -142,6 +145,10 @@ def plan(
             `{option: value}`, the name of an option set such as "scoped-vmem", a list of these, or text in which `+`
             joins names and `option=value`. The estimate, `Plan.verify` and `Plan.jit` use them. An option that the
             installed compiler refuses is left out with a warning; `Plan.verify` names those that change nothing.
+        gather: the order in which stored parameters are gathered. "auto", the default, leaves it to the compiler, which
+            may gather many of them early. With "sequential", a device holds at most two gathered parameters of one
+            stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
+            Under a given `Plan`, its order is the default.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -181,5 +188,5 @@ def plan(
     check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              strict=strict)  # fmt: skip
+                              gather=gather, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

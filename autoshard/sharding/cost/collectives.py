@@ -101,7 +101,13 @@ def collective(
 
 
 def step_cost(
-    kernels_us: float, collectives: Sequence[Collective], chip: Chip, host: HostTime, times: StretchTimes
+    kernels_us: float,
+    collectives: Sequence[Collective],
+    chip: Chip,
+    host: HostTime,
+    times: StretchTimes,
+    *,
+    sequential: bool = False,
 ) -> StepCost:
     """Return the cost of a step.
 
@@ -111,9 +117,11 @@ def step_cost(
         chip: the chip.
         host: its transfers of host memory.
         times: the compute time of each stretch.
+        sequential: whether parameters are gathered one after another.
     """
     places = [c.place for c in collectives]
-    overlap = Overlap(places, times) if chip.hides and any(place is not None for place in places) else None
+    hides = chip.hides and any(place is not None for place in places)
+    overlap = Overlap(places, times, sequential=sequential) if hides else None
     return _step_cost(kernels_us, collectives, chip, host, overlap)
 
 

@@ -9,6 +9,8 @@ compiler makes its kind asynchronous (`Chip.hides`). All others are exposed. In 
     a reduction  begins after the operator that computes its operand. Reductions run one after another. Compute waits
                  for them at the end of the stretch:
                      wait = max over reductions of (time of this one and of all after it - compute after its operator)
+    sequential   with gathers one after another (`lower.gather_order`), a gather begins when the gather before it and
+                 the last use but one have ended. Its operator waits until it has ended.
     together     they use the same links. What exceeds the compute of the stretch is exposed, too.
 
 So the first gather of a loop body and its last reduction are exposed, however much compute there is in between.
@@ -46,9 +48,10 @@ class Overlap:
     Args:
         places: for each collective, where it runs; None if compute cannot hide it.
         times: the compute time of each stretch.
+        sequential: whether each gather waits for the last use but one.
     """
 
-    def __init__(self, places: Sequence[Place | None], times: StretchTimes):
+    def __init__(self, places: Sequence[Place | None], times: StretchTimes, *, sequential: bool = False):
         self._count = len(places)
         found: defaultdict[int, tuple[list[tuple[int, np.ndarray]], list[tuple[int, np.ndarray]]]]
         found = defaultdict(lambda: ([], []))
@@ -59,7 +62,7 @@ class Overlap:
             numbers = stretch_of[place.ops]
             for stretch in np.unique(numbers).tolist():
                 found[stretch][not place.is_before].append((n, place.ops[numbers == stretch]))
-        self._stretches = [_Stretch(stretch, *both, times) for stretch, both in found.items()]
+        self._stretches = [_Stretch(stretch, *both, times, sequential) for stretch, both in found.items()]
 
     def exposed_us(self, once_us: Sequence[float]) -> np.ndarray:
         """Return the exposed microseconds of each collective in a step.
@@ -81,6 +84,7 @@ class _Stretch:
         gathers: collectives, and the operators of the stretch that need their results.
         reductions: collectives, and the operators of the stretch that compute their operands.
         times: the compute time of each stretch.
+        sequential: whether each gather waits for the last use but one.
     """
 
     def __init__(
@@ -89,10 +93,12 @@ class _Stretch:
         gathers: Sequence[tuple[int, np.ndarray]],
         reductions: Sequence[tuple[int, np.ndarray]],
         times: StretchTimes,
+        sequential: bool,
     ):
+        self.sequential = sequential
         self.total = times.total_us(number)
         self.gathers, needing = _flat(gathers)
-        self.before = times.before_us(number, needing)
+        self.before, self.until = times.before_us(number, needing), times.until_us(number, needing)
         # The last reduction comes first, because waits are counted from the end of the stretch.
         numbers, computing = _flat(reductions)
         self.reductions, computing = numbers[::-1], computing[::-1]
@@ -103,7 +109,11 @@ class _Stretch:
     def add_exposed(self, exposed: np.ndarray, once_us: np.ndarray) -> None:
         """Add the exposed microseconds of a step to those of each collective."""
         gathers, reductions = once_us[self.gathers], once_us[self.reductions]
-        gather_waits, reduction_waits = _waits(gathers, self.before), _waits(reductions, self.after)
+        reduction_waits = _waits(reductions, self.after)
+        if self.sequential:
+            gather_waits = sequential_waits(gathers, self.before, self.until)
+        else:
+            gather_waits = _waits(gathers, self.before)
         hidden = float((gathers - gather_waits).sum() + (reductions - reduction_waits).sum())
         if hidden > self.total:
             share = 1 - self.total / hidden
@@ -117,6 +127,31 @@ def _waits(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
     """Return how long each of several collectives, one after another, takes longer than the compute until its end."""
     waited = np.maximum.accumulate(np.maximum(np.cumsum(times_us) - compute_us, 0.0))
     return np.diff(waited, prepend=0.0)
+
+
+def sequential_waits(times_us: np.ndarray, before_us: np.ndarray, until_us: np.ndarray) -> np.ndarray:
+    """Return how long each use waits for its gather, which begins after the gather before it and the last use but one.
+
+    Args:
+        times_us: microseconds of each gather, in the order of the uses.
+        before_us: the compute before each use.
+        until_us: the compute until each use has ended.
+
+    Example:
+        Gathers of 4 us and uses of 5 us: the first use waits for the whole gather, the second gather runs beside the
+        first one, and every later gather runs beside the use before its own.
+
+        >>> sequential_waits(np.full(4, 4.0), np.arange(4) * 5.0, np.arange(1, 5) * 5.0).tolist()
+        [4.0, 4.0, 0.0, 0.0]
+    """
+    waits, waited, ended = np.zeros(len(times_us)), 0.0, 0.0
+    ends: list[float] = []  # of the uses, by the clock
+    for n, time in enumerate(times_us.tolist()):
+        ended = max(ended, ends[n - 2] if n > 1 else 0.0) + time
+        waits[n] = max(ended - (before_us[n] + waited), 0.0)
+        waited += waits[n]
+        ends.append(until_us[n] + waited)
+    return waits
 
 
 def _flat(collectives: Sequence[tuple[int, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

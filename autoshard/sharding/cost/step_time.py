@@ -55,6 +55,7 @@ from autoshard.sharding.cost.fusion import Fusion, Kernel
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
+from autoshard.sharding.cost.sequential_gathers import gathered_one_ahead
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
@@ -98,9 +99,22 @@ class CostModel:
         fusion: Fusion,
         state: Sequence[tuple[int, int]] = (),
         distinct: frozenset[int] = frozenset(),
+        *,
+        sequential: bool = False,
     ):
+        """Analyse what all layouts have in common.
+
+        Args:
+            axes: the logical axes of the program.
+            roles: the roles of its inputs and axes.
+            target: the machine.
+            fusion: its kernels.
+            state: pairs (input, output) of its state.
+            distinct: inputs that layouts distinguish from similar ones.
+            sequential: whether parameters are gathered one after another (`lower.gather_order`).
+        """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
-        self.fusion, self.distinct = fusion, distinct
+        self.fusion, self.distinct, self.sequential = fusion, distinct, sequential
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
@@ -126,6 +140,7 @@ class CostModel:
             return self._distinguishing(distinct)(layout)
         compute, collectives, times_us = 0.0, [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
+        in_order: list[LiveBuffers] = []  # of gathers one after another: each serves one operator
         canonical, assignment = CanonicalLayout(layout, self.queries), self.target.assign(layout.mesh)
         for number, each in enumerate(self.classes):
             price, names = self._price(number, each, canonical)
@@ -135,7 +150,9 @@ class CostModel:
                 buffers["opaque", number] = LiveBuffers(price.held_bytes, each.members, each.members)
             for move in price.moves:
                 new, axes = each.members, tuple(a for name in move.axes for a in names[name])
-                if move.array >= 0:
+                if move.array >= 0 and self.sequential and self._is_state(each.op.operands[move.array]):
+                    in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
+                elif move.array >= 0:
                     new = self._add_moved(buffers, move, axes, each.shared[move.array])
                 elif move.kind == "reduce-scatter":
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
@@ -147,8 +164,9 @@ class CostModel:
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
-        cost = step_cost(compute, collectives, self.target.chip, host, times)
-        return replace(cost, live_buffers=tuple(buffers.values()))
+        cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=self.sequential)
+        ahead = gathered_one_ahead(in_order, self.stretches.number)
+        return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""
@@ -157,7 +175,7 @@ class CostModel:
                 self._by_distinct[distinct] = self._original._distinguishing(distinct).resized(self.axes)
             else:
                 common = self.axes, self.roles, self.target, self.fusion, self.state
-                self._by_distinct[distinct] = CostModel(*common, distinct)
+                self._by_distinct[distinct] = CostModel(*common, distinct, sequential=self.sequential)
         return self._by_distinct[distinct]
 
     def _add_moved(
@@ -181,7 +199,10 @@ class CostModel:
     def _is_prefetchable(self, op: Op, move: Move) -> bool:
         """Whether a collective moves parameters or gradients, so that compute can hide it."""
         value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
-        return value in self._state_values or value in self.roles.gradients
+        return self._is_state(value) or value in self.roles.gradients
+
+    def _is_state(self, value: int) -> bool:
+        return value in self._state_values
 
     @cached_property
     def _state_values(self) -> set[int]:

@@ -18,6 +18,7 @@ from autoshard.sharding.lower.lowering import Lowering
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
 from autoshard.sharding.machines.options import with_needed
+from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
 
@@ -57,7 +58,9 @@ class Executable:
 
     def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
-        return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
+        return Lowering(
+            self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte, sequential=self.plan.gather == SEQUENTIAL
+        )
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
         """The program under `jax.jit`, for positional arguments: those of `Traced.jit_arguments`.

@@ -84,6 +84,8 @@ class ShardingPlan:
         variant: the static keywords that were chosen among `variants=`; empty without variants. A plan that was read
             is bound to `functools.partial(fn, **plan.variant)`.
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
+        gather: the order in which stored parameters are gathered, as requested: `sequential`; empty if the compiler
+            chooses it.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
             the planner moves nothing there. `bind` moves the same values.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
@@ -122,6 +124,7 @@ class ShardingPlan:
     variant: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
     offload: Mapping[str, float] = field(default_factory=dict)
+    gather: str = ""
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     measured: tuple[tuple[str, float], ...] = field(default=(), repr=False, compare=False)
 

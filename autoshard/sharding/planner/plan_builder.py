@@ -84,6 +84,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
         host_limit_bytes=best.host_limit if best.host_bytes and math.isfinite(best.host_limit) else 0.0,
         offload=dict(problem.traced.offloaded),
+        gather=problem.gather,
         alone=_estimate(
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
         ),

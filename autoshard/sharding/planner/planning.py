@@ -46,6 +46,7 @@ def plan_traced(
     plan: PlanLike | None = None,
     offload: Words = (),
     compiler_options: Sequence[Part] = (),
+    gather: str = "",
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -57,8 +58,9 @@ def plan_traced(
     `report_infeasible`.
     """
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
+    gather = plan.gather if isinstance(plan, ShardingPlan) else gather
     options: dict[str, Any] = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
-                                   plan=plan, compiler_options=compiler_options, shortlist=shortlist,
+                                   plan=plan, compiler_options=compiler_options, gather=gather, shortlist=shortlist,
                                    strict=strict)  # fmt: skip
     return plan_with_offload(traced, words, partial(_plan_program, args=args, **options))
 
@@ -73,6 +75,7 @@ def _plan_program(
     fixed: Mapping[str, Any] | None,
     plan: PlanLike | None,
     compiler_options: Sequence[Part],
+    gather: str,
     shortlist: Shortlist | None,
     strict: bool,
 ) -> BoundPlan:
@@ -87,7 +90,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
-    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints)
+    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather)
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()

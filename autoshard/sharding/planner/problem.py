@@ -22,6 +22,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.request_scaling import scaled_requests
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
+from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
@@ -40,6 +41,7 @@ class PlanningProblem:
         constraints: the sharding constraints in the user's program.
         existing: input -> the sharding that its array already has.
         fixed: path or pattern -> the sharding that the user fixed.
+        gather: the order of gathers of parameters, see `ShardingPlan`.
         target_given: whether the user named a target.
         limit_given: whether the user gave a memory limit.
         searched: whether the plan comes from a search; false if it was requested or read.
@@ -51,8 +53,15 @@ class PlanningProblem:
         search_counts: the counts of the search.
     """
 
-    def __init__(self, traced: Traced, machine: Machine, limit: float | None, constraints: Sequence[Any] = ()):
-        self.traced, self.machine, self.constraints = traced, machine, constraints
+    def __init__(
+        self,
+        traced: Traced,
+        machine: Machine,
+        limit: float | None,
+        constraints: Sequence[Any] = (),
+        gather: str = "",
+    ):
+        self.traced, self.machine, self.constraints, self.gather = traced, machine, constraints, gather
         self.existing: Mapping[int, Spec] = {}
         self.fixed: Mapping[str, Any] = {}
         self.target_given = False
@@ -84,7 +93,7 @@ class PlanningProblem:
         """The models that price layouts of the program: time and memory."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
-        cost = CostModel(self.axes, self.roles, target, fusion, self.state)
+        cost = CostModel(self.axes, self.roles, target, fusion, self.state, sequential=self.gather == SEQUENTIAL)
         looped = {v for op in self.program.block.ops if op.name == "scan" for v in op.results}
         moved = {self.program.inputs[i] for i in self.traced.moved_inputs}
         # The new stack of moments that a loop returns is not written over the old one, which the loop still reads.

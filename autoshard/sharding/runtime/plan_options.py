@@ -12,11 +12,17 @@ from autoshard.sharding.machines.device_mesh import mesh_sizes
 from autoshard.sharding.machines.option_requests import read_request
 from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.offload.words import Words, read_words
+from autoshard.sharding.plan.gather_words import AUTO, read_gather
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
 def checked_options(
-    verify: int, measure: int, offload: Any = None, compiler_options: Any = None, **options: Any
+    verify: int,
+    measure: int,
+    offload: Any = None,
+    compiler_options: Any = None,
+    gather: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Check the types and values of a plan's options.
 
@@ -25,6 +31,7 @@ def checked_options(
         measure: number of plans to run.
         offload: what waits in host memory; None for nothing, or for what a given plan moves.
         compiler_options: the requested options for XLA.
+        gather: the order of gathers of parameters; None for `auto`, or for that of a given plan.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
@@ -59,10 +66,16 @@ def checked_options(
     words, parts = read_words(offload), read_request(compiler_options)
     if isinstance(request, ShardingPlan):
         _check_offload(request, offload, words)
+        if gather is not None and read_gather(gather) != request.gather:
+            raise PlanError(
+                f"gather is {short_repr(gather)}, but plan is a Plan with gather={request.gather or AUTO!r}. Leave "
+                f"gather out, or make a new plan with plan={request.chosen!r} and this gather"
+            )
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options["offload"] = words
     options["compiler_options"] = parts
+    options["gather"] = read_gather(gather)
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 

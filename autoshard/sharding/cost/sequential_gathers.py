@@ -1,0 +1,30 @@
+"""Memory of parameters that are gathered one after another (`lower.gather_order`).
+
+A gathered parameter is held from the beginning of the use before its own until its own has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autoshard.sharding.cost.collectives import LiveBuffers
+
+
+def gathered_one_ahead(buffers: Sequence[LiveBuffers], stretch_of: np.ndarray) -> list[LiveBuffers]:
+    """Return the buffers of gathered parameters with live ranges that begin at the use before their own.
+
+    Args:
+        buffers: the buffers; their ranges are the operators that use them.
+        stretch_of: for each operator, the number of its stretch. The first use of a stretch has none before it.
+    """
+    if not buffers:
+        return []
+    uses = np.unique(np.concatenate([each.first for each in buffers]))
+    uses = uses[np.lexsort((uses, stretch_of[uses]))]
+    before = np.concatenate([uses[:1], uses[:-1]])
+    before = np.where(stretch_of[before] == stretch_of[uses], before, uses)
+    previous = dict(zip(uses.tolist(), before.tolist(), strict=True))
+    return [replace(each, first=np.array([previous[use] for use in each.first.tolist()], int)) for each in buffers]

@@ -1,0 +1,26 @@
+"""The words of `gather=`: in which order stored parameters are gathered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard._typed import short_repr
+from autoshard.errors import PlanError
+
+AUTO = "auto"
+SEQUENTIAL = "sequential"
+WORDS = {
+    AUTO: "the compiler chooses the order, and may gather many parameters early",
+    SEQUENTIAL: "one after another: the next is gathered while one is in use, and each is freed after its use",
+}
+
+
+def read_gather(gather: Any) -> str:
+    """Return the word that a plan keeps: empty for `auto`.
+
+    Raises:
+        PlanError: it is none of the words.
+    """
+    if gather is not None and (not isinstance(gather, str) or gather not in WORDS):
+        raise PlanError(f"gather is {short_repr(gather)}; it must be {' or '.join(map(repr, WORDS))}")
+    return "" if gather in (None, AUTO) else gather
