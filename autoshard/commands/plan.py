@@ -136,6 +136,7 @@ def _run_named(arguments: Sequence[str]) -> int:
         "memory_limit_bytes": given.memory_limit_bytes,
         "fixed": _unique("--fixed", map(_parse_fixed, given.fixed)) or None,
         "compiler_options": given.compiler_options or None,
+        "gather": given.gather,
     }
     given_options = {name: value for name, value in options.items() if value is not None}
     search = workload_search(
@@ -271,8 +272,8 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--offload", default="auto", metavar="auto|none|NAMES",
         help="values of a layer that wait in the host's memory: the best (auto, the default), none, or those with "
-        "these names, such as residual+qkv, while the rest is searched (residual@::2: of every second layer; nothing is "
-        "searched); an unknown name lists the known ones",
+        "these names, such as residual+qkv, while the rest is searched (residual@::2: of every second layer; nothing "
+        "is searched); an unknown name lists the known ones",
     )  # fmt: skip
     options.add_argument(
         "--allow-numerics", action="store_true",
@@ -303,6 +304,10 @@ def _parser() -> argparse.ArgumentParser:
         "--compiler-options", action="append", default=[], metavar="SET|NAME=VALUE",
         help="option set, such as scoped-vmem, or XLA option, such as xla_tpu_host_transfer_overlap_limit=24, which "
         "takes precedence over the planner's own; several are joined by +; an unknown set lists the known ones",
+    )  # fmt: skip
+    options.add_argument(
+        "--gather", choices=["auto", "sequential"],
+        help="order in which stored parameters are gathered: the compiler's (auto, the default), or one after another",
     )  # fmt: skip
     options.add_argument("--json", type=Path, help="write the plan as JSON to this file; - prints it")
     options.add_argument("--html", type=Path, help="write the plan as an HTML page to this file")

@@ -16,6 +16,7 @@ from autoshard._units import (
     time_text,
     variant_text,
 )
+from autoshard.sharding.plan.gather_words import WORDS
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
@@ -68,6 +69,8 @@ def _head(plan: ShardingPlan) -> list[str]:
     lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {reason.sentence}"]
     if reason.rivals:
         lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in reason.rivals])
+    if plan.gather:
+        lines.append(f"gather: {plan.gather}: {WORDS[plan.gather]}")
     return [*lines, *_variants(plan)]
 
 

@@ -22,8 +22,8 @@ from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
-    "virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints keep_best "
-    "keep_every sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
+    "gather virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints "
+    "keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
@@ -103,6 +103,9 @@ class TrainConfig:
     """Options for XLA, which take precedence over the planner's own: option sets and NAME=VALUE, joined by +, such as
     scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. An unknown set lists the known ones. A resumed run keeps them
     unless others are given."""
+    gather: Literal["auto", "sequential"] = "auto"
+    """The order in which stored parameters are gathered: `sequential` gathers one after another, so that at most two
+    gathered ones are in memory; `auto` leaves it to the compiler."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 

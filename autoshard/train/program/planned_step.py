@@ -69,6 +69,7 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "memory_limit_bytes": config.memory_limit_bytes,
         "plan": config.plan,
         "compiler_options": config.compiler_options,
+        "gather": None if config.gather == "auto" else config.gather,
         "measure": config.measure or None,
     }
     return {name: value for name, value in options.items() if value is not None}

@@ -143,7 +143,9 @@ def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple
     if config.plan is None and config.mesh is None and config.target is None:
         saved, here = newest_plan(config), target_for(jax.devices(), count).name
         if saved is None or (saved.target == here and saved.mesh.size == count):
-            kept = config.memory_limit_bytes is None and config.compiler_options == stored.compiler_options
+            kept = config.memory_limit_bytes is None and all(
+                getattr(config, name) == getattr(stored, name) for name in ("compiler_options", "gather")
+            )
             return place(config, saved if kept else None), None
         placed = place(config, None)
         return placed, (

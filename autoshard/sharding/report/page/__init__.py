@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard._units import line_text
+from autoshard.sharding.plan.gather_words import WORDS
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.page.compiled import compiled_section
@@ -81,6 +82,9 @@ def _notes(plan: ShardingPlan) -> str:
     ]
     notes += map(escape, [*plan.notes, *padding_texts(plan)])
     notes += [escape(text[:1].upper() + text[1:]) + "." for text in option_texts(plan)]
+    if plan.gather:
+        notes.append(f"Parameters are gathered in the order <code>{escape(plan.gather)}</code>: "
+                     f"{escape(WORDS[plan.gather])}.")  # fmt: skip
     for platform, options in plan.compiler_options.items():
         listed = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
         if listed:

@@ -1,0 +1,157 @@
+"""What `gather="sequential"` does to the compiled step of an unrolled Llama-7B.
+
+    python benchmarks/gather_order.py [v5e:2x4 v5p:2x2x2] [--layers 4] [--batch 8] [--plan fsdp:8] [--remat full]
+
+A step of the workload `llama2-7b` with fewer layers, all unrolled, is planned with `gather="auto"` and "sequential",
+compiled for the machine under the plan's own options, and judged by `estimate.py`. One line a machine compares them:
+the temporaries, beside the bytes of two of the largest gathered parameters, and the ratio of the step times. The table
+gives temporaries, peak, and the time of a step, predicted and compiled. Nothing runs. Results are stored in
+`results/gather_order.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common import RESULTS, Console, Table
+from estimate import estimate
+
+from autoshard import plan
+from autoshard.errors import AutoshardWarning
+from autoshard.models.workloads import workload
+from autoshard.sharding.audit import compile_job, export_plan, missing_compiler
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.train.program.build import workload_step
+
+PATH = RESULTS / "gather_order.json"
+ORDERS = ("auto", "sequential")
+TIMEOUT_S = 1800.0  # chosen: seconds after which the compiler is stopped
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compiled step. Bytes and seconds are of one device.
+
+    Attributes:
+        target: the machine.
+        program: layers, rows of the batch and remat policy.
+        plan: the strategy.
+        gather: the order of gathers.
+        kind: the compiler's result.
+        temp_bytes: temporaries of the compiled program.
+        peak_bytes: its peak.
+        predicted_bytes: the predicted peak.
+        cycles, roofline: seconds of a step by the two measures of `estimate.py`; None where it has none.
+        predicted: predicted seconds of a step.
+        largest_bytes: bytes of the largest parameter as it is gathered.
+    """
+
+    target: str
+    program: str
+    plan: str
+    gather: str
+    kind: str
+    temp_bytes: float | None
+    peak_bytes: float | None
+    predicted_bytes: float
+    cycles: float | None
+    roofline: float | None
+    predicted: float
+    largest_bytes: float
+
+
+def row_of(target: str, layers: int, batch: int, words: str, remat: str, gather: str) -> Row:
+    """Plan, compile and judge one step."""
+    work = workload("llama2-7b").with_(batch_size=batch, layers=layers, scan_layers=False, remat=remat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)
+        made = plan(*workload_step(work), target=target, plan=words, donate_argnums=0, gather=gather)
+    options = made.compiler_options.get(find_target(target).platform, {})
+    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    step: Any = {}
+    if result.kind == "ok":
+        step = estimate(result.text, target, result.coordinates or None, result.memory).step
+    # A layer's largest matrix, in bfloat16. The embedding is looked up, not gathered.
+    largest = (
+        max(math.prod(leaf.shape) for leaf in made.inputs if leaf.role == "parameter" and "embed" not in leaf.path)
+        * 2.0
+    )
+    return Row(
+        target, f"{layers} layers, batch {batch}, {remat}", words, gather, result.kind, result.memory.get("temp"),
+        result.peak_bytes, made.estimate.peak_memory_bytes, step.get("cycles"), step.get("roofline"),
+        made.estimate.step_time_us / 1e6, largest,
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile the steps and print the table."""
+    given = _parser().parse_args(arguments)
+    rows: list[Row] = []
+    for target in given.targets:
+        if missing := missing_compiler(find_target(target).platform):
+            print(missing, file=sys.stderr)
+            continue
+        rows += [row_of(target, given.layers, given.batch, given.plan, given.remat, gather) for gather in ORDERS]
+        print(comparison(*rows[-2:]), flush=True)
+        PATH.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    Console(width=160).print(table(rows))
+    return 0
+
+
+def comparison(auto: Row, sequential: Row) -> str:
+    """One line that compares both orders."""
+    if auto.temp_bytes is None or sequential.temp_bytes is None:
+        return f"{auto.target}: {auto.kind}, {sequential.kind}"
+    times = [
+        f"{name} {two / one:.3f}"
+        for name, one, two in (
+            ("cycles", auto.cycles, sequential.cycles),
+            ("roofline", auto.roofline, sequential.roofline),
+            ("predicted", auto.predicted, sequential.predicted),
+        )
+        if one and two
+    ]
+    return (
+        f"{auto.target}: temporaries {auto.temp_bytes / 2**20:.0f} -> {sequential.temp_bytes / 2**20:.0f} MiB (two "
+        f"gathered parameters: {2 * auto.largest_bytes / 2**20:.0f} MiB); time of a step, sequential / auto: "
+        f"{', '.join(times)}"
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All rows."""
+    found = Table(title="orders of gathers of an unrolled Llama-7B")
+    for name in ("target", "program", "plan", "gather", "result", "temporaries MiB", "peak MiB", "predicted MiB",
+                 "ms cycles", "ms roofline", "ms predicted"):  # fmt: skip
+        found.add_column(name)
+    for row in rows:
+        sizes = [_text(size, 2**-20) for size in (row.temp_bytes, row.peak_bytes, row.predicted_bytes)]
+        times = [_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
+        found.add_row(row.target, row.program, row.plan, row.gather, row.kind, *sizes, *times)
+    return found
+
+
+def _text(value: float | None, factor: float) -> str:
+    return "-" if value is None else f"{value * factor:.1f}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("targets", nargs="*", default=["v5e:2x4", "v5p:2x2x2"], help="machines")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8, help="rows of the batch")
+    parser.add_argument("--plan", default="fsdp:8")
+    parser.add_argument("--remat", default="full")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
