@@ -43,3 +43,34 @@ BLOCKWISE_KEYS = 2048
 # With at least this many keys, `auto` uses the platform's kernel. Source: chosen, not measured: below, one block holds
 # all keys, and the plain implementation is one kernel of XLA too.
 KERNEL_KEYS = 1024
+
+# --- Grouped products (`grouped`).
+
+# Rows of the smallest tile of a grouped product on TPUs; arrays are padded to a multiple of it. The rows of a tile of
+# 16-bit elements fill whole registers. Only speed depends on it.
+SMALLEST_ROW_TILE = 128
+
+# The largest size of a tile of a grouped product on TPUs, except that a tile may have a whole dimension. Source:
+# chosen; larger tiles do not fit the vector memory together.
+LARGEST_TILE = 2048
+
+# Vector memory, in bytes, that a grouped product may use: the compiler's default limit for a kernel, which every TPU
+# has. Source: https://docs.jax.dev/en/latest/pallas/tpu/pipelining.html
+VECTOR_MEMORY_BYTES = 16 * 2**20
+
+# The share of it that the blocks of a grouped product may fill. The rest is for the compiler's own values. Source: with
+# it, tiles of 40 shapes compiled for v4, v5p and v6e.
+VECTOR_MEMORY_SHARE = 0.85
+
+# Memory traffic that takes as long as one step of a kernel's grid, in bytes: `STEP_OVERHEAD_US` at 1.6 TB/s, the
+# bandwidth of v6e. The choice of tiles depends on it.
+STEP_BYTES = 560_000
+
+# Vector operations of the gradient of the matrices for each element of a tile of its operands: the row's number, two
+# comparisons, their conjunction, the choice, and conversions to float32 and back. Rows are transposed, one more.
+# Counted in the source of the kernel.
+GRADIENT_VECTOR_OPS = 8
+
+# The largest tile of rows where grouped products run in plain JAX, on platforms without the kernel. A product reads a
+# matrix for each tile, so it makes this many FLOPs for each byte of 16-bit weights: enough for any GPU.
+TILED_ROWS = 1024
