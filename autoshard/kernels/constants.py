@@ -54,17 +54,22 @@ SMALLEST_ROW_TILE = 128
 # chosen; larger tiles do not fit the vector memory together.
 LARGEST_TILE = 2048
 
-# Vector memory, in bytes, that a grouped product may use: the compiler's default limit for a kernel, which every TPU
-# has. Source: https://docs.jax.dev/en/latest/pallas/tpu/pipelining.html
+# Vector memory, in bytes, that a grouped product may use at least: the compiler's default limit for a kernel, which
+# every TPU has. Source: https://docs.jax.dev/en/latest/pallas/tpu/pipelining.html
 VECTOR_MEMORY_BYTES = 16 * 2**20
 
-# The share of it that the blocks of a grouped product may fill. The rest is for the compiler's own values. Source: with
-# it, tiles of 40 shapes compiled for v4, v5p and v6e.
+# A grouped product may use one part in this many of a core's vector memory. Source: chosen. The compiler keeps whole
+# arrays in the rest.
+VECTOR_MEMORY_PART = 2
+
+# The share of it that the blocks of a grouped product may fill. The rest is for the compiler's own values. Source:
+# chosen; experts of Mixtral's sizes then compile for v4, v5p and v6e.
 VECTOR_MEMORY_SHARE = 0.85
 
-# Memory traffic that takes as long as one step of a kernel's grid, in bytes: `STEP_OVERHEAD_US` at 1.6 TB/s, the
-# bandwidth of v6e. The choice of tiles depends on it.
-STEP_BYTES = 560_000
+# What takes as long as the traffic of one byte, and how much traffic takes as long as one step of a kernel's grid, for
+# the choice of tiles: FLOPs, and bytes. Source: v6e, whose ratio of FLOPs to bandwidth is the largest (918 TFLOP/s,
+# 1.64 TB/s), with `STEP_OVERHEAD_US`.
+FLOPS_PER_BYTE, STEP_BYTES = 560, 574_000
 
 # Vector operations of the gradient of the matrices for each element of a tile of its operands: the row's number, two
 # comparisons, their conjunction, the choice, and conversions to float32 and back. Rows are transposed, one more.

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.kernels.grouped.choice import choose
-from autoshard.kernels.grouped.matmul import GroupedCall, grouped_product
+from autoshard.kernels.grouped.call import GroupedCall, grouped_call
+from autoshard.kernels.grouped.matmul import grouped_product
 from autoshard.spmdrules.custom_ops.operator import operator
 
 _TOKENS = "b s d, b s k, b s k, e"
@@ -50,7 +50,7 @@ def experts(
     """
     chosen = chosen.astype(jnp.int32)
     own_experts = lax.iota(jnp.int32, up.shape[0])  # sharded like the experts: the indices of a shard's experts
-    options = {"count": up.shape[0], "call": GroupedCall(choose(x.dtype))}
+    options = {"count": up.shape[0], "call": grouped_call(x.dtype)}
     if gate is None:
         return gelu_experts(x, gates, chosen, own_experts, up, down, **options)
     return swiglu_experts(x, gates, chosen, own_experts, gate, up, down, **options)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autoshard import plan
-from autoshard.kernels.grouped.matmul import GroupedCall
+from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.kernels.grouped.tiles import tiled_rows
 from autoshard.models import dropless, workload
 from autoshard.sharding.cost.opaque_memory import trace_opaque_memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.kernels.constants import FLOAT32, GRADIENT_VECTOR_OPS, STEP_OVERHEAD_US, VECTOR_MEMORY_BYTES
+from autoshard.kernels.constants import FLOAT32, GRADIENT_VECTOR_OPS, STEP_OVERHEAD_US
 from autoshard.kernels.grouped.tiles import Shape, Tiles, gradient_tiles, product_tiles, tiled_rows
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
@@ -28,7 +28,7 @@ def product_cost(rows: Any, weights: Any, sizes: Any, own: Any, positions: Any, 
     shape = shape_of(rows, weights.shape[1] if call.transposed else weights.shape[2], sizes, own)
     if call.kernel == "tiled":
         return _tiled(shape, rows.shape[0], sizes.shape[0], shape.product_bytes, 0.0)
-    return product_kernel_cost(shape, product_tiles(shape, rows.shape[0], VECTOR_MEMORY_BYTES))
+    return product_kernel_cost(shape, product_tiles(shape, rows.shape[0], call.vector_memory_bytes))
 
 
 def gradient_cost(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *, call: Any) -> KernelCost:
@@ -45,7 +45,7 @@ def gradient_cost(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *
             return shape.gradient_bytes(tiles) + added
 
         return _tiled(shape, rows.shape[0], sizes.shape[0], moved, held)
-    return gradient_kernel_cost(shape, gradient_tiles(shape, rows.shape[0], VECTOR_MEMORY_BYTES))
+    return gradient_kernel_cost(shape, gradient_tiles(shape, rows.shape[0], call.vector_memory_bytes))
 
 
 def shape_of(rows: Any, columns: int, sizes: Any, own: Any) -> Shape:
@@ -57,7 +57,7 @@ def shape_of(rows: Any, columns: int, sizes: Any, own: Any) -> Shape:
 def product_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
     """Return the cost of the TPU's kernel of a product with these tiles."""
     return KernelCost(
-        flops=_flops(shape, tiles.rows),
+        flops=shape.flops(tiles),
         itemsize=shape.itemsize,
         moved_bytes=shape.product_bytes(tiles),
         overhead_us=shape.steps(tiles) * STEP_OVERHEAD_US,
@@ -68,7 +68,7 @@ def gradient_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
     """Return the cost of the TPU's kernel of the gradient of the matrices with these tiles."""
     elements = shape.steps(tiles) * tiles.rows * (tiles.inner + tiles.columns)
     return KernelCost(
-        flops=_flops(shape, tiles.rows),
+        flops=shape.flops(tiles),
         itemsize=shape.itemsize,
         moved_bytes=shape.gradient_bytes(tiles),
         vector_ops=float(elements * GRADIENT_VECTOR_OPS),
@@ -76,12 +76,8 @@ def gradient_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
     )
 
 
-def _flops(shape: Shape, tile: int) -> float:
-    return 2.0 * shape.visits(tile) * tile * shape.inner * shape.columns
-
-
 def _tiled(shape: Shape, rows: int, all_groups: int, moved: Any, held: float) -> KernelCost:
     """Return the cost of a grouped product in plain JAX: a loop over tiles of rows, each with all columns."""
     tile = tiled_rows(rows, all_groups)
     tiles = Tiles(tile, shape.inner, shape.columns)
-    return KernelCost(_flops(shape, tile), shape.itemsize, moved(tiles), held)
+    return KernelCost(shape.flops(tiles), shape.itemsize, moved(tiles), held)

@@ -16,17 +16,15 @@ Source: MegaBlocks (arXiv:2211.15841).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autoshard._compat import megablox
-from autoshard._shown import shown
-from autoshard.kernels.constants import VECTOR_MEMORY_BYTES
-from autoshard.kernels.grouped.choice import choose
+from autoshard.kernels.grouped.call import GroupedCall, grouped_call
 from autoshard.kernels.grouped.cost import (
     gradient_cost,
     gradient_kernel_cost,
@@ -37,23 +35,8 @@ from autoshard.kernels.grouped.cost import (
 from autoshard.kernels.grouped.tiled import tiled_gradient, tiled_product
 from autoshard.kernels.grouped.tiles import gradient_tiles, padded_rows, product_tiles, tiled_rows
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
+from autoshard.spmdrules.custom_ops.opaque_primitive import stating_results
 from autoshard.spmdrules.custom_ops.operator import operator
-
-
-@shown
-@dataclass(frozen=True)
-class GroupedCall:
-    """The static part of a call.
-
-    Attributes:
-        kernel: `megablox` (on TPUs; plain JAX elsewhere), or `tiled`: plain JAX on all platforms.
-        transposed: whether the matrices are transposed.
-        interpret: whether Pallas interprets the kernels, on any platform; for tests.
-    """
-
-    kernel: Literal["megablox", "tiled"]
-    transposed: bool = False
-    interpret: bool = False
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -83,8 +66,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) 
     """
     _check(rows, weights, group_sizes)
     own = lax.iota(jnp.int32, weights.shape[0])
-    call = GroupedCall(choose(rows.dtype))
-    return grouped_product(call, rows, weights, group_sizes.astype(jnp.int32), own)
+    return grouped_product(grouped_call(rows.dtype), rows, weights, group_sizes.astype(jnp.int32), own)
 
 
 def grouped_product(
@@ -120,19 +102,30 @@ def _product_backward(call: GroupedCall, operands, d_out):
 _product.defvjp(_product_forward, _product_backward)
 
 
+def _product_types(rows: Any, weights: Any, *groups: Any, call: GroupedCall) -> list[Any]:
+    return [jax.ShapeDtypeStruct((rows.shape[0], weights.shape[1 if call.transposed else 2]), rows.dtype)]
+
+
+def _gradient_types(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *, call: GroupedCall) -> list[Any]:
+    return [jax.ShapeDtypeStruct((own.shape[0], rows.shape[1], d_out.shape[1]), rows.dtype)]
+
+
 @operator("m k, v k n, w, v, m -> m n; reduce k v; whole w", cost=product_cost)
+@stating_results(_product_types)
 def grouped_rows(rows, weights, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
     """Multiply the rows of the groups `own` by their matrices."""
     return _rows(call, rows, weights, sizes, own, positions)
 
 
 @operator("m n, v k n, w, v, m -> m k; reduce n v; whole w", cost=product_cost)
+@stating_results(_product_types)
 def grouped_rows_gradient(d_out, weights, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
     """Multiply the cotangents of the groups `own` by their transposed matrices."""
     return _rows(call, d_out, weights, sizes, own, positions)
 
 
 @operator("m k, m n, w, v, m -> v k n; reduce m; whole w", cost=gradient_cost)
+@stating_results(_gradient_types)
 def grouped_weights_gradient(rows, d_out, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
     """Compute the gradients of the matrices of the groups `own`."""
     return _matrices(call, rows, d_out, sizes, own, positions)
@@ -151,10 +144,10 @@ def _rows(call: GroupedCall, rows, weights, sizes, own, positions):
 
     def kernel(rows, weights, starts, ends, own):
         shape = shape_of(rows, columns, sizes, own)
-        tiles = product_tiles(shape, count, VECTOR_MEMORY_BYTES)
+        tiles = product_tiles(shape, count, call.vector_memory_bytes)
         found = megablox.product(
             _padded(rows), weights, ends - starts, own[0], transposed=call.transposed, tiles=tiles,
-            stated=_stated(product_kernel_cost(shape, tiles)), vector_memory_bytes=VECTOR_MEMORY_BYTES,
+            stated=_stated(product_kernel_cost(shape, tiles)), vector_memory_bytes=call.vector_memory_bytes,
             interpret=call.interpret,
         )[:count]  # fmt: skip
         row = lax.broadcasted_iota(jnp.int32, (count, 1), 0)
@@ -176,11 +169,11 @@ def _matrices(call: GroupedCall, rows, d_out, sizes, own, positions):
 
     def kernel(rows, d_out, starts, ends, own):
         shape = shape_of(rows, d_out.shape[1], sizes, own)
-        tiles = gradient_tiles(shape, count, VECTOR_MEMORY_BYTES)
+        tiles = gradient_tiles(shape, count, call.vector_memory_bytes)
         return megablox.weight_gradient(
             _padded(rows), _padded(d_out), ends - starts, own[0], groups=own.shape[0], dtype=rows.dtype,
             tiles=tiles, stated=_stated(gradient_kernel_cost(shape, tiles)),
-            vector_memory_bytes=VECTOR_MEMORY_BYTES, interpret=call.interpret,
+            vector_memory_bytes=call.vector_memory_bytes, interpret=call.interpret,
         )  # fmt: skip
 
     return _by_platform(call, kernel, plain, rows, d_out, starts, ends, own)

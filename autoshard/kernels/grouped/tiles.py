@@ -6,6 +6,7 @@ group that has rows in it: at most `m / tile + groups - 1` visits.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from autoshard._shown import shown
 from autoshard.kernels.constants import (
     FLOAT32,
+    FLOPS_PER_BYTE,
     LANES,
     LARGEST_TILE,
     SMALLEST_ROW_TILE,
@@ -53,6 +55,10 @@ class Shape(NamedTuple):
         """Return the largest number of visits to tiles of `tile` rows, for each tile of columns and inner elements."""
         return math.ceil(self.rows / tile) + self.groups - 1
 
+    def flops(self, tiles: Tiles) -> float:
+        """Return the FLOPs of a kernel. A tile that several groups share is computed for each of them."""
+        return 2.0 * self.visits(tiles.rows) * tiles.rows * self.inner * self.columns
+
     def product_bytes(self, tiles: Tiles) -> float:
         """Return the bytes that the product's kernel reads and writes: rows x matrices -> rows.
 
@@ -80,8 +86,9 @@ class Shape(NamedTuple):
         return self.visits(tiles.rows) * across
 
 
+@functools.lru_cache(maxsize=1024)
 def product_tiles(shape: Shape, rows: int, vector_memory_bytes: int) -> Tiles:
-    """Return the tile sizes of a product with the least memory traffic that fit the vector memory.
+    """Return the tile sizes of a product that fit the vector memory and take the least time.
 
     Args:
         shape: the shape of the product.
@@ -96,6 +103,7 @@ def product_tiles(shape: Shape, rows: int, vector_memory_bytes: int) -> Tiles:
     return _best(shape, rows, shape.product_bytes, held, vector_memory_bytes)
 
 
+@functools.lru_cache(maxsize=1024)
 def gradient_tiles(shape: Shape, rows: int, vector_memory_bytes: int) -> Tiles:
     """Return the tile sizes of the gradient of the matrices. The arguments are those of `product_tiles`."""
 
@@ -120,17 +128,24 @@ def tiled_rows(rows: int, groups: int) -> int:
 def _best(
     shape: Shape, rows: int, moved: Callable[[Tiles], float], held: Callable[[Tiles], int], vector_memory_bytes: int
 ) -> Tiles:
-    """Return the tiles with the least traffic; each visit and each step of the grid counts as some bytes, too."""
+    """Return the fastest tiles that fit: arithmetic and memory traffic overlap, and each step of the grid adds time."""
+
+    def time(t: Tiles) -> float:
+        return max(shape.flops(t) / FLOPS_PER_BYTE, moved(t)) + shape.steps(t) * STEP_BYTES
+
     candidates = [
         Tiles(m, k, n) for m in _divisors(padded_rows(rows)) for k in _sizes(shape.inner) for n in _sizes(shape.columns)
     ]
     fitting = [t for t in candidates if held(t) <= vector_memory_bytes * VECTOR_MEMORY_SHARE]
-    return min(fitting or [min(candidates, key=held)], key=lambda t: moved(t) + shape.steps(t) * STEP_BYTES)
+    return min(fitting or [min(candidates, key=held)], key=time)
 
 
 def _divisors(rows: int) -> Iterable[int]:
-    """Return the tile sizes of rows, which divide their number."""
-    return [t for t in range(SMALLEST_ROW_TILE, LARGEST_TILE + 1, SMALLEST_ROW_TILE) if rows % t == 0]
+    """Return the tile sizes of rows: the smallest, doubled as long as they divide their number."""
+    tile = SMALLEST_ROW_TILE
+    while tile <= LARGEST_TILE and rows % tile == 0:
+        yield tile
+        tile *= 2
 
 
 def _sizes(size: int) -> Sequence[int]:

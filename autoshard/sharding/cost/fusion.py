@@ -37,7 +37,7 @@ from autoshard._shown import shown
 from autoshard.sharding.cost.constants import BROADCAST_GROWTH, ON_CHIP_OPS, PRODUCT_OPERAND_BYTES, WRITTEN_SOURCES
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"
@@ -94,7 +94,8 @@ class Fusion:
 def _reads_memory(user: Op) -> bool:
     """Whether an operator reads its operands from memory in any case."""
     reads = user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
-    return bool(user.blocks) or reads or is_host_transfer(user)
+    is_opaque_kernel = is_declared(user) and user.eqn.params.get("cost") is not None
+    return bool(user.blocks) or reads or is_host_transfer(user) or is_opaque_kernel
 
 
 def fuse(program: Program, fuses_operands: bool) -> Fusion:

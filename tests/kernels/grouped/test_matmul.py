@@ -9,7 +9,8 @@ import pytest
 
 import autoshard
 from autoshard.errors import AutoshardWarning
-from autoshard.kernels.grouped.matmul import GroupedCall, grouped_matmul, grouped_product
+from autoshard.kernels.grouped.call import GroupedCall
+from autoshard.kernels.grouped.matmul import grouped_matmul, grouped_product
 from autoshard.kernels.planned_platform import planned_for
 from autoshard.models import dropless
 
@@ -164,7 +165,7 @@ PLANS = ["dp:8", "fsdp:8", "dp:2 ep:4", "dp:2 tp:4", "ep:4 tp:2", "dp:2 ep:2 tp:
 @pytest.mark.filterwarnings("ignore:.*have work of their own")
 def test_plans_of_experts_keep_loss_and_gradients(plan, monkeypatch):
     """With the TPU's kernels, interpreted."""
-    monkeypatch.setattr(dropless, "GroupedCall", lambda kernel: KERNEL)
+    monkeypatch.setattr(dropless, "grouped_call", lambda dtype: KERNEL)
     assert_parity(*expert_step(), plan)
 
 
@@ -192,7 +193,7 @@ def test_the_kernel_is_that_of_the_planned_platform():
     assert kernels(jnp.float32) == ["tiled"]
     with planned_for("tpu"):
         assert kernels(jnp.float32) == ["megablox"] == kernels(jnp.bfloat16)
-        with pytest.warns(AutoshardWarning, match="in bfloat16 or float32, not float16.*Plain JAX runs instead"):
+        with pytest.warns(AutoshardWarning, match="in bfloat16 or float32, not float16.*plain JAX runs instead"):
             assert kernels(jnp.float16) == ["tiled"]
 
 
