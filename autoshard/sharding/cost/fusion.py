@@ -94,24 +94,25 @@ class Fusion:
 def _reads_memory(user: Op) -> bool:
     """Whether an operator reads its operands from memory in any case."""
     reads = user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
-    is_opaque_kernel = is_declared(user) and user.eqn.params.get("cost") is not None
-    return bool(user.blocks) or reads or is_host_transfer(user) or is_opaque_kernel
+    return bool(user.blocks) or reads or is_host_transfer(user)
 
 
-def fuse(program: Program, fuses_operands: bool) -> Fusion:
+def fuse(program: Program, fuses_operands: bool, *, opaque_reads: bool = False) -> Fusion:
     """Group the operators of a program into kernels.
 
     Args:
         program: the program.
         fuses_operands: whether contractions compute their elementwise operands (TPU).
+        opaque_reads: whether declared operators read their operands from memory. Otherwise, their elementwise operands
+            take none, as if they computed them.
     """
-    finder = _Finder(program, fuses_operands)
+    finder = _Finder(program, fuses_operands, opaque_reads)
     return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
 
 
 class _Finder:
-    def __init__(self, program: Program, fuses_operands: bool):
-        self.program, self.fuses_operands = program, fuses_operands
+    def __init__(self, program: Program, fuses_operands: bool, opaque_reads: bool):
+        self.program, self.fuses_operands, self.opaque_reads = program, fuses_operands, opaque_reads
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
@@ -177,7 +178,8 @@ class _Finder:
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
         convolutions = sum(u.name == _CONVOLUTION for u in taken)
-        if any(map(_reads_memory, taken)) or (products and not self.fuses_operands):
+        reads = any(_reads_memory(u) or (self.opaque_reads and is_declared(u)) for u in taken)
+        if reads or (products and not self.fuses_operands):
             if not self.is_broadcast(op):
                 self.memory.update(op.results)
         elif len(taken) > 1 and self.has_large_sources(op):

@@ -44,7 +44,7 @@ def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, fuses_operands
     program = inner_program(fn, operands)
     if program is None:
         return None
-    fusion = fuse(program, fuses_operands)
+    fusion = fuse(program, fuses_operands, opaque_reads=True)
     costs = {key: _declared(k.op) for key, k in fusion.kernels.items()}
     moved = sum(
         k.op.trips * _bytes(program, fusion, (*k.reads, *k.writes))

@@ -6,8 +6,9 @@
           whole chip (two cores, "megacore"). Peak at 8 bits: int8 of v5e to v6e, whose float8 products are no faster
           than bfloat16 ones; float8 of tpu7x. The memory is what XLA's out-of-memory messages report as available to a
           program. On-chip memory: the vector memory in JAX's `pallas.tpu` tables, summed over the cores of a device;
-          for v4, the common memory that its cores share. The vector memory of one core is there, too. Network: data center network per chip on the page of tpu7x
-          (v5p, v6e, tpu7x), per pod on that of v5e; v4 is assumed to have that of v5p. Clock: the one at which the
+          for v4, the common memory that its cores share. Vector memory: that of one core, from the same tables.
+          Network: data center network per chip on the page of tpu7x (v5p, v6e, tpu7x), per pod on that of v5e; v4 is
+          assumed to have that of v5p. Clock: the one at which the
           matrix units reach the peak (tpu7x: four of 256 x 256 per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default.
@@ -139,7 +140,8 @@ def _tpu(
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
         host_bandwidth=host_gb * GB, torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
-        on_chip_bytes=on_chip_mib * 2**20, vector_memory_bytes=vector_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
+        on_chip_bytes=on_chip_mib * 2**20, vector_memory_bytes=vector_mib * 2**20,
+        vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), options=options, **more,
     )  # fmt: skip
 

@@ -9,9 +9,10 @@ import pytest
 
 import autoshard
 from autoshard.errors import AutoshardWarning
-from autoshard.kernels.grouped.call import GroupedCall
+from autoshard.kernels.grouped import matmul
+from autoshard.kernels.grouped.call import GroupedCall, grouped_call
 from autoshard.kernels.grouped.matmul import grouped_matmul, grouped_product
-from autoshard.kernels.planned_platform import planned_for
+from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.models import dropless
 
 TILED, KERNEL = GroupedCall("tiled"), GroupedCall("megablox", interpret=True)
@@ -115,7 +116,10 @@ def test_the_rules_hold_on_shards(call):
     sizes, own = jnp.asarray([3, 0, 11, 4], jnp.int32), jnp.arange(4, dtype=jnp.int32)
 
     def gradients(rows, weights):
-        return jax.grad(lambda *x: jnp.sum(grouped_product(call, *x, sizes, own) * d_out), (0, 1))(rows, weights)
+        def total(rows, weights):
+            return jnp.sum(grouped_product(call, rows, weights, sizes, own) * d_out)
+
+        return jax.grad(total, (0, 1))(rows, weights)
 
     assert autoshard.check_rule(gradients, rows, weights) == []
 
@@ -176,7 +180,7 @@ def test_plans_of_experts_in_plain_jax_keep_loss_and_gradients(plan):
     assert_parity(*expert_step(), plan)
 
 
-@pytest.mark.parametrize("plan", ["dp:8", pytest.param("fsdp:8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["dp:8", pytest.param("fsdp:8", marks=pytest.mark.slow), "dp:2 ep:2 tp:2"])
 @pytest.mark.filterwarnings("ignore:.*have work of their own")
 def test_plans_of_a_users_product_keep_loss_and_gradients(plan):
     assert_parity(*expert_step(rows=True), plan)
@@ -195,6 +199,28 @@ def test_the_kernel_is_that_of_the_planned_platform():
         assert kernels(jnp.float32) == ["megablox"] == kernels(jnp.bfloat16)
         with pytest.warns(AutoshardWarning, match="in bfloat16 or float32, not float16.*plain JAX runs instead"):
             assert kernels(jnp.float16) == ["tiled"]
+
+
+def test_a_kernel_may_use_half_of_the_planned_cores_vector_memory():
+    with planned_for(Planned("tpu", 128 * 2**20)):
+        assert grouped_call(jnp.bfloat16) == GroupedCall("megablox", 64 * 2**20)
+    with planned_for("tpu"):  # an unknown TPU
+        assert grouped_call(jnp.bfloat16) == GroupedCall("megablox", 16 * 2**20)
+
+
+def test_the_stated_result_types_are_those_of_the_functions():
+    rows, weights, d_out, sizes = operands("few rows")
+    groups = sizes, jnp.arange(2, dtype=jnp.int32), jnp.arange(37, dtype=jnp.int32)
+    for transposed in (False, True):
+        call = GroupedCall("tiled", transposed=transposed)
+        taken, made = (d_out, rows) if transposed else (rows, d_out)
+        for operator, args in (
+            (matmul.grouped_rows, (taken, weights[:2], *groups)),
+            (matmul.grouped_weights_gradient, (taken, made, *groups)),
+        ):
+            (stated,) = operator.__wrapped__.result_types(*args, call=call)
+            traced = jax.eval_shape(lambda *x: operator.__wrapped__(*x, call=call), *args)  # noqa: B023
+            assert (stated.shape, stated.dtype) == (traced.shape, traced.dtype)
 
 
 def test_wrong_operands_are_errors():
