@@ -108,20 +108,29 @@ def test_no_rows_at_all():
     assert out.shape == (0, 40) and d_rows.shape == (0, 24) and not np.any(d_weights)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
-def test_the_rules_hold_on_shards(call):
-    rows, weights, d_out, _ = operands("many tiles")
-    rows, weights, d_out = rows[:24, :8], weights[:4, :8, :8], d_out[:24, :8]
-    sizes, own = jnp.asarray([3, 0, 11, 4], jnp.int32), jnp.arange(4, dtype=jnp.int32)
-
-    def gradients(rows, weights):
-        def total(rows, weights):
-            return jnp.sum(grouped_product(call, rows, weights, sizes, own) * d_out)
-
-        return jax.grad(total, (0, 1))(rows, weights)
-
-    assert autoshard.check_rule(gradients, rows, weights) == []
+def test_the_rules_hold_on_shards_of_rows_groups_and_columns():
+    """By hand: `check_rule` draws the numbers of groups and positions at random, but they must be consecutive."""
+    rows, weights, d_out, sizes = operands("few rows")
+    own, positions = jnp.arange(4, dtype=jnp.int32), jnp.arange(37, dtype=jnp.int32)
+    whole = matmul.grouped_rows(rows, weights, sizes, own, positions, call=TILED)
+    gradient = matmul.grouped_weights_gradient(rows, d_out, sizes, own, positions, call=TILED)
+    parts, sums, total = [], 0.0, 0.0
+    for part in (slice(0, 9), slice(9, 37)):
+        parts.append(matmul.grouped_rows(rows[part], weights, sizes, own, positions[part], call=TILED))
+        sums += matmul.grouped_weights_gradient(rows[part], d_out[part], sizes, own, positions[part], call=TILED)
+    for part in (slice(0, 2), slice(2, 4)):
+        total += matmul.grouped_rows(rows, weights[part], sizes, own[part], positions, call=TILED)
+    columns = [
+        matmul.grouped_rows(rows, weights[:, :, part], sizes, own, positions, call=TILED)
+        for part in (slice(0, 16), slice(16, 40))
+    ]
+    for found, right in (
+        (jnp.concatenate(parts), whole),
+        (sums, gradient),
+        (total, whole),
+        (jnp.concatenate(columns, axis=1), whole),
+    ):
+        assert_near([found], [np.asarray(right)], 2e-6)
 
 
 def expert_step(rows=False):
