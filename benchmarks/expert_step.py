@@ -17,6 +17,8 @@ from expert_plans import AXES, Spec, Style
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.kernels.grouped.call import grouped_call
+from autoshard.kernels.grouped.matmul import grouped_product
 from autoshard.kernels.planned_platform import planned_for
 from autoshard.models import gpt, moe, wide_resnet
 from autoshard.models.workloads import Workload
@@ -252,19 +254,21 @@ def _sorted_on_shards(
     specs = {name: PartitionSpec(*note.spec(named[name], w.shape, stored=False)) for name, w in weights.items()}
     rows = PartitionSpec(*note.spec(("batch", None, None), x.shape, stored=False))
 
+    call, own = grouped_call(x.dtype), jnp.arange(experts.cfg.experts, dtype=jnp.int32)
+
     def body(weights: Mapping[str, jax.Array], x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
         top_k, width = chosen.shape[2], x.shape[2]
         choices = chosen.reshape(-1)
         order = jnp.argsort(choices)
         sizes = jnp.sum(choices[:, None] == jnp.arange(experts.cfg.experts)[None], axis=0, dtype=jnp.int32)
         taken = x.reshape(-1, width)[order // top_k]
-        hidden = lax.ragged_dot(taken, weights["w_up"], sizes)
+        hidden = grouped_product(call, taken, weights["w_up"], sizes, own)
         gate = weights.get("w_gate")
         if gate is None:
             hidden = jax.nn.gelu(hidden)
         else:
-            hidden = jax.nn.silu(lax.ragged_dot(taken, gate, sizes)) * hidden
-        made = lax.ragged_dot(hidden, weights["w_down"], sizes)
+            hidden = jax.nn.silu(grouped_product(call, taken, gate, sizes, own)) * hidden
+        made = grouped_product(call, hidden, weights["w_down"], sizes, own)
         back = jnp.zeros_like(made).at[order].set(made, unique_indices=True)
         weighted = back.reshape(-1, top_k, width) * gates.reshape(-1, top_k, 1).astype(x.dtype)
         y = jnp.sum(weighted, axis=1).reshape(x.shape)

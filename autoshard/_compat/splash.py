@@ -5,14 +5,10 @@ JAX offers them as one differentiable function only. An operator for each lets a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-from jax.experimental import pallas
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
-from jax.extend.core import jaxpr_as_fun
 
 MASKED = -0.7 * 3.4028234663852886e38
 """The score of an invisible pair in these kernels: `DEFAULT_MASK_VALUE`."""
@@ -78,29 +74,3 @@ def backward(
         (q, k, v, segments, None, out, log_sum, dq_info, dkv_info), d_out,
     )  # fmt: skip
     return gradients[3], gradients[4], gradients[5]
-
-
-def with_costs(fn: Callable[..., Any], costs: Mapping[str, tuple[float, float, float]], *args: Any) -> Any:
-    """Calls a function whose Pallas kernels tell the compiler what they cost. JAX's splash attention states no costs.
-
-    Args:
-        fn: a function of pytrees of arrays.
-        costs: a part of a kernel's name, such as `_dq_` -> its FLOPs, transcendental operations and bytes accessed.
-        *args: its arguments.
-    """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    eqns, unused = [], set(costs)
-    for eqn in closed.jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            for part, (flops, transcendentals, size) in costs.items():
-                if part in str(eqn.params["name"]):
-                    unused.discard(part)
-                    cost = pallas.CostEstimate(
-                        flops=int(flops), transcendentals=int(transcendentals), bytes_accessed=int(size)
-                    )
-                    eqn = eqn.replace(params={**eqn.params, "cost_estimate": cost})
-        eqns.append(eqn)
-    if unused:
-        raise NotImplementedError(f"this version of JAX has no kernel of splash attention named {', '.join(unused)}")
-    priced = closed.replace(jaxpr=closed.jaxpr.replace(eqns=eqns))
-    return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(priced)(*jax.tree.leaves(args)))

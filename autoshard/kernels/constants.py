@@ -43,3 +43,39 @@ BLOCKWISE_KEYS = 2048
 # With at least this many keys, `auto` uses the platform's kernel. Source: chosen, not measured: below, one block holds
 # all keys, and the plain implementation is one kernel of XLA too.
 KERNEL_KEYS = 1024
+
+# --- Grouped products (`grouped`).
+
+# Rows of the smallest tile of a grouped product on TPUs; arrays are padded to a multiple of it. The rows of a tile of
+# 16-bit elements fill whole registers. Only speed depends on it.
+SMALLEST_ROW_TILE = 128
+
+# The largest size of a tile of a grouped product on TPUs, except that a tile may have a whole dimension. Source:
+# chosen; larger tiles do not fit the vector memory together.
+LARGEST_TILE = 2048
+
+# Vector memory, in bytes, that a grouped product may use at least: the compiler's default limit for a kernel, which
+# every TPU has. Source: https://docs.jax.dev/en/latest/pallas/tpu/pipelining.html
+VECTOR_MEMORY_BYTES = 16 * 2**20
+
+# A grouped product may use one part in this many of a core's vector memory. Source: chosen. The compiler keeps whole
+# arrays in the rest.
+VECTOR_MEMORY_PART = 2
+
+# The share of it that the blocks of a grouped product may fill. The rest is for the compiler's own values. Source:
+# chosen; experts of Mixtral's sizes then compile for v4, v5p and v6e.
+VECTOR_MEMORY_SHARE = 0.85
+
+# What takes as long as the traffic of one byte, and how much traffic takes as long as one step of a kernel's grid, for
+# the choice of tiles: FLOPs, and bytes. Source: v6e, whose ratio of FLOPs to bandwidth is the largest (918 TFLOP/s,
+# 1.64 TB/s), with `STEP_OVERHEAD_US`.
+FLOPS_PER_BYTE, STEP_BYTES = 560, 574_000
+
+# Vector operations of the gradient of the matrices for each element of a tile of its operands: the row's number, two
+# comparisons, their conjunction, the choice, and conversions to float32 and back. Rows are transposed, one more.
+# Counted in the source of the kernel.
+GRADIENT_VECTOR_OPS = 8
+
+# The largest tile of rows where grouped products run in plain JAX, on platforms without the kernel. A product reads a
+# matrix for each tile, so it makes this many FLOPs for each byte of 16-bit weights: enough for any GPU.
+TILED_ROWS = 1024

@@ -8,9 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AxisType
+
+from autoshard._shown import shown
+
+
+@shown
+class Planned(NamedTuple):
+    """What a program is traced for.
+
+    Attributes:
+        platform: the JAX platform.
+        vector_memory_bytes: the vector memory of a TPU's core; 0 if it is unknown.
+    """
+
+    platform: str
+    vector_memory_bytes: int = 0
+
 
 _PLATFORM = jax.make_user_context(None)
 
@@ -22,8 +39,15 @@ def planned_platform() -> str:
     ...     planned_platform()
     'tpu'
     """
-    platform = _PLATFORM.value or jax.default_backend()
+    planned: Planned | None = _PLATFORM.value
+    platform = planned.platform if planned else jax.default_backend()
     return "cuda" if platform == "gpu" else platform
+
+
+def planned_vector_memory() -> int:
+    """Return the bytes of vector memory of a core of the TPU that the program is planned for; 0 if it is unknown."""
+    planned: Planned | None = _PLATFORM.value
+    return planned.vector_memory_bytes if planned else 0
 
 
 def runs_per_shard() -> bool:
@@ -37,7 +61,7 @@ def runs_per_shard() -> bool:
 
 
 @contextmanager
-def planned_for(platform: str | None) -> Iterator[None]:
-    """Trace for a platform inside this context; None is the default backend's."""
-    with _PLATFORM(platform):
+def planned_for(machine: Planned | str | None) -> Iterator[None]:
+    """Trace for a machine, or a platform, inside this context; None is the default backend's platform."""
+    with _PLATFORM(Planned(machine) if isinstance(machine, str) else machine):
         yield

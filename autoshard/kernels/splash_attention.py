@@ -26,6 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard._compat import splash
+from autoshard._compat.pallas_calls import with_costs
 from autoshard._shown import shown
 from autoshard.kernels.attention_cost import backward_cost, dkv_cost, dq_cost, forward_cost, stated
 from autoshard.kernels.block_tables import visits_of_keys, visits_of_queries
@@ -179,7 +180,7 @@ def _forward(call: SplashCall, q, k, v, pairs: Pairs, sinks):
             return out.reshape(*q.shape[:3], -1), log_sum.reshape(q.shape[:3])
 
         costs = {"_fwd_": stated(forward_cost(q, k, v, call=call))}
-        out, log_sum = splash.with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
+        out, log_sum = with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
         # The kernel takes the mean of all values in a row without a visible key. With a log-sum-exp of 0, the weights
         # of such a row are exp(MASKED) = 0 in the backward pass.
         unseen = ~(log_sum > splash.MASKED / 2)  # also NaN
@@ -215,7 +216,7 @@ def _backward(call: SplashCall, q, k, v, pairs: Pairs, out, log_sum, d_out):
             return d_q.reshape(q.shape), d_k, d_v
 
         costs = {f"_{name}_": stated(cost(q, k, v, call=call)) for name, cost in (("dkv", dkv_cost), ("dq", dq_cost))}
-        return splash.with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs), out, log_sum, d_out)
+        return with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs), out, log_sum, d_out)
 
     return _by_platform(call, kernel, plain, q, k, v, pairs, out, log_sum, d_out)
 

@@ -1,10 +1,11 @@
 """Experts without a capacity limit: each expert processes the rows of all tokens that chose it.
 
-Tokens are sorted by expert, the experts' weights are applied to groups of rows (`lax.ragged_dot`), and the results
+Tokens are sorted by expert, the experts' weights are applied to groups of rows (`kernels.grouped`), and the results
 return to the tokens' positions. A sort over the whole batch may move every row to another device, so no plan could keep
 tokens local. Therefore all of this is one operator: each shard sorts its own tokens, for its own experts and its own
-part of their hidden size, and computes its term of the sum over experts and hidden units. The values do not depend on
-the order of rows. Like every function with a `custom_vjp`, the operator has no forward-mode derivative.
+part of their hidden size, and computes its term of the sum over experts and hidden units. Rows of other shards' experts
+are zeros, and no product computes them. The values do not depend on the order of rows. Like every function with a
+`custom_vjp`, the operator has no forward-mode derivative.
 
 Gates multiply the hidden units, not the output of an expert. The gates' gradients then need no matrix product of their
 own. The backward pass recomputes the hidden units.
@@ -21,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard.kernels.grouped.call import GroupedCall, grouped_call
+from autoshard.kernels.grouped.matmul import grouped_product
 from autoshard.spmdrules.custom_ops.operator import operator
 
 _TOKENS = "b s d, b s k, b s k, e"
@@ -47,9 +50,10 @@ def experts(
     """
     chosen = chosen.astype(jnp.int32)
     own_experts = lax.iota(jnp.int32, up.shape[0])  # sharded like the experts: the indices of a shard's experts
+    options = {"count": up.shape[0], "call": grouped_call(x.dtype)}
     if gate is None:
-        return gelu_experts(x, gates, chosen, own_experts, up, down)
-    return swiglu_experts(x, gates, chosen, own_experts, gate, up, down)
+        return gelu_experts(x, gates, chosen, own_experts, up, down, **options)
+    return swiglu_experts(x, gates, chosen, own_experts, gate, up, down, **options)
 
 
 def _gelu(products: Sequence[jax.Array]) -> jax.Array:
@@ -63,64 +67,70 @@ def _swiglu(products: Sequence[jax.Array]) -> jax.Array:
 def _apply_experts(
     activation: Callable[[Sequence[jax.Array]], jax.Array],
     x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
+    count: int, call: GroupedCall,
 ) -> jax.Array:  # fmt: skip
-    """Compute what the experts with indices `own_experts` add to these tokens.
+    """Compute what the experts with numbers `own_experts`, of `count` experts, add to these tokens.
 
-    `ragged_dot` and its derivatives may leave arbitrary values in rows outside of all groups. Therefore both the
-    operands and the results of each product are masked.
+    Rows of the other experts are zeros in all products and in their derivatives.
     """
     *up_weights, down = weights
-    top_k, width, count = chosen.shape[2], x.shape[2], own_experts.shape[0]
-    choices = chosen.reshape(-1) - own_experts[0]
-    # Choices of other shards' experts are sorted last.
-    choices = jnp.where((choices >= 0) & (choices < count), choices, count)
+    top_k, width = chosen.shape[2], x.shape[2]
+    choices = chosen.reshape(-1)
     order = jnp.argsort(choices)
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
-    valid = (jnp.arange(choices.shape[0]) < jnp.sum(sizes))[:, None]
-    rows = jnp.where(valid, x.reshape(-1, width)[order // top_k], 0)
-    hidden = activation([jnp.where(valid, lax.ragged_dot(rows, w, sizes), 0) for w in up_weights])
+
+    def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        return grouped_product(call, rows, weights, sizes, own_experts)
+
+    rows = x.reshape(-1, width)[order // top_k]
+    hidden = activation([multiply(rows, w) for w in up_weights])
     hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
-    outputs = jnp.where(valid, lax.ragged_dot(jnp.where(valid, hidden, 0), down, sizes), 0)
+    outputs = multiply(hidden, down)
     unsorted = jnp.zeros_like(outputs).at[order].set(outputs, unique_indices=True)
     return jnp.sum(unsorted.reshape(-1, top_k, width), axis=1).reshape(x.shape).astype(x.dtype)
 
 
-def _gradients(activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array) -> tuple[jax.Array, ...]:
+def _gradients(
+    activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array, **options: Any
+) -> tuple[jax.Array, ...]:
     """Compute the cotangents of tokens, gates and weights."""
     x, gates, chosen, own_experts, *weights, cotangent = operands
     _, pullback = jax.vjp(
-        lambda x, gates, *w: _apply_experts(activation, x, gates, chosen, own_experts, *w), x, gates, *weights
+        lambda x, gates, *w: _apply_experts(activation, x, gates, chosen, own_experts, *w, **options),
+        x,
+        gates,
+        *weights,
     )
     return pullback(cotangent)
 
 
 @operator(f"{_TOKENS}, {_GELU}, b s d -> b s d, b s k, {_GELU}; reduce b s e f; whole d k")
-def gelu_experts_gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
+def gelu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     """Compute the cotangents of `gelu_experts`' tokens, gates and weights."""
-    return _gradients(_gelu, *operands)
+    return _gradients(_gelu, *operands, **options)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU}, b s d -> b s d, b s k, {_SWIGLU}; reduce b s e f; whole d k")
-def swiglu_experts_gradients(*operands: jax.Array) -> tuple[jax.Array, ...]:
+def swiglu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     """Compute the cotangents of `swiglu_experts`' tokens, gates and weights."""
-    return _gradients(_swiglu, *operands)
+    return _gradients(_swiglu, *operands, **options)
 
 
 def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
-    def backward(operands: Sequence[jax.Array], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-        x, gates, *weights = gradients(*operands, cotangent)
+    def backward(operands: Sequence[jax.Array], cotangent: jax.Array, **options: Any) -> tuple[jax.Array | None, ...]:
+        x, gates, *weights = gradients(*operands, cotangent, **options)
         return x, gates, None, None, *weights
 
     return backward
 
 
 @operator(f"{_TOKENS}, {_GELU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(gelu_experts_gradients)))
-def gelu_experts(*operands: jax.Array) -> jax.Array:
+def gelu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
     """Apply the experts with indices `own_experts`: `_apply_experts` with the weights `up` and `down`."""
-    return _apply_experts(_gelu, *operands)
+    return _apply_experts(_gelu, *operands, **options)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(swiglu_experts_gradients)))
-def swiglu_experts(*operands: jax.Array) -> jax.Array:
+def swiglu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
     """Apply the experts with indices `own_experts`: `_apply_experts` with the weights `gate`, `up` and `down`."""
-    return _apply_experts(_swiglu, *operands)
+    return _apply_experts(_swiglu, *operands, **options)

@@ -1,11 +1,15 @@
 """Dropless experts as one operator: the terms of its shards, its estimated work and memory, and its plans."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard import plan
+from autoshard.kernels.grouped.call import GroupedCall
+from autoshard.kernels.grouped.tiles import tiled_rows
 from autoshard.models import dropless, workload
 from autoshard.sharding.cost.opaque_memory import trace_opaque_memory
 from autoshard.sharding.program.flops import flops_of, matmul_flops
@@ -15,6 +19,7 @@ from autoshard.train.program.build import workload_step
 BATCH, SEQ, EMBED, FFN, EXPERTS, TOP_K = 4, 6, 16, 24, 8, 2
 ROWS = BATCH * SEQ * TOP_K
 TINY = workload("mixtral-tiny")
+OPTIONS = {"count": EXPERTS, "call": GroupedCall("tiled")}
 
 
 def operands(seed=0):
@@ -33,7 +38,7 @@ def operands(seed=0):
 
 def test_terms_of_experts_and_hidden_units_add_up():
     x, gates, chosen, expert_ids, *weights = operands()
-    run = jax.jit(dropless.swiglu_experts)
+    run = jax.jit(functools.partial(dropless.swiglu_experts, **OPTIONS))
     terms = []
     for experts in (slice(0, 3), slice(3, 8)):
         for units in (slice(0, 10), slice(10, FFN)):
@@ -46,48 +51,24 @@ def test_terms_of_experts_and_hidden_units_add_up():
 
 def test_tokens_are_independent_of_those_beside_them():
     x, gates, chosen, *rest = operands()
-    run = jax.jit(dropless.swiglu_experts)
+    run = jax.jit(functools.partial(dropless.swiglu_experts, **OPTIONS))
     whole = run(x, gates, chosen, *rest)
     np.testing.assert_allclose(run(x[1:2, 3:], gates[1:2, 3:], chosen[1:2, 3:], *rest), whole[1:2, 3:], rtol=1e-5)
 
 
-@jax.custom_vjp
-def spoiling_ragged_dot(rows, weights, sizes):
-    """A `ragged_dot` that leaves NaNs in rows outside of all groups, as kernels of accelerators may."""
-    return _spoiled(ragged_dot(rows, weights, sizes), sizes)
-
-
-def _spoiled(rows, sizes):
-    return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None], rows, jnp.nan)
-
-
-def _spoiling_backward(operands, cotangent):
-    rows, weights, sizes = operands
-    _, pull = jax.vjp(lambda rows, weights: ragged_dot(rows, weights, sizes), rows, weights)
-    of_rows, of_weights = pull(cotangent)
-    return _spoiled(of_rows, sizes), of_weights, None
-
-
-ragged_dot = jax.lax.ragged_dot
-spoiling_ragged_dot.defvjp(lambda *operands: (spoiling_ragged_dot(*operands), operands), _spoiling_backward)
-
-
-def test_rows_outside_of_all_groups_do_not_matter(monkeypatch):
+def test_products_of_other_shards_rows_are_zeros():
+    """The terms of two halves of the experts, with every gradient, add up to those of all experts."""
     x, gates, chosen, expert_ids, *weights = operands()
     cotangent = x[::-1]
-    expected = dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids, *weights, cotangent)
-    monkeypatch.setattr(dropless.lax, "ragged_dot", spoiling_ragged_dot)
+    run = functools.partial(dropless._apply_experts, dropless._swiglu, **OPTIONS)
+    differentiate = functools.partial(dropless._gradients, dropless._swiglu, **OPTIONS)
+    expected = differentiate(x, gates, chosen, expert_ids, *weights, cotangent)
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):
         shard_weights = [w[experts] for w in weights]
-        value += dropless._apply_experts(dropless._swiglu, x, gates, chosen, expert_ids[experts], *shard_weights)
-        terms.append(
-            dropless._gradients(dropless._swiglu, x, gates, chosen, expert_ids[experts], *shard_weights, cotangent)
-        )
-    monkeypatch.undo()
-    np.testing.assert_allclose(
-        value, dropless._apply_experts(dropless._swiglu, x, gates, chosen, expert_ids, *weights), atol=1e-4
-    )
+        value += run(x, gates, chosen, expert_ids[experts], *shard_weights)
+        terms.append(differentiate(x, gates, chosen, expert_ids[experts], *shard_weights, cotangent))
+    np.testing.assert_allclose(value, run(x, gates, chosen, expert_ids, *weights), atol=1e-4)
     for one, low, high in zip(expected[:2], *(term[:2] for term in terms), strict=True):
         np.testing.assert_allclose(low + high, one, rtol=1e-4, atol=1e-4)
     for one, low, high in zip(expected[2:], *(term[2:] for term in terms), strict=True):
@@ -99,12 +80,25 @@ def operator_of(fn, *args):
     return next(op for op in build(jax.make_jaxpr(fn)(*args)).ops() if "experts" in op.name)
 
 
-def test_its_flops_are_counted():
-    forward = operator_of(dropless.swiglu_experts, *operands())
-    assert matmul_flops(forward) == {4: 3 * 2.0 * ROWS * EMBED * FFN}
-    backward = operator_of(dropless.swiglu_experts_gradients, *operands(), operands()[0])
-    # Recomputed hidden units; for each product the gradient of its rows, and that of its weights: all rows per expert.
-    assert flops_of(backward) == (2 + 3 + 3 * EXPERTS) * 2.0 * ROWS * EMBED * FFN
+def test_its_flops_are_those_of_the_rows_that_are_computed():
+    """Each expert but one adds a tile to the rows. A device with 2 of 8 experts has a quarter of the rows."""
+    forward = operator_of(functools.partial(dropless.swiglu_experts, **OPTIONS), *operands())
+    tile = tiled_rows(ROWS, EXPERTS)
+    computed = ROWS + (EXPERTS - 1) * tile
+    assert matmul_flops(forward) == {4: 3 * 2.0 * computed * EMBED * FFN}
+    backward = operator_of(functools.partial(dropless.swiglu_experts_gradients, **OPTIONS), *operands(), operands()[0])
+    # Recomputed hidden units; for each product the gradient of its rows, and that of its weights.
+    assert flops_of(backward) == (2 + 3 + 3) * 2.0 * computed * EMBED * FFN
+    x, gates, chosen, expert_ids, *weights = operands()
+    part = operator_of(
+        functools.partial(dropless.swiglu_experts, **OPTIONS),
+        x,
+        gates,
+        chosen,
+        expert_ids[:2],
+        *(w[:2] for w in weights),
+    )
+    assert matmul_flops(part) == {4: 3 * 2.0 * (-(-ROWS // 4 // tile) + 1) * tile * EMBED * FFN}
 
 
 def test_its_memory_shrinks_with_its_shard():
@@ -112,7 +106,7 @@ def test_its_memory_shrinks_with_its_shard():
         shapes = [(batch, SEQ, n) for n in (EMBED, TOP_K, TOP_K)]
         shapes += [(EXPERTS,), (EXPERTS, EMBED, units), (EXPERTS, EMBED, units), (EXPERTS, units, EMBED)]
         types = ["float32", "float32", "int32", "int32", "float32", "float32", "float32"]
-        fn = operator_of(dropless.swiglu_experts, *operands()).eqn.params["fn"]
+        fn = operator_of(functools.partial(dropless.swiglu_experts, **OPTIONS), *operands()).eqn.params["fn"]
         memory = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), fuses_operands=True)
         assert memory is not None
         return memory

@@ -10,7 +10,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import Op, Program
 
@@ -106,6 +106,8 @@ class _UseCollector:
             for v, dims in zip(op.operands, rule.operands, strict=True)
             if v >= 0 and len(dims) > 1 and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
         ]
+        if len(matrices) == 1:
+            self.record_opaque_product(op, rule, factors, *matrices[0])
         if len(matrices) < 2 or not any(map(self.has_batch, (*op.operands, *op.results))):
             return
         results = {f for dims in rule.results for dim in dims for f in dim}
@@ -123,6 +125,37 @@ class _UseCollector:
                 else:
                     uses.produced[c].add(with_factor[0][0])
                     uses.contracted[c].add(with_factor[-1][0])
+
+    def record_opaque_product(
+        self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], weight: frozenset[int], dims: Dims
+    ) -> None:
+        """Records the axes of a declared operator that multiplies activations by a weight, such as a grouped product.
+
+        The leading axis of a stack of matrices over which the results are summed is an axis of experts.
+        """
+        if not self.has_batch(op.results[0]) or weight in self.uses.used:
+            return
+        avals = self.axes.program.avals
+        activations = {
+            f
+            for v, each in zip(op.operands, rule.operands, strict=True)
+            if self.has_batch(v) and _compat.is_floating(avals[v].dtype)
+            for dim in each
+            for f in dim
+        }
+        results, own = ({f for dim in each for f in dim} for each in (rule.results[0], dims))
+        summed = {f.name for f in rule.factors if f.kind == "reduce"} - results
+        contracted, produced = own & summed & activations, own & results - activations
+        if not contracted or not produced:
+            return
+        for uses, names in ((self.uses.contracted, contracted), (self.uses.produced, produced)):
+            for c in (c for name in names for c in factors.get(name, ())):
+                uses[c].add(weight)
+        for c in (c for name in own for c in factors.get(name, ())):
+            self.uses.weights[c].add(weight)
+        if len(dims) > 2 and len(dims[0]) == 1 and dims[0][0] in summed - activations:
+            self.uses.experts.update(factors.get(dims[0][0], ()))
+        self.uses.used.add(weight)
 
     def record_opaque_attention(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
         """Records the axes of a declared operator that contracts activations with each other: an attention kernel.

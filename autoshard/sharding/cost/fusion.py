@@ -37,7 +37,7 @@ from autoshard._shown import shown
 from autoshard.sharding.cost.constants import BROADCAST_GROWTH, ON_CHIP_OPS, PRODUCT_OPERAND_BYTES, WRITTEN_SOURCES
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"
@@ -97,20 +97,22 @@ def _reads_memory(user: Op) -> bool:
     return bool(user.blocks) or reads or is_host_transfer(user)
 
 
-def fuse(program: Program, fuses_operands: bool) -> Fusion:
+def fuse(program: Program, fuses_operands: bool, *, opaque_reads: bool = False) -> Fusion:
     """Group the operators of a program into kernels.
 
     Args:
         program: the program.
         fuses_operands: whether contractions compute their elementwise operands (TPU).
+        opaque_reads: whether declared operators read their operands from memory. Otherwise, their elementwise operands
+            take none, as if they computed them.
     """
-    finder = _Finder(program, fuses_operands)
+    finder = _Finder(program, fuses_operands, opaque_reads)
     return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
 
 
 class _Finder:
-    def __init__(self, program: Program, fuses_operands: bool):
-        self.program, self.fuses_operands = program, fuses_operands
+    def __init__(self, program: Program, fuses_operands: bool, opaque_reads: bool):
+        self.program, self.fuses_operands, self.opaque_reads = program, fuses_operands, opaque_reads
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
@@ -176,7 +178,8 @@ class _Finder:
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
         convolutions = sum(u.name == _CONVOLUTION for u in taken)
-        if any(map(_reads_memory, taken)) or (products and not self.fuses_operands):
+        reads = any(_reads_memory(u) or (self.opaque_reads and is_declared(u)) for u in taken)
+        if reads or (products and not self.fuses_operands):
             if not self.is_broadcast(op):
                 self.memory.update(op.results)
         elif len(taken) > 1 and self.has_large_sources(op):

@@ -2,7 +2,7 @@
 
 The function of a declared operator is traced with the shapes of a shard, and its operators are grouped into kernels
 (`fusion`), like those of the program around it. The operator holds the results of its kernels, except those that it
-returns.
+returns. Operators inside it that declare their cost are priced by that.
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ from autoshard.sharding.cost.constants import MEMORY_CACHE_ENTRIES
 from autoshard.sharding.cost.fusion import Fusion, fuse
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import Shapes, inner_program
-from autoshard.spmdrules.ir.program import Block, Program, inlined
+from autoshard.sharding.program.operator_kinds import is_declared
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_costs
+from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 
 @shown
 @dataclass(frozen=True)
 class OpaqueMemory:
-    """Bytes that an operator reads and writes in one run, and the peak bytes of its own values."""
+    """What an operator moves and holds in one run.
+
+    Attributes:
+        moved_bytes: bytes that it reads and writes, except those of `costs`.
+        peak_bytes: peak bytes of its own values.
+        costs: the costs of the operators inside it that declare one.
+    """
 
     moved_bytes: float
     peak_bytes: float
+    costs: tuple[KernelCost, ...] = ()
 
 
 @functools.lru_cache(maxsize=MEMORY_CACHE_ENTRIES)
@@ -35,9 +44,19 @@ def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, fuses_operands
     program = inner_program(fn, operands)
     if program is None:
         return None
-    fusion = fuse(program, fuses_operands)
-    moved = sum(k.op.trips * _bytes(program, fusion, (*k.reads, *k.writes)) for k in fusion.kernels.values())
-    return OpaqueMemory(moved, _peak(program, fusion, program.block))
+    fusion = fuse(program, fuses_operands, opaque_reads=True)
+    costs = {key: _declared(k.op) for key, k in fusion.kernels.items()}
+    moved = sum(
+        k.op.trips * _bytes(program, fusion, (*k.reads, *k.writes))
+        for key, k in fusion.kernels.items()
+        if not costs[key]
+    )
+    declared = (cost.times(fusion.kernels[key].op.trips) for key, found in costs.items() for cost in found)
+    return OpaqueMemory(moved, _peak(program, fusion, program.block), tuple(declared))
+
+
+def _declared(op: Op) -> tuple[KernelCost, ...]:
+    return declared_costs(op.eqn, [v.aval for v in op.eqn.invars]) if is_declared(op) else ()
 
 
 def _bytes(program: Program, fusion: Fusion, values: Iterable[int]) -> float:
@@ -58,7 +77,8 @@ def _peak(program: Program, fusion: Fusion, block: Block) -> float:
     peak = 0.0
     for number, op in enumerate(ops):
         live |= {v for v in op.results if v in fusion.written} - not_own
-        nested = max((_peak(program, fusion, inner) for inner in op.blocks), default=0.0)
+        inside = (_peak(program, fusion, inner) for inner in op.blocks)
+        nested = max((*inside, *(cost.held_bytes for cost in _declared(op))), default=0.0)
         peak = max(peak, _bytes(program, fusion, live) + nested)
         live = {v for v in live if last.get(v, -1) > number or v in block.outputs}
     return peak

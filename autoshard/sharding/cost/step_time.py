@@ -240,6 +240,7 @@ class CostModel:
             return Price(time, strategy.moves, max(cost.held_bytes for cost in costs))
         if opaque := self._opaque_memory(op, strategy, mesh):
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+            time += sum(declared_us(cost, chip) for cost in opaque.costs)
         else:
             dims_of = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
             time = self._memory_us(kernel, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})

@@ -6,8 +6,9 @@
           whole chip (two cores, "megacore"). Peak at 8 bits: int8 of v5e to v6e, whose float8 products are no faster
           than bfloat16 ones; float8 of tpu7x. The memory is what XLA's out-of-memory messages report as available to a
           program. On-chip memory: the vector memory in JAX's `pallas.tpu` tables, summed over the cores of a device;
-          for v4, the common memory that its cores share. Network: data center network per chip on the page of tpu7x
-          (v5p, v6e, tpu7x), per pod on that of v5e; v4 is assumed to have that of v5p. Clock: the one at which the
+          for v4, the common memory that its cores share. Vector memory: that of one core, from the same tables.
+          Network: data center network per chip on the page of tpu7x (v5p, v6e, tpu7x), per pod on that of v5e; v4 is
+          assumed to have that of v5p. Clock: the one at which the
           matrix units reach the peak (tpu7x: four of 256 x 256 per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default.
@@ -81,6 +82,7 @@ class Chip:
         options: compiler options (`options.default_options`). They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
+        vector_memory_bytes: bytes of vector memory of one core of a TPU, which kernels may use.
         efficiency: fraction of the peak FLOP/s that large products reach.
         vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
         kinds: substrings of JAX's `device_kind` that identify this chip.
@@ -108,6 +110,7 @@ class Chip:
     options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
+    vector_memory_bytes: int = 0
     vector_ops: float = 0.0
     efficiency: float = PEAK_REACHED
     kinds: tuple[str, ...] = field(default=(), repr=False)
@@ -142,6 +145,7 @@ def _tpu(
     kinds: str,
     tile: int = 128,
     on_chip_mib: int = 128,
+    vector_mib: int = 128,
     vector_units: int = 1,
     **more: Any,
 ) -> Chip:
@@ -152,7 +156,8 @@ def _tpu(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
         host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB,
         torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
-        on_chip_bytes=on_chip_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
+        on_chip_bytes=on_chip_mib * 2**20, vector_memory_bytes=vector_mib * 2**20,
+        vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), options=options, **more,
     )  # fmt: skip
 
@@ -192,6 +197,7 @@ CHIPS: Mapping[str, Chip] = {
         torus=3,
         pod=4096,
         kinds="v4",
+        vector_mib=16,
         vector_units=2,
         clock_hz=1.05e9,
     ),
@@ -222,6 +228,7 @@ CHIPS: Mapping[str, Chip] = {
         torus=3,
         pod=8960,
         kinds="v5p|v5",
+        vector_mib=64,
         vector_units=2,
         clock_hz=1.75e9,
         flops_8bit=918e12,
@@ -259,6 +266,7 @@ CHIPS: Mapping[str, Chip] = {
         tile=256,
         cores=2,
         on_chip_mib=64,
+        vector_mib=64,
         clock_hz=2.2e9,
         flops_8bit=2307e12,
         efficiency=0.779,

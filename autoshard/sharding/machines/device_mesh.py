@@ -15,6 +15,8 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._typed import convert, short_repr
 from autoshard.errors import PlanError
+from autoshard.kernels.planned_platform import Planned
+from autoshard.sharding.machines.chips import CHIPS, chip_name
 from autoshard.sharding.machines.constants import MOST_DEVICES, VIRTUAL_DEVICES
 from autoshard.sharding.machines.option_requests import Part, under_request
 from autoshard.sharding.machines.targets import Target, find_target, target_for
@@ -64,11 +66,14 @@ def find_machine(mesh: MeshLike | None, target: str | None, option_request: Sequ
     return Machine(found, sizes, concrete, option_request)
 
 
-def find_platform(mesh: MeshLike | None, target: str | None) -> str:
-    """The platform of the machine that the arguments `mesh=` and `target=` describe."""
+def traced_machine(mesh: MeshLike | None, target: str | None) -> Planned:
+    """What kernels need to know of the machine that the arguments `mesh=` and `target=` describe."""
     if target is not None:
-        return find_target(target).platform
-    return mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        chip = find_target(target).chip
+        return Planned(chip.platform, chip.vector_memory_bytes)
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else jax.devices()[0]
+    name = chip_name(device.device_kind)
+    return Planned(device.platform, CHIPS[name].vector_memory_bytes if name else 0)
 
 
 def mesh_sizes(mesh: MeshLike) -> dict[str, int]:

@@ -15,7 +15,7 @@ from autoshard._gc import paused
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.fixed_shardings import program_constraints
-from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, find_platform
+from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import OptionRequest, read_request
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import trace
@@ -74,7 +74,7 @@ class StrategyPrices:
         donate_argnums: Sequence[int] = (),
     ):
         self.fixed = fixed or {}
-        traced = trace(fn, args, {}, donate_argnums, platform=find_platform(mesh, target))
+        traced = trace(fn, args, {}, donate_argnums, machine=traced_machine(mesh, target))
         constraints = program_constraints(traced)
         if mesh is None and target is None:
             mesh = _compat.current_mesh()

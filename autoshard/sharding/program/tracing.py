@@ -20,7 +20,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._tracebacks import call_users
-from autoshard.kernels.planned_platform import planned_for
+from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.host_memory import mixed_memory_error
 from autoshard.sharding.program.state_matching import StateMismatch, match
@@ -181,7 +181,7 @@ def trace(
     static_numbers: bool = False,
     arguments: Sequence[str] | None = None,
     donate_from: int | None = None,
-    platform: str | None = None,
+    machine: Planned | None = None,
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
@@ -197,7 +197,8 @@ def trace(
         arguments: names of the positional arguments; by default, those of the function's parameters.
         donate_from: if given, the positional arguments from this index on are donated as well, and so are keyword
             arguments if there are that many positional ones: else one of them may be an argument before it.
-        platform: the platform to trace for, which decides between kernels; by default that of JAX's default backend.
+        machine: the machine to trace for, which decides between kernels; by default the platform of JAX's default
+            backend.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -216,7 +217,7 @@ def trace(
     names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
     token = OUTER_PLAN.set(True)
     try:
-        with _compat.auto_axes(), planned_for(platform):
+        with _compat.auto_axes(), planned_for(machine):
             closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
                 *(leaf for _, leaf in flat)
             )

@@ -20,7 +20,7 @@ from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error
-from autoshard.sharding.machines.device_mesh import find_platform
+from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
@@ -248,9 +248,9 @@ class PureFunction:
         shortlist = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
         attempts: list[Attempt] = []
         donate_from = self.filter_jit and self.filter_jit.donate_from
-        platform = find_platform(options["mesh"], options["target"])
+        machine = traced_machine(options["mesh"], options["target"])
         donated = self.donate, self.donated_names
-        trace_options = *donated, names, written, self.static_numbers, self.arguments, donate_from, platform
+        trace_options = *donated, names, written, self.static_numbers, self.arguments, donate_from, machine
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace_for_offload(options["offload"], fn, args, kwargs, *trace_options)

@@ -33,7 +33,7 @@ class KernelCost:
     vector_ops: float = 0.0
     overhead_us: float = 0.0
 
-    def times(self, runs: int) -> KernelCost:
+    def times(self, runs: float) -> KernelCost:
         """Return the cost of several runs at once."""
         return replace(self, **{name: getattr(self, name) * runs for name in _SUMS})
 

@@ -126,8 +126,27 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
 def result_types(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
     """Returns the shapes and types of the results for operands of these shapes and types, without their shardings."""
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    stated, options = (fn.func, fn.keywords) if isinstance(fn, functools.partial) else (fn, {})
+    if hasattr(stated, "result_types"):
+        return list(stated.result_types(*plain, **options))
     with _compat.unchecked_varying():
         return jax.eval_shape(returning_list(fn), *plain)
+
+
+def stating_results(types: Callable[..., Sequence[Any]]) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator that states the result types of an operator's function. Without it they are traced.
+
+    Tracing a large kernel for each new shape would make up most of the time of planning.
+
+    Args:
+        types: from the operands, anything with a shape and a dtype, and the options, to `ShapeDtypeStruct`s.
+    """
+
+    def decorate(fn: Any) -> Any:
+        fn.result_types = types
+        return fn
+
+    return decorate
 
 
 def check_fit(name: str, text: str, avals: Sequence[Any], results: Sequence[Any]) -> None:

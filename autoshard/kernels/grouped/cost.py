@@ -1,0 +1,83 @@
+"""The cost of grouped products on one device.
+
+Assumed is balanced routing: a device with a part of the groups has the same part of the rows, and all groups are of one
+size. Rows of other devices' groups cost nothing. A tile that several groups share is computed for each of them, so each
+group but one adds a visit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.kernels.constants import FLOAT32, GRADIENT_VECTOR_OPS, STEP_OVERHEAD_US
+from autoshard.kernels.grouped.tiles import Shape, Tiles, gradient_tiles, product_tiles, tiled_rows
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
+
+
+def product_cost(rows: Any, weights: Any, sizes: Any, own: Any, positions: Any, *, call: Any) -> KernelCost:
+    """Return the cost of the product of rows and the matrices of their groups.
+
+    Args:
+        rows: `[m, k]`; anything with a shape and a dtype.
+        weights: `[groups, k, n]`, or `[groups, n, k]` if transposed.
+        sizes: rows of all groups, those of other devices too.
+        own: the groups that have a matrix here.
+        positions: the positions of the rows.
+        call: the `GroupedCall`.
+    """
+    shape = shape_of(rows, weights.shape[1] if call.transposed else weights.shape[2], sizes, own)
+    if call.kernel == "tiled":
+        return _tiled(shape, rows.shape[0], sizes.shape[0], shape.product_bytes, 0.0)
+    return product_kernel_cost(shape, product_tiles(shape, rows.shape[0], call.vector_memory_bytes))
+
+
+def gradient_cost(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *, call: Any) -> KernelCost:
+    """Return the cost of the gradient of the matrices.
+
+    `d_out` is the cotangent of the product, `[m, n]`. The other arguments are those of `product_cost`.
+    """
+    shape = shape_of(rows, d_out.shape[1], sizes, own)
+    if call.kernel == "tiled":
+        held = float(shape.groups) * shape.inner * shape.columns * FLOAT32
+
+        def moved(tiles: Tiles) -> float:  # each visit adds to its group's gradient
+            added = 2.0 * shape.visits(tiles.rows) * shape.inner * shape.columns * FLOAT32
+            return shape.gradient_bytes(tiles) + added
+
+        return _tiled(shape, rows.shape[0], sizes.shape[0], moved, held)
+    return gradient_kernel_cost(shape, gradient_tiles(shape, rows.shape[0], call.vector_memory_bytes))
+
+
+def shape_of(rows: Any, columns: int, sizes: Any, own: Any) -> Shape:
+    """Return the shape of a product on one device, with the rows that it has of its own groups."""
+    (count, inner), groups = rows.shape, own.shape[0]
+    return Shape(count * groups / sizes.shape[0], inner, columns, groups, rows.dtype.itemsize)
+
+
+def product_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
+    """Return the cost of the TPU's kernel of a product with these tiles."""
+    return KernelCost(
+        flops=shape.flops(tiles),
+        itemsize=shape.itemsize,
+        moved_bytes=shape.product_bytes(tiles),
+        overhead_us=shape.steps(tiles) * STEP_OVERHEAD_US,
+    )
+
+
+def gradient_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
+    """Return the cost of the TPU's kernel of the gradient of the matrices with these tiles."""
+    elements = shape.steps(tiles) * tiles.rows * (tiles.inner + tiles.columns)
+    return KernelCost(
+        flops=shape.flops(tiles),
+        itemsize=shape.itemsize,
+        moved_bytes=shape.gradient_bytes(tiles),
+        vector_ops=float(elements * GRADIENT_VECTOR_OPS),
+        overhead_us=shape.steps(tiles) * STEP_OVERHEAD_US,
+    )
+
+
+def _tiled(shape: Shape, rows: int, all_groups: int, moved: Any, held: float) -> KernelCost:
+    """Return the cost of a grouped product in plain JAX: a loop over tiles of rows, each with all columns."""
+    tile = tiled_rows(rows, all_groups)
+    tiles = Tiles(tile, shape.inner, shape.columns)
+    return KernelCost(shape.flops(tiles), shape.itemsize, moved(tiles), held)
