@@ -271,8 +271,8 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--offload", default="auto", metavar="auto|none|NAMES",
         help="values of a layer that wait in the host's memory: the best (auto, the default), none, or those with "
-        "these names, such as residual+qkv, while the rest is searched (residual@::2: of every second layer, and nothing is "
-        "searched); an unknown name lists the known ones",
+        "these names, such as residual+qkv, while the rest is searched (residual@::2: of every second layer, and "
+        "nothing is searched); an unknown name lists the known ones",
     )  # fmt: skip
     options.add_argument(
         "--allow-numerics", action="store_true",

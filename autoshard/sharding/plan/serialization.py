@@ -21,7 +21,12 @@ from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
-_ABSENT_IF_EMPTY = ("offload", "requested_options", "host_limit_bytes")  # absent from the plans of older versions
+_ABSENT_IF_EMPTY = (
+    "offload",
+    "requested_options",
+    "host_limit_bytes",
+    "kernel_blocks",
+)  # absent from the plans of older versions
 _OPTIONAL = ("padding", "arguments", *_ABSENT_IF_EMPTY)  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults
     "memory_kind": "device",

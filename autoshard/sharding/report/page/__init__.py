@@ -13,6 +13,7 @@ from typing import Any
 from autoshard._units import line_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
+from autoshard.sharding.report.kernel_blocks import kernel_texts
 from autoshard.sharding.report.page.compiled import compiled_section
 from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
 from autoshard.sharding.report.page.headline import headline
@@ -80,7 +81,7 @@ def _notes(plan: ShardingPlan) -> str:
         for name, places in plan.unknown.items()
     ]
     notes += map(escape, [*plan.notes, *padding_texts(plan)])
-    notes += [escape(text[:1].upper() + text[1:]) + "." for text in option_texts(plan)]
+    notes += [escape(text[:1].upper() + text[1:]) + "." for text in (*kernel_texts(plan), *option_texts(plan))]
     for platform, options in plan.compiler_options.items():
         listed = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
         if listed:
