@@ -85,16 +85,15 @@ def choose_blocks(shape: Shape, softmax: Any) -> SplashBlocks:
     default = SplashBlocks.for_shape(queries, keys, itemsize)
     if rules.vmem_bytes <= SCOPED_VMEM_BYTES:
         return default
-    call = SimpleNamespace(softmax=softmax, blocks=default)
     best = {}
     for kernel, cost in (("forward", forward_cost), ("dkv", dkv_cost), ("dq", dq_cost)):
         sizes = [getattr(default, kernel), *_larger(getattr(default, kernel), shape)]
         some = [replace(default, **{kernel: size}) for size in sizes]
         fitting = [each for each in some[1:] if vmem_bytes(each, shape)[kernel] <= VMEM_SHARE * rules.vmem_bytes]
-        priced = [
-            (rules.time_us(_price(cost, shape, call, each)), n, each) for n, each in enumerate([some[0], *fitting])
-        ]
-        best[kernel] = getattr(min(priced)[2], kernel)
+        fastest = min(
+            [some[0], *fitting], key=lambda each, cost=cost: rules.time_us(_price(cost, shape, softmax, each))
+        )
+        best[kernel] = getattr(fastest, kernel)
     return SplashBlocks(**best)
 
 
@@ -125,13 +124,13 @@ def _larger(default: tuple[int, ...], shape: Shape) -> Iterator[tuple[int, ...]]
             yield (q, k, *default[2:])
 
 
-def _price(cost: Any, shape: Shape, call: Any, blocks: SplashBlocks) -> KernelCost:
+def _price(cost: Any, shape: Shape, softmax: Any, blocks: SplashBlocks) -> KernelCost:
     """The cost of one head."""
     queries, keys, d, e, itemsize = shape
     dtype = SimpleNamespace(itemsize=itemsize)
     q = SimpleNamespace(shape=(1, 1, 1, queries, d), dtype=dtype)
     k, v = (SimpleNamespace(shape=(1, 1, keys, width), dtype=dtype) for width in (d, e))
-    return cost(q, k, v, call=SimpleNamespace(softmax=call.softmax, blocks=blocks))
+    return cost(q, k, v, call=SimpleNamespace(softmax=softmax, blocks=blocks))
 
 
 def blocks_of(fn: Any) -> SplashBlocks | None:

@@ -86,8 +86,8 @@ class ShardingPlan:
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
             the planner moves nothing there. `bind` moves the same values.
-        kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`). A bound plan has
-            the same.
+        kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
+            plan has, too.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
         measured: the plans that were run, the fastest first: (strategy with its variant in parentheses, median time of
             a step in microseconds). They are neither compared nor written to JSON.
