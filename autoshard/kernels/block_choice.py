@@ -90,10 +90,8 @@ def choose_blocks(shape: Shape, softmax: Any) -> SplashBlocks:
         sizes = [getattr(default, kernel), *_larger(getattr(default, kernel), shape)]
         some = [replace(default, **{kernel: size}) for size in sizes]
         fitting = [each for each in some[1:] if vmem_bytes(each, shape)[kernel] <= VMEM_SHARE * rules.vmem_bytes]
-        fastest = min(
-            [some[0], *fitting], key=lambda each, cost=cost: rules.time_us(_price(cost, shape, softmax, each))
-        )
-        best[kernel] = getattr(fastest, kernel)
+        times = {each: rules.time_us(_price(cost, shape, softmax, each)) for each in (some[0], *fitting)}
+        best[kernel] = getattr(min(times, key=lambda each, times=times: times[each]), kernel)
     return SplashBlocks(**best)
 
 
