@@ -73,9 +73,9 @@ class Case:
 CASES: Mapping[str, Case] = {
     case.model: case
     for case in (
-        Case("gpt-1.3b", "v5e:2x4", 0.3, {"layers": 4, "batch_size": 32, "context": 512}),
-        Case("llama-7b", "v6e:2x4", 0.3, {"layers": 3, "batch_size": 64, "context": 512}),
-        Case("gpt-2.6b", "v6e:2x4", 0.15, {"layers": 4, "batch_size": 64, "context": 512}),
+        Case("gpt-1.3b", "v5e:2x4", 0.02, {"layers": 4, "batch_size": 32, "context": 512}),
+        Case("llama-7b", "v6e:2x4", 0.02, {"layers": 3, "batch_size": 64, "context": 512}),
+        Case("gpt-2.6b", "v6e:2x4", 0.05, {"layers": 4, "batch_size": 64, "context": 512}),
     )
 }
 

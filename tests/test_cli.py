@@ -64,6 +64,14 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["train", "--steps"], "error: --steps has no value; `autoshard train --help` says what it takes"),
         (["train", "--gpt.norm", "rms"], "error: --gpt.norm is 'rms'; it must be 'rmsnorm' or 'layernorm'"),
         (["plan", "gpt-tiny", "--traget=cpu:8"], "unknown option --traget: did you mean --target? `autoshard plan --h"),
+        (
+            ["plan", "gpt-tiny", "--target", "v6e:2x4", "--compiler-options", "fastest", "--remat", "none"],
+            "compiler_options: there is no option set 'fastest'; the sets of v6e are no-collective-matmul",
+        ),
+        (
+            ["plan", "gpt-tiny", "--target", "cpu:8", "--offload", "residual@2"],
+            "offload has 'residual@2'; write a slice over the layers after the name, such as 'residual@::2'",
+        ),
         (["plan", "gpt-tiny", "stray"], "error: unexpected argument 'stray'; `autoshard plan --help` shows the usage"),
         (["plan", "gpt-tiny", "--target"], "error: --target has no value; `autoshard plan --help` says what it takes"),
         (

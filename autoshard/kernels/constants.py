@@ -19,6 +19,22 @@ FALLBACK_BLOCK = 512
 # with these the kernels fit a vector memory of 16 MiB, the compiler's default limit.
 LARGEST_BLOCK, LARGEST_BLOCK_32_BITS, LARGEST_COMPUTED = 1024, 512, 512
 
+# Bytes of vector memory that one kernel may use by default. Source: XLA:TPU's default of
+# `xla_tpu_scoped_vmem_limit_kib`, 16 MiB on v5e and v5p. On v6e, libtpu 0.0.42.1 also takes blocks that need more; only
+# a limit that is requested allows larger blocks.
+SCOPED_VMEM_BYTES = 16 * 2**20
+
+# Block sizes that are tried where more vector memory may be used. Source: MaxText's recipes for v6e and tpu7x use 2048
+# with limits of 64 and 96 MiB (https://github.com/AI-Hypercomputer/tpu-recipes).
+LARGER_BLOCKS = (2048,)
+
+# Blocks of scores in float32 that a kernel holds at the same time: scores, weights, and a mask or gradients. With it,
+# the default blocks need at most 14.5 MiB at a head size of 128, and the kernels fit 16 MiB.
+SCORES_HELD = 3
+
+# Fraction of the vector memory that the estimate of a kernel may fill. Source: chosen, not measured.
+VMEM_SHARE = 0.9
+
 # --- The cost of splash attention (`attention_cost`). All predicted times of attention on TPUs depend on these figures.
 
 # Vector operations for each pair of a query and a key, of which one is an exponential. Counted in the source of the

@@ -29,6 +29,7 @@ from autoshard._compat import splash
 from autoshard._compat.pallas_calls import with_costs
 from autoshard._shown import shown
 from autoshard.kernels.attention_cost import backward_cost, dkv_cost, dq_cost, forward_cost, stated
+from autoshard.kernels.block_choice import choose_blocks
 from autoshard.kernels.block_tables import visits_of_keys, visits_of_queries
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_backward, blockwise_forward, sink_gradient
 from autoshard.kernels.constants import CONTEXT, FALLBACK_BLOCK, LANES
@@ -75,13 +76,14 @@ def splash_attention(
         v: values, shaped like `k`; their features may differ in number.
         segments: segments of the queries `[batch, queries]` and of the keys `[batch, keys]`, or None.
         sinks: for each head the score of a key without a value, `[kv_heads, group]`, or None.
-        blocks: the block sizes; chosen by shape by default.
+        blocks: the block sizes; chosen by shape and machine by default (`block_choice`).
         interpret: whether Pallas interprets the kernels, on any platform; for tests.
     """
     # The kernels have no factor of the scores.
     q = (q.astype(jnp.float32) * softmax.scale).astype(q.dtype)
     q, k, v = jnp.einsum("bskgd->bkgsd", q), jnp.einsum("btkd->bktd", k), jnp.einsum("btkd->bktd", v)
-    blocks = blocks or SplashBlocks.for_shape(q.shape[3], k.shape[2], q.dtype.itemsize)
+    shape = (q.shape[3], k.shape[2], q.shape[4], v.shape[3], q.dtype.itemsize)
+    blocks = blocks or choose_blocks(shape, softmax)
     call = SplashCall(Softmax(softmax.visibility, 1.0, softmax.soft_cap), blocks, interpret)
     positions = () if softmax.visibility.is_full else (jnp.arange(q.shape[3], dtype=jnp.int32),)
     out = _attention(call, q, k, v, (*positions, *(segments or ())), sinks)

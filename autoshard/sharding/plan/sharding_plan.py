@@ -88,6 +88,8 @@ class ShardingPlan:
             chooses it.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
             the planner moves nothing there. `bind` moves the same values.
+        kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
+            plan has, too.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
         measured: the plans that were run, the fastest first: (strategy with its variant in parentheses, median time of
             a step in microseconds). They are neither compared nor written to JSON.
@@ -125,6 +127,7 @@ class ShardingPlan:
     variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
     offload: Mapping[str, float] = field(default_factory=dict)
     gather: str = ""
+    kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     measured: tuple[tuple[str, float], ...] = field(default=(), repr=False, compare=False)
 

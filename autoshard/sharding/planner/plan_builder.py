@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 from autoshard import _compat
+from autoshard.kernels.block_choice import blocks_of
 from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.device_mesh import abstract_mesh
+from autoshard.sharding.machines.kernel_rules import written
 from autoshard.sharding.machines.option_requests import requested
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.plan.mesh_words import requested_names
@@ -85,11 +87,24 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         host_limit_bytes=best.host_limit if best.host_bytes and math.isfinite(best.host_limit) else 0.0,
         offload=dict(problem.traced.offloaded),
         gather=problem.gather,
+        kernel_blocks=_kernel_blocks(problem),
         alone=_estimate(
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
         ),
     )
     return BoundPlan(_with_requested_options(plan, problem), problem, layout, best.assignment)
+
+
+def _kernel_blocks(problem: PlanningProblem) -> dict[str, tuple[int, ...]]:
+    """The block sizes of the program's kernels, by the shapes of their calls."""
+    found = {}
+    for op in problem.program.ops():
+        blocks = blocks_of(op.eqn.params.get("fn"))
+        if blocks is not None:
+            q, k, v = (problem.program.avals[value] for value in op.operands[:3])
+            shape = (q.shape[3], k.shape[2], q.shape[4], v.shape[3], q.dtype.itemsize)
+            found["x".join(map(str, shape))] = written(blocks)
+    return found
 
 
 def _with_requested_options(plan: ShardingPlan, problem: PlanningProblem) -> ShardingPlan:

@@ -16,6 +16,7 @@ from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.fixed_shardings import program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, traced_machine
+from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.machines.option_requests import OptionRequest, read_request
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import trace
@@ -74,11 +75,13 @@ class StrategyPrices:
         donate_argnums: Sequence[int] = (),
     ):
         self.fixed = fixed or {}
-        traced = trace(fn, args, {}, donate_argnums, machine=traced_machine(mesh, target))
+        request = read_request(compiler_options)
+        rules = block_rules(mesh, target, request)
+        traced = trace(fn, args, {}, donate_argnums, machine=traced_machine(mesh, target), block_rules=rules)
         constraints = program_constraints(traced)
         if mesh is None and target is None:
             mesh = _compat.current_mesh()
-        machine = find_machine(mesh, target, read_request(compiler_options))
+        machine = find_machine(mesh, target, request)
         self.problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints)
 
     @property

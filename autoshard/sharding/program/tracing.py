@@ -20,6 +20,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._tracebacks import call_users
+from autoshard.kernels.block_choice import BlockRules, under_rules
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.host_memory import mixed_memory_error
@@ -182,6 +183,7 @@ def trace(
     arguments: Sequence[str] | None = None,
     donate_from: int | None = None,
     machine: Planned | None = None,
+    block_rules: BlockRules | None = None,
 ) -> Traced:
     """Traces `fn(*args, **kwargs)` from shapes alone.
 
@@ -199,6 +201,7 @@ def trace(
             arguments if there are that many positional ones: else one of them may be an argument before it.
         machine: the machine to trace for, which decides between kernels; by default the platform of JAX's default
             backend.
+        block_rules: what decides about the block sizes of kernels; None for the defaults.
     """
     name = name_of(fn)
     shapes = abstract((args, kwargs))
@@ -217,7 +220,7 @@ def trace(
     names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
     token = OUTER_PLAN.set(True)
     try:
-        with _compat.auto_axes(), planned_for(machine):
+        with _compat.auto_axes(), planned_for(machine), under_rules(block_rules):
             closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
                 *(leaf for _, leaf in flat)
             )

@@ -20,6 +20,7 @@ from autoshard.sharding.plan.gather_words import WORDS
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
+from autoshard.sharding.report.kernel_blocks import kernel_texts
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import (
     AxisNames,
@@ -57,6 +58,7 @@ def table(plan: ShardingPlan) -> str:
         _memory(plan),
         _time(plan),
         _traffic(plan),
+        [f"kernels: {text}" for text in kernel_texts(plan)],
         _options(plan),
         _notes(plan),
         [f"words and columns: {GLOSSARY}"],

@@ -17,10 +17,12 @@ import jax
 from autoshard import _compat
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import PlanError, PlanRequestError
+from autoshard.kernels.block_choice import BlockRules
 from autoshard.sharding.autotune.selection import requested_shortlist
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error
 from autoshard.sharding.machines.device_mesh import traced_machine
+from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
@@ -249,8 +251,9 @@ class PureFunction:
         attempts: list[Attempt] = []
         donate_from = self.filter_jit and self.filter_jit.donate_from
         machine = traced_machine(options["mesh"], options["target"])
+        rules = _block_rules(options)
         donated = self.donate, self.donated_names
-        trace_options = *donated, names, written, self.static_numbers, self.arguments, donate_from, machine
+        trace_options = *donated, names, written, self.static_numbers, self.arguments, donate_from, machine, rules
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace_for_offload(options["offload"], fn, args, kwargs, *trace_options)
@@ -284,6 +287,16 @@ class PureFunction:
         for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
             warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
         return PlannedSignature(chosen, self.filter_jit is not None and self.filter_jit.hides_warnings)
+
+
+def _block_rules(options: Mapping[str, Any]) -> BlockRules | None:
+    """What decides about the block sizes of kernels under the options of a plan."""
+    plan, request = options["plan"], options.get("compiler_options", ())
+    if not isinstance(plan, ShardingPlan):
+        return block_rules(options["mesh"], options["target"], request)
+    if plan.requested_options:
+        request = (plan.requested_options,)
+    return block_rules(options["mesh"], options["target"], request, plan.kernel_blocks)
 
 
 class GraphFunction:

@@ -116,11 +116,30 @@ class Parts:
         >>> parts.price(Choice(host=("residual",)))
         (1000.0, 60.0, 200.0)
         """
-        saved = sum(self.values[name].saved_us for name in (*choice.host, *choice.keep) if name != RESIDUAL)
+        return self.price_mix(choice, 1.0)
+
+    def price_mix(self, choice: Choice, share: float) -> tuple[float, float, float]:
+        """Return the price of a choice whose values wait on the host in a share of the layers only.
+
+        The other layers recompute these values. What stays on the device does so in all layers.
+
+        >>> parts = Parts(1000.0, 80.0, 1000.0, {"residual": Part(0.0, 40.0), "qkv": Part(50.0, 60.0)}, 2, 5.0)
+        >>> parts.price(Choice(host=("qkv",)))
+        (1000.0, 80.0, 300.0)
+        >>> parts.price_mix(Choice(host=("qkv",)), 0.5)
+        (975.0, 80.0, 150.0)
+        """
+        saved = sum(self.values[name].saved_us for name in choice.keep if name != RESIDUAL)
+        saved += share * sum(self.values[name].saved_us for name in choice.host if name != RESIDUAL)
         kept = sum(self.values[name].nbytes for name in choice.keep)
         if RESIDUAL in choice.host:
-            kept -= self.values[RESIDUAL].nbytes
-        busy = sum(self.values[name].nbytes for name in choice.host) * self.host_us_per_byte
-        forward = _FORWARD * self.compute_us
+            kept -= share * self.values[RESIDUAL].nbytes
+        busy = share * sum(self.values[name].nbytes for name in choice.host) * self.host_us_per_byte
+        forward = self.hidden_us
         exposed = max(busy - forward, 0.0) + max(busy - (self.compute_us - forward - saved), 0.0)
         return self.full_us - saved + exposed, self.full_bytes + kept / self.microbatches, busy
+
+    @property
+    def hidden_us(self) -> float:
+        """The time on the link in one direction that the forward pass hides."""
+        return _FORWARD * self.compute_us

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,7 +244,18 @@ class _Probes:
             if choice != Choice():
                 time_us, peak, busy = parts.price(choice)
                 found.append(Priced(choice.remat, count, time_us, peak, 2 * busy, bool(choice.host)))
+                if not must and busy > parts.hidden_us:
+                    found += self._partly_offloaded(parts, choice)
         return found
+
+    def _partly_offloaded(self, parts: Parts, choice: Choice) -> Iterator[Priced]:
+        """Mixes for a choice that the link to the host bounds: only some layers offload, the others recompute."""
+        others = Choice(keep=choice.keep).remat
+        for count, period in constants.SEARCHED_REMAT_MIXES:
+            if self.space.layers > period and not self.space.layers % period:
+                time_us, peak, busy = parts.price_mix(choice, count / period)
+                remat = ",".join([choice.remat] * count + [others] * (period - count))
+                yield Priced(remat, parts.microbatches, time_us, peak, 2 * busy, offloads=True)
 
     def _mixes(self, pure: Sequence[Priced]) -> list[Priced]:
         """Mixes over the layers of a policy that is too large and a slower one that fits."""

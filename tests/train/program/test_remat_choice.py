@@ -47,3 +47,14 @@ def test_requested_values_wait_on_the_host_in_every_choice():
 def test_prices(choice, time_us, peak):
     found = PARTS.price(choice)
     assert found[:2] == (pytest.approx(time_us), pytest.approx(peak))
+
+
+def test_a_part_of_the_layers_offloads_where_the_link_is_the_bound():
+    """All layers send 300 us of values in a forward pass of 250 us; three quarters of them send 225 us."""
+    choice = Choice(host=("qkv",), keep=("context",))
+    whole, part = PARTS.price_mix(choice, 1.0), PARTS.price_mix(choice, 0.75)
+    assert whole == PARTS.price(choice) and whole[2] > PARTS.hidden_us > part[2] == 225.0
+    assert whole[0] == pytest.approx(1000 - 60 - 40 + 50) and part[0] == pytest.approx(1000 - 0.75 * 60 - 40)
+    assert part[1] == whole[1] == 500.0 + 100 / 2
+    residual = Choice(host=("residual",))
+    assert PARTS.price_mix(residual, 0.5)[1] == 500.0 - 0.5 * 200 / 2

@@ -14,6 +14,7 @@ from autoshard._units import line_text
 from autoshard.sharding.plan.gather_words import WORDS
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
+from autoshard.sharding.report.kernel_blocks import kernel_texts
 from autoshard.sharding.report.page.compiled import compiled_section
 from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
 from autoshard.sharding.report.page.headline import headline
@@ -81,7 +82,7 @@ def _notes(plan: ShardingPlan) -> str:
         for name, places in plan.unknown.items()
     ]
     notes += map(escape, [*plan.notes, *padding_texts(plan)])
-    notes += [escape(text[:1].upper() + text[1:]) + "." for text in option_texts(plan)]
+    notes += [escape(text[:1].upper() + text[1:]) + "." for text in (*kernel_texts(plan), *option_texts(plan))]
     if plan.gather:
         notes.append(f"Parameters are gathered in the order <code>{escape(plan.gather)}</code>: "
                      f"{escape(WORDS[plan.gather])}.")  # fmt: skip
