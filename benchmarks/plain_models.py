@@ -94,7 +94,11 @@ def vit(remat: str, rows: int = 512, layers: int = 4) -> Made:
 def moe(remat: str, rows: int = 64, seq: int = 1024, layers: int = 2) -> Made:
     """A mixture of 16 experts with one-hot dispatch in groups of `seq` tokens; the layers are a scan."""
     width, ffn, experts, heads, vocab, capacity = 1024, 4096, 16, 16, 32000, seq // 8
-    layer = {"qkv": (width, 3, heads, width // heads), "out": (heads, width // heads, width), "router": (width, experts)}
+    layer = {
+        "qkv": (width, 3, heads, width // heads),
+        "out": (heads, width // heads, width),
+        "router": (width, experts),
+    }
     layer |= {"up": (experts, width, ffn), "down": (experts, ffn, width), "norm1": (width,), "norm2": (width,)}
     params = _arrays({"embed": (vocab, width), "layers": _stacked(layer, layers), "norm": (width,)})
 

@@ -17,6 +17,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.lowering import Lowering
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.options import with_needed
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
@@ -31,7 +32,7 @@ class Executable:
         plan: the plan.
         traced: the function.
         layout: the sharding of every value of its program.
-        flops_per_byte: FLOPs that the target's chip computes while it sends one byte.
+        link_prices: what bytes cost on the links of the target.
         mesh: the mesh of devices that the user gave to the planner, if any.
         wrap: wraps the jitted pure function so that it takes and updates nnx objects.
     """
@@ -39,7 +40,7 @@ class Executable:
     plan: ShardingPlan
     traced: Traced
     layout: Layout
-    flops_per_byte: float
+    link_prices: LinkPrices
     mesh: Any = None
     wrap: Callable[[Any], Any] = lambda jitted: jitted
 
@@ -57,7 +58,7 @@ class Executable:
 
     def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
-        return Lowering(self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte)
+        return Lowering(self.layout, _compat.all_axes_auto(mesh), self.link_prices)
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
         """The program under `jax.jit`, for positional arguments: those of `Traced.jit_arguments`.

@@ -28,6 +28,7 @@ from autoshard.sharding.layout.operator_sharding import (
     strategy_in_layout,
 )
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
@@ -41,10 +42,10 @@ _CONSTANT_COUNTS = {"linear_call": "num_callee_consts", "remat_opt": "num_consts
 class Lowering:
     """Evaluates a program with the sharding constraints of a layout on a mesh of devices."""
 
-    def __init__(self, layout: Layout, mesh: Any, flops_per_byte: float):
+    def __init__(self, layout: Layout, mesh: Any, link_prices: LinkPrices):
         self.layout = layout
         self.mesh = mesh
-        self.flops_per_byte = flops_per_byte
+        self.link_prices = link_prices
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
@@ -110,7 +111,7 @@ class Lowering:
             return self.constrain_like_parameter(op, results)
         rule = op.rule
         assert rule is not None
-        chosen = strategy_in_layout(self.layout, op, self.flops_per_byte)
+        chosen = strategy_in_layout(self.layout, op, self.link_prices)
         wants = [result_spec(self.layout, op, v) for v in op.results]
         if is_declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
