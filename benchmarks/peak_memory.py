@@ -139,7 +139,7 @@ def measured(program: str, remat: str, words: str, target: str, buffers: bool, c
     """Plan and compile one row. With `buffers`, print the buffers at both peaks."""
     step, state, batch = made(program, remat)
     planned = plan(step, state, *batch, target=target, plan=words, donate_argnums=0)
-    head = {"program": program, "remat": remat, "words": words, "target": target}
+    head: dict[str, Any] = {"program": program, "remat": remat, "words": words, "target": target}
     head["predicted"] = dict(planned.estimate.memory_bytes)
     if buffers:
         print("estimate's temporaries at the peak:\n" + _estimated(planned))

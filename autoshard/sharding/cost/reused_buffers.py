@@ -2,8 +2,9 @@
 
     zeros.at[i].add(u) + x        becomes x.at[i].add(u), in the buffer of x
 
-The gradient of a loss that picks the target's logit with a gather is such a sum: its scatter has the size of the logits.
-Compiled for v5e (jaxlib 0.10.2, libtpu 0.0.42) and for h100, a language model's step has one such array, not two.
+The gradient of a loss that picks the target's logit with a gather is such a sum: its scatter is as large as the
+logits. Compiled for v5e (jaxlib 0.10.2, libtpu 0.0.42) and for h100, the step of a language model has one such array,
+not two.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from autoshard._shown import shown
 from autoshard.sharding.machines.constants import WEIGHED_BYTES
 from autoshard.sharding.machines.topology import Topology, assign
+from autoshard.spmdrules.core.placement import ReshardKind
 
 
 @shown
@@ -49,7 +50,7 @@ def _all_to_all_weight(topology: Topology, devices: int) -> float:
     assigned = assign(topology, mesh)
     pieces, topology = assigned.pieces["group"], assigned.topology
 
-    def us(kind: str) -> float:  # without latency
+    def us(kind: ReshardKind) -> float:  # without latency
         return topology.time_us(kind, pieces, WEIGHED_BYTES) - topology.time_us(kind, pieces, 0.0)
 
     return max(us("all-to-all") / us("reduce-scatter"), 1.0)
