@@ -20,8 +20,8 @@ compute does not hide, as in `hlo_schedule.py`. Synchronous collectives are full
 
     step time = compute + exposed communication + exposed copies          by each measure of compute
     memory    = arguments + temporaries + results - results that reuse an argument's memory   (compiler's analysis)
-    peak      = the compiler's own, if it reports one: less than `memory` where not all buffers are live at once; at most
-                `memory`, because the compiler also counts buffers on the host and in a TPU's vector memory
+    peak      = the compiler's own, if it reports one: less than `memory` where not all buffers are live at once.
+                At most `memory`, because the compiler also counts buffers on the host and in a TPU's vector memory
 
 Left out: padding of tiles, contention of collectives with the memory, start-up of kernels, stragglers, the network
 between slices of a TPU, and custom kernels without a cost (listed in `opaque`; only their operands and results count).

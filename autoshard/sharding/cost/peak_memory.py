@@ -6,10 +6,10 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Each value counts by its shard. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place. Values in host memory take no memory of the device (`host_bytes`); there, a loop moves
-each slice of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which
-every device holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one
-with the least padding.
+of a loop are updated in place, and so are arrays to which a scatter is added (`reused_buffers`). Values in host memory
+take no memory of the device (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of
+it. Arrays that the function closes over are constants, which every device holds whole. On a TPU an activation is stored
+in tiles of 128 elements along one of its dimensions, the one with the least padding.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.constants import TPU_LANES
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.reused_buffers import scattered_into_sums
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.program.array_sizes import nbytes
@@ -54,7 +55,7 @@ class MemoryModel:
         self.points = -1  # number of the last operator
         self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
         self.constant_bytes = float(sum(x.nbytes for x in program.constants()))
-        self.written[list(fusion.written)] = True
+        self.written[list(fusion.written - scattered_into_sums(program))] = True
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
         self.slices: set[int] = set()  # values in a loop that are one iteration's slice of a stack outside of it
         self._scan(program.block)

@@ -232,7 +232,7 @@ class CostModel:
         if not is_decision_point(op):
             return Price(self._memory_us(kernel, mesh, memory, {}), self._plain_moves(op, mesh, specs, result_specs))
         strategy = strategy_for_specs(
-            op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.flops_per_byte
+            op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.link_prices
         )
         assert op.rule is not None
         if is_declared(op) and (costs := declared_costs(op.eqn, _shard_types(op, strategy, mesh))):

@@ -14,6 +14,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import OperandSpecs, OperatorStrategy, choose_strategy
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
@@ -105,11 +106,11 @@ def state_gathers(layout: Layout, updated: Iterable[int]) -> list[StateGather]:
     return gathers
 
 
-def strategy_in_layout(layout: Layout, op: Op, flops_per_byte: float) -> OperatorStrategy:
-    """The strategy of a decision point under a layout; `flops_per_byte`: see `choose_strategy`."""
+def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorStrategy:
+    """The strategy of a decision point under a layout; `prices`: see `choose_strategy`."""
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
     results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
-    return strategy_for_specs(op, operands, results, moved, layout.mesh, flops_per_byte)
+    return strategy_for_specs(op, operands, results, moved, layout.mesh, prices)
 
 
 def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
@@ -128,7 +129,7 @@ def strategy_for_specs(
     result_specs: Sequence[Spec],
     moved: Sequence[float],
     mesh: Mapping[str, int],
-    flops_per_byte: float,
+    prices: LinkPrices,
 ) -> OperatorStrategy:
     """The strategy of a decision point.
 
@@ -138,14 +139,14 @@ def strategy_for_specs(
         result_specs: the wanted shardings of its results.
         moved: bytes of its operands as collectives move them (`transfer_bytes`).
         mesh: mesh axis -> size.
-        flops_per_byte: see `choose_strategy`.
+        prices: see `choose_strategy`.
     """
     assert op.rule is not None
     avals = [v.aval for v in op.eqn.invars]
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
     operands = OperandSpecs(op.rule.operands, moved, specs, op.rule, mesh)
     results = OperandSpecs(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], result_specs, op.rule, mesh)
-    return choose_strategy(op.rule, operands, results, mesh, flops_of(op), flops_per_byte)
+    return choose_strategy(op.rule, operands, results, mesh, flops_of(op), prices)
 
 
 def sharded_factors(strategy: OperatorStrategy, mesh: Mapping[str, int]) -> dict[str, str]:

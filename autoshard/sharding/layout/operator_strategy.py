@@ -3,13 +3,14 @@
 It depends on the shardings of the operands and on the wanted shardings of the results. Each mesh axis shards one of the
 operator's factors or none; with none, all devices along it repeat the work. A choice costs
 
-    cost  = bytes of all collectives from the operands' shardings to those that the choice needs
-          + bytes of all collectives from the shardings of the choice's results to the wanted ones
+    cost  = price of all collectives from the operands' shardings to those that the choice needs
+          + price of all collectives from the shardings of the choice's results to the wanted ones
           + repeated FLOPs / flops_per_byte        if the mesh axis shards no factor
 
-The bytes of a collective are those of `spmdrules.core.placement`; taking a shard of a replicated array costs nothing.
-`flops_per_byte` is the number of FLOPs that the machine computes while one byte crosses a link. The first factor wins
-ties, so that every process makes the same choice.
+The price of a collective is its bytes, those of `spmdrules.core.placement`, times the weight of its kind on the machine
+(`machines.link_prices`); taking a shard of a replicated array costs nothing. `flops_per_byte` is the number of FLOPs
+that the machine computes while one byte crosses a link. The first factor wins ties, so that every process makes the
+same choice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Literal
 
 from autoshard._shown import shown
 from autoshard.sharding.layout.constants import STRATEGY_TIE
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
@@ -88,7 +90,7 @@ def choose_strategy(
     results: OperandSpecs,
     mesh: Mapping[str, int],
     flops: float,
-    flops_per_byte: float,
+    prices: LinkPrices,
 ) -> OperatorStrategy:
     """Choose the cheapest factor for each mesh axis, one mesh axis at a time, in mesh order.
 
@@ -98,8 +100,12 @@ def choose_strategy(
         results: its results, with their wanted shardings.
         mesh: mesh axis -> size.
         flops: FLOPs of the unsharded operator.
-        flops_per_byte: FLOPs that the machine computes while one byte crosses a link.
+        prices: what bytes cost on the links of the machine.
     """
+
+    def price(move: Move) -> float:
+        return move.wire_bytes * prices.weight(move.kind, shard_count((move.axes,), mesh))
+
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
     for axis, n in mesh.items():
@@ -107,9 +113,11 @@ def choose_strategy(
         dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         best: tuple[float, str | None] | None = None
         for factor in [*dividing, None] if options else [None]:
-            cost = sum(m.wire_bytes for m in _moves(rule, operands, results, mesh, {**chosen, axis: factor}))
+            cost = sum(map(price, _moves(rule, operands, results, mesh, {**chosen, axis: factor})))
             if factor is None:
-                cost += flops * (n - 1) / n / math.prod(shards.values() or [1]) / flops_per_byte if options else 0.0
+                cost += (
+                    flops * (n - 1) / n / math.prod(shards.values() or [1]) / prices.flops_per_byte if options else 0.0
+                )
             if best is None or cost < best[0] * (1 - STRATEGY_TIE):
                 best = (cost, factor)
         assert best is not None

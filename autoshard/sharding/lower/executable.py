@@ -17,6 +17,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.lowering import Lowering
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.options import with_needed
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -32,7 +33,7 @@ class Executable:
         plan: the plan.
         traced: the function.
         layout: the sharding of every value of its program.
-        flops_per_byte: FLOPs that the target's chip computes while it sends one byte.
+        link_prices: what bytes cost on the links of the target.
         mesh: the mesh of devices that the user gave to the planner, if any.
         wrap: wraps the jitted pure function so that it takes and updates nnx objects.
     """
@@ -40,7 +41,7 @@ class Executable:
     plan: ShardingPlan
     traced: Traced
     layout: Layout
-    flops_per_byte: float
+    link_prices: LinkPrices
     mesh: Any = None
     wrap: Callable[[Any], Any] = lambda jitted: jitted
 
@@ -59,7 +60,7 @@ class Executable:
     def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
         return Lowering(
-            self.layout, _compat.all_axes_auto(mesh), self.flops_per_byte, sequential=self.plan.gather == SEQUENTIAL
+            self.layout, _compat.all_axes_auto(mesh), self.link_prices, sequential=self.plan.gather == SEQUENTIAL
         )
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:

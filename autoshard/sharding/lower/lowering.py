@@ -31,6 +31,7 @@ from autoshard.sharding.layout.operator_sharding import (
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.gather_order import GatherOrder
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
@@ -47,15 +48,15 @@ class Lowering:
     Args:
         layout: the layout.
         mesh: the mesh.
-        flops_per_byte: FLOPs that the target's chip computes while it sends one byte.
+        link_prices: what bytes on the links of the target cost.
         sequential: whether parameters are gathered one after another.
     """
 
-    def __init__(self, layout: Layout, mesh: Any, flops_per_byte: float, *, sequential: bool = False):
+    def __init__(self, layout: Layout, mesh: Any, link_prices: LinkPrices, *, sequential: bool = False):
         self.layout = layout
         self.mesh = mesh
         self.order = GatherOrder(mesh) if sequential else None
-        self.flops_per_byte = flops_per_byte
+        self.link_prices = link_prices
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
@@ -121,7 +122,7 @@ class Lowering:
             return self.constrain_like_parameter(op, results)
         rule = op.rule
         assert rule is not None
-        chosen = strategy_in_layout(self.layout, op, self.flops_per_byte)
+        chosen = strategy_in_layout(self.layout, op, self.link_prices)
         wants = [result_spec(self.layout, op, v) for v in op.results]
         if self.order is None or op.name in REDUCTIONS:
             return self.decision_point(op, args, chosen, wants)

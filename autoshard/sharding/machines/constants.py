@@ -104,3 +104,7 @@ RUNS = 7
 # Lower bounds for the measured difference between the two all-gathers, in seconds, and for the measured latency, in
 # microseconds. Noise can make both negative.
 LEAST_DIFFERENCE_S, LEAST_LATENCY_US = 1e-9, 0.1
+
+# Bytes of the messages that are compared to weigh kinds of collectives (`link_prices`). The weight does not depend on
+# it, because latency is taken off.
+WEIGHED_BYTES = 1e9

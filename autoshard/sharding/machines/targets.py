@@ -27,6 +27,7 @@ from autoshard._typed import Readers, convert, fields_of, finite, short_repr
 from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.machines.constants import CORE_LINKS, CPU_LATENCY_GROWTH, MOST_DEVICES
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology, assign
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
@@ -75,10 +76,10 @@ class Target:
         near = [d for d in self.topology.dims if d.kind == "ring"] or [self.topology.dims[-1]]
         return sum(d.bandwidth * (2 if d.wraps else 1) for d in near if d.size > 1) or near[-1].bandwidth
 
-    @property
-    def flops_per_byte(self) -> float:
-        """FLOPs that a device does at peak in the time that it takes to send one byte to a neighbour."""
-        return self.chip.flops / self.link_bandwidth
+    @cached_property
+    def link_prices(self) -> LinkPrices:
+        """What bytes on the links cost, for the strategies of operators."""
+        return LinkPrices(self.chip.flops / self.link_bandwidth, self.topology)
 
 
 def find_target(name: str) -> Target:

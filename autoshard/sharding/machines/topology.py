@@ -12,6 +12,8 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     bandwidth of a group    dimensions of one torus work in parallel: the sum over its pieces. Networks of different
                             speeds work one after the other: the outer one carries 1/(size of the inner) of the bytes
     time                    latency of all hops along the longest piece + bytes sent / bandwidth
+    permute                 some devices send across every dimension of the group: the latencies of all pieces add up,
+                            and the slowest piece limits the bandwidth
     all-to-all on a torus   is limited by the bisection of the longest dimension, see `_all_to_all_us`
     on a torus, XLA:TPU     replaces some collectives by an all-reduce, see `Topology.compiled`
 """
@@ -97,9 +99,8 @@ class Topology:
             return 0.0
         whole = local_bytes * math.prod(p.size for p in merged) if kind == "all-gather" else local_bytes
         if kind == "collective-permute":
-            return (
-                min(self._latency_us(p) for p in merged) + local_bytes / min(map(self._piece_bandwidth, merged)) * 1e6
-            )
+            slowest = min(map(self._piece_bandwidth, merged))
+            return sum(map(self._latency_us, merged)) + local_bytes / slowest * 1e6
         if kind == "all-to-all":
             return sum(self._all_to_all_us(group, whole) for _, group in self._tiers(merged))
         one_pass_us, inner = 0.0, 1

@@ -21,7 +21,7 @@ def traffic_of(bound: BoundPlan, number: int) -> dict[tuple[str, str, str, str],
 
     A gradient is recognised by its axes. Several parameters with the same axes get equal parts of their traffic.
     """
-    layout, per_byte = bound.layout, bound.executable.flops_per_byte
+    layout, prices = bound.layout, bound.executable.link_prices
     axes, program = layout.axes, layout.axes.program
     source = program.inputs[number]
     leaves = axes.of_value[source]
@@ -37,7 +37,7 @@ def traffic_of(bound: BoundPlan, number: int) -> dict[tuple[str, str, str, str],
     for op, block in ops_with_scopes(program.block):
         if not is_decision_point(op) or not _touches(op, source, slices, axes, is_parameter):
             continue
-        for move in strategy_in_layout(layout, op, per_byte).moves:
+        for move in strategy_in_layout(layout, op, prices).moves:
             value = op.operands[move.array] if move.array >= 0 else op.results[-1 - move.array]
             share = 1.0
             if move.array >= 0 and (value == source or axes.parameter_aliases.get(value) == source):

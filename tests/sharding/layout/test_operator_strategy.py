@@ -7,6 +7,8 @@ from jax import lax
 
 from autoshard.sharding.axes.roles import CONTRACTIONS
 from autoshard.sharding.layout.operator_strategy import OperandSpecs, choose_strategy
+from autoshard.sharding.machines.link_prices import LinkPrices
+from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.program.flops import flops_of
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import build
@@ -73,7 +75,7 @@ def strategy(shapes, specs, want, mesh, flops_per_byte):
     rule = Rule.parse("m k, k n -> m n; reduce k", *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
     operands = OperandSpecs(rule.operands, [4 * m * k, 4 * k * n], specs, rule, mesh)
     results = OperandSpecs(rule.results, [4 * m * n], [want], rule, mesh)
-    return choose_strategy(rule, operands, results, mesh, 2 * m * k * n, flops_per_byte)
+    return choose_strategy(rule, operands, results, mesh, 2 * m * k * n, LinkPrices(flops_per_byte))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_a_factor_is_sharded_only_if_earlier_factors_are_fully_sharded(size, beh
     mesh = {"a": 2, "b": 2}
     operands = OperandSpecs(rule.operands, [1024], [(("a",), ("b",))], rule, mesh)
     results = OperandSpecs(rule.results, [1024], [((),)], rule, mesh)
-    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, prices=LinkPrices(1.0))
     assert plan.factors == {"a": "m", "b": behind}
     gathered = [move.axes for move in plan.moves if move.kind == "all-gather" and not move.array]
     assert gathered == ([("b",)] if behind is None else [])
@@ -121,7 +123,7 @@ def test_a_tensor_is_gathered_over_all_its_axes_at_once():
     mesh = {"a": 4, "b": 4}
     operands = OperandSpecs(rule.operands, [1 << 20, 1600], [(("a", "b"), ()), ((), ("a", "b"))], rule, mesh)
     results = OperandSpecs(rule.results, [1 << 20], [(("a", "b"), ())], rule, mesh)
-    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, prices=LinkPrices(1.0))
     assert [(m.kind, m.axes, m.array, m.wire_bytes) for m in plan.moves] == [("all-gather", ("a", "b"), 1, 1500)]
 
 
@@ -130,6 +132,19 @@ def test_a_gradient_is_reduce_scattered_before_it_is_all_reduced():
     mesh = {"a": 2, "b": 4}
     operands = OperandSpecs(rule.operands, [1 << 20, 1 << 20], [(("a", "b"), ())] * 2, rule, mesh)
     results = OperandSpecs(rule.results, [1600], [((), ("b",))], rule, mesh)
-    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, flops_per_byte=1.0)
+    plan = choose_strategy(rule, operands, results, mesh, flops=1e9, prices=LinkPrices(1.0))
     expected = [("reduce-scatter", ("b",), 1600 * 3 / 4), ("all-reduce", ("a",), 2 * 1 / 2 * 400)]
     assert [(m.kind, m.axes, m.wire_bytes) for m in plan.moves] == expected
+
+
+@pytest.mark.parametrize(("machine", "kind"), [("v5e:2x4", "all-gather"), ("h100:1x8", "all-to-all")])
+def test_an_all_to_all_is_avoided_where_it_takes_longer_than_a_gather(machine, kind):
+    """The rows of `x` are sharded, and columns of `x @ w` are wanted: `x` is gathered, or the product is moved.
+
+    The gather sends 7/8 of x, 1.5 times what the all-to-all sends, 7/8 of a shard of the product."""
+    mesh, shapes = {"a": 8}, ((64, 768), (768, 4096))
+    rule = Rule.parse("m k, k n -> m n; reduce k", *(jax.ShapeDtypeStruct(s, "float32") for s in shapes))
+    operands = OperandSpecs(rule.operands, [64 * 768, 768 * 4096], [(("a",), ()), WHOLE], rule, mesh)
+    results = OperandSpecs(rule.results, [64 * 4096], [((), ("a",))], rule, mesh)
+    moves = choose_strategy(rule, operands, results, mesh, 2**40, find_target(machine).link_prices).moves
+    assert [m.kind for m in moves] == [kind]

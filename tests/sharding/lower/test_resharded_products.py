@@ -112,7 +112,7 @@ def test_products_are_correct_under_every_computed_and_requested_sharding(mesh_o
 def test_a_product_is_constrained_as_computed_before_it_is_resharded(mesh_of, monkeypatch):
     """The lowering follows the rule above: values are correct under a strategy for which XLA's would be wrong."""
 
-    def strategy(layout, op, flops_per_byte):
+    def strategy(layout, op, link_prices):
         (m, k), (_, n) = ((d[0] for d in dims) for dims in op.rule.operands)
         return OperatorStrategy({"dp": m, "fsdp": n, "tp": k}, ())
 

@@ -21,7 +21,7 @@ def test_every_chip_has_figures_and_a_target(name):
     assert target.platform == chip.platform
     assert min(chip.flops, chip.flops_f32, chip.memory_bytes, chip.memory_bandwidth, chip.link_bandwidth) > 0
     assert 0 < chip.host_bandwidth <= chip.memory_bandwidth
-    assert 0 < target.flops_per_byte < 1e5
+    assert 0 < target.link_prices.flops_per_byte < 1e5
 
 
 @pytest.mark.parametrize(

@@ -157,3 +157,10 @@ def test_a_group_of_one_device_takes_no_time():
 def test_a_permute_sends_each_shard_once():
     assert collective_us((LINE,), "collective-permute", (0, 2, 1)) == expected_us(160, 10, latency=1)
     assert collective_us((SWITCH,), "collective-permute", (0, 8, 1)) == expected_us(160, 40, latency=3)
+
+
+def test_a_permute_over_several_dimensions_crosses_them_all():
+    """From the last device of a host to the first of the next: both latencies, and the network limits the bandwidth."""
+    time_us = collective_us((NETWORK, SWITCH), "collective-permute", (0, 4, 1), (1, 8, 1))
+    assert time_us == expected_us(160, 2, latency=7 + 3)
+    assert collective_us((RING, LINE), "collective-permute", (0, 16, 1), (1, 4, 1)) == expected_us(160, 10, latency=11)

@@ -1,0 +1,26 @@
+"""The programs of the comparison of predicted and compiled memory, and its rows."""
+
+import jax
+import peak_memory
+import pytest
+from plain_models import PLAIN
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_step_returns_its_state_and_a_loss(name):
+    step, state, batch = PLAIN[name]("full")
+    returned, loss = jax.eval_shape(step, state, *batch)
+    assert loss.shape == ()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), returned) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+def test_every_case_names_a_program():
+    plain = {f"plain-{name}" for name in PLAIN}
+    assert {program for program, *_ in peak_memory.CASES} <= plain | set(peak_memory.OURS)
+
+
+def test_a_row_adds_up_memory_by_kind():
+    compiled = {"argument": 4.0, "temp": 3.0, "output": 4.0, "alias": 3.0, "peak": 7.0}
+    row = peak_memory.Row("a", "full", "fsdp:8", "v5e:2x4", "ok", {"parameter": 4.0, "temporary": 3.5}, compiled, 7.0)
+    assert (row.total, row.upper) == (7.5, 8.0)
+    assert " 1.07 " in row.text()
