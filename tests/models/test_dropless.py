@@ -101,7 +101,7 @@ def operator_of(fn, *args):
 
 def test_its_flops_are_counted():
     forward = operator_of(dropless.swiglu_experts, *operands())
-    assert matmul_flops(forward) == {4: 3 * 2.0 * ROWS * EMBED * FFN}
+    assert matmul_flops(forward) == {(4, False): 3 * 2.0 * ROWS * EMBED * FFN}
     backward = operator_of(dropless.swiglu_experts_gradients, *operands(), operands()[0])
     # Recomputed hidden units; for each product the gradient of its rows, and that of its weights: all rows per expert.
     assert flops_of(backward) == (2 + 3 + 3 * EXPERTS) * 2.0 * ROWS * EMBED * FFN

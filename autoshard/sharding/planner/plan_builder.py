@@ -10,6 +10,7 @@ from typing import Any
 from autoshard import _compat
 from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.cost.peak_memory import MemoryModel
+from autoshard.sharding.cost.unserved_products import product_notes
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
@@ -106,6 +107,7 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     notes = [note] if (note := captured_note(problem)) else []
     notes += idle_notes(problem, layout)
     notes += offload_notes(problem)
+    notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)
     for one in undivided(layout):
         size = problem.axes.sizes[one.cls]
         now = f"is sharded {one.shards} ways" if one.shards > 1 else "stays whole"
