@@ -31,6 +31,9 @@ Quantization = Literal["none", "int8", "fp8"]
 
 # quantization -> types of the operands of the forward pass, and of gradients.
 _TYPES = {"int8": (jnp.int8, jnp.int8), "fp8": (jnp.float8_e4m3fn, jnp.float8_e5m2)}
+# quantization -> how qwix computes scales. Its range of int8 ends at 127.5. A row's largest magnitude would lie there,
+# on the boundary of two values, where the last bit decides. With this factor it is 127.
+_CALIBRATION = {"int8": f"absmax,{127.5 / 127}", "fp8": "absmax"}
 
 
 def quantized_einsum(spec: str, x: jax.Array, weight: jax.Array, quantization: Quantization) -> jax.Array:
@@ -105,9 +108,10 @@ class _Product:
     def quantize(self, x: jax.Array, dims: str, summed_with: str, *, gradient: bool = False) -> Any:
         """Quantize an operand with the given dimensions. Those that the result `summed_with` lacks share a scale."""
         rows = [n for n, letter in enumerate(dims) if letter in summed_with]
-        dtype = _TYPES[self.quantization][gradient]
+        dtype, method = _TYPES[self.quantization][gradient], _CALIBRATION[self.quantization]
         with _standard_promotion():
-            return _qwix(self.quantization).quantize(x, dtype, channelwise_axes=rows)
+            quantize = _qwix(self.quantization).quantize
+            return quantize(x, dtype, channelwise_axes=rows, calibration_method=method)
 
     def multiply(self, spec: str, x: Any, y: Any, dtype: Any) -> jax.Array:
         """Multiply quantized operands."""

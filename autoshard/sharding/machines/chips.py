@@ -175,7 +175,8 @@ def _gpu(
     )  # fmt: skip
 
 
-# `efficiency` of v5p, v6e and tpu7x: calibrated on one published step time each (`benchmarks/recipe_calibration.py`).
+# `efficiency` of v5p, v6e and tpu7x, `efficiency_fp8` of tpu7x: calibrated on one published step time each
+# (`benchmarks/recipe_calibration.py`).
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
         "v4",
@@ -254,6 +255,7 @@ CHIPS: Mapping[str, Chip] = {
         clock_hz=2.2e9,
         flops_fp8=2307e12,
         efficiency=0.779,
+        efficiency_fp8=0.765,
     ),
     "a100-40": _gpu(
         tflops=312,
