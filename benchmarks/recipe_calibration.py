@@ -2,8 +2,8 @@
 
     python benchmarks/recipe_calibration.py
 
-These are the values of `efficiency` and `efficiency_fp8` in `autoshard.sharding.machines.chips`. No other constant is fitted to a recipe.
-The rows are left out of the figures of `recipes.py`.
+These are the values of `efficiency` and `efficiency_fp8` in `autoshard.sharding.machines.chips`. No other constant is
+fitted to a recipe. The rows are left out of the figures of `recipes.py`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def main() -> None:
         found = efficiency_of(settings, chip, name)
         check = predicted(settings, chip, name, found)
         print(
-            f"{chip} {name}: {found:.3f} from {row}: {check:.3f} s predicted, {settings.recipe.seconds:.3f} s measured; with "
-            f"0.95 it is {predicted(settings, chip, name, 0.95):.3f} s",
+            f"{chip} {name}: {found:.3f} from {row}: {check:.3f} s predicted, "
+            f"{settings.recipe.seconds:.3f} s measured; with 0.95 it is {predicted(settings, chip, name, 0.95):.3f} s",
             flush=True,
         )
 

@@ -62,8 +62,8 @@ class MoEConfig:
             problems.append(f"dispatch is {self.dispatch!r}; choose one of capacity, dropless")
         if self.dispatch == "dropless" and self.gpt.quantization != "none":
             problems.append(
-                f"dispatch is 'dropless' and quantization is {self.gpt.quantization!r}: products of experts with groups "
-                "of rows of any size are not quantized; set dispatch='capacity' or quantization='none'"
+                f"dispatch is 'dropless' and quantization is {self.gpt.quantization!r}: products of experts with "
+                "groups of rows of any size are not quantized; set dispatch='capacity' or quantization='none'"
             )
         if self.top_k > self.experts:
             problems.append(f"top_k is {self.top_k}; it must be at most the number of experts, {self.experts}")

@@ -1,14 +1,14 @@
 """Matrix products with operands in 8 bits, forward and backward, by the library qwix.
 
-An operand is `values * scale`, with values in 8 bits and one scale for each row along the summed dimensions, so that the
+An operand is `values * scale`, with values in 8 bits and one scale for each row along the summed dimensions. So the
 scales leave the sum:
 
     y[t, f]  = scale_x[t] * scale_w[f] * sum_e x8[t, e] w8[e, f]
     dx[t, e] = sum_f (dy[t, f] * scale_w[f])8 w8[e, f];      dw[e, f] = sum_t x8[t, e] (dy[t, f] * scale_x[t])8
 
-A scale is the largest magnitude of its row over the largest number of the type. The gradient's product takes the forward
-pass's values again: the other operand's scale is multiplied into `dy`, which gets new scales. So only 8-bit values and
-scales are saved for the backward pass. Quantization itself is differentiated as the identity.
+A scale is the largest magnitude of its row over the largest number of the type. The gradient's product takes the values
+of the forward pass again: the other operand's scale is multiplied into `dy`, which gets new scales. So only values in 8
+bits and scales are saved for the backward pass. Quantization itself is differentiated as the identity.
 
 `int8` uses int8 everywhere and sums exactly, in int32. `fp8` uses float8_e4m3fn, and float8_e5m2, which has more range,
 for gradients (arXiv:2209.05433). Scales follow a row's maximum in each step; there are no running statistics.
@@ -129,7 +129,7 @@ class _Product:
 
 
 def _standard_promotion() -> Any:
-    """qwix needs JAX's standard promotion of dtypes: it multiplies int32 sums by floating-point scales."""
+    """Qwix needs JAX's standard promotion of dtypes: it multiplies int32 sums by floating-point scales."""
     return jax.numpy_dtype_promotion("standard")
 
 

@@ -122,7 +122,7 @@ def test_scales_of_sharded_operands_are_those_of_whole_ones(name, quantization):
 def test_a_stored_shard_is_quantized_and_then_gathered():
     rng = np.random.default_rng(0)
     weights = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((64, 256), (256, 64))]
-    x = jnp.asarray(rng.normal(size=(64, 64)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(2048, 64)), jnp.bfloat16)
 
     def step(weights, x):
         def loss(weights):
@@ -153,8 +153,8 @@ def loss_and_gradients(cfg):
         return jax.value_and_grad(mean)(params)
 
     rng = np.random.default_rng(0)
-    rows = {name: jnp.asarray(rng.integers(0, cfg.vocab, (8, cfg.context)), jnp.int32) for name in ("inputs", "targets")}
-    return run, params, rows
+    tokens = jnp.asarray(rng.integers(0, cfg.vocab, (2, 8, cfg.context)), jnp.int32)
+    return run, params, {"inputs": tokens[0], "targets": tokens[1]}
 
 
 SMALL = dataclasses.replace(TINY, vocab=64, heads=8, kv_heads=4, width=32, ffn=64, context=8)

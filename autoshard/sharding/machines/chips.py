@@ -4,11 +4,12 @@
           https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. A pod of v5p has 8960 chips, though
           one job gets at most 6144 of them. A device of tpu7x is one of the two dies of a chip; a device of v4 is a
           whole chip (two cores, "megacore"). Peak at 8 bits: int8 on the pages of v5e, v5p and v6e; that of v4 equals
-          its bfloat16 one. The page of tpu7x gives float8 only. JAX's `pallas.tpu` tables agree. The memory is what XLA's out-of-memory messages report as available to a
-          program. On-chip memory: the vector memory in JAX's `pallas.tpu` tables, summed over the cores of a device;
-          for v4, the common memory that its cores share. Network: data center network per chip on the page of tpu7x
-          (v5p, v6e, tpu7x), per pod on that of v5e; v4 is assumed to have that of v5p. Clock: the one at which the
-          matrix units reach the peak (tpu7x: four of 256 x 256 per device).
+          its bfloat16 one. The page of tpu7x gives float8 only. JAX's `pallas.tpu` tables agree. The memory is what
+          XLA's out-of-memory messages report as available to a program. On-chip memory: the vector memory in JAX's
+          `pallas.tpu` tables, summed over the cores of a device; for v4, the common memory that its cores share.
+          Network: data center network per chip on the page of tpu7x (v5p, v6e, tpu7x), per pod on that of v5e; v4 is
+          assumed to have that of v5p. Clock: the one at which the matrix units reach the peak (tpu7x: four of 256 x 256
+          per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default. At 8 bits the peak is twice that of 16, for int8 and,
           except on A100, for float8.
