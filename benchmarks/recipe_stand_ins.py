@@ -48,11 +48,11 @@ def attention(recipe: Recipe) -> StandIn:
     return StandIn({"attention": "auto"})
 
 
-def precision(recipe: Recipe) -> StandIn:
-    """Products of the layers in the recipe's precision."""
+def precision(recipe: Recipe, *, dropless: bool = False) -> StandIn:
+    """Products of the layers in the recipe's precision; those of dropless experts, and of their model, in bf16."""
     if recipe.precision == "bf16":
         return StandIn()
-    if recipe.precision in QUANTIZED:
+    if recipe.precision in QUANTIZED and not dropless:
         return StandIn({"quantization": recipe.precision})
     return StandIn({}, f"products in {recipe.precision} are planned in bf16")
 

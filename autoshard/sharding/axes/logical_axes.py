@@ -146,7 +146,7 @@ class LogicalAxes:
                 for tie in op.edges:
                     if tie.stacked and tie.outer in aliases and tie.outer in op.operands:
                         aliases[tie.inner] = aliases[tie.outer]
-                source, position = aliases.get(op.operands[0], (-1, ())) if op.operands else (-1, ())
+                source, position = aliases.get(op.operands[0] if op.operands else -1, (-1, ()))
                 if source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
                     aliases[op.results[0]] = source, position
                 elif is_host_transfer(op):
@@ -165,9 +165,9 @@ class LogicalAxes:
                         if self._is_part_of_stack(result, source):
                             start = tuple(op.eqn.params["start_indices"]) if op.name == "slice" else (number,)
                             aliases[result] = source, position if op.name == "squeeze" else (*position, *start)
-                elif (whole := self._scaled_operand(op)) in aliases or whole in scaled:
-                    to = aliases if whole in scaled and self._has_8_bits(op.results[0]) else scaled
-                    to[op.results[0]] = scaled.get(whole) or aliases[whole]
+                elif (operand := self._scaled_operand(op)) in aliases or operand in scaled:
+                    to = aliases if operand in scaled and self._has_8_bits(op.results[0]) else scaled
+                    to[op.results[0]] = scaled[operand] if operand in scaled else aliases[operand]
                 for inner in op.blocks:
                     visit(inner)
                 for tie in op.edges:
