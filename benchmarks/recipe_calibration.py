@@ -2,8 +2,8 @@
 
     python benchmarks/recipe_calibration.py
 
-These are the values of `efficiency` in `autoshard.sharding.machines.chips`. No other constant is fitted to a recipe.
-The rows are left out of the figures of `recipes.py`.
+These are the values of `efficiency` and `efficiency_fp8` in `autoshard.sharding.machines.chips`. No other constant is
+fitted to a recipe. The rows are left out of the figures of `recipes.py`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from recipe_settings import Settings, settings_of
 
 from autoshard.sharding.machines.chips import CHIPS
 
-ROWS: Mapping[str, str] = {
-    "v5p": "llama3.1-405b-v5p-1024",
-    "v6e": "llama3.1-8b-v6e-16",
-    "tpu7x": "llama3-70b-tpu7x-64-bf16",
+ROWS: Mapping[tuple[str, str], str] = {
+    ("v5p", "efficiency"): "llama3.1-405b-v5p-1024",
+    ("v6e", "efficiency"): "llama3.1-8b-v6e-16",
+    ("tpu7x", "efficiency"): "llama3-70b-tpu7x-64-bf16",
+    ("tpu7x", "efficiency_fp8"): "llama3-70b-tpu7x-64-fp8",
 }
-"""Chip -> the recipe that it is calibrated on."""
+"""Chip and the name of its efficiency -> the recipe that it is calibrated on."""
 TOLERANCE = 5e-4
 
 
-def predicted(settings: Settings, chip: str, efficiency: float) -> float:
-    """Return the predicted seconds of a recipe's own plan."""
-    with mock.patch.dict(CHIPS, {chip: dataclasses.replace(CHIPS[chip], efficiency=efficiency)}):  # pyright: ignore[reportArgumentType]
+def predicted(settings: Settings, chip: str, name: str, efficiency: float) -> float:
+    """Return the predicted seconds of a recipe's own plan, if the chip's efficiency of this name has this value."""
+    with mock.patch.dict(CHIPS, {chip: dataclasses.replace(CHIPS[chip], **{name: efficiency})}):  # pyright: ignore[reportArgumentType]
         seconds = own_plan(settings)[0].seconds
     assert seconds is not None
     return seconds
 
 
-def efficiency_of(settings: Settings, chip: str) -> float:
+def efficiency_of(settings: Settings, chip: str, name: str) -> float:
     """Return the efficiency at which the predicted seconds are the measured ones, to three digits, by bisection."""
     low, high = 0.3, 1.0
     while high - low > TOLERANCE:
         middle = (low + high) / 2
-        slower = predicted(settings, chip, middle) > settings.recipe.seconds
+        slower = predicted(settings, chip, name, middle) > settings.recipe.seconds
         low, high = (middle, high) if slower else (low, middle)
     return round((low + high) / 2, 3)
 
@@ -48,13 +49,13 @@ def efficiency_of(settings: Settings, chip: str) -> float:
 def main() -> None:
     """Print the efficiency of each chip."""
     entries = {entry.id: entry for entry in read_recipes(OWN)}
-    for chip, name in ROWS.items():
-        settings = settings_of(entries[name])
-        found = efficiency_of(settings, chip)
-        check = predicted(settings, chip, found)
+    for (chip, name), row in ROWS.items():
+        settings = settings_of(entries[row])
+        found = efficiency_of(settings, chip, name)
+        check = predicted(settings, chip, name, found)
         print(
-            f"{chip}: {found:.3f} from {name}: {check:.3f} s predicted, {settings.recipe.seconds:.3f} s measured; with "
-            f"0.95 it is {predicted(settings, chip, 0.95):.3f} s",
+            f"{chip} {name}: {found:.3f} from {row}: {check:.3f} s predicted, "
+            f"{settings.recipe.seconds:.3f} s measured; with 0.95 it is {predicted(settings, chip, name, 0.95):.3f} s",
             flush=True,
         )
 

@@ -68,7 +68,8 @@ def settings_of(entry: Entry) -> Settings:
         changes["param_dtype"] = recipe.param_dtype
     if isinstance(base.config, MoEConfig):
         changes |= {name: getattr(recipe, name) for name in ("dispatch", "capacity_factor") if getattr(recipe, name)}
-    precision = stand_ins.precision(recipe)
+    dispatch = changes.get("dispatch", getattr(base.config, "dispatch", None))
+    precision = stand_ins.precision(recipe, dropless=dispatch == "dropless")
     missing = (
         stand_ins.remat(actions),
         stand_ins.attention(recipe),

@@ -1,17 +1,21 @@
 """What a recipe has and our workloads have not yet, and what is planned in its place. Each case is reported as a note.
 
-This is the one place to change when the models gain what they lack, such as products in fp8: each function maps one
-field of a recipe to changes of a workload's config, and says in a note what they leave out.
+This is the one place to change when the models gain what they lack: each function maps one field of a recipe to changes
+of a workload's config, and says in a note what they leave out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from recipe_file import Recipe
 from recipe_words import Remat
+
+from autoshard.models.quantized import Quantization
+
+QUANTIZED = tuple(name for name in get_args(Quantization) if name != "none")
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,13 @@ def attention(recipe: Recipe) -> StandIn:
     return StandIn({"attention": "auto"})
 
 
-def precision(recipe: Recipe) -> StandIn:
-    """Products in bfloat16."""
-    return StandIn({}, "" if recipe.precision == "bf16" else f"products in {recipe.precision} are planned in bf16")
+def precision(recipe: Recipe, *, dropless: bool = False) -> StandIn:
+    """Products of the layers in the recipe's precision; those of dropless experts, and of their model, in bf16."""
+    if recipe.precision == "bf16":
+        return StandIn()
+    if recipe.precision in QUANTIZED and not dropless:
+        return StandIn({"quantization": recipe.precision})
+    return StandIn({}, f"products in {recipe.precision} are planned in bf16")
 
 
 def optimizer(recipe: Recipe, param_dtype: str) -> StandIn:

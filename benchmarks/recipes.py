@@ -14,9 +14,9 @@ Compiled rows are stored in `results/recipes/`; a program that is there, or in t
 again. Recipes whose model or machine is not available, or that cannot be read, are listed with the reason. Where our
 models lack something that a recipe has, the row's notes say what is planned in its place (`recipe_stand_ins.py`).
 
-One efficiency of each TPU is calibrated on one recipe (`recipe_calibration.py`), and nothing else is fitted to any. The
-figures leave these recipes out, and those that `--leave-out` names. The exit code is 1 if a row cannot be read, and 2
-if the file cannot.
+One efficiency of each TPU and, for tpu7x, one of its fp8 products are calibrated on one recipe each
+(`recipe_calibration.py`), and nothing else is fitted to any. The figures leave these recipes out, and those that
+`--leave-out` names. The exit code is 1 if a row cannot be read, and 2 if the file cannot.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from autoshard.kernels.kernel_choice import Impl
+from autoshard.models.quantized import Quantization
 from autoshard.models.remat.policies import remat_problems
 
 _CHOICES = {
@@ -15,6 +16,7 @@ _CHOICES = {
     "attention": get_args(Impl),
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
+    "quantization": get_args(Quantization),
 }
 
 
@@ -53,6 +55,9 @@ class GPTConfig:
         dropout: dropout rate on the embedding and on each sublayer's output.
         dtype: dtype of the computation. Softmax, norms and the loss always use float32.
         param_dtype: dtype in which parameters are stored.
+        quantization: `none`, or `int8` or `fp8`: the operands of the layers' products with parameters are rounded to 8
+            bits in the forward and the backward pass (`quantized`). Attention, embedding, norms, head and loss keep
+            `dtype`, parameters `param_dtype`. Needs the extra `quantized`.
         rotary_base: base of the rotary frequencies, `base ** (-2 i / head_dim)` radians per position.
         norm_eps: added to the variance before its square root.
 
@@ -80,6 +85,7 @@ class GPTConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
+    quantization: Quantization = "none"
     rotary_base: float = 10_000.0
     norm_eps: float = 1e-5
 
@@ -105,6 +111,11 @@ class GPTConfig:
         if self.attention == "splash" and self.dtype == "float16":
             problems.append(
                 "attention is 'splash', which needs dtype bfloat16 or float32, not float16; change one of them"
+            )
+        if self.quantization != "none" and self.dtype == "float16":
+            problems.append(
+                f"quantization is {self.quantization!r}, whose sums exceed the range of dtype float16; use bfloat16 or "
+                "float32"
             )
         if not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout}; it must be at least 0 and below 1")

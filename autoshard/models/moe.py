@@ -40,6 +40,7 @@ from jax import lax
 from autoshard._shown import shown
 from autoshard.models import dropless
 from autoshard.models.moe_config import MoEConfig
+from autoshard.models.quantized import quantized_einsum
 from autoshard.models.remat.named_values import named
 from autoshard.models.stack import extend_layers, make_layers, run_layers
 from autoshard.models.transformer import (
@@ -179,7 +180,7 @@ class Experts(nnx.Module):
         """Apply each expert's MLP to its slots, `[experts, groups, capacity, width]`."""
 
         def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
-            return jnp.einsum("egci,eio->egco", rows, weights)
+            return quantized_einsum("egci,eio->egco", rows, weights, self.cfg.gpt.quantization)
 
         hidden = named(multiply(rows, self.w_up[...].astype(rows.dtype)), "mlp_in")
         if self.w_gate is None:

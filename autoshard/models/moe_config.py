@@ -15,7 +15,8 @@ class MoEConfig:
     """Shape and numerics of a `MoE`.
 
     Args:
-        gpt: everything except the experts: sizes, attention, dense layers, numerics.
+        gpt: everything except the experts: sizes, attention, dense layers, numerics. Its `quantization` includes the
+            experts of `capacity`, except in generation with a cache, and needs that `dispatch`.
         experts: number of experts in a layer.
         top_k: number of experts per token.
         expert_ffn: hidden size of an expert; defaults to `gpt.hidden`.
@@ -59,6 +60,11 @@ class MoEConfig:
                 problems.append(f"{name} is {getattr(self, name)}; it must be a finite number of at least 0")
         if self.dispatch not in ("capacity", "dropless"):
             problems.append(f"dispatch is {self.dispatch!r}; choose one of capacity, dropless")
+        if self.dispatch == "dropless" and self.gpt.quantization != "none":
+            problems.append(
+                f"dispatch is 'dropless' and quantization is {self.gpt.quantization!r}: products of experts with "
+                "groups of rows of any size are not quantized; set dispatch='capacity' or quantization='none'"
+            )
         if self.top_k > self.experts:
             problems.append(f"top_k is {self.top_k}; it must be at most the number of experts, {self.experts}")
         if self.top_k == 1 and self.renormalize:

@@ -23,6 +23,7 @@ from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.attention import attention
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy, sum_and_count
+from autoshard.models.quantized import Quantization, quantized_einsum
 from autoshard.models.remat.named_values import named
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -58,9 +59,18 @@ def bias(cfg: GPTConfig, *shape: int) -> nnx.Param | None:
     return constant(cfg, shape, 0.0) if cfg.bias else None
 
 
-def project(spec: str, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
-    """Compute `einsum(spec, x, weight)` in x's dtype and add a bias, if given, to the trailing dimensions."""
-    y = jnp.einsum(spec, x, weight[...].astype(x.dtype))
+def project(
+    spec: str,
+    x: jax.Array,
+    weight: nnx.Param,
+    bias: nnx.Param | None = None,
+    quantization: Quantization = "none",
+) -> jax.Array:
+    """Compute `einsum(spec, x, weight)` in x's dtype and add a bias, if given, to the trailing dimensions.
+
+    The operands are quantized if `quantization` says so.
+    """
+    y = quantized_einsum(spec, x, weight[...].astype(x.dtype), quantization)
     return y if bias is None else y + align(bias[...].astype(x.dtype), y.ndim)
 
 
@@ -145,7 +155,7 @@ class Attention(nnx.Module):
         cfg = self.cfg
         q, k, v = (named(each, "qkv") for each in self._project(x))
         y = attention(q, k, v, causal=self.causal, impl=cfg.attention, block_size=cfg.block_size)
-        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
+        return named(project("bshd,hde->bse", y, self.wo, self.bo, cfg.quantization), "out_proj")
 
     def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply causal attention to `[batch, seq, width]`, the positions from `start` on, using cached keys and values.
@@ -163,13 +173,13 @@ class Attention(nnx.Module):
         plain: Impl = "plain" if keys.shape[1] < BLOCKWISE_KEYS else "blockwise"  # kernels take no mask array
         impl = cfg.attention if cfg.attention in ("plain", "blockwise") else plain
         y = attention(q, keys, values, causal=False, mask=visible, impl=impl, block_size=cfg.block_size)
-        return project("bshd,hde->bse", y, self.wo, self.bo), (keys, values)
+        return project("bshd,hde->bse", y, self.wo, self.bo, cfg.quantization), (keys, values)
 
     def _project(self, x: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
         cfg = self.cfg
-        q = project("bse,ehd->bshd", x, self.wq, self.bq)
-        k = project("bse,ehd->bshd", x, self.wk, self.bk)
-        v = project("bse,ehd->bshd", x, self.wv, self.bv)
+        q = project("bse,ehd->bshd", x, self.wq, self.bq, cfg.quantization)
+        k = project("bse,ehd->bshd", x, self.wk, self.bk, cfg.quantization)
+        v = project("bse,ehd->bshd", x, self.wv, self.bv, cfg.quantization)
         if cfg.positions == "rotary":
             q, k = _rotate(q, cfg.rotary_base, start), _rotate(k, cfg.rotary_base, start)
         return q, k, v
@@ -190,12 +200,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the MLP to each position of `[batch, seq, width]`."""
-        y = named(project("bse,ef->bsf", x, self.w_up, self.b_up), "mlp_in")
+        quantization = self.cfg.quantization
+        y = named(project("bse,ef->bsf", x, self.w_up, self.b_up, quantization), "mlp_in")
         if self.w_gate is None:
             y = jax.nn.gelu(y)
         else:
-            y = jax.nn.silu(named(project("bse,ef->bsf", x, self.w_gate, self.b_gate), "mlp_in")) * y
-        return named(project("bsf,fe->bse", y, self.w_down, self.b_down), "mlp_out")
+            gate = named(project("bse,ef->bsf", x, self.w_gate, self.b_gate, quantization), "mlp_in")
+            y = jax.nn.silu(gate) * y
+        return named(project("bsf,fe->bse", y, self.w_down, self.b_down, quantization), "mlp_out")
 
 
 def residual_deviation(cfg: GPTConfig) -> float:

@@ -22,13 +22,14 @@ from flax import nnx
 from autoshard.models.attention import Impl
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy
+from autoshard.models.quantized import Quantization
 from autoshard.models.stack import make_layers, run_layers
 from autoshard.models.transformer import Block, Norm, align, bias, constant, dropout, dropout_keys, param, project
 
 # The fields that a `ViTConfig` passes on to the config of its blocks.
 _ENCODER = (
     "layers", "heads", "width", "ffn", "scan_layers", "remat", "attention", "dropout", "dtype", "param_dtype",
-    "norm_eps",
+    "quantization", "norm_eps",
 )  # fmt: skip
 
 
@@ -51,6 +52,7 @@ class ViTConfig:
         dropout: dropout rate on the embedding and on each sublayer's output.
         dtype: dtype of the computation. Softmax, norms and the loss always use float32.
         param_dtype: dtype in which parameters are stored.
+        quantization: `none`, `int8` or `fp8`, as in `GPTConfig`.
         norm_eps: added to the variance before its square root.
 
     Raises:
@@ -71,6 +73,7 @@ class ViTConfig:
     dropout: float = 0.0
     dtype: str = "float32"
     param_dtype: str = "float32"
+    quantization: Quantization = "none"
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:

@@ -268,7 +268,10 @@ def test_a_note_gives_settings_that_the_row_lacks(tmp_path):
 
 def test_products_in_another_precision_are_reported(tmp_path):
     found = settings_of(entry(tmp_path, ('"bf16"', '"fp8"')))
+    assert found.same_precision and found.work.config.quantization == "fp8"
+    found = settings_of(entry(tmp_path, ('"bf16"', '"fp8"'), ('"llama-tiny"', '"mixtral-tiny"')))
     assert not found.same_precision and "products in fp8 are planned in bf16" in found.notes
+    assert found.work.config.gpt.quantization == "none"
     found = settings_of(entry(tmp_path))
     assert found.same_precision and not any("products" in note for note in found.notes)
 

@@ -85,7 +85,7 @@ def test_its_flops_are_those_of_the_rows_that_are_computed():
     forward = operator_of(functools.partial(dropless.swiglu_experts, **OPTIONS), *operands())
     tile = tiled_rows(ROWS, EXPERTS)
     computed = ROWS + (EXPERTS - 1) * tile
-    assert matmul_flops(forward) == {4: 3 * 2.0 * computed * EMBED * FFN}
+    assert matmul_flops(forward) == {(4, False): 3 * 2.0 * computed * EMBED * FFN}
     backward = operator_of(functools.partial(dropless.swiglu_experts_gradients, **OPTIONS), *operands(), operands()[0])
     # Recomputed hidden units; for each product the gradient of its rows, and that of its weights.
     assert flops_of(backward) == (2 + 3 + 3) * 2.0 * computed * EMBED * FFN
@@ -98,7 +98,7 @@ def test_its_flops_are_those_of_the_rows_that_are_computed():
         expert_ids[:2],
         *(w[:2] for w in weights),
     )
-    assert matmul_flops(part) == {4: 3 * 2.0 * (-(-ROWS // 4 // tile) + 1) * tile * EMBED * FFN}
+    assert matmul_flops(part) == {(4, False): 3 * 2.0 * (-(-ROWS // 4 // tile) + 1) * tile * EMBED * FFN}
 
 
 def test_its_memory_shrinks_with_its_shard():

@@ -8,6 +8,7 @@ called classes in the code. They follow from structure alone: names are assigned
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,13 +20,15 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_ROUNDS
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
-from autoshard.spmdrules.ir.program import Block, Program
+from autoshard.spmdrules.ir.program import Block, Op, Program
 
 Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to minor; () for size 1
 
 KEY_SHAPES = ((2,), (4,))  # of the words of a key: threefry, rbg
 
 _SLICING = ("slice", "squeeze", "split", "unstack")
+# What computes each element of a parameter in 8 bits from that element and a scale.
+_SCALING = ("clamp", "convert_element_type", "div", "max", "min", "mul", "round")
 
 
 @shown
@@ -57,7 +60,8 @@ class LogicalAxes:
         A copy in the other memory, of the device or of its host, is an alias too.
         A loop's stack of such slices is an alias of the input too, such as a cast parameter that is kept for the
         backward pass. So are a stack that is split into groups and a slice of one group, as in loops over groups of
-        layers, and an input with one dimension split into chunks over which a loop runs, and a chunk.
+        layers, and an input with one dimension split into chunks over which a loop runs, and a chunk. And so is an
+        input that was divided by scales and rounded to 8 bits: its collectives then move 8 bits per element.
 
         Returns:
             Value -> the program input.
@@ -135,13 +139,14 @@ class LogicalAxes:
     def _aliases(self) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Value -> the program input that it is an alias of, and its position in that input's stack."""
         aliases: dict[int, tuple[int, tuple[int, ...]]] = {v: (v, ()) for v in self.program.inputs}
+        scaled: dict[int, tuple[int, tuple[int, ...]]] = {}  # not an alias itself, but so is its rounding to 8 bits
 
         def visit(block: Block) -> None:
             for op in block.ops:
                 for tie in op.edges:
                     if tie.stacked and tie.outer in aliases and tie.outer in op.operands:
                         aliases[tie.inner] = aliases[tie.outer]
-                source, position = aliases.get(op.operands[0], (-1, ())) if op.operands else (-1, ())
+                source, position = aliases.get(op.operands[0] if op.operands else -1, (-1, ()))
                 if source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
                     aliases[op.results[0]] = source, position
                 elif is_host_transfer(op):
@@ -160,6 +165,9 @@ class LogicalAxes:
                         if self._is_part_of_stack(result, source):
                             start = tuple(op.eqn.params["start_indices"]) if op.name == "slice" else (number,)
                             aliases[result] = source, position if op.name == "squeeze" else (*position, *start)
+                elif (operand := self._scaled_operand(op)) in aliases or operand in scaled:
+                    to = aliases if operand in scaled and self._has_8_bits(op.results[0]) else scaled
+                    to[op.results[0]] = scaled[operand] if operand in scaled else aliases[operand]
                 for inner in op.blocks:
                     visit(inner)
                 for tie in op.edges:
@@ -170,6 +178,18 @@ class LogicalAxes:
 
         visit(self.program.block)
         return aliases
+
+    def _scaled_operand(self, op: Op) -> int:
+        """The operand with the result's dimensions, of an operator that scales or rounds it; -1 if there is none."""
+        if op.name not in _SCALING:
+            return -1
+        avals, shape = self.program.avals, op.eqn.outvars[0].aval.shape
+        whole = [v for v in op.operands if v >= 0 and avals[v].shape == shape]
+        return whole[0] if len(whole) == 1 and math.prod(shape) > 1 else -1
+
+    def _has_8_bits(self, value: int) -> bool:
+        dtype = self.program.avals[value].dtype
+        return dtype.itemsize == 1 and dtype != jnp.bool_
 
     def _is_part_of_stack(self, value: int, source: int) -> bool:
         """Whether a value is the stack `source` with its leading dimension kept, split, sliced or dropped."""

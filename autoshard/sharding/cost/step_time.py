@@ -244,11 +244,11 @@ class CostModel:
         else:
             dims_of = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
             time = self._memory_us(kernel, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
-        if flops_by_size := matmul_flops(op):
+        if flops_by_type := matmul_flops(op):
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
                 shards *= filled_tile_fraction(op.rule, strategy, mesh, chip.tile)
-            busy = sum(flops / (chip.peak(size) * chip.efficiency) for size, flops in flops_by_size.items())
+            busy = sum(flops / chip.reached(size, integer=integer) for (size, integer), flops in flops_by_type.items())
             time = max(time, busy / shards * 1e6)
         return Price(time, strategy.moves, opaque.peak_bytes if opaque else 0.0)
 

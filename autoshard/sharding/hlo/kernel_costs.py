@@ -69,9 +69,12 @@ class Kernels:
         flops = flops_of(computation, i)
         if not flops:
             return 0.0
-        item = min((bits(a.dtype) for v in computation.operands_of(i)[:2] for a in v.arrays), default=32)
+        dtypes = [a.dtype for v in computation.operands_of(i)[:2] for a in v.arrays]
+        narrow, wide = min(map(bits, dtypes), default=32), max(map(bits, dtypes), default=32)
+        size = max(narrow if narrow > 8 else wide, 8) // 8  # both operands of an 8-bit product have 8 bits
+        integer = all(dtype.startswith(("s", "u")) for dtype in dtypes)
         passes = max(PASSES.get(name.strip(), 1) for name in i.attribute("operand_precision").split(","))
-        return passes * flops / (self.chip.peak(max(item // 8, 1)) * self.chip.efficiency) * 1e6
+        return passes * flops / self.chip.reached(size, integer=integer) * 1e6
 
     def moved_bytes(self, computation: Computation, i: Instruction) -> float:
         """Bytes that an instruction reads from main memory and writes to it."""

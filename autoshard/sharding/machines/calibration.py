@@ -67,7 +67,8 @@ def calibrate(devices: Sequence[Any] | None = None, effort: MeasurementSizes | N
         rated.chip,
         flops=max(flops_16bit, flops_32bit) if rated.platform == "cpu" else flops_16bit,
         flops_f32=flops_32bit,
-        flops_8bit=0.0,
+        flops_int8=0.0,
+        flops_fp8=0.0,
         memory_bytes=float(_memory_bytes(devices[0]) or rated.chip.memory_bytes),
         memory_bandwidth=_memory_bandwidth(devices, effort) / BANDWIDTH_REACHED,
     )

@@ -3,15 +3,17 @@
     TPU   Peak, memory bandwidth, torus, links and pod size: Google Cloud's page on each TPU version,
           https://docs.cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x. A pod of v5p has 8960 chips, though
           one job gets at most 6144 of them. A device of tpu7x is one of the two dies of a chip; a device of v4 is a
-          whole chip (two cores, "megacore"). Peak at 8 bits: int8 of v5e to v6e, whose float8 products are no faster
-          than bfloat16 ones; float8 of tpu7x. The memory is what XLA's out-of-memory messages report as available to a
-          program. On-chip memory: the vector memory in JAX's `pallas.tpu` tables, summed over the cores of a device;
-          for v4, the common memory that its cores share. Vector memory: that of one core, from the same tables.
+          whole chip (two cores, "megacore"). Peak at 8 bits: int8 on the pages of v5e, v5p and v6e; that of v4 equals
+          its bfloat16 one. The page of tpu7x gives float8 only. JAX's `pallas.tpu` tables agree. The memory is what
+          XLA's out-of-memory messages report as available to a program. On-chip memory: the vector memory in JAX's
+          `pallas.tpu` tables, summed over the cores of a device; for v4, the common memory that its cores share.
+          Vector memory: that of one core, from the same tables.
           Network: data center network per chip on the page of tpu7x (v5p, v6e, tpu7x), per pod on that of v5e; v4 is
-          assumed to have that of v5p. Clock: the one at which the
-          matrix units reach the peak (tpu7x: four of 256 x 256 per device).
+          assumed to have that of v5p. Clock: the one at which the matrix units reach the peak (tpu7x: four of 256 x 256
+          per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
-          sparsity. 32-bit products run as TF32, XLA's default.
+          sparsity. 32-bit products run as TF32, XLA's default. At 8 bits the peak is twice that of 16, for int8 and,
+          except on A100, for float8.
     CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
           2 cores. The memory of the host is that of the devices.
 
@@ -63,7 +65,8 @@ class Chip:
         platform: the JAX platform.
         flops: peak FLOP/s at 16 bits.
         flops_f32: peak FLOP/s of 32-bit products at JAX's default precision.
-        flops_8bit: peak FLOP/s at 8 bits (float8, or int8 where there is no float8); 0 if 8-bit products are no faster.
+        flops_int8: peak operations per second of int8 products; 0 if they are no faster than those of 16 bits.
+        flops_fp8: peak FLOP/s of float8 products; 0 if they are no faster than those of 16 bits.
         memory_bytes: bytes of memory.
         memory_bandwidth: bytes per second between memory and the compute units.
         link_bandwidth: bytes per second that one link (ICI, NVLink) sends in one direction.
@@ -84,6 +87,7 @@ class Chip:
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
         vector_memory_bytes: bytes of vector memory of one core of a TPU, which kernels may use.
         efficiency: fraction of the peak FLOP/s that large products reach.
+        efficiency_fp8: the same for float8 products; 0 if it is `efficiency`.
         vector_ops: 32-bit operations per second of the vector units; 0 if kernels are not priced by them (GPUs).
         kinds: substrings of JAX's `device_kind` that identify this chip.
     """
@@ -105,7 +109,8 @@ class Chip:
     domain: int = 0
     cores: int = 1
     tile: int = 1
-    flops_8bit: float = 0.0
+    flops_int8: float = 0.0
+    flops_fp8: float = 0.0
     hides: tuple[str, ...] = ()
     options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
@@ -113,13 +118,22 @@ class Chip:
     vector_memory_bytes: int = 0
     vector_ops: float = 0.0
     efficiency: float = PEAK_REACHED
+    efficiency_fp8: float = 0.0
     kinds: tuple[str, ...] = field(default=(), repr=False)
 
-    def peak(self, itemsize: int) -> float:
-        """Peak FLOP/s on elements of `itemsize` bytes."""
-        if itemsize == 1 and self.flops_8bit:
-            return self.flops_8bit
+    def peak(self, itemsize: int, *, integer: bool = False) -> float:
+        """Peak FLOP/s on elements of `itemsize` bytes, integers or floating-point numbers.
+
+        Where 8-bit products are no faster, this is the peak at 16 bits.
+        """
+        if itemsize == 1:
+            return (self.flops_int8 if integer else self.flops_fp8) or self.flops
         return self.flops if itemsize <= 2 else self.flops_f32
+
+    def reached(self, itemsize: int, *, integer: bool = False) -> float:
+        """FLOP/s that large products reach, for elements as in `peak`."""
+        is_fp8 = itemsize == 1 and not integer and self.flops_fp8 > 0
+        return self.peak(itemsize, integer=integer) * (is_fp8 and self.efficiency_fp8 or self.efficiency)
 
 
 def host_limit_bytes(chip: Chip) -> float:
@@ -173,17 +187,20 @@ def _gpu(
     ram_gb: float,
     domain: int,
     kinds: str,
+    fp8: bool = True,
 ) -> Chip:
     # No compiler options: XLA:GPU's defaults are kept.
     return Chip(
         "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, nvlink_gb * GB, net_gb * GB,
         constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB,
         ram_gb * GB, domain=domain,
-        tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_8bit=2e12 * tflops, kinds=tuple(kinds.split("|")),
+        tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_int8=2e12 * tflops, flops_fp8=2e12 * tflops * fp8,
+        kinds=tuple(kinds.split("|")),
     )  # fmt: skip
 
 
-# `efficiency` of v5p, v6e and tpu7x: calibrated on one published step time each (`benchmarks/recipe_calibration.py`).
+# `efficiency` of v5p, v6e and tpu7x, `efficiency_fp8` of tpu7x: calibrated on one published step time each
+# (`benchmarks/recipe_calibration.py`).
 CHIPS: Mapping[str, Chip] = {
     "v4": _tpu(
         "v4",
@@ -214,7 +231,7 @@ CHIPS: Mapping[str, Chip] = {
         pod=256,
         kinds="v5 lite|v5e|v5litepod",
         clock_hz=1.5e9,
-        flops_8bit=394e12,
+        flops_int8=394e12,
     ),
     "v5p": _tpu(
         "v5p",
@@ -231,7 +248,7 @@ CHIPS: Mapping[str, Chip] = {
         vector_mib=64,
         vector_units=2,
         clock_hz=1.75e9,
-        flops_8bit=918e12,
+        flops_int8=918e12,
         efficiency=0.924,
     ),
     "v6e": _tpu(
@@ -248,7 +265,7 @@ CHIPS: Mapping[str, Chip] = {
         kinds="v6 lite|v6e",
         tile=256,
         clock_hz=1.75e9,
-        flops_8bit=1836e12,
+        flops_int8=1836e12,
         efficiency=0.695,
     ),
     "tpu7x": _tpu(
@@ -268,8 +285,9 @@ CHIPS: Mapping[str, Chip] = {
         on_chip_mib=64,
         vector_mib=64,
         clock_hz=2.2e9,
-        flops_8bit=2307e12,
+        flops_fp8=2307e12,
         efficiency=0.779,
+        efficiency_fp8=0.765,
     ),
     "a100-40": _gpu(
         tflops=312,
@@ -281,9 +299,19 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=680 / 8,
         domain=8,
         kinds="a100-sxm4-40gb|a100 40gb",
+        fp8=False,
     ),
     "a100-80": _gpu(
-        tflops=312, gb=80, hbm_gb=2039, nvlink_gb=300, net_gb=25, host_gb=32, ram_gb=1360 / 8, domain=8, kinds="a100"
+        tflops=312,
+        gb=80,
+        hbm_gb=2039,
+        nvlink_gb=300,
+        net_gb=25,
+        host_gb=32,
+        ram_gb=1360 / 8,
+        domain=8,
+        kinds="a100",
+        fp8=False,
     ),
     "h100": _gpu(
         tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=1872 / 8, domain=8, kinds="h100"

@@ -11,6 +11,7 @@ from autoshard import _compat
 from autoshard.kernels.block_choice import blocks_of
 from autoshard.sharding.cost.exposed_communication import traffic
 from autoshard.sharding.cost.peak_memory import MemoryModel
+from autoshard.sharding.cost.unserved_products import product_notes
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
@@ -135,6 +136,7 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     notes = [note] if (note := captured_note(problem)) else []
     idle = idle_notes(problem, layout)
     notes += [*idle, *offload_notes(problem)]
+    notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)
     for one in undivided(layout):
         if any(problem.undivided_text(one) in note for note in idle):
             continue

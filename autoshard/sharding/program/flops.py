@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from autoshard import _compat
 from autoshard.sharding.program.array_sizes import itemsize
@@ -39,30 +40,47 @@ def flops_of(op: Op) -> float:
     return found or float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
 
 
-def matmul_flops(op: Op) -> Mapping[int, float]:
-    """FLOPs of the contractions in an operator: bytes per element of the narrower operand -> FLOPs."""
+class ElementType(NamedTuple):
+    """What a product multiplies: bytes per element, and whether the elements are integers."""
+
+    itemsize: int
+    integer: bool = False
+
+
+def matmul_flops(op: Op) -> Mapping[ElementType, float]:
+    """FLOPs of the contractions in an operator: what they multiply -> FLOPs."""
     if op.name in CONTRACTIONS:
-        return {min(itemsize(v.aval) for v in op.eqn.invars[:2]): _contraction_flops(op)}
+        return {_multiplied(*(v.aval for v in op.eqn.invars[:2])): _contraction_flops(op)}
     if op.name in KERNELS:
         avals = [v.aval for v in op.eqn.invars]
-        return {itemsize(avals[0]): kernel_flops(op.name, avals, op.eqn.params)}
+        return {ElementType(itemsize(avals[0])): kernel_flops(op.name, avals, op.eqn.params)}
     if not is_operator(op.eqn.primitive):
         return {}
     operands = [v.aval for v in op.eqn.invars]
     if costs := declared_costs(op.eqn, operands):
         sizes = {cost.itemsize for cost in costs}
-        return {size: sum(cost.flops for cost in costs if cost.itemsize == size) for size in sizes}
+        return {ElementType(size): sum(cost.flops for cost in costs if cost.itemsize == size) for size in sizes}
     return _inner_matmul_flops(op.eqn.params["fn"], tuple((x.shape, x.dtype) for x in operands))
 
 
+def _multiplied(x: Any, y: Any) -> ElementType:
+    """What a product of two operands multiplies: elements like those of the narrower operand.
+
+    XLA converts an 8-bit operand to the dtype of a wider one.
+    """
+    narrow, wide = sorted((x, y), key=itemsize)
+    size = itemsize(narrow) if itemsize(narrow) > 1 else itemsize(wide)
+    return ElementType(size, all(jnp.issubdtype(each.dtype, jnp.integer) for each in (x, y)))
+
+
 @functools.lru_cache(maxsize=256)
-def _inner_matmul_flops(fn: Callable[..., Any], operands: Shapes) -> Mapping[int, float]:
-    total: dict[int, float] = {}
+def _inner_matmul_flops(fn: Callable[..., Any], operands: Shapes) -> Mapping[ElementType, float]:
+    total: dict[ElementType, float] = {}
     program = inner_program(fn, operands)
     for op in program.ops() if program is not None else ():
         if op.rule is not None:
-            for size, flops in matmul_flops(op).items():
-                total[size] = total.get(size, 0.0) + flops * op.trips
+            for multiplied, flops in matmul_flops(op).items():
+                total[multiplied] = total.get(multiplied, 0.0) + flops * op.trips
     return total
 
 
