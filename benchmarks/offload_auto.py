@@ -130,7 +130,7 @@ def show(stores: Sequence[Store]) -> int:
     failed = 0
     for store in stores:
         found = ratios(store)
-        good = bool(found) and min(found.values()) <= MOST
+        good = bool(found) and max(found.values()) <= MOST
         failed |= not good
         text = ", ".join(f"{value:.3f} by {measure}" for measure, value in found.items()) or "not compiled"
         notes = store.notes
