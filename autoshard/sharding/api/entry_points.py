@@ -17,6 +17,7 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.planner.planning import PlanLike
 from autoshard.sharding.planner.variants import Variants
+from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.runtime.plan_options import checked_options
 
 
@@ -33,6 +34,7 @@ def auto_shard(
     plan: PlanLike | None = None,
     variants: Variants | None = None,
     offload: str | Sequence[str] | None = None,
+    kernels: KernelWord | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -56,6 +58,7 @@ def auto_shard(
         variants: static keywords to choose from, see `autoshard.plan`.
         offload: what waits in host memory, see `autoshard.plan`. `init` creates the optimizer's state there, and a call
             moves it there.
+        kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -77,11 +80,11 @@ def auto_shard(
         True
     """
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
-                              fixed=fixed, plan=plan, offload=offload, strict=strict)  # fmt: skip
+                              fixed=fixed, plan=plan, offload=offload, kernels=kernels, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
-        options["offload"] = offload  # None has a meaning of its own beside a Plan
+        options |= {"offload": offload, "kernels": kernels}  # None has a meaning of its own beside a Plan
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -102,6 +105,7 @@ def plan(
     plan: PlanLike | None = None,
     variants: Variants | None = None,
     offload: str | Sequence[str] | None = None,
+    kernels: KernelWord | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -131,6 +135,11 @@ def plan(
             the update alone reads, such as moments. "none" moves nothing. "auto" plans without offload, keeps that plan
             if it fits and none with offload is estimated to be at least 10 % faster, and otherwise takes the fastest
             plan that fits, or the one with the least memory. By default nothing, or what a given `Plan` moves.
+        kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
+            kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
+            same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.
+            "require" makes it an error if something is left, or if there is no attention. By default "off", or the
+            word of a given `Plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -148,7 +157,7 @@ def plan(
         The plan, bound to `fn`.
 
     Raises:
-        PlanError: the request is invalid, `offload` has a word of which `fn` has no value, or no plan fits.
+        PlanError: the request is invalid, `kernels="require"` cannot replace something, `offload` has a word of which `fn` has no value, or no plan fits.
 
     Example:
         >>> import jax, autoshard
@@ -168,5 +177,5 @@ def plan(
     """
     check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
-                              fixed=fixed, plan=plan, offload=offload, strict=strict)  # fmt: skip
+                              fixed=fixed, plan=plan, offload=offload, kernels=kernels, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

@@ -21,7 +21,7 @@ from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
 _SHOWN = 3  # problems that an error message lists; chosen
-_OPTIONAL = ("padding", "arguments", "offload")  # fields that a plan of this format may lack
+_OPTIONAL = ("padding", "arguments", "offload", "kernels", "kernels_word")  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults
     "memory_kind": "device",
     "host_memory_bytes": 0.0,
@@ -36,7 +36,9 @@ Spec = tuple[str | None | tuple[str, ...], ...]
 
 def plan_data(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as lists, tables, text and numbers. Numbers that are not finite become None: JSON has none."""
-    names = [name for name in _names() if name != "offload" or plan.offload]  # absent from the plans of older versions
+    # Absent from the plans of older versions.
+    absent = [*(() if plan.offload else ("offload",)), *(("kernels", "kernels_word") if plan.kernels_word == "off" else ())]
+    names = [name for name in _names() if name not in absent]
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in names}
 
 

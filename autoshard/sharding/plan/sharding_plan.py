@@ -13,6 +13,7 @@ from autoshard._shown import shown
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.plan.mesh_words import mesh_words, requested_axes
 from autoshard.sharding.plan.search_record import SearchRecord
+from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 
 FORMAT = 4  # of plans in JSON; readers accept this one only
@@ -84,6 +85,8 @@ class ShardingPlan:
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
             the planner moves nothing there. `bind` moves the same values.
+        kernels: the operators that `kernels=` found in the function, replaced or left.
+        kernels_word: the word of `kernels=`. `bind` replaces the same operators.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
         measured: the plans that were run, the fastest first: (strategy with its variant in parentheses, median time of
             a step in microseconds). They are neither compared nor written to JSON.
@@ -118,6 +121,8 @@ class ShardingPlan:
     variant: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
     offload: Mapping[str, float] = field(default_factory=dict)
+    kernels: tuple[KernelRecord, ...] = ()
+    kernels_word: KernelWord = "off"
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     measured: tuple[tuple[str, float], ...] = field(default=(), repr=False, compare=False)
 

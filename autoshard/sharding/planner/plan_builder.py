@@ -80,6 +80,8 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         axis_sizes={axes.name(c): axes.sizes[c] for c in sorted(axes.names)},
         limit_bytes=problem.limit if math.isfinite(problem.limit) else 0.0,
         offload=dict(problem.traced.offloaded),
+        kernels=problem.traced.kernels,
+        kernels_word=problem.traced.kernels_word,
         alone=_estimate(
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
         ),

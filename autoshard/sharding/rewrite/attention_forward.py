@@ -76,7 +76,7 @@ def dimension_numbers(product: Value, side: int) -> tuple[list[int], list[int], 
 def candidates(graph: Graph) -> Iterator[Candidate]:
     """Yield every attention-shaped part of the forward pass of a program."""
     for product in graph.values:
-        if product.op != "dot_general" or product.is_static or _compat.is_transposed(product.eqn):
+        if product.op != "dot_general" or product.is_static or product.is_backward:
             continue
         for side in (0, 1):
             if (found := _candidate(product, side)) is not None:
@@ -87,7 +87,8 @@ def _candidate(product: Value, side: int) -> Candidate | None:
     weights = product.operands[side]
     inner, products = _upstream(weights)
     ops = {value.op for value in inner}
-    if not products or "reduce_sum" not in ops or not ops & {*_EXPONENTIALS}:
+    sums = (user.op == "reduce_sum" for value in inner for user in value.users)
+    if not products or not ops & {*_EXPONENTIALS} or not any(sums):
         return None
     for scores in products:
         if not _descends(weights, scores, inner):

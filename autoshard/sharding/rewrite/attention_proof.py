@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autoshard._shown import shown
@@ -25,7 +23,8 @@ from autoshard.sharding.rewrite.attention_gradient import Gradients
 from autoshard.sharding.rewrite.attention_roles import Roles, mask_dims, roles_of
 from autoshard.sharding.rewrite.constants import LARGE_SCORE, PROBE_SCALES, PROOF_TOLERANCE
 from autoshard.sharding.rewrite.folds import Fold
-from autoshard.sharding.rewrite.shrinking import SmallShapes, run_in_float64, wide
+from autoshard.sharding.rewrite.numpy_operators import wide
+from autoshard.sharding.rewrite.shrinking import SmallShapes
 from autoshard.sharding.rewrite.slices import Refused, Slice, cut_out
 from autoshard.sharding.rewrite.static_masks import StaticArray, static_array
 from autoshard.sharding.rewrite.values import Value
@@ -128,24 +127,16 @@ class Region:
         """
         visibility, found = self.visibility, self.found
         inner = cut_out([found.weights], [found.scores]).inner
-        static = {v: x for v, x in self.small_static(None).items()}
+        static = self.small_static(None)
         shape, dim = self.shapes.shape(found.scores), self._key_dim(found.scores)
-        first, second = ([slice(None)] * len(shape) for _ in range(2))
-        first[dim], second[dim] = slice(0, 1), slice(1, 2)
+        first = tuple(slice(0, 1) if d == dim else slice(None) for d in range(len(shape)))
         weight_dim = self._key_dim(found.weights)
 
         def log_ratio(x: float) -> float:
             raw = np.zeros(shape)
-            raw[tuple(first)] = x
-            weights = run_in_float64(
-                lambda raw, *arrays: self.shapes.evaluate(
-                    inner, {found.scores: raw, **dict(zip(static, arrays, strict=True))}
-                )[found.weights],
-                raw, *static.values(),
-            )  # fmt: skip
-            with np.errstate(all="ignore"):
-                ratios = np.log(np.take(weights, 0, weight_dim)) - np.log(np.take(weights, 1, weight_dim))
-            return float(np.ravel(ratios)[0])
+            raw[first] = x
+            weights = self.shapes.evaluate(inner, {found.scores: raw, **static})[found.weights]
+            return float(np.ravel(_log(np.take(weights, 0, weight_dim)) - _log(np.take(weights, 1, weight_dim)))[0])
 
         one, large = log_ratio(1.0), log_ratio(LARGE_SCORE)
         cap = large if math.isfinite(large) else None
@@ -159,6 +150,11 @@ class Region:
         if self.roles.keys[0] not in axes:
             raise Refused("the keys cannot be told apart from other dimensions")
         return axes.index(self.roles.keys[0])
+
+
+def _log(x: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.log(x)
 
 
 def _rounded(x: float) -> float:
@@ -180,21 +176,14 @@ def prove(region: Region) -> Proof:
     compared = [name for name in region.arrays if name not in names]
     operands = list(dict.fromkeys(region.arrays[name] for name in names))  # keys may be the values too
 
-    def both(*arrays: Any) -> tuple[list[Any], list[Any]]:
-        known = dict(zip([*operands, *static], arrays, strict=True))
-        given = {name: known[region.arrays[name]] for name in names}
-        env = region.shapes.evaluate(region.inner, known)
-        folded = {name: region.folds[name].fold(x) for name, x in given.items()}
-        expected = _reference(softmax, proxy, **folded)
-        return [region.folds[name].fold(env[region.arrays[name]]) for name in compared], [
-            expected[name] for name in compared
-        ]
-
     worst = dict.fromkeys(compared, 0.0)
-    for number, scale in enumerate(PROBE_SCALES):
-        rng = np.random.default_rng(number)
-        found, expected = run_in_float64(both, *(region.small(v, rng, scale) for v in operands), *static.values())
-        for name, x, y in zip(compared, found, expected, strict=True):
+    rng = np.random.default_rng(0)
+    for scale in PROBE_SCALES:
+        small = {value: region.small(value, rng, scale) for value in operands}
+        env = region.shapes.evaluate(region.inner, {**small, **static})
+        expected = _reference(softmax, proxy, **{n: region.folds[n].fold(small[region.arrays[n]], np) for n in names})
+        for name in compared:
+            x, y = region.folds[name].fold(env[region.arrays[name]], np), expected[name]
             difference = float(np.max(np.abs(x - y)) / (np.max(np.abs(y)) + 1e-30)) if x.shape == y.shape else math.inf
             worst[name] = max(worst[name], difference if math.isfinite(difference) else math.inf)
     if wrong := [f"{name} by {worst[name]:.1e}" for name in compared if worst[name] > PROOF_TOLERANCE]:
@@ -202,18 +191,23 @@ def prove(region: Region) -> Proof:
     return Proof(softmax, worst)
 
 
-def _reference(softmax: Softmax, visibility: Visibility, q: Any, k: Any, v: Any, d_out: Any = None) -> dict[str, Any]:
+def _reference(
+    softmax: Softmax, visibility: Visibility, q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: Any = None
+) -> dict[str, np.ndarray]:
     """Attention and its gradients as their definition says, in the kernel's order of dimensions."""
-
-    def attention(q: Any, k: Any, v: Any) -> Any:
-        scores = jnp.einsum("bskgd,btkd->bkgst", q, k) * softmax.scale
-        if softmax.soft_cap is not None:
-            scores = softmax.soft_cap * jnp.tanh(scores / softmax.soft_cap)
-        seen = visibility(jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])[None])
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        return jnp.einsum("bkgst,btke->bskge", weights, v)
-
+    raw = np.einsum("bskgd,btkd->bkgst", q, k) * softmax.scale
+    scores = raw if softmax.soft_cap is None else softmax.soft_cap * np.tanh(raw / softmax.soft_cap)
+    seen = visibility(np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None])
+    weights = np.where(seen, np.exp(np.where(seen, scores, -np.inf) - np.max(scores, axis=-1, keepdims=True)), 0.0)
+    weights /= np.sum(weights, axis=-1, keepdims=True)
+    out = np.einsum("bkgst,btke->bskge", weights, v)
     if d_out is None:
-        return {"out": attention(q, k, v)}
-    out, pullback = jax.vjp(attention, q, k, v)
-    return {"out": out, **dict(zip(("d_q", "d_k", "d_v"), pullback(d_out), strict=True))}
+        return {"out": out}
+    d_weights = np.einsum("bskge,btke->bkgst", d_out, v)
+    d_scores = weights * (d_weights - np.sum(weights * d_weights, axis=-1, keepdims=True)) * softmax.slope(scores)
+    return {
+        "out": out,
+        "d_q": np.einsum("bkgst,btkd->bskgd", d_scores, k),
+        "d_k": np.einsum("bkgst,bskgd->btkd", d_scores, q),
+        "d_v": np.einsum("bkgst,bskge->btke", weights, d_out),
+    }

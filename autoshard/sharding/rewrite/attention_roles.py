@@ -17,6 +17,7 @@ from autoshard.sharding.rewrite.attention_forward import Candidate, dimension_nu
 from autoshard.sharding.rewrite.folds import Fold
 from autoshard.sharding.rewrite.shrinking import Axes, SmallShapes
 from autoshard.sharding.rewrite.slices import Refused
+from autoshard.sharding.rewrite.static_masks import used_dims
 from autoshard.sharding.rewrite.values import Value
 
 
@@ -73,7 +74,7 @@ def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value]) -> R
     keys = axes[found.k][dimension_numbers(found.scores, 1 - found.query_side)[2][0]]
     features = [axes[found.v][d] for d in dimension_numbers(found.product, 1 - found.weight_side)[2]]
     of_batch, of_free = [axes[found.q][d] for d in batch], [axes[found.q][d] for d in free]
-    masked = {dim for mask in masks for dim in axes[mask] if dim} - {keys}
+    masked = {axes[mask][d] for mask in masks for d in used_dims(mask)} - {keys, ()}
     if len(masked) > 1 or not masked <= {*of_free}:
         raise Refused("a constant array of the scores differs between rows of the batch or heads")
     sizes = {axes[found.q][d]: found.q.shape[d] for d in free}

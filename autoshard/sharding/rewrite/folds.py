@@ -36,9 +36,9 @@ class Fold:
         """Return the shape of the kernel's array."""
         return tuple(math.prod(shape[d] for d in group) for group in self.groups)
 
-    def fold(self, x: Any) -> Any:
-        """Return the kernel's array."""
-        return jnp.reshape(jnp.transpose(x, self.order(x.ndim)), self.sizes(x.shape))
+    def fold(self, x: Any, xp: Any = jnp) -> Any:
+        """Return the kernel's array. `xp` is `jax.numpy` or NumPy."""
+        return xp.reshape(xp.transpose(x, self.order(x.ndim)), self.sizes(x.shape))
 
     def unfold(self, x: Any, shape: Sequence[int]) -> Any:
         """Return the array of this shape whose `fold` is `x`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
 from autoshard.sharding.rewrite.slices import Refused, cut_out, used_elsewhere
 from autoshard.sharding.rewrite.values import Graph, Value, graph_of
+
+_MOST_CHANGES = 3  # of shape and type between the second product and a quotient; chosen
 
 
 def with_kernels(traced: Traced, word: KernelWord, platform: str) -> Traced:
@@ -166,16 +168,16 @@ def _structure(region: Region) -> Any:
 
 def _results(found: Candidate) -> list[Value]:
     """Return what may be the result: the second product, or its quotient if the weights are divided afterwards."""
-    results, value = [found.product], found.product
-    while True:
-        users = [u for u in dict.fromkeys(value.users) if u.is_used and not _compat.is_transposed(u.eqn)] if all(
-            u.eqn is not None for u in value.users) else []  # fmt: skip
-        value = next((u for u in users if u.op in ("transpose", "convert_element_type", "div", "mul")), None)
-        if value is None or len(results) > 3:
-            return results
+    value = found.product
+    for _ in range(_MOST_CHANGES):
+        users = [u for u in dict.fromkeys(value.users) if u.is_used and not u.is_backward]
+        following = next((u for u in users if u.op in ("transpose", "convert_element_type", "div", "mul")), None)
+        if following is None:
+            break
+        value = following
         if value.op in ("div", "mul"):
-            return [*results[:1], value]
-        results.append(value)
+            return [found.product, value]
+    return [found.product]
 
 
 def check_kernel(one: Attention, kernel: Kernel) -> None:
@@ -191,7 +193,3 @@ def check_kernel(one: Attention, kernel: Kernel) -> None:
     if reasons := kernel_refusals(kernel, one.proof.softmax, *operands):
         raise Refused(f"the kernel {kernel!r} cannot run: {'; '.join(reasons)}")
 
-
-def described(run: Callable[..., Any]) -> str:
-    """Return the name of a function for messages."""
-    return getattr(run, "__name__", type(run).__name__)

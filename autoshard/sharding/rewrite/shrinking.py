@@ -11,13 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.rewrite.constants import SMALL_SIZES
+from autoshard.sharding.rewrite.numpy_operators import evaluate_operator
 from autoshard.sharding.rewrite.slices import Refused
 from autoshard.sharding.rewrite.values import Value
 from autoshard.spmdrules.core.registry import rule_for
@@ -96,8 +92,7 @@ class SmallShapes:
             params = value.eqn.params
             if rule.local is not None:
                 params = rule.local(params, Shard(rule, counts, {}))
-            operands = [env[v] for v in value.operands]
-            result = _compat.bind_primitive(value.eqn.primitive, in_float64(params), *operands)[value.index]
+            result = evaluate_operator(value.op, params, *(env[v] for v in value.operands))
             if result.shape != self.shape(value):
                 raise Refused(f"{value.op} cannot be evaluated on small arrays, so nothing can be proven")
             env[value] = result
@@ -113,25 +108,3 @@ def _rule(value: Value) -> Rule:
         raise Refused(f"{value.op} cannot be evaluated on small arrays, so nothing can be proven")
     return found
 
-
-def in_float64(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an operator that shall work in float64."""
-    changed = dict(params)
-    for name in ("new_dtype", "preferred_element_type"):
-        if changed.get(name) is not None and jnp.issubdtype(changed[name], jnp.floating):
-            changed[name] = np.dtype(np.float64)
-    if "precision" in changed:
-        changed["precision"] = None
-    return changed
-
-
-def wide(array: Any) -> np.ndarray:
-    """Return an array in float64 if it is of floats."""
-    found = np.asarray(array)
-    return found.astype(np.float64) if jnp.issubdtype(found.dtype, jnp.floating) else found
-
-
-def run_in_float64(fn: Any, *args: Any) -> Any:
-    """Compile and run a function of NumPy arrays in float64, outside of any trace."""
-    with jax.ensure_compile_time_eval(), jax.enable_x64(True), _compat.auto_axes():
-        return jax.tree.map(np.asarray, jax.jit(fn)(*jax.tree.map(wide, args)))

@@ -6,7 +6,7 @@ memory. An element that depends on the batch or the heads is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,39 @@ class _Any:
     """An index on which an element must not depend."""
 
 
+def used_dims(value: Value, known: dict[Value, frozenset[int]] | None = None) -> frozenset[int]:
+    """Return the dimensions on whose index the elements of a static array depend."""
+    known = {} if known is None else known
+    if value not in known:
+        known[value] = frozenset(d for d in _used_dims(value, known) if value.shape[d] != 1)
+    return known[value]
+
+
+def _used_dims(value: Value, known: dict[Value, frozenset[int]]) -> Iterable[int]:
+    params, rank = value.eqn.params if value.eqn is not None else {}, len(value.shape)
+    if value.op == "const" and value.aval.size and np.all(np.asarray(value.data) == np.asarray(value.data).flat[0]):
+        return ()
+    if value.op == "iota":
+        return (params["dimension"],)
+    if not value.operands:
+        return range(rank)
+    inner = [used_dims(v, known) for v in value.operands]
+    if not any(inner):
+        return () if value.op not in ("cumsum", "sort", "pad", "concatenate") else range(rank)
+    if value.op == "broadcast_in_dim":
+        return [params["broadcast_dimensions"][d] for d in inner[0]]
+    if value.op == "transpose":
+        return [params["permutation"].index(d) for d in inner[0]]
+    if value.op in ("reshape", "squeeze", "expand_dims"):
+        before, after = ([d for d, n in enumerate(v.shape) if n != 1] for v in (value.operands[0], value))
+        if [value.operands[0].shape[d] for d in before] == [value.shape[d] for d in after]:
+            return [after[before.index(d)] for d in inner[0]]
+        return range(rank)
+    if value.op in _OPERATORS or value.op in ("convert_element_type", "slice"):
+        return frozenset().union(*inner)
+    return range(rank)
+
+
 def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> StaticArray:
     """Return what a static array is.
 
@@ -65,8 +98,7 @@ def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> St
     shape = value.shape
     if value.aval.size == 1:
         return StaticArray(np.reshape(elements(value, [np.zeros((), np.int64) for _ in shape]), ()))
-    if value.op == "const" and value.aval.size and np.all(data := np.asarray(value.data) == np.asarray(value.data).flat[0]):
-        del data
+    if value.op == "const" and not used_dims(value):
         return StaticArray(np.asarray(value.data).flat[0])
     queries = 1 if query_dim is None else shape[query_dim]
     keys = 1 if key_dim is None else shape[key_dim]
@@ -131,6 +163,8 @@ def elements(value: Value, index: Sequence[Any]) -> Any:
     op, params = value.op, value.eqn.params if value.eqn is not None else {}
     if op in ("literal", "const"):
         data = np.asarray(value.data)
+        if value.op == "const" and data.ndim and not used_dims(value):
+            return data.flat[0]
         return data[tuple(map(_number, index))] if data.ndim else data
     operands = value.operands
     if op == "iota":

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
@@ -23,9 +24,7 @@ from autoshard._shown import shown
 
 # Operators whose result is their operand.
 _SAME = ("copy", "copy_p", "name")
-_CALLS = ("call", "closed_call", "core_call", "jit", "pjit", "custom_jvp_call", "custom_vjp_call", "custom_lin")
-# Leaves and operators that draw or hold state: never static.
-_LEAVES = ("input", "carry", "opaque", "slice", "stack")
+_CALLS = ("call", "closed_call", "core_call", "jit", "pjit", "custom_jvp_call", "custom_vjp_call")
 
 
 @shown
@@ -44,18 +43,20 @@ class Value:
         users: the values that are computed from it.
         escapes: whether the program uses it otherwise: as a result, as a carry, in a loop or branch.
         number: its position in the order of computation.
+        is_backward: whether the backward pass is the first to compute it.
     """
 
     op: str
-    operands: tuple[Value, ...]
+    operands: tuple[Value, ...] = field(repr=False)
     aval: Any
-    eqn: Any = None
+    eqn: Any = field(default=None, repr=False)
     index: int = 0
     data: Any = None
     is_static: bool = False
     users: list[Value] = field(default_factory=list, repr=False)
     escapes: bool = False
     number: int = 0
+    is_backward: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,6 +80,7 @@ class Frame:
         path: the positions of the equations that lead to it, from the outermost.
         parent: the frame around it.
         depth: number of scans around it.
+        is_backward: whether it is in a backward pass.
         places: value -> (position of its equation, variable), the first of each; -1 for inputs.
         values: variable -> value.
         children: position of an equation -> the frame within it.
@@ -89,6 +91,7 @@ class Frame:
     path: tuple[int, ...] = ()
     parent: Frame | None = None
     depth: int = 0
+    is_backward: bool = False
     places: dict[Value, tuple[int, Any]] = field(default_factory=dict, repr=False)
     values: dict[Any, Value] = field(default_factory=dict, repr=False)
     children: dict[int, Frame] = field(default_factory=dict)
@@ -181,6 +184,8 @@ class _Builder:
         name, params = eqn.primitive.name, eqn.params
         if name in _SAME:
             return operands
+        if name == "reduce_precision" and _keeps_precision(params, operands[0].aval.dtype):
+            return operands
         if name == "convert_element_type" and params["new_dtype"] == operands[0].aval.dtype:
             return operands
         if name in _CALLS or name == "remat2":
@@ -198,6 +203,8 @@ class _Builder:
         static = all(v.is_static for v in operands) and not name.startswith(("random", "rng", "threefry"))
         results = self.make(key, name, operands, avals, eqn=eqn, static=static)
         for value in results:
+            if not self.computed[value]:
+                value.is_backward = frame.is_backward or _compat.is_transposed(eqn)
             self.computed[value].append((frame, position))
         return results
 
@@ -210,7 +217,8 @@ class _Builder:
 
     def child(self, frame: Frame, position: int, kind: str, inner: Any, depth: int) -> Frame:
         jaxpr = _compat.open_jaxpr(inner)
-        child = Frame(jaxpr, kind, (*frame.path, position), frame, depth)
+        backward = frame.is_backward or _compat.is_transposed(frame.jaxpr.eqns[position])
+        child = Frame(jaxpr, kind, (*frame.path, position), frame, depth, backward)
         frame.children[position] = child
         for var, const in zip(jaxpr.constvars, _compat.constants(inner), strict=True):
             self.define(child, var, -1, self.constant(var, const))
@@ -251,6 +259,14 @@ class _Builder:
         if value.op == "slice" and value.data == depth and value.operands[0].shape == tuple(aval.shape):
             return value.operands[0]
         return self.make(("stack", value.number, depth, aval.shape), "stack", (value,), [aval], data=depth)[0]
+
+
+def _keeps_precision(params: Any, dtype: Any) -> bool:
+    """Whether an operator that rounds, such as the one that `remat2` puts on what it saves, rounds nothing."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    kept = jnp.finfo(dtype)
+    return params["exponent_bits"] >= kept.nexp and params["mantissa_bits"] >= kept.nmant
 
 
 def _key(name: str, params: Any, operands: tuple[Value, ...]) -> Any:

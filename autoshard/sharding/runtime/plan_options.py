@@ -12,19 +12,21 @@ from autoshard.sharding.machines.device_mesh import mesh_sizes
 from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.offload.words import Words, read_words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.program.kernel_records import read_word
 
 
-def checked_options(verify: int, measure: int, offload: Any = None, **options: Any) -> dict[str, Any]:
+def checked_options(verify: int, measure: int, offload: Any = None, kernels: Any = None, **options: Any) -> dict[str, Any]:
     """Check the types and values of a plan's options.
 
     Args:
         verify: number of plans to compile.
         measure: number of plans to run.
         offload: what waits in host memory; None for nothing, or for what a given plan moves.
+        kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
-        The options, with `verify` and `measure` where they are not 0, and `offload` as words.
+        The options, with `verify` and `measure` where they are not 0, `offload` as words, and `kernels` as one word.
 
     Raises:
         PlanError: an option is invalid; the message names it.
@@ -52,11 +54,18 @@ def checked_options(verify: int, measure: int, offload: Any = None, **options: A
             "such as 4 * 2**30"
         )
     words = read_words(offload)
+    word = read_word("off" if kernels is None else kernels)
     if isinstance(request, ShardingPlan):
         _check_offload(request, offload, words)
+        if kernels is not None and word != request.kernels_word:
+            raise PlanError(
+                f"kernels is {short_repr(kernels)}, but plan is a Plan with kernels={request.kernels_word!r}. Leave "
+                f"kernels out, or make a new plan with plan={request.chosen!r} and this word"
+            )
         _check_plan_alone(request, options | {"verify": verify, "measure": measure})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options["offload"] = words
+    options["kernels"] = word
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 
