@@ -59,6 +59,15 @@ def dce(closed: Any) -> Any:
     return close(pruned, constants(closed))
 
 
+def check_jaxpr(closed: Any) -> None:
+    """Checks the types of a closed jaxpr, and that each variable is made once and before its use.
+
+    Raises:
+        Exception: an error of JAX that says what is wrong.
+    """
+    core.check_jaxpr(open_jaxpr(closed))
+
+
 def scan_arity(params: Any) -> tuple[int, int]:
     """Returns (number of constants, number of carries) for the parameters of a scan equation."""
     if "num_consts" in params:

@@ -12,11 +12,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_backward, blockwise_forward
+from autoshard.kernels.blockwise_attention import (
+    Pairs,
+    Softmax,
+    blockwise_attention,
+    blockwise_backward,
+    blockwise_forward,
+)
 from autoshard.kernels.constants import FALLBACK_BLOCK
-from autoshard.kernels.cudnn_attention import cudnn_backward, cudnn_forward
+from autoshard.kernels.cudnn_attention import cudnn_attention, cudnn_backward, cudnn_forward
 from autoshard.kernels.kernel_choice import refusals
-from autoshard.kernels.splash_attention import splash_backward, splash_forward
+from autoshard.kernels.splash_attention import splash_attention, splash_backward, splash_forward
 
 Kernel = Literal["splash", "cudnn", "blockwise"]
 _KERNELS: dict[str, Kernel] = {"tpu": "splash", "cuda": "cudnn", "gpu": "cudnn"}
@@ -61,6 +67,16 @@ def gradients_pass(
         return cudnn_backward(softmax, q, k, v, out, log_sum, d_out)
     block = min(FALLBACK_BLOCK, k.shape[1])
     return blockwise_backward(softmax, block, q, k, v, Pairs(), out, log_sum, d_out)
+
+
+def differentiable_pass(kernel: Kernel, softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Return attention's result, for programs that are differentiated later."""
+    q, k, v = _common(q, k, v)
+    if kernel == "splash":
+        return splash_attention(softmax, q, k, v)
+    if kernel == "cudnn":
+        return cudnn_attention(softmax, q, k, v)
+    return blockwise_attention(softmax, min(FALLBACK_BLOCK, k.shape[1]), q, k, v, Pairs(), None)
 
 
 def _common_dtype(*arrays: Any) -> Any:

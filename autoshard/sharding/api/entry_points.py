@@ -88,7 +88,8 @@ def auto_shard(
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
-        others = dict(variants=variants, offload=options["offload"] or None, donate_argnums=donate_argnums,
+        word = None if options["kernels"] == "off" else options["kernels"]
+        others = dict(variants=variants, offload=options["offload"] or None, kernels=word, donate_argnums=donate_argnums,
                       static_argnums=static_argnums)  # fmt: skip
         return shard_class(obj, options, example, [k for k, v in others.items() if v is not None and v not in ((), [])])
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)

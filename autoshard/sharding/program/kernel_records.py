@@ -34,10 +34,8 @@ class KernelRecord:
 
     def __str__(self) -> str:
         times = f" ({self.count} times)" if self.count > 1 else ""
-        what = "replaced" if self.replaced else "left as it is"
-        return f"attention at {self.line}{times}: {what} by {self.kernel}: {self.reason}" if self.replaced else (
-            f"attention at {self.line}{times}: {what}: {self.reason}"
-        )
+        what = f"{self.kernel} takes its place" if self.replaced else "left as it is"
+        return f"attention at {self.line}{times}: {what}: {self.reason}"
 
 
 def read_word(value: Any) -> KernelWord:

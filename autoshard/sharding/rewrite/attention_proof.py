@@ -196,7 +196,10 @@ def _reference(
 ) -> dict[str, np.ndarray]:
     """Attention and its gradients as their definition says, in the kernel's order of dimensions."""
     raw = np.einsum("bskgd,btkd->bkgst", q, k) * softmax.scale
-    scores = raw if softmax.soft_cap is None else softmax.soft_cap * np.tanh(raw / softmax.soft_cap)
+    scores, slope = raw, np.full_like(raw, softmax.scale)
+    if softmax.soft_cap is not None:
+        scores = softmax.soft_cap * np.tanh(raw / softmax.soft_cap)
+        slope = softmax.scale * (1.0 - np.square(scores / softmax.soft_cap))
     seen = visibility(np.arange(q.shape[1])[:, None], np.arange(k.shape[1])[None])
     weights = np.where(seen, np.exp(np.where(seen, scores, -np.inf) - np.max(scores, axis=-1, keepdims=True)), 0.0)
     weights /= np.sum(weights, axis=-1, keepdims=True)
@@ -204,7 +207,7 @@ def _reference(
     if d_out is None:
         return {"out": out}
     d_weights = np.einsum("bskge,btke->bkgst", d_out, v)
-    d_scores = weights * (d_weights - np.sum(weights * d_weights, axis=-1, keepdims=True)) * softmax.slope(scores)
+    d_scores = weights * (d_weights - np.sum(weights * d_weights, axis=-1, keepdims=True)) * slope
     return {
         "out": out,
         "d_q": np.einsum("bkgst,btkd->bskgd", d_scores, k),

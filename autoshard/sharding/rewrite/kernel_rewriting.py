@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from autoshard.sharding.rewrite.attention_gradient import gradients_of
 from autoshard.sharding.rewrite.attention_proof import Attention, Proof, Region, prove
 from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
+from autoshard.sharding.rewrite.pairs import check_program
 from autoshard.sharding.rewrite.slices import Refused, cut_out, used_elsewhere
 from autoshard.sharding.rewrite.values import Graph, Value, graph_of
 
@@ -83,16 +85,33 @@ def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
             check_kernel(one, kernel)
             edit_attention(edits, graph, one, kernel, number)
             done.add(found.scores)
-            cap = "" if one.proof.softmax.soft_cap is None else f", cap {one.proof.softmax.soft_cap:g}"
-            worst = max(one.proof.differences.values())
-            passes = "forward and backward" if one.gradients else "forward"
-            reason = f"{mask_text(one)}, scale {one.proof.softmax.scale:.4g}{cap}; {passes} proven to {worst:.0e}"
-            records.append(KernelRecord(kernel, found.line, True, reason))
+            records.append(replaced(kernel, found, one))
         except Refused as refused:
-            records.append(KernelRecord(kernel, found.line, False, str(refused)))
+            records.append(left(kernel, found, refused))
     if any(record.replaced for record in records):
         closed = rewritten(closed, edits)
-    return closed, _grouped(records)
+        check_program(closed)
+    return closed, grouped(records)
+
+
+def replaced(kernel: Kernel, found: Candidate, one: Attention) -> KernelRecord:
+    """Return the record of an attention that a kernel computes."""
+    softmax = one.proof.softmax
+    cap = "" if softmax.soft_cap is None else f", cap {softmax.soft_cap:g}"
+    passes = "forward and backward" if one.gradients else "forward"
+    worst = max(one.proof.differences.values())
+    reason = f"{mask_text(one)}, scale {softmax.scale:.4g}{cap}; {passes} proven to {worst:.0e}"
+    return KernelRecord(kernel, _line(found), True, reason)
+
+
+def left(kernel: Kernel, found: Candidate, refused: Refused) -> KernelRecord:
+    """Return the record of an attention that stays as it is."""
+    return KernelRecord(kernel, _line(found), False, str(refused))
+
+
+def _line(found: Candidate) -> str:
+    """Return the user's line without the column."""
+    return re.sub(r"(:\d+):\d+", r"\1", found.line)
 
 
 def mask_text(one: Attention) -> str:
@@ -102,7 +121,7 @@ def mask_text(one: Attention) -> str:
     return " with ".join(words) or "no mask"
 
 
-def _grouped(records: Sequence[KernelRecord]) -> list[KernelRecord]:
+def grouped(records: Sequence[KernelRecord]) -> list[KernelRecord]:
     counts: dict[KernelRecord, int] = {}
     for record in records:
         counts[record] = counts.get(record, 0) + 1

@@ -141,7 +141,7 @@ class _Builder:
         return Graph(root, self.values, self.computed)
 
     def constant(self, var: Any, const: Any) -> Value:
-        static = not _compat.is_extended(var.aval.dtype)
+        static = not _compat.is_extended(var.aval.dtype) and not _compat.is_tracer(const)
         return self.make(("const", id(const)), "const", (), [var.aval], data=const, static=static)[0]
 
     def define(self, frame: Frame, var: Any, position: int, value: Value) -> None:
