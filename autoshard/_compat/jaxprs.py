@@ -138,6 +138,16 @@ def source_line(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
+def program_line(eqn: Any, libraries: tuple[str, ...] = ("site-packages", "dist-packages")) -> str:
+    """Returns the innermost line of an equation that is in no installed library, `file.py:12 (function)`.
+
+    If all are, it is the innermost line outside of JAX; empty if unknown.
+    """
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [f for f in frames if not any(name in f.file_name for name in libraries)]
+    return next((f"{f.file_name}:{f.start_line} ({f.function_name})" for f in [*own, *frames]), "")
+
+
 def exclude_from_user_code(path: str) -> None:
     """Excludes the Python file at `path` from user code: source lines then name the caller instead."""
     source_info_util.register_exclusion(path)

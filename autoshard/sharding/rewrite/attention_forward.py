@@ -17,10 +17,12 @@ from typing import Any
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.rewrite.shrinking import Axes, SmallShapes
-from autoshard.sharding.rewrite.slices import SIZE_FREE, Refused
+from autoshard.sharding.rewrite.slices import Refused
 from autoshard.sharding.rewrite.values import Graph, Value
 
 _EXPONENTIALS = ("exp", "exp2")
+_ENDS = ("carry", "opaque", "slice", "stack")
+_MOST_VALUES = 300  # between two products; chosen: the search ends there
 
 
 @shown
@@ -61,7 +63,7 @@ class Candidate:
     @property
     def line(self) -> str:
         """The user's line of the scores, else of the second product."""
-        return _compat.source_line(self.scores.eqn) or _compat.source_line(self.product.eqn)
+        return _compat.program_line(self.scores.eqn) or _compat.program_line(self.product.eqn)
 
 
 def dimension_numbers(product: Value, side: int) -> tuple[list[int], list[int], list[int]]:
@@ -112,7 +114,7 @@ def _upstream(weights: Value) -> tuple[list[Value], list[Value]]:
     todo = [weights]
     while todo:
         value = todo.pop()
-        if value in seen or value.is_static or value.op not in SIZE_FREE:
+        if value in seen or value.is_static or value.eqn is None or value.op in _ENDS or len(seen) > _MOST_VALUES:
             continue
         seen.add(value)
         if value.op == "dot_general":
@@ -134,7 +136,7 @@ def _descends(value: Value, source: Value, inner: list[Value]) -> bool:
 
 def _shapes(inner: list[Value]) -> SmallShapes | None:
     try:
-        return SmallShapes(inner)
+        return SmallShapes(inner, lenient=True)
     except Refused:
         return None
 

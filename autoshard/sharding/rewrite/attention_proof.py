@@ -88,6 +88,17 @@ class Region:
         self.arrays: dict[str, Value] = {name: value for name, (value, _) in kinds.items() if value is not None}
         self.folds = {name: self.roles.fold_of(self.shapes, v, kinds[name][1]) for name, v in self.arrays.items()}
 
+        if self.visibility != Visibility():
+            self._equal_small_sizes()
+
+    def _equal_small_sizes(self) -> None:
+        """Give queries and keys the same small size: in a window, each query has to see a key."""
+        sides = [role[0] for role in (self.roles.queries, self.roles.keys)]
+        if any(len(axes) != 1 for axes in sides):
+            raise Refused("the keys cannot be told apart from other dimensions")
+        size = max(self.shapes.small[axes[0]] for axes in sides)
+        self.shapes.small |= {axes[0]: size for axes in sides}
+
     @property
     def visibility(self) -> Visibility:
         """Which keys a query sees.
@@ -174,6 +185,8 @@ def prove(region: Region) -> Proof:
     static = region.small_static(proxy)
     names = [name for name in ("q", "k", "v", "d_out") if name in region.arrays]
     compared = [name for name in region.arrays if name not in names]
+    if min(region.shapes.small[a] for role in (region.roles.queries, region.roles.keys) for a in role[0]) < 2:
+        raise Refused("there is one query or one key, so nothing can be proven")
     operands = list(dict.fromkeys(region.arrays[name] for name in names))  # keys may be the values too
 
     worst = dict.fromkeys(compared, 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -101,17 +100,12 @@ def replaced(kernel: Kernel, found: Candidate, one: Attention) -> KernelRecord:
     passes = "forward and backward" if one.gradients else "forward"
     worst = max(one.proof.differences.values())
     reason = f"{mask_text(one)}, scale {softmax.scale:.4g}{cap}; {passes} proven to {worst:.0e}"
-    return KernelRecord(kernel, _line(found), True, reason)
+    return KernelRecord(kernel, found.line, True, reason)
 
 
 def left(kernel: Kernel, found: Candidate, refused: Refused) -> KernelRecord:
     """Return the record of an attention that stays as it is."""
-    return KernelRecord(kernel, _line(found), False, str(refused))
-
-
-def _line(found: Candidate) -> str:
-    """Return the user's line without the column."""
-    return re.sub(r"(:\d+):\d+", r"\1", found.line)
+    return KernelRecord(kernel, found.line, False, str(refused))
 
 
 def mask_text(one: Attention) -> str:

@@ -40,9 +40,11 @@ class SmallShapes:
     Attributes:
         axes: value -> the axes of each of its dimensions.
         small: axis -> its small size.
+
+    With `lenient`, operators without a rule are no error; their values cannot be evaluated.
     """
 
-    def __init__(self, inner: Sequence[Value], others: Iterable[Value] = ()):
+    def __init__(self, inner: Sequence[Value], others: Iterable[Value] = (), *, lenient: bool = False):
         values = list(dict.fromkeys([*others, *(v for one in inner for v in (*one.operands, one))]))
         numbers = {value: i for i, value in enumerate(values)}
         self.nodes = Nodes()
@@ -50,7 +52,17 @@ class SmallShapes:
         self.rules: dict[Value, tuple[Rule, dict[str, int]]] = {}
         whole: set[int] = set()
         for value in inner:
-            rule = _rule(value)
+            try:
+                rule = _rule(value)
+            except Refused:
+                if not lenient:
+                    raise
+                # To say where something is: operators without a rule keep the dimensions of operands of their shape.
+                for operand in value.operands:
+                    if operand.shape == value.shape:
+                        for a, b in zip(dims[numbers[operand]], dims[numbers[value]], strict=True):
+                            self.nodes.join(a, b)
+                continue
             applied = _Applied(rule, tuple(numbers[v] for v in value.operands), (numbers[value],))
             self.rules[value] = rule, join_factors(self.nodes, dims, applied)
         for rule, factors in self.rules.values():

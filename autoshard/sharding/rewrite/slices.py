@@ -21,7 +21,7 @@ from autoshard._shown import shown
 from autoshard.sharding.rewrite.values import Value
 
 ELEMENTWISE = frozenset(
-    "add add_any convert_element_type div exp exp2 expm1 integer_pow log log1p logistic mul neg one_minus_square "
+    "abs sign ge add add_any convert_element_type div exp exp2 expm1 integer_pow log log1p logistic mul neg one_minus_square "
     "rsqrt select_n sqrt square stop_gradient sub tanh zeros_like and or not eq is_finite max".split()
 )
 STRUCTURAL = frozenset(
@@ -97,9 +97,19 @@ def check_smooth(value: Value) -> None:
         source, target = value.operands[0].aval.dtype, value.aval.dtype
         if source != bool and not (_is_float(source) and _is_float(target)):
             raise Refused(f"the scores or weights are rounded to {target}")
+    elif value.op in ("abs", "sign", "ge"):  # logsumexp has them
+        if not _is_positive(value.operands[0]) or any(v.op != "literal" or v.data != 0 for v in value.operands[1:]):
+            raise Refused(f"the scores or weights are compared with a threshold ({value.op})")
     elif value.op == "select_n" and not value.operands[0].is_static:
         if not _chooses_largest(value.operands[0]):
             raise Refused("the scores or weights are chosen by a condition that is an array or a threshold")
+
+
+def _is_positive(value: Value) -> bool:
+    """Whether a value is a sum of exponentials, in any shape."""
+    while value.op in ("reshape", "broadcast_in_dim"):
+        value = value.operands[0]
+    return value.op == "reduce_sum" and value.operands[0].op in ("exp", "exp2")
 
 
 def _is_float(dtype: Any) -> bool:
@@ -122,6 +132,8 @@ def _chooses_largest(value: Value) -> bool:
         value = value.operands[0]
     if value.op in ("eq", "is_finite"):
         return any(_is_largest(v) for v in value.operands)
+    if value.op == "ge":
+        return _is_positive(value.operands[0])
     if value.op in ("and", "or"):
         return all(v.is_static or _chooses_largest(v) for v in value.operands)
     return value.is_static

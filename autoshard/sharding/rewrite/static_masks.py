@@ -187,7 +187,8 @@ def elements(value: Value, index: Sequence[Any]) -> Any:
     if op == "convert_element_type":
         return np.asarray(elements(operands[0], index)).astype(value.aval.dtype)
     if op in _OPERATORS:
-        parts = [elements(v, index if v.shape else ()) for v in operands]
+        zero = np.zeros((), np.int64)  # an operand of size 1 is repeated
+        parts = [elements(v, [zero if n == 1 else i for n, i in zip(v.shape, index, strict=False)]) for v in operands]
         return _OPERATORS[op](*parts)
     return _whole(value)[tuple(map(_number, index))]
 
