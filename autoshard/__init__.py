@@ -20,6 +20,7 @@ _MODULES = {
     "discover": "sharding.discover.rule_discovery",
     "Plan": "sharding.api.plan",
     "plan": "sharding.api.entry_points",
+    "replace_kernels": "sharding.rewrite.before_gradient",
     "KernelCost": "spmdrules.custom_ops.kernel_cost",
     "operator": "spmdrules.custom_ops.operator",
     "Propagation": "spmdrules.propagation.propagate",

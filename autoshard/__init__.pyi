@@ -6,6 +6,7 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.discover.rule_discovery import Discovery
 from autoshard.sharding.discover.rule_discovery import discover
 from autoshard.sharding.oracle.rule_check import check_rule
+from autoshard.sharding.rewrite.before_gradient import replace_kernels
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Factor
 from autoshard.spmdrules.core.rule import Rule
@@ -22,6 +23,7 @@ __all__ = [
     "auto_shard",
     "plan",
     "Plan",
+    "replace_kernels",
     "Discovery",
     "discover",
     "check_rule",

@@ -59,6 +59,15 @@ def dce(closed: Any) -> Any:
     return close(pruned, constants(closed))
 
 
+def check_jaxpr(closed: Any) -> None:
+    """Checks the types of a closed jaxpr, and that each variable is made once and before its use.
+
+    Raises:
+        Exception: an error of JAX that says what is wrong.
+    """
+    core.check_jaxpr(open_jaxpr(closed))
+
+
 def scan_arity(params: Any) -> tuple[int, int]:
     """Returns (number of constants, number of carries) for the parameters of a scan equation."""
     if "num_consts" in params:
@@ -127,6 +136,16 @@ def _transforms(eqn: Any) -> list[str]:
 def source_line(eqn: Any) -> str:
     """Returns the line of user code that an equation came from, `file.py:12 (function)`; empty if unknown."""
     return source_info_util.summarize(eqn.source_info)
+
+
+def program_line(eqn: Any, libraries: tuple[str, ...] = ("site-packages", "dist-packages")) -> str:
+    """Returns the innermost line of an equation that is in no installed library, `file.py:12 (function)`.
+
+    If all are, it is the innermost line outside of JAX; empty if unknown.
+    """
+    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    own = [f for f in frames if not any(name in f.file_name for name in libraries)]
+    return next((f"{f.file_name}:{f.start_line} ({f.function_name})" for f in [*own, *frames]), "")
 
 
 def exclude_from_user_code(path: str) -> None:

@@ -115,6 +115,7 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     import autoshard
     from autoshard.models.workloads import workload
+    from autoshard.sharding.rewrite.printed_program import function_text
     from autoshard.train.program.build import workload_variants
     from autoshard.train.program.planned_step import parse_mesh
     from autoshard.train.program.workload_search import workload_search
@@ -150,6 +151,9 @@ def _run_named(arguments: Sequence[str]) -> int:
     step, *shapes = workload_variants(work)
     if given.explain:
         _check_explain(given.explain, partial(step, remat="none", microbatches=1), shapes, options["mesh"], given.plan)
+    if given.show:
+        print(function_text(partial(step, remat=given.remat or "none", microbatches=given.microbatches or 1), *shapes))
+        return 0
     plan = autoshard.plan(
         step,
         *shapes,
@@ -308,6 +312,11 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--gather", choices=["auto", "sequential"],
         help="order in which stored parameters are gathered: the compiler's (auto, the default), or one after another",
+    )  # fmt: skip
+    options.add_argument(
+        "--show", choices=["program"],
+        help="print the traced step instead of a plan: its scans and their bodies, what crosses from the forward to the "
+        "backward pass, and repeated equations",
     )  # fmt: skip
     options.add_argument("--json", type=Path, help="write the plan as JSON to this file; - prints it")
     options.add_argument("--html", type=Path, help="write the plan as an HTML page to this file")

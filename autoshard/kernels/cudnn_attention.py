@@ -39,8 +39,32 @@ def cudnn_attention(softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array) 
         k: keys, `[batch, keys, kv_heads, head_dim]`.
         v: values, shaped like `k`.
     """
-    flat = q.reshape(*q.shape[:2], -1, q.shape[4])
-    return jnp.reshape(_attention(softmax, q.shape[3], flat, k, v), (*q.shape[:4], v.shape[3]))
+    return jnp.reshape(_attention(softmax, q.shape[3], _flat(q), k, v), (*q.shape[:4], v.shape[3]))
+
+
+def cudnn_forward(softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return attention's result, and the log-sum-exp of each row, `[batch, kv_heads, group, queries]`.
+
+    The arguments are those of `cudnn_attention`.
+    """
+    out, (*_, log_sum) = _attention_forward(softmax, q.shape[3], _flat(q), k, v)
+    rows = log_sum.reshape(q.shape[0], *q.shape[2:4], q.shape[1])
+    return jnp.reshape(out, (*q.shape[:4], v.shape[3])), rows
+
+
+def cudnn_backward(
+    softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of `q`, `k` and `v` from the results of `cudnn_forward` and the cotangent of the first."""
+    rows = [_flat(x.astype(q.dtype)) for x in (out, d_out)]
+    log_sums = log_sum.reshape(log_sum.shape[0], -1, log_sum.shape[3])
+    d_q, d_k, d_v = _attention_backward(softmax, q.shape[3], (_flat(q), k, v, rows[0], log_sums), rows[1])
+    return d_q.reshape(q.shape), d_k, d_v
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """Reshape `[batch, queries, kv_heads, group, d]` to `[batch, queries, heads, d]`."""
+    return jnp.reshape(x, (*x.shape[:2], -1, x.shape[4]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -79,6 +79,36 @@ def splash_attention(
         blocks: the block sizes; chosen by shape and machine by default (`block_choice`).
         interpret: whether Pallas interprets the kernels, on any platform; for tests.
     """
+    call, arrays, positions = _prepared(softmax, q, k, v, blocks, interpret)
+    return jnp.einsum("bkgsd->bskgd", _attention(call, *arrays, (*positions, *(segments or ())), sinks))
+
+
+def splash_forward(
+    softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return attention's result, and the log-sum-exp of each row, `[batch, kv_heads, group, queries]`.
+
+    The arguments are those of `splash_attention`.
+    """
+    call, arrays, positions = _prepared(softmax, q, k, v, None, interpret)
+    out, (*_, log_sum) = _attention_forward(call, *arrays, positions, None)
+    return jnp.einsum("bkgsd->bskgd", out), log_sum
+
+
+def splash_backward(
+    softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
+    *, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Return the gradients of `q`, `k` and `v` from the results of `splash_forward` and the cotangent of the first."""
+    call, arrays, positions = _prepared(softmax, q, k, v, None, interpret)
+    rows = [jnp.einsum("bskgd->bkgsd", x.astype(q.dtype)) for x in (out, d_out)]
+    d_q, d_k, d_v, *_ = _attention_backward(call, (*arrays, positions, None, rows[0], log_sum), rows[1])
+    d_q = (jnp.einsum("bkgsd->bskgd", d_q).astype(jnp.float32) * softmax.scale).astype(q.dtype)
+    return d_q, jnp.einsum("bktd->btkd", d_k), jnp.einsum("bktd->btkd", d_v)
+
+
+def _prepared(softmax: Softmax, q, k, v, blocks: SplashBlocks | None, interpret: bool):
+    """Return the static part of a call, its scaled and transposed operands, and the positions of the queries."""
     # The kernels have no factor of the scores.
     q = (q.astype(jnp.float32) * softmax.scale).astype(q.dtype)
     q, k, v = jnp.einsum("bskgd->bkgsd", q), jnp.einsum("btkd->bktd", k), jnp.einsum("btkd->bktd", v)
@@ -86,8 +116,7 @@ def splash_attention(
     blocks = blocks or choose_blocks(shape, softmax)
     call = SplashCall(Softmax(softmax.visibility, 1.0, softmax.soft_cap), blocks, interpret)
     positions = () if softmax.visibility.is_full else (jnp.arange(q.shape[3], dtype=jnp.int32),)
-    out = _attention(call, q, k, v, (*positions, *(segments or ())), sinks)
-    return jnp.einsum("bkgsd->bskgd", out)
+    return call, (q, k, v), positions
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,6 +18,7 @@ from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.machines.option_requests import OptionRequest
 from autoshard.sharding.planner.planning import PlanLike
 from autoshard.sharding.planner.variants import Variants
+from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.runtime.plan_options import checked_options
 
 
@@ -36,6 +37,7 @@ def auto_shard(
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
+    kernels: KernelWord | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -61,6 +63,7 @@ def auto_shard(
             moves it there.
         compiler_options: options for XLA, see `autoshard.plan`.
         gather: the order in which stored parameters are gathered, see `autoshard.plan`.
+        kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -83,15 +86,17 @@ def auto_shard(
     """
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, strict=strict)  # fmt: skip
+                              gather=gather, kernels=kernels, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
-        options |= {"offload": offload, "gather": gather}  # None has a meaning of its own beside a Plan
+        # None has a meaning of its own beside a Plan.
+        options |= {"offload": offload, "gather": gather, "kernels": kernels}
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
-        others = dict(variants=variants, offload=options["offload"] or None, donate_argnums=donate_argnums,
+        word = None if options["kernels"] == "off" else options["kernels"]
+        others = dict(variants=variants, offload=options["offload"] or None, kernels=word, donate_argnums=donate_argnums,
                       static_argnums=static_argnums)  # fmt: skip
         return shard_class(obj, options, example, [k for k, v in others.items() if v is not None and v not in ((), [])])
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)
@@ -110,6 +115,7 @@ def plan(
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
+    kernels: KernelWord | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -149,6 +155,11 @@ def plan(
             may gather many of them early. With "sequential", a device holds at most two gathered parameters of one
             stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
             Under a given `Plan`, its order is the default.
+        kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
+            kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
+            same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.
+            "require" makes it an error if something is left, or if there is no attention. By default "off", or the
+            word of a given `Plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -167,7 +178,7 @@ def plan(
 
     Raises:
         PlanError: the request is invalid, `offload` has a word of which `fn` has no value, `compiler_options` names a
-            set that the target does not have, or no plan fits.
+            set that the target does not have, `kernels="require"` cannot replace something, or no plan fits.
 
     Example:
         >>> import jax, autoshard
@@ -188,5 +199,5 @@ def plan(
     check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, strict=strict)  # fmt: skip
+                              gather=gather, kernels=kernels, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

@@ -52,8 +52,8 @@ def shard_class(
         PlanError: the class is not a Flax module, has no `__call__`, or does not support an option.
     """
     if others:
-        raise PlanError(f"auto_shard({cls.__name__}): {', '.join(others)} cannot be used on a class: its calls donate "
-                        "and offload nothing, and arguments that are not arrays are static. Use it on the step that "
+        raise PlanError(f"auto_shard({cls.__name__}): {', '.join(others)} cannot be used on a class: its calls donate, "
+                        "offload and replace nothing, and arguments that are not arrays are static. Use it on the step that "
                         "calls the module")  # fmt: skip
     if example is not None and issubclass(cls, linen.Module):
         raise PlanError(f"auto_shard({cls.__name__}): example cannot be used on a linen class: its init plans from its "

@@ -24,6 +24,8 @@ _SHOWN = 3  # problems that an error message lists; chosen
 _ABSENT_IF_EMPTY = (
     "offload",
     "gather",
+    "kernels",
+    "kernels_word",
     "requested_options",
     "host_limit_bytes",
     "kernel_blocks",
@@ -43,7 +45,8 @@ Spec = tuple[str | None | tuple[str, ...], ...]
 
 def plan_data(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as lists, tables, text and numbers. Numbers that are not finite become None: JSON has none."""
-    names = [name for name in _names() if name not in _ABSENT_IF_EMPTY or getattr(plan, name)]
+    off = ("kernels", "kernels_word") if plan.kernels_word == "off" else ()
+    names = [name for name in _names() if name not in off and (name not in _ABSENT_IF_EMPTY or getattr(plan, name))]
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in names}
 
 

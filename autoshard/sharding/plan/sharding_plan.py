@@ -13,6 +13,7 @@ from autoshard._shown import shown
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.plan.mesh_words import mesh_words, requested_axes
 from autoshard.sharding.plan.search_record import SearchRecord
+from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 
 FORMAT = 4  # of plans in JSON; readers accept this one only
@@ -90,6 +91,8 @@ class ShardingPlan:
             the planner moves nothing there. `bind` moves the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
             plan has, too.
+        kernels: the operators that `kernels=` found in the function, replaced or left.
+        kernels_word: the word of `kernels=`. `bind` replaces the same operators.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
         measured: the plans that were run, the fastest first: (strategy with its variant in parentheses, median time of
             a step in microseconds). They are neither compared nor written to JSON.
@@ -128,6 +131,8 @@ class ShardingPlan:
     offload: Mapping[str, float] = field(default_factory=dict)
     gather: str = ""
     kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    kernels: tuple[KernelRecord, ...] = ()
+    kernels_word: KernelWord = "off"
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)
     measured: tuple[tuple[str, float], ...] = field(default=(), repr=False, compare=False)
 

@@ -89,6 +89,8 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         offload=dict(problem.traced.offloaded),
         gather=problem.gather,
         kernel_blocks=_kernel_blocks(problem),
+        kernels=problem.traced.kernels,
+        kernels_word=problem.traced.kernels_word,
         alone=_estimate(
             price("one device", Layout(axes, problem.roles, {}, {}), problem.cost, problem.memory), problem.memory
         ),

@@ -14,7 +14,7 @@ from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
-from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine
+from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -27,8 +27,10 @@ from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
 from autoshard.sharding.planner.shortlist import Shortlist, without_near_duplicates
+from autoshard.sharding.program.kernel_records import KernelWord
 from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.rewrite.kernel_rewriting import with_kernels
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
 
 PlanLike = str | Mapping[str, Sequence[str]] | ShardingPlan
@@ -47,6 +49,7 @@ def plan_traced(
     offload: Words = (),
     compiler_options: Sequence[Part] = (),
     gather: str = "",
+    kernels: KernelWord = "off",
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -57,6 +60,8 @@ def plan_traced(
     estimate alone. If no plan fits the memory, the result is the plan that needs the least; the caller passes it to
     `report_infeasible`.
     """
+    word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
+    traced = with_kernels(traced, word, traced_machine(mesh, target))
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
     options: dict[str, Any] = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,

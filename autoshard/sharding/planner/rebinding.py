@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.roles import STATE, Role
 from autoshard.sharding.layout.layout import Layout
@@ -47,7 +49,7 @@ def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
     paths = zip(problem.program.inputs, plan.inputs, strict=True)
     problem.fixed = {leaf.path: leaf.spec for v, leaf in paths if layout.stored_spec(v) != specs[v]}
     layout.fixed = specs
-    return BoundPlan(plan.data(), problem, layout, _assignment(problem, plan))
+    return BoundPlan(replace(plan.data(), kernels=problem.traced.kernels), problem, layout, _assignment(problem, plan))
 
 
 def _assignment(problem: PlanningProblem, plan: ShardingPlan) -> DeviceAssignment:

@@ -24,6 +24,7 @@ from autoshard.kernels.block_choice import BlockRules, under_rules
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.host_memory import mixed_memory_error
+from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.program.state_matching import StateMismatch, match
 from autoshard.sharding.program.static_leaves import has_hidden, hide_static, reveal_static
 from autoshard.spmdrules.ir.program import Program, build
@@ -61,6 +62,8 @@ class Traced:
         static_numbers: whether Python numbers are static leaves.
         offloaded: word of `offload=` -> bytes that the planner moves to the host in one step, before sharding; empty
             for the program as the user wrote it.
+        kernels: what `kernels=` found in the program, replaced or left.
+        kernels_word: the word of `kernels=` with which the program was rewritten.
         moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
     """
 
@@ -86,6 +89,8 @@ class Traced:
     static_numbers: bool = False
     offloaded: Mapping[str, float] = field(default_factory=dict)
     moved_inputs: frozenset[int] = frozenset()
+    kernels: tuple[KernelRecord, ...] = ()
+    kernels_word: KernelWord = "off"
 
     @cached_property
     def program(self) -> Program:

@@ -233,5 +233,6 @@ def _notes(plan: ShardingPlan) -> list[str]:
         f"no rule for primitive '{name}', at {line_text(next(iter(places), ''))}: {unknown_text(name)}"
         for name, places in plan.unknown.items()
     ]
+    lines += [f"kernels: {record}" for record in plan.kernels]
     notes = [*lines, *(f"note: {note}" for note in plan.notes)]
     return [*notes, *(f"padding: {text}" for text in padding_texts(plan))]

@@ -14,6 +14,7 @@ from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.offload.words import Words, read_words
 from autoshard.sharding.plan.gather_words import AUTO, read_gather
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.program.kernel_records import read_word
 
 
 def checked_options(
@@ -22,6 +23,7 @@ def checked_options(
     offload: Any = None,
     compiler_options: Any = None,
     gather: Any = None,
+    kernels: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Check the types and values of a plan's options.
@@ -32,11 +34,12 @@ def checked_options(
         offload: what waits in host memory; None for nothing, or for what a given plan moves.
         compiler_options: the requested options for XLA.
         gather: the order of gathers of parameters; None for `auto`, or for that of a given plan.
+        kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
-        The options, with `verify` and `measure` where they are not 0, `offload` as words, and `compiler_options`
-        as parts.
+        The options, with `verify` and `measure` where they are not 0, `offload` as words, `compiler_options` as parts,
+        and `gather` and `kernels` as one word each.
 
     Raises:
         PlanError: an option is invalid; the message names it.
@@ -64,19 +67,28 @@ def checked_options(
             "such as 4 * 2**30"
         )
     words, parts = read_words(offload), read_request(compiler_options)
+    order, word = read_gather(gather), read_word("off" if kernels is None else kernels)
     if isinstance(request, ShardingPlan):
         _check_offload(request, offload, words)
-        if gather is not None and read_gather(gather) != request.gather:
-            raise PlanError(
-                f"gather is {short_repr(gather)}, but plan is a Plan with gather={request.gather or AUTO!r}. Leave "
-                f"gather out, or make a new plan with plan={request.chosen!r} and this gather"
-            )
+        _check_word("gather", gather, order or AUTO, request.gather or AUTO, request.chosen)
+        _check_word("kernels", kernels, word, request.kernels_word, request.chosen)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
-    options["offload"] = words
-    options["compiler_options"] = parts
-    options["gather"] = read_gather(gather)
+    options |= {"offload": words, "compiler_options": parts, "gather": order, "kernels": word}
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
+
+
+def _check_word(name: str, given: Any, word: str, kept: str, chosen: str) -> None:
+    """Check that an option that is given beside a `Plan` is the plan's own.
+
+    Raises:
+        PlanError: it is another.
+    """
+    if given is not None and word != kept:
+        raise PlanError(
+            f"{name} is {short_repr(given)}, but plan is a Plan with {name}={kept!r}. Leave {name} out, or make a new "
+            f"plan with plan={chosen!r} and this word"
+        )
 
 
 def _check_offload(plan: ShardingPlan, offload: Any, words: Words) -> None:

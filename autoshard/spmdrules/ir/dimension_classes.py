@@ -42,7 +42,7 @@ def unify(program: Program) -> DimensionClasses:
     stacked: list[int] = []
     groups_of: dict[int, int] = {}  # an array of group sizes -> the node of the groups
     for op in program.ops():
-        factors.append(_join_factors(nodes, dims, op))
+        factors.append(join_factors(nodes, dims, op))
         if op.name == "ragged_dot_general" and GROUPS in factors[-1]:
             groups = factors[-1][GROUPS]
             nodes.join(groups_of.setdefault(op.operands[2], groups), groups)
@@ -59,7 +59,7 @@ def unify(program: Program) -> DimensionClasses:
     return DimensionClasses(nodes, dims, factors, stacked)
 
 
-def _join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[str, int]:
+def join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[str, int]:
     """Joins each dimension of an operator's operands and results to its factors; returns the node of each factor."""
     node_of: dict[str, int] = {}
     if op.rule is None:

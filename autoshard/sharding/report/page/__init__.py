@@ -81,6 +81,7 @@ def _notes(plan: ShardingPlan) -> str:
         f"{escape(unknown_text(name))}."
         for name, places in plan.unknown.items()
     ]
+    notes += [escape(f"Kernels: {record}.") for record in plan.kernels]
     notes += map(escape, [*plan.notes, *padding_texts(plan)])
     notes += [escape(text[:1].upper() + text[1:]) + "." for text in (*kernel_texts(plan), *option_texts(plan))]
     if plan.gather:

@@ -1,0 +1,1 @@
+"""Rewrites the traced step soundly: pairs its forward and backward passes, recognises operators, proves replacements."""

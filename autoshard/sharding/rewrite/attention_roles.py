@@ -1,0 +1,96 @@
+"""The order of dimensions of a recognised attention: how each of its arrays is brought to a kernel's order.
+
+    q, d_q        [batch, queries, kv_heads, group, head_dim]     out, d_out    [batch, queries, kv_heads, group, features]
+    k, d_k        [batch, keys, kv_heads, head_dim]               v, d_v        [batch, keys, kv_heads, features]
+
+A dimension of size 1 is in no group. Of several batch dimensions the last is `kv_heads`. Of several dimensions that
+only q has, the one that the mask depends on, else the largest, is `queries`, and the rest is `group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard.sharding.rewrite.attention_forward import Candidate, dimension_numbers
+from autoshard.sharding.rewrite.folds import Fold
+from autoshard.sharding.rewrite.shrinking import Axes, SmallShapes
+from autoshard.sharding.rewrite.slices import Refused
+from autoshard.sharding.rewrite.static_masks import used_dims
+from autoshard.sharding.rewrite.values import Value
+
+
+@shown
+@dataclass(frozen=True)
+class Roles:
+    """The axes of an attention, by role; `()` where there is none.
+
+    Attributes:
+        batch, heads, queries, group, keys, head_dim, features: axes of the dimensions, major to minor.
+    """
+
+    batch: tuple[Axes, ...]
+    heads: tuple[Axes, ...]
+    queries: tuple[Axes, ...]
+    group: tuple[Axes, ...]
+    keys: tuple[Axes, ...]
+    head_dim: tuple[Axes, ...]
+    features: tuple[Axes, ...]
+
+    def fold_of(self, shapes: SmallShapes, value: Value, kind: str) -> Fold:
+        """Return the fold of an array that has the dimensions of `q`, `k`, `v` or `out`.
+
+        Raises:
+            Refused: the array has other dimensions, or they cannot be told apart.
+        """
+        roles = {
+            "q": (self.batch, self.queries, self.heads, self.group, self.head_dim),
+            "k": (self.batch, self.keys, self.heads, self.head_dim),
+            "v": (self.batch, self.keys, self.heads, self.features),
+            "out": (self.batch, self.queries, self.heads, self.group, self.features),
+        }[kind]
+        axes = shapes.axes[value]
+        places = {dim: d for d, dim in enumerate(axes) if dim}
+        wanted = [dim for role in roles for dim in role]
+        if len(places) != sum(map(bool, axes)) or sorted(places) != sorted(wanted):
+            raise Refused(f"the dimensions of {kind} cannot be told apart: {value.aval.dtype}{list(value.shape)}")
+        return Fold(tuple(tuple(places[dim] for dim in role) for role in roles))
+
+
+def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value]) -> Roles:
+    """Return the roles of the dimensions of a recognised attention.
+
+    Args:
+        found: the attention.
+        shapes: the axes of its values.
+        masks: the static arrays that are not one number.
+
+    Raises:
+        Refused: a mask depends on other dimensions than one of queries and the keys.
+    """
+    axes = shapes.axes
+    contracted, batch, free = dimension_numbers(found.scores, found.query_side)
+    keys = axes[found.k][dimension_numbers(found.scores, 1 - found.query_side)[2][0]]
+    features = [axes[found.v][d] for d in dimension_numbers(found.product, 1 - found.weight_side)[2]]
+    of_batch, of_free = [axes[found.q][d] for d in batch], [axes[found.q][d] for d in free]
+    masked = {axes[mask][d] for mask in masks for d in used_dims(mask)} - {keys, ()}
+    if len(masked) > 1 or not masked <= {*of_free}:
+        raise Refused("a constant array of the scores differs between rows of the batch or heads")
+    sizes = {axes[found.q][d]: found.q.shape[d] for d in free}
+    queries = next(iter(masked)) if masked else max(of_free, key=lambda dim: sizes[dim])
+    return Roles(
+        batch=tuple(of_batch[:-1] if len(of_batch) > 1 else of_batch),
+        heads=tuple(of_batch[-1:] if len(of_batch) > 1 else []),
+        queries=(queries,),
+        group=tuple(dim for dim in of_free if dim != queries),
+        keys=(keys,),
+        head_dim=tuple(axes[found.q][d] for d in contracted),
+        features=tuple(features),
+    )
+
+
+def mask_dims(roles: Roles, shapes: SmallShapes, mask: Value) -> tuple[int | None, int | None]:
+    """Return the dimensions of queries and of keys of a static array."""
+    axes = shapes.axes[mask]
+    return tuple(axes.index(role[0]) if role[0] in axes else None for role in (roles.queries, roles.keys))  # type: ignore[return-value]

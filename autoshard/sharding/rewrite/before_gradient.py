@@ -1,0 +1,176 @@
+"""`replace_kernels`: puts kernels in the place of attention in a function that is differentiated later.
+
+A region may have derivatives of its own (`stop_gradient`, `custom_jvp`). So it is differentiated alone, and the proof
+covers its result and the gradients of q, k and v, as in a step that is already differentiated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard.kernels.planned_platform import planned_platform
+from autoshard.kernels.two_passes import Kernel, differentiable_pass, kernel_of
+from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord, read_word
+from autoshard.sharding.rewrite.attention_forward import Candidate, candidates
+from autoshard.sharding.rewrite.attention_proof import Attention
+from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, evaluated, rewritten
+from autoshard.sharding.rewrite.kernel_rewriting import (
+    attention_of,
+    check_kernel,
+    check_required,
+    grouped,
+    left,
+    replaced,
+)
+from autoshard.sharding.rewrite.slices import Refused
+from autoshard.sharding.rewrite.values import Frame, Graph, Value, graph_of
+
+
+def replace_kernels(fn: Callable[..., Any], *, kernels: KernelWord = "auto") -> Callable[..., Any]:
+    """Return a function with kernels in the place of its attention, to be differentiated.
+
+    Use it on a loss before `jax.grad`. `auto_shard(step, kernels="auto")` does the same for a whole step that is
+    already differentiated. The kernel is that of the platform that the function is traced for. The bits of the results
+    change.
+
+    Args:
+        fn: a function of pytrees of arrays.
+        kernels: "auto" leaves what cannot be replaced; "require" makes it an error; "off" returns `fn`.
+
+    Returns:
+        The function. Its attribute `kernels` lists what the last trace found, replaced or left.
+
+    Raises:
+        PlanError: the word is unknown; or, when the function is called, `kernels` is "require" and something is left.
+
+    >>> import jax.numpy as jnp
+    >>> def loss(q, k, v):
+    ...     return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=True))
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> with_kernels = replace_kernels(loss)
+    >>> _ = jax.grad(with_kernels)(x, x + 1, x)
+    >>> [record.replaced for record in with_kernels.kernels]
+    [True]
+    """
+    if read_word(kernels) == "off":
+        return fn
+
+    @functools.wraps(fn)
+    def with_kernels(*args: Any, **kwargs: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        edits, closed, records = _edits_of(closed)
+        if kernels == "require":
+            check_required(getattr(fn, "__name__", "function"), records)
+        setattr(with_kernels, "kernels", tuple(records))  # noqa: B010
+        results = evaluated(closed, edits)(*jax.tree.leaves((args, kwargs)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    setattr(with_kernels, "kernels", ())  # noqa: B010
+    return with_kernels
+
+
+def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
+    kernel = kernel_of(planned_platform())
+    closed = rewritten(_compat.dce(closed))
+    graph = graph_of(closed)
+    edits, records = FrameEdits(), []
+    for found in candidates(graph):
+        try:
+            one = attention_of(found, {})
+            check_kernel(one, kernel)
+            records.append(replaced(kernel, found, _replace(edits, graph, one, kernel)))
+        except Refused as refused:
+            records.append(left(kernel, found, refused))
+    return edits, closed, grouped(records)
+
+
+def _replace(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel) -> Attention:
+    """Add the edits of one attention to those of a program; return what the proof of its gradients found."""
+    places = []
+    for frame, position in graph.computing(one.out):
+        if any(inner.kind == "call" for inner in _around(frame)):
+            raise Refused("it is in a function with a derivative of its own")
+        reads = [frame.places.get(value) for value in (one.found.q, one.found.k, one.found.v)]
+        if any(place is None or place[0] >= position for place in reads):
+            raise Refused("its operands are not where the kernel has to stand")
+        places.append((frame, position, [place[1] for place in reads if place is not None]))
+    if not places:
+        raise Refused("its result is computed nowhere")
+    proven = one
+    for frame, position, variables in places:
+        proven = _differentiated(frame, position, variables)
+        if proven.proof.softmax != one.proof.softmax:
+            raise Refused("its gradients are not those of attention")
+    for frame, position, variables in places:
+        eqn = frame.jaxpr.eqns[position]
+        edit = Edit(tuple(variables), (eqn.outvars[0],), functools.partial(_attention, kernel, one), eqn)
+        here = edits.at(frame.path)
+        here.before.setdefault(position, []).append(edit)
+        here.skipped.add(position)
+    return proven
+
+
+def _around(frame: Frame | None) -> list[Frame]:
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.parent
+    return found
+
+
+def _attention(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any) -> list[Any]:
+    folded = [one.folds[name].fold(x) for name, x in zip("qkv", (q, k, v), strict=True)]
+    out = differentiable_pass(kernel, one.proof.softmax, *folded)
+    return [one.folds["out"].unfold(out, one.out.shape).astype(one.out.aval.dtype)]
+
+
+def _differentiated(frame: Frame, position: int, variables: list[Any]) -> Attention:
+    """Differentiate a region alone, and prove its gradients too."""
+    jaxpr = frame.jaxpr
+    needed, used = {jaxpr.eqns[position].outvars[0]}, []
+    for eqn in reversed(jaxpr.eqns[: position + 1]):
+        if needed & {*eqn.outvars} - {*variables}:
+            used.append(eqn)
+            needed |= {atom for atom in eqn.invars if not isinstance(atom, _compat.Literal)} - {*variables}
+    made = {var for eqn in used for var in eqn.outvars}
+    outside = {v: frame.values[v] for v in needed - made - {*variables}}
+    if not all(value.is_static for value in outside.values()):
+        raise Refused("its scores depend on an array from outside")
+
+    def region(*operands: Any) -> Any:
+        env = dict(zip(variables, operands, strict=True)) | {var: _rebuilt(value, {}) for var, value in outside.items()}
+        for eqn in reversed(used):
+            args = [atom.val if isinstance(atom, _compat.Literal) else env[atom] for atom in eqn.invars]
+            env |= zip(eqn.outvars, _compat.bind(eqn, eqn.params, *args), strict=True)
+        return env[jaxpr.eqns[position].outvars[0]]
+
+    def both(d_out: Any, *operands: Any) -> Any:
+        out, pullback = jax.vjp(region, *operands)
+        return out, pullback(d_out)
+
+    shapes = [_compat.shape_dtype_of(var) for var in (jaxpr.eqns[position].outvars[0], *variables)]
+    graph = graph_of(rewritten(jax.make_jaxpr(both)(*shapes)))
+    proven = [attention_of(found, {}) for found in _all(graph)]
+    if len(proven) != 1 or proven[0].gradients is None or len(proven[0].gradients.present) != 3:
+        raise Refused("its gradients are not those of attention")
+    return proven[0]
+
+
+def _rebuilt(value: Value, known: dict[Value, Any]) -> Any:
+    """Compute a static value again, such as a mask from outside of a loop."""
+    if value not in known:
+        if value.op in ("const", "literal"):
+            known[value] = value.data
+        else:
+            operands = [_rebuilt(v, known) for v in value.operands]
+            known[value] = _compat.bind(value.eqn, value.eqn.params, *operands)[value.index]
+    return known[value]
+
+
+def _all(graph: Graph) -> list[Candidate]:
+    return list(candidates(graph))

@@ -1,0 +1,23 @@
+"""Constants of the rewrites, with unit, source and what depends on them."""
+
+# Largest relative difference, in float64, between a matched region and the kernel's reference. Rounding of float64
+# through a softmax of some tens of elements leaves about 1e-14; a wrong factor or mask leaves 1e-3 and more, and an
+# epsilon of 1e-6 in a denominator about 1e-7. Every proof depends on it.
+PROOF_TOLERANCE = 1e-9
+
+# Standard deviations of the values with which a region is evaluated. Larger ones drive the scores into a soft cap and
+# to weights of next to 0 and 1. Source: chosen.
+PROBE_SCALES = (1.0, 3.0)
+
+# Factors by which raw scores are multiplied to read scale and cap: `g(1)` and `g(LARGE)`. A cap of up to 1e6 is seen.
+LARGE_SCORE = 1e9
+
+# Largest element count of a block in which a mask is evaluated at full size: 2**22 booleans and integers are some tens
+# of megabytes. Only time and memory of the analysis depend on it.
+MASK_BLOCK = 2**22
+
+# Divisors that a small shape may have, in order of preference. Different ones show confused dimensions.
+SMALL_SIZES = (4, 2, 3, 6, 8, 5, 7, 12, 16, 9, 10, 14)
+
+# Shown in a printed program: characters of one line.
+LINE_WIDTH = 160

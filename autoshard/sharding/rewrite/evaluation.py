@@ -1,0 +1,134 @@
+"""Evaluates a jaxpr again, with calls inlined and with edits. Under `jax.make_jaxpr` that writes the changed program.
+
+An edit computes variables of a frame in another way: it reads variables of the frame and writes others, before the
+equation at its position, and the equations that it replaces are skipped. A key is a value that no variable holds: a
+frame returns the keys that it exports, and takes those that it imports. The body of a forward scan exports a key, which
+stacks it, and the body of the backward scan imports it, slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.sharding.offload.edits import call_of
+
+
+@shown
+@dataclass(eq=False)
+class Edit:
+    """One change of one frame.
+
+    Attributes:
+        reads: the variables and keys that it takes.
+        writes: the variables and keys that it makes.
+        compute: the function from the one to the other.
+        eqn: the equation whose source line and names it gets.
+    """
+
+    reads: tuple[Any, ...]
+    writes: tuple[Any, ...]
+    compute: Callable[..., Sequence[Any]]
+    eqn: Any
+
+
+@shown
+@dataclass(eq=False)
+class FrameEdits:
+    """The changes of one frame.
+
+    Attributes:
+        before: position of an equation -> the edits that come before it.
+        skipped: positions of equations that are not evaluated.
+        exports: keys that the frame returns besides its results.
+        imports: keys that the frame takes besides its inputs.
+        children: position of an equation -> the changes of the frame within it.
+    """
+
+    before: dict[int, list[Edit]] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+    exports: list[Hashable] = field(default_factory=list)
+    imports: list[Hashable] = field(default_factory=list)
+    children: dict[int, FrameEdits] = field(default_factory=dict)
+
+    def at(self, path: Sequence[int]) -> FrameEdits:
+        """Return the changes of the frame at a path below this one, which are made if there are none."""
+        found = self
+        for position in path:
+            found = found.children.setdefault(position, FrameEdits())
+        return found
+
+
+_NO_EDITS = FrameEdits()
+
+
+def evaluated(closed: Any, edits: FrameEdits = _NO_EDITS) -> Callable[..., list[Any]]:
+    """Return a closed jaxpr with edits as a function from its flat inputs to its flat results."""
+    return lambda *args: _evaluate(closed, edits, args)
+
+
+def rewritten(closed: Any, edits: FrameEdits = _NO_EDITS) -> Any:
+    """Return a closed jaxpr with edits, without dead code. Without edits, calls are inlined, in bodies too."""
+    shapes = map(_compat.shape_dtype_of, _compat.open_jaxpr(closed).invars)
+    return _compat.dce(jax.make_jaxpr(evaluated(closed, edits))(*shapes))
+
+
+def _evaluate(closed: Any, edits: FrameEdits, args: Sequence[Any]) -> list[Any]:
+    """Evaluate one frame. The imported keys follow its inputs, and the exported ones its results."""
+    jaxpr = _compat.open_jaxpr(closed)
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.constants(closed), strict=True))
+    env |= zip((*jaxpr.invars, *edits.imports), args, strict=True)
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+    for position, eqn in enumerate(jaxpr.eqns):
+        for edit in edits.before.get(position, ()):
+            with _compat.source_of(edit.eqn):
+                env |= zip(edit.writes, edit.compute(*map(env.__getitem__, edit.reads)), strict=True)
+        if position in edits.skipped:
+            continue
+        with _compat.source_of(eqn):
+            inner = edits.children.get(position, _NO_EDITS)
+            operands = [read(atom) for atom in eqn.invars] + [env[key] for key in inner.imports]
+            results = _equation(eqn, inner, operands)
+        env |= zip((*eqn.outvars, *inner.exports), results, strict=True)
+    return [read(atom) for atom in jaxpr.outvars] + [env[key] for key in edits.exports]
+
+
+def _equation(eqn: Any, edits: FrameEdits, operands: list[Any]) -> list[Any]:
+    if (called := call_of(eqn)) is not None:
+        return _evaluate(called, edits, operands)
+    if eqn.primitive.name == "scan":
+        return _scan(eqn, edits, operands)
+    if eqn.primitive.name == "remat2":
+        return _checkpoint(eqn, edits, operands)
+    return _compat.bind(eqn, eqn.params, *operands)
+
+
+def _scan(eqn: Any, edits: FrameEdits, operands: list[Any]) -> list[Any]:
+    params = eqn.params
+    n_consts, n_carry = _compat.scan_arity(params)
+    first = n_consts + n_carry
+    consts, init, stacks = operands[:n_consts], operands[n_consts:first], operands[first:]
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        results = _evaluate(params["jaxpr"], edits, [*consts, *carry, *slices])
+        return results[:n_carry], results[n_carry:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, made = lax.scan(step, init, stacks, **options)
+    return [*carry, *made]
+
+
+def _checkpoint(eqn: Any, edits: FrameEdits, operands: list[Any]) -> list[Any]:
+    shapes = [jax.typeof(x) for x in operands]
+    body = jax.make_jaxpr(lambda *args: _evaluate(eqn.params["jaxpr"], edits, args))(*shapes)
+    changed, consts = _compat.split_constants(body)
+    return _compat.bind(eqn, {**eqn.params, "jaxpr": changed}, *consts, *operands)

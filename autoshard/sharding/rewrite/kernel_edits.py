@@ -1,0 +1,138 @@
+"""The edits that put a kernel's two operators in the place of a recognised attention.
+
+    forward    where the program computes the result: `out, log_sum = forward(q, k, v)`
+    backward   where it computes the gradients: `d_q, d_k, d_v = gradients(q, k, v, out, log_sum, d_out)`
+
+If both stand in one frame (unrolled layers), the backward operator takes the variables of the forward one. In a frame
+under `remat2` the forward operator runs again, as everything else there. Otherwise the forward scan stacks `out` and
+`log_sum`, and the backward scan takes them slice by slice. What computed the weights is then dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from autoshard.kernels.two_passes import Kernel, forward_pass, gradients_pass
+from autoshard.sharding.rewrite.attention_proof import Attention
+from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits
+from autoshard.sharding.rewrite.slices import Refused
+from autoshard.sharding.rewrite.values import Frame, Graph, Value
+
+
+def edit_attention(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel, number: int) -> None:
+    """Add the edits of one attention to those of a program. If it raises, `edits` are unchanged.
+
+    Raises:
+        Refused: the operands are not where the operators have to stand.
+    """
+    plan = _Placement(graph, one, kernel, number)
+    plan.place()
+    for path, position, edit in plan.edits:
+        edits.at(path).before.setdefault(position, []).append(edit)
+    for path, position in plan.skipped:
+        edits.at(path).skipped.add(position)
+    for path, keys in plan.exports:
+        edits.at(path).exports += keys
+    for path, keys in plan.imports:
+        edits.at(path).imports += keys
+
+
+class _Placement:
+    """Where the operators of one attention stand."""
+
+    def __init__(self, graph: Graph, one: Attention, kernel: Kernel, number: int):
+        self.graph, self.one, self.kernel = graph, one, kernel
+        self.keys = ("out", number), ("log_sum", number)
+        self.edits: list[tuple[tuple[int, ...], int, Edit]] = []
+        self.skipped: list[tuple[tuple[int, ...], int]] = []
+        self.exports: list[tuple[tuple[int, ...], list[Any]]] = []
+        self.imports: list[tuple[tuple[int, ...], list[Any]]] = []
+
+    def place(self) -> None:
+        one = self.one
+        forward = self.graph.computing(one.out)
+        if not forward:
+            raise Refused("its result is computed nowhere")
+        frames = {frame: position for frame, position in reversed(forward)}
+        if one.gradients is None:
+            for frame, position in frames.items():
+                self.forward(frame, position, writes_out=True)
+            return
+        frame, first, positions = self.backward_place()
+        recomputed = frame.kind == "remat2" or frame in frames
+        for each, position in frames.items():
+            if each is frame and position > first:
+                raise Refused("its gradients come before its result")
+            self.forward(each, position, writes_out=True)
+        if recomputed and frame not in frames:
+            self.forward(frame, first, writes_out=False)
+        elif not recomputed:
+            self.carry_over(frames, frame)
+        self.backward(frame, first, positions)
+
+    def backward_place(self) -> tuple[Frame, int, list[int]]:
+        """Return the frame of the gradients, where their operator stands, and the equations that it replaces."""
+        assert self.one.gradients is not None
+        places = [self.graph.computing(value) for value in self.one.gradients.present]
+        if any(len(some) != 1 for some in places) or len({some[0][0] for some in places}) != 1:
+            raise Refused("its gradients are computed in several places")
+        frame = places[0][0][0]
+        positions = [some[0][1] for some in places]
+        return frame, min(positions), positions
+
+    def variables(self, frame: Frame, values: Sequence[Value], before: int) -> list[Any]:
+        """Return the variables of a frame that hold some values before an equation."""
+        found = []
+        for value in values:
+            place = frame.places.get(value)
+            if place is None or place[0] >= before:
+                raise Refused(f"{value.aval.dtype}{list(value.shape)} is not there where the kernel has to stand")
+            found.append(place[1])
+        return found
+
+    def forward(self, frame: Frame, position: int, *, writes_out: bool) -> None:
+        found, out = self.one.found, self.one.out
+        reads = self.variables(frame, (found.q, found.k, found.v), position)
+        compute = partial(_forward, self.kernel, self.one)
+        eqn = frame.jaxpr.eqns[position] if writes_out else out.eqn
+        writes = (*([frame.jaxpr.eqns[position].outvars[0]] if writes_out else [("unused", self.keys)]), *self.keys)
+        self.edits.append((frame.path, position, Edit(tuple(reads), writes, compute, eqn)))
+        if writes_out:
+            self.skipped.append((frame.path, position))
+
+    def backward(self, frame: Frame, first: int, positions: Sequence[int]) -> None:
+        found, gradients = self.one.found, self.one.gradients
+        assert gradients is not None
+        reads = self.variables(frame, (found.q, found.k, found.v, gradients.d_out), first)
+        writes = tuple(frame.jaxpr.eqns[position].outvars[0] for position in positions)
+        compute = partial(_backward, self.kernel, self.one)
+        edit = Edit((*reads, *self.keys), writes, compute, frame.jaxpr.eqns[first])
+        self.edits.append((frame.path, first, edit))
+        self.skipped += [(frame.path, position) for position in positions]
+
+    def carry_over(self, forward: dict[Frame, int], backward: Frame) -> None:
+        """Let the forward scan stack what the backward scan takes."""
+        sources = [f for f in forward if f.kind == "scan" and f.parent is backward.parent]
+        if backward.kind != "scan" or len(sources) != 1 or sources[0].path > backward.path:
+            raise Refused("its forward and backward pass do not stand in a pair of scans")
+        self.exports.append((sources[0].path, [*self.keys]))
+        self.imports.append((backward.path, [*self.keys]))
+
+
+def _forward(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+    """Return the result in the program's order of dimensions, and what the backward operator takes."""
+    folded = [one.folds[name].fold(x) for name, x in zip("qkv", (q, k, v), strict=True)]
+    out, log_sum = forward_pass(kernel, one.proof.softmax, *folded)
+    return one.folds["out"].unfold(out, one.out.shape).astype(one.out.aval.dtype), out, log_sum
+
+
+def _backward(kernel: Kernel, one: Attention, *arrays: Any) -> list[Any]:
+    q, k, v, d_out = (one.folds[n].fold(x) for n, x in zip(("q", "k", "v", "d_out"), arrays[:4], strict=True))
+    made = gradients_pass(kernel, one.proof.softmax, q, k, v, *arrays[4:], d_out)
+    assert one.gradients is not None
+    wanted = zip(("d_q", "d_k", "d_v"), (one.gradients.d_q, one.gradients.d_k, one.gradients.d_v), made, strict=True)
+    return [
+        one.folds[name].unfold(x, value.shape).astype(value.aval.dtype) for name, value, x in wanted if value is not None
+    ]

@@ -1,0 +1,208 @@
+"""Replaces attention in a traced program by kernels: `kernels=`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard.errors import PlanError
+from autoshard.kernels.planned_platform import Planned, planned_for, planned_platform
+from autoshard.kernels.two_passes import Kernel, kernel_of, kernel_refusals
+from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
+from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.rewrite.attention_forward import Candidate, candidates
+from autoshard.sharding.rewrite.attention_gradient import gradients_of
+from autoshard.sharding.rewrite.attention_proof import Attention, Proof, Region, prove
+from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
+from autoshard.sharding.rewrite.kernel_edits import edit_attention
+from autoshard.sharding.rewrite.pairs import check_program
+from autoshard.sharding.rewrite.slices import Refused, cut_out, used_elsewhere
+from autoshard.sharding.rewrite.values import Graph, Value, graph_of
+
+_MOST_CHANGES = 3  # of shape and type between the second product and a quotient; chosen
+
+
+def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
+    """Return a traced step with kernels in the place of its attention.
+
+    Args:
+        traced: the step.
+        word: `off`, `auto` or `require`.
+        machine: the machine that it is planned for.
+
+    Raises:
+        PlanError: the word is `require`, and there is nothing to replace, or something cannot be replaced.
+    """
+    if word == "off":
+        return traced
+    with _compat.auto_axes(), planned_for(machine):
+        closed, records = kernels_in(traced.closed, kernel_of(planned_platform()))
+    if word == "require":
+        check_required(traced.name, records)
+    if not any(record.replaced for record in records):
+        return replace(traced, kernels=tuple(records), kernels_word=word)
+    jaxpr = _compat.open_jaxpr(closed)
+    return replace(traced, closed=closed, in_avals=[v.aval for v in jaxpr.invars],
+                   out_avals=[v.aval for v in jaxpr.outvars], kernels=tuple(records), kernels_word=word)  # fmt: skip
+
+
+def check_required(name: str, records: Sequence[KernelRecord]) -> None:
+    """Check that everything was replaced, and that there was something.
+
+    Raises:
+        PlanError: it was not.
+    """
+    if not records:
+        raise PlanError(
+            f"auto_shard({name}): kernels='require', but no attention was found in the program: two products around a "
+            "softmax. Leave kernels out, or use kernels='auto'"
+        )
+    if left := [record for record in records if not record.replaced]:
+        texts = "; ".join(f"at {record.line}: {record.reason}" for record in left)
+        raise PlanError(
+            f"auto_shard({name}): kernels='require', but attention cannot be replaced {texts}. Change the code, or use "
+            "kernels='auto'"
+        )
+
+
+def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
+    """Return a closed jaxpr with a kernel in the place of its attention, and what was found."""
+    closed = rewritten(_compat.dce(closed))
+    graph = graph_of(closed)
+    edits, records = FrameEdits(), []
+    proofs: dict[Any, Proof | Refused] = {}
+    done: set[Value] = set()
+    for number, found in enumerate(candidates(graph)):
+        if found.scores in done:
+            continue
+        try:
+            one = attention_of(found, proofs)
+            check_kernel(one, kernel)
+            edit_attention(edits, graph, one, kernel, number)
+            done.add(found.scores)
+            records.append(replaced(kernel, found, one))
+        except Refused as refused:
+            records.append(left(kernel, found, refused))
+    if any(record.replaced for record in records):
+        closed = rewritten(closed, edits)
+        check_program(closed)
+    return closed, grouped(records)
+
+
+def replaced(kernel: Kernel, found: Candidate, one: Attention) -> KernelRecord:
+    """Return the record of an attention that a kernel computes."""
+    softmax = one.proof.softmax
+    cap = "" if softmax.soft_cap is None else f", cap {softmax.soft_cap:g}"
+    passes = "forward and backward" if one.gradients else "forward"
+    worst = max(one.proof.differences.values())
+    reason = f"{mask_text(one)}, scale {softmax.scale:.4g}{cap}; {passes} proven to {worst:.0e}"
+    return KernelRecord(kernel, found.line, True, reason)
+
+
+def left(kernel: Kernel, found: Candidate, refused: Refused) -> KernelRecord:
+    """Return the record of an attention that stays as it is."""
+    return KernelRecord(kernel, found.line, False, str(refused))
+
+
+def mask_text(one: Attention) -> str:
+    """Describe the mask of an attention."""
+    seen = one.proof.softmax.visibility
+    words = [*(["causal"] if seen.causal else []), *([f"window {seen.window}"] if seen.window is not None else [])]
+    return " with ".join(words) or "no mask"
+
+
+def grouped(records: Sequence[KernelRecord]) -> list[KernelRecord]:
+    counts: dict[KernelRecord, int] = {}
+    for record in records:
+        counts[record] = counts.get(record, 0) + 1
+    return [replace(record, count=count) for record, count in counts.items()]
+
+
+def attention_of(found: Candidate, proofs: dict[Any, Proof | Refused]) -> Attention:
+    """Prove that a candidate is attention.
+
+    Args:
+        found: the candidate.
+        proofs: proofs of equal regions, which are extended.
+
+    Raises:
+        Refused: it is not, or it cannot be replaced.
+    """
+    reason: Refused | None = None
+    for out in _results(found):
+        try:
+            return _attention(found, out, proofs)
+        except Refused as refused:
+            reason = reason or refused
+    assert reason is not None
+    raise reason
+
+
+def _attention(found: Candidate, out: Value, proofs: dict[Any, Proof | Refused]) -> Attention:
+    forward = cut_out([out], (found.q, found.k, found.v))
+    gradients = gradients_of(found, out)
+    region = Region(found, out, forward, gradients)
+    ends = (out, *(gradients.present if gradients else ()))
+    if (other := used_elsewhere(region.inner, (found.q, found.k, found.v), ends)) is not None:
+        raise Refused(f"the program also uses its {other.aval.dtype}{list(other.shape)} elsewhere, such as the weights")
+    key = _structure(region)
+    if key not in proofs:
+        try:
+            proofs[key] = prove(region)
+        except Refused as refused:
+            proofs[key] = refused
+    proof = proofs[key]
+    if isinstance(proof, Refused):
+        raise proof
+    return Attention(found, out, forward, gradients, region.folds, proof)
+
+
+def _structure(region: Region) -> Any:
+    """Return what equal regions share: layers of an unrolled model need one proof."""
+    numbers: dict[Value, int] = {}
+    rows = []
+    for value in region.arrays.values():
+        numbers.setdefault(value, len(numbers))
+    for value in region.static:
+        numbers.setdefault(value, len(numbers))
+        one = region.static[value]
+        rows.append((value.shape, str(one), value.aval.dtype))
+    for value in region.inner:
+        operands = tuple(numbers.get(v, -1) for v in value.operands)
+        numbers.setdefault(value, len(numbers))
+        rows.append((value.op, str(value.eqn.params), operands, numbers[value], value.shape))
+    folds = tuple((name, fold, numbers[region.arrays[name]]) for name, fold in region.folds.items())
+    return tuple(rows), folds
+
+
+def _results(found: Candidate) -> list[Value]:
+    """Return what may be the result: the second product, or its quotient if the weights are divided afterwards."""
+    value = found.product
+    for _ in range(_MOST_CHANGES):
+        users = [u for u in dict.fromkeys(value.users) if u.is_used and not u.is_backward]
+        following = next((u for u in users if u.op in ("transpose", "convert_element_type", "div", "mul")), None)
+        if following is None:
+            break
+        value = following
+        if value.op in ("div", "mul"):
+            return [found.product, value]
+    return [found.product]
+
+
+def check_kernel(one: Attention, kernel: Kernel) -> None:
+    """Check that a kernel runs an attention.
+
+    Raises:
+        Refused: it does not; the text has every condition that failed.
+    """
+    operands = [
+        jax.ShapeDtypeStruct(one.folds[name].sizes(value.shape), value.aval.dtype)
+        for name, value in (("q", one.found.q), ("k", one.found.k), ("v", one.found.v))
+    ]
+    if reasons := kernel_refusals(kernel, one.proof.softmax, *operands):
+        raise Refused(f"the kernel {kernel!r} cannot run: {'; '.join(reasons)}")
+
