@@ -258,8 +258,8 @@ class _Probes:
                 yield Priced(remat, parts.microbatches, time_us, peak, 2 * busy, offloads=True)
 
     def _mixes(self, pure: Sequence[Priced]) -> list[Priced]:
-        """Mixes over the layers of a policy that is too large and a slower one that fits."""
-        front = _front(pure)
+        """Mixes over the layers of a policy that is too large and a slower one that fits; neither is a mix itself."""
+        front = _front(each for each in pure if "," not in each.remat)
         found = []
         for light, strict in itertools.product(front, front):
             if not light.peak_bytes > self.limit >= strict.peak_bytes or strict.time_us <= light.time_us:

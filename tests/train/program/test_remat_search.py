@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ from autoshard import Plan, auto_shard, plan
 from autoshard.errors import ConfigError, PlanError
 from autoshard.models.workloads import workload
 from autoshard.sharding.planner.strategy_prices import StrategyPrices
+from autoshard.train.program import remat_search
 from autoshard.train.program.build import workload_step, workload_variants
+from autoshard.train.program.remat_search import Priced
 from autoshard.train.program.workload_search import workload_search
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
@@ -153,3 +156,17 @@ def trained(remat: str, strategy: str | None) -> Any:
         state, metrics = step(state, batch)
         kept.append(jax.device_get((state.opt_state, state.params, metrics)))
     return kept
+
+
+def test_mixes_are_made_of_policies_for_all_layers():
+    """A mix of mixes would have groups of layers that do not divide their number."""
+    pure = [
+        Priced("none", 1, 10.0, 100.0),
+        Priced("host:qkv,full", 1, 11.0, 60.0, offloads=True),
+        Priced("host:qkv,host:qkv,full", 1, 12.0, 40.0, offloads=True),
+        Priced("full", 1, 14.0, 20.0),
+    ]
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0)
+    found = remat_search._Probes._mixes(probes, pure)
+    assert found and all(80 % len(each.remat.split(",")) == 0 for each in found)
+    assert {name for each in found for name in each.remat.split(",")} == {"none", "full"}
