@@ -37,7 +37,10 @@ Spec = tuple[str | None | tuple[str, ...], ...]
 def plan_data(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as lists, tables, text and numbers. Numbers that are not finite become None: JSON has none."""
     # Absent from the plans of older versions.
-    absent = [*(() if plan.offload else ("offload",)), *(("kernels", "kernels_word") if plan.kernels_word == "off" else ())]
+    absent = [
+        *(() if plan.offload else ("offload",)),
+        *(("kernels", "kernels_word") if plan.kernels_word == "off" else ()),
+    ]
     names = [name for name in _names() if name not in absent]
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in names}
 

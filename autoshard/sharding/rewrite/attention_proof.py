@@ -120,7 +120,9 @@ class Region:
                 made[value] = wide(np.full(shape, one.shown))
                 continue
             query, key = mask_dims(self.roles, self.shapes, value)
-            index = [np.arange(n).reshape([-1 if d == e else 1 for e in range(len(shape))]) for d, n in enumerate(shape)]
+            index = [
+                np.arange(n).reshape([-1 if d == e else 1 for e in range(len(shape))]) for d, n in enumerate(shape)
+            ]
             zero = np.zeros((1,) * len(shape), int)
             seen = visibility(zero if query is None else index[query], zero if key is None else index[key])
             made[value] = wide(np.broadcast_to(np.where(seen, one.shown, one.hidden), shape))

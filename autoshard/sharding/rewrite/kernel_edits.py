@@ -134,5 +134,7 @@ def _backward(kernel: Kernel, one: Attention, *arrays: Any) -> list[Any]:
     assert one.gradients is not None
     wanted = zip(("d_q", "d_k", "d_v"), (one.gradients.d_q, one.gradients.d_k, one.gradients.d_v), made, strict=True)
     return [
-        one.folds[name].unfold(x, value.shape).astype(value.aval.dtype) for name, value, x in wanted if value is not None
+        one.folds[name].unfold(x, value.shape).astype(value.aval.dtype)
+        for name, value, x in wanted
+        if value is not None
     ]

@@ -205,4 +205,3 @@ def check_kernel(one: Attention, kernel: Kernel) -> None:
     ]
     if reasons := kernel_refusals(kernel, one.proof.softmax, *operands):
         raise Refused(f"the kernel {kernel!r} cannot run: {'; '.join(reasons)}")
-

@@ -30,6 +30,7 @@ STRUCTURAL = frozenset(
 )
 SIZE_FREE = ELEMENTWISE | STRUCTURAL
 _RANDOM = ("random_bits", "random_wrap", "random_unwrap", "threefry2x32", "rng_bit_generator", "random_seed")
+_DROPOUT = "it has dropout: the weights are multiplied by random values, which no kernel draws alike"
 _MOST_STEPS = 200  # of the search for random values; beyond it the reason is less exact
 
 
@@ -102,6 +103,8 @@ def check_smooth(value: Value) -> None:
             raise Refused(f"the scores or weights are compared with a threshold ({value.op})")
     elif value.op == "select_n" and not value.operands[0].is_static:
         if not _chooses_largest(value.operands[0]):
+            if _is_random(value.operands[0]):
+                raise Refused(_DROPOUT)
             raise Refused("the scores or weights are chosen by a condition that is an array or a threshold")
 
 
@@ -148,7 +151,7 @@ def foreign_text(value: Value) -> str:
     """Say what prevents a slice: a value that it would have to take besides its cut."""
     shape = f"{value.aval.dtype}{list(value.shape)}"
     if _is_random(value):
-        return "it has dropout: the weights are multiplied by random values, which no kernel draws alike"
+        return _DROPOUT
     if value.op in ("input", "carry", "slice", "stack", "const"):
         return f"the scores or weights also depend on {shape} from outside, such as a bias or a mask that is an array"
     line = _compat.source_line(value.eqn) if value.eqn is not None else ""

@@ -163,9 +163,7 @@ class _Builder:
         if key is not None and key in self.known:
             return self.known[key]
         first = len(self.values)
-        made = tuple(
-            Value(op, operands, aval, eqn, i, data, static, number=first + i) for i, aval in enumerate(avals)
-        )
+        made = tuple(Value(op, operands, aval, eqn, i, data, static, number=first + i) for i, aval in enumerate(avals))
         self.values += made
         if key is not None:
             self.known[key] = made

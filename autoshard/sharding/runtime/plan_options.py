@@ -15,7 +15,9 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.kernel_records import read_word
 
 
-def checked_options(verify: int, measure: int, offload: Any = None, kernels: Any = None, **options: Any) -> dict[str, Any]:
+def checked_options(
+    verify: int, measure: int, offload: Any = None, kernels: Any = None, **options: Any
+) -> dict[str, Any]:
     """Check the types and values of a plan's options.
 
     Args:

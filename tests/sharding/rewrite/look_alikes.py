@@ -200,9 +200,7 @@ LOOK_ALIKES: dict[str, Attention] = {
 
 # The products are those of attention, and what the program makes of them stays.
 REPLACED: dict[str, Attention] = {
-    "gradients swapped afterwards": own_gradient(
-        lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, ds)[::-1], dv)
-    ),
+    "gradients swapped afterwards": own_gradient(lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, ds)[::-1], dv)),
     "gradient doubled afterwards": own_gradient(lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, ds), 2 * dv)),
     "scaled by one": by_weights(lambda s: jax.nn.softmax(s * (1 + lax.stop_gradient(s.max()) * 0))),
 }
