@@ -303,8 +303,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--show", choices=["program"],
-        help="print the traced step instead of a plan: its scans and their bodies, what crosses from the forward to the "
-        "backward pass, and repeated equations",
+        help="print the traced step instead of a plan: its scans and their bodies, what crosses from the forward to "
+        "the backward pass, and repeated equations",
     )  # fmt: skip
     options.add_argument("--json", type=Path, help="write the plan as JSON to this file; - prints it")
     options.add_argument("--html", type=Path, help="write the plan as an HTML page to this file")

@@ -73,7 +73,7 @@ class Region:
         self.found, self.out, self.forward, self.gradients = found, out, forward, gradients
         inner = [*forward.inner, *(gradients.slice.inner if gradients else [])]
         self.inner = sorted(dict.fromkeys(inner), key=lambda v: v.number)
-        static = dict.fromkeys([*forward.static, *(gradients.slice.static if gradients else [])])
+        static: list[Value] = list(dict.fromkeys([*forward.static, *(gradients.slice.static if gradients else [])]))
         self.shapes = SmallShapes(self.inner, static)
         self.masks = [v for v in static if v.aval.size > 1]
         self.roles: Roles = roles_of(found, self.shapes, self.masks)

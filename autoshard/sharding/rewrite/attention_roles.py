@@ -1,7 +1,9 @@
 """The order of dimensions of a recognised attention: how each of its arrays is brought to a kernel's order.
 
-    q, d_q        [batch, queries, kv_heads, group, head_dim]     out, d_out    [batch, queries, kv_heads, group, features]
-    k, d_k        [batch, keys, kv_heads, head_dim]               v, d_v        [batch, keys, kv_heads, features]
+    q, d_q        [batch, queries, kv_heads, group, head_dim]
+    k, d_k        [batch, keys, kv_heads, head_dim]
+    v, d_v        [batch, keys, kv_heads, features]
+    out, d_out    [batch, queries, kv_heads, group, features]
 
 A dimension of size 1 is in no group. Of several batch dimensions the last is `kv_heads`. Of several dimensions that
 only q has, the one that the mask depends on, else the largest, is `queries`, and the rest is `group`.

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tests.sharding.rewrite.formulations import HEAD_DIM, HEADS, SEQ, Attention, causal
 from jax import lax
+
+from tests.sharding.rewrite.formulations import HEAD_DIM, HEADS, SEQ, Attention, causal
 
 SCALE = HEAD_DIM**-0.5
 POSITION = jnp.arange(SEQ)

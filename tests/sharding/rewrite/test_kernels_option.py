@@ -146,6 +146,15 @@ def test_replace_kernels_leaves_look_alikes(name: str) -> None:
     assert_same(found, jax.jit(step_of(LOOK_ALIKES[name]))(parameters(), rows()))
 
 
+def test_attention_under_a_derivative_of_its_own_is_left() -> None:
+    attention = jax.custom_jvp(einsum_where)
+    attention.defjvp(lambda primals, tangents: (attention(*primals), jax.jvp(einsum_where, primals, tangents)[1]))
+    forward = loss_of(attention)
+    made = planned(forward, kernels="auto")
+    assert [record.replaced for record in made.kernels] == [False]
+    assert_same([0.0, made.jit()(parameters(), rows())], [0.0, forward(parameters(), rows())])
+
+
 def test_replace_kernels_off_is_the_function() -> None:
     assert replace_kernels(rows, kernels="off") is rows
     with pytest.raises(PlanError, match="kernels is 'yes'"):
