@@ -20,9 +20,8 @@ from autoshard.kernels.blockwise_attention import Softmax
 from autoshard.kernels.visibility import Visibility
 from autoshard.sharding.rewrite.attention_forward import Candidate
 from autoshard.sharding.rewrite.attention_gradient import Gradients
-from autoshard.sharding.rewrite.attention_roles import Roles, mask_dims, roles_of
+from autoshard.sharding.rewrite.attention_roles import Fold, Roles, mask_dims, roles_of
 from autoshard.sharding.rewrite.constants import LARGE_SCORE, PROBE_SCALES, PROOF_TOLERANCE
-from autoshard.sharding.rewrite.folds import Fold
 from autoshard.sharding.rewrite.numpy_operators import wide
 from autoshard.sharding.rewrite.shrinking import SmallShapes
 from autoshard.sharding.rewrite.slices import Refused, Slice, cut_out

@@ -19,8 +19,9 @@ def test_the_text_names_scans_residuals_and_lines() -> None:
     text = function_text(step_of(einsum_where), parameters(), rows())
     assert "iterations in reverse" in text
     assert "formulations.py:" in text
-    (residuals,) = [line for line in text.splitlines() if line.startswith("residuals: ")]
+    residuals = text[text.index("residuals: ") :]
     assert "f32[8,4,24,24]" in residuals
+    assert " -> operand " in residuals
 
 
 def test_recomputed_values_have_the_name_of_the_forward_pass() -> None:
