@@ -391,3 +391,10 @@ def test_libtpu_is_not_started_where_no_tpu_is_attached(
     code = "from autoshard.cli import main; main(['rules', 'dot_general']); import jax; print(jax.devices())"
     done = run_python(code)
     assert done.returncode == 0 and done.stderr == ""
+
+
+def test_plan_shows_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt-tiny", "--target", "cpu:8", "--batch-size", "8", "--show", "program"]) == 0
+    text = capsys.readouterr().out
+    assert "residuals: " in text
+    assert "iterations in reverse" in text

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autoshard._shown import shown
 from autoshard.commands.arguments import cannot_write, check_writable, parser
@@ -38,6 +38,8 @@ class PlanCommand(TrainConfig):
     """Write the plan as an HTML page to this file."""
     verify: int = 0
     """Number of best plans to compile for the target. The best is shown with the compiler's findings."""
+    show: Literal["program"] | None = None
+    """Print the traced step instead of a plan: its scans, what crosses from the forward to the backward pass."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -45,6 +47,9 @@ def run(arguments: Sequence[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         return _run_named(arguments)
     config = read_settings(arguments, PlanCommand, "plan", _DESCRIPTION)
+    if config.show:
+        print(train_step_text(config))
+        return 0
     _check_files(config.json, config.html)
     return show(plan_train_step(config), config.json, config.html)
 
@@ -103,6 +108,19 @@ def plan_train_step(config: TrainConfig):
     return autoshard.plan(
         train_step_of(config, program), *shapes, donate_argnums=0, verify=verify, **plan_options(config)
     )
+
+
+def train_step_text(config: TrainConfig) -> str:
+    """Return the traced train step of a config as text."""
+    from autoshard.sharding.rewrite.printed_program import function_text
+    from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
+    from autoshard.train.program.planned_step import with_offload
+    from autoshard.train.step.train_step import batch_shapes
+
+    config = with_offload(fit_tokenizer(config))
+    program = make_program_of(config)
+    step = train_step_of(config, program)
+    return function_text(step, program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context))
 
 
 def _run_named(arguments: Sequence[str]) -> int:
@@ -315,8 +333,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--show", choices=["program"],
-        help="print the traced step instead of a plan: its scans and their bodies, what crosses from the forward to the "
-        "backward pass, and repeated equations",
+        help="print the traced step instead of a plan: its scans and their bodies, what crosses from the forward to "
+        "the backward pass, and repeated equations",
     )  # fmt: skip
     options.add_argument("--json", type=Path, help="write the plan as JSON to this file; - prints it")
     options.add_argument("--html", type=Path, help="write the plan as an HTML page to this file")

@@ -38,8 +38,8 @@ def kernel_refusals(kernel: Kernel, softmax: Softmax, q: Any, k: Any, v: Any) ->
     if kernel == "blockwise":
         return []
     dtype = _common_dtype(q, k, v)
-    operands = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (q, k, v)]
-    return refusals(kernel, *operands, softmax, Pairs(), None)
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, dtype) for x in (q, k, v))
+    return refusals(kernel, q, k, v, softmax, Pairs(), None)
 
 
 def forward_pass(

@@ -96,8 +96,8 @@ def auto_shard(
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
         word = None if options["kernels"] == "off" else options["kernels"]
-        others = dict(variants=variants, offload=options["offload"] or None, kernels=word, donate_argnums=donate_argnums,
-                      static_argnums=static_argnums)  # fmt: skip
+        others = dict(variants=variants, offload=options["offload"] or None, kernels=word,
+                      donate_argnums=donate_argnums, static_argnums=static_argnums)  # fmt: skip
         return shard_class(obj, options, example, [k for k, v in others.items() if v is not None and v not in ((), [])])
     return AutoSharded(obj, options, variants, donate_argnums, static_argnums, example)
 

@@ -53,8 +53,8 @@ def shard_class(
     """
     if others:
         raise PlanError(f"auto_shard({cls.__name__}): {', '.join(others)} cannot be used on a class: its calls donate, "
-                        "offload and replace nothing, and arguments that are not arrays are static. Use it on the step that "
-                        "calls the module")  # fmt: skip
+                        "offload and replace nothing, and arguments that are not arrays are static. Use it on the step "
+                        "that calls the module")  # fmt: skip
     if example is not None and issubclass(cls, linen.Module):
         raise PlanError(f"auto_shard({cls.__name__}): example cannot be used on a linen class: its init plans from its "
                         "own arguments. Leave it out")  # fmt: skip

@@ -13,8 +13,8 @@ from autoshard._shown import shown
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.plan.mesh_words import mesh_words, requested_axes
 from autoshard.sharding.plan.search_record import SearchRecord
-from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
+from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 
 FORMAT = 4  # of plans in JSON; readers accept this one only
 

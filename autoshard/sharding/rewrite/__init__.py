@@ -1,1 +1,1 @@
-"""Rewrites the traced step soundly: pairs its forward and backward passes, recognises operators, proves replacements."""
+"""Rewrites the traced step: pairs its passes, recognises operators by dataflow, and proves each replacement."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from autoshard import _compat
 from autoshard._shown import shown
@@ -149,11 +148,15 @@ def _is_attention(shapes: SmallShapes, scores: Value, product: Value, query_side
     _, v_batch, v_free = dimension_numbers(product, 1 - side)
     q_free = dimension_numbers(scores, query_side)[2]
     axes = shapes.axes
-    k, w, v, q = scores.operands[key_side], product.operands[side], product.operands[1 - side], scores.operands[query_side]
+    k, w, v, q = (
+        scores.operands[key_side],
+        product.operands[side],
+        product.operands[1 - side],
+        scores.operands[query_side],
+    )
     if len(keys) != 1 or not contracted or not q_free or len(v_free) > 1 or q is k:
         return False
     wanted = axes[k][keys[0]]
     found: Axes = tuple(a for d in contracted for a in axes[w][d])
     batch = [axes[k][d] for d in k_batch]
     return bool(wanted) and found == wanted and {axes[v][d] for d in v_batch} == {*batch} and len(w_batch) == len(batch)
-

@@ -20,9 +20,8 @@ from autoshard.kernels.blockwise_attention import Softmax
 from autoshard.kernels.visibility import Visibility
 from autoshard.sharding.rewrite.attention_forward import Candidate
 from autoshard.sharding.rewrite.attention_gradient import Gradients
-from autoshard.sharding.rewrite.attention_roles import Roles, mask_dims, roles_of
+from autoshard.sharding.rewrite.attention_roles import Fold, Roles, mask_dims, roles_of
 from autoshard.sharding.rewrite.constants import LARGE_SCORE, PROBE_SCALES, PROOF_TOLERANCE
-from autoshard.sharding.rewrite.folds import Fold
 from autoshard.sharding.rewrite.numpy_operators import wide
 from autoshard.sharding.rewrite.shrinking import SmallShapes
 from autoshard.sharding.rewrite.slices import Refused, Slice, cut_out
@@ -73,7 +72,7 @@ class Region:
         self.found, self.out, self.forward, self.gradients = found, out, forward, gradients
         inner = [*forward.inner, *(gradients.slice.inner if gradients else [])]
         self.inner = sorted(dict.fromkeys(inner), key=lambda v: v.number)
-        static = dict.fromkeys([*forward.static, *(gradients.slice.static if gradients else [])])
+        static: list[Value] = list(dict.fromkeys([*forward.static, *(gradients.slice.static if gradients else [])]))
         self.shapes = SmallShapes(self.inner, static)
         self.masks = [v for v in static if v.aval.size > 1]
         self.roles: Roles = roles_of(found, self.shapes, self.masks)
@@ -120,7 +119,9 @@ class Region:
                 made[value] = wide(np.full(shape, one.shown))
                 continue
             query, key = mask_dims(self.roles, self.shapes, value)
-            index = [np.arange(n).reshape([-1 if d == e else 1 for e in range(len(shape))]) for d, n in enumerate(shape)]
+            index = [
+                np.arange(n).reshape([-1 if d == e else 1 for e in range(len(shape))]) for d, n in enumerate(shape)
+            ]
             zero = np.zeros((1,) * len(shape), int)
             seen = visibility(zero if query is None else index[query], zero if key is None else index[key])
             made[value] = wide(np.broadcast_to(np.where(seen, one.shown, one.hidden), shape))

@@ -1,7 +1,9 @@
 """The order of dimensions of a recognised attention: how each of its arrays is brought to a kernel's order.
 
-    q, d_q        [batch, queries, kv_heads, group, head_dim]     out, d_out    [batch, queries, kv_heads, group, features]
-    k, d_k        [batch, keys, kv_heads, head_dim]               v, d_v        [batch, keys, kv_heads, features]
+    q, d_q        [batch, queries, kv_heads, group, head_dim]
+    k, d_k        [batch, keys, kv_heads, head_dim]
+    v, d_v        [batch, keys, kv_heads, features]
+    out, d_out    [batch, queries, kv_heads, group, features]
 
 A dimension of size 1 is in no group. Of several batch dimensions the last is `kv_heads`. Of several dimensions that
 only q has, the one that the mask depends on, else the largest, is `queries`, and the rest is `group`.
@@ -9,16 +11,53 @@ only q has, the one that the mask depends on, else the largest, is `queries`, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from autoshard._shown import shown
 from autoshard.sharding.rewrite.attention_forward import Candidate, dimension_numbers
-from autoshard.sharding.rewrite.folds import Fold
 from autoshard.sharding.rewrite.shrinking import Axes, SmallShapes
 from autoshard.sharding.rewrite.slices import Refused
 from autoshard.sharding.rewrite.static_masks import used_dims
 from autoshard.sharding.rewrite.values import Value
+
+
+@shown
+@dataclass(frozen=True)
+class Fold:
+    """How an array is brought to a kernel's order of dimensions.
+
+    Attributes:
+        groups: for each dimension of the kernel's array, the dimensions that it consists of, major to minor.
+
+    >>> Fold(((0,), (2, 1))).fold(np.zeros((2, 3, 4))).shape
+    (2, 12)
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def order(self, rank: int) -> list[int]:
+        """Return all dimensions in the kernel's order. Those in no group, of size 1, come first."""
+        used = [d for group in self.groups for d in group]
+        return [*(d for d in range(rank) if d not in used), *used]
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the kernel's array."""
+        return tuple(math.prod(shape[d] for d in group) for group in self.groups)
+
+    def fold(self, x: Any, xp: Any = jnp) -> Any:
+        """Return the kernel's array. `xp` is `jax.numpy` or NumPy."""
+        return xp.reshape(xp.transpose(x, self.order(x.ndim)), self.sizes(x.shape))
+
+    def unfold(self, x: Any, shape: Sequence[int]) -> Any:
+        """Return the array of this shape whose `fold` is `x`."""
+        order = self.order(len(shape))
+        return jnp.transpose(jnp.reshape(x, [shape[d] for d in order]), np.argsort(order).tolist())
 
 
 @shown

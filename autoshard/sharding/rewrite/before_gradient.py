@@ -93,7 +93,7 @@ def _replace(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel) ->
     """Add the edits of one attention to those of a program; return what the proof of its gradients found."""
     places = []
     for frame, position in graph.computing(one.out):
-        if any(inner.kind == "call" for inner in _around(frame)):
+        if frame.is_in_call:
             raise Refused("it is in a function with a derivative of its own")
         reads = [frame.places.get(value) for value in (one.found.q, one.found.k, one.found.v)]
         if any(place is None or place[0] >= position for place in reads):
@@ -113,14 +113,6 @@ def _replace(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel) ->
         here.before.setdefault(position, []).append(edit)
         here.skipped.add(position)
     return proven
-
-
-def _around(frame: Frame | None) -> list[Frame]:
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.parent
-    return found
 
 
 def _attention(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any) -> list[Any]:

@@ -43,7 +43,8 @@ class _Placement:
     """Where the operators of one attention stand."""
 
     def __init__(self, graph: Graph, one: Attention, kernel: Kernel, number: int):
-        self.graph, self.one, self.kernel = graph, one, kernel
+        self.graph, self.one = graph, one
+        self.kernel: Kernel = kernel
         self.keys = ("out", number), ("log_sum", number)
         self.edits: list[tuple[tuple[int, ...], int, Edit]] = []
         self.skipped: list[tuple[tuple[int, ...], int]] = []
@@ -56,6 +57,8 @@ class _Placement:
         if not forward:
             raise Refused("its result is computed nowhere")
         frames = {frame: position for frame, position in reversed(forward)}
+        if any(frame.is_in_call for frame in frames):
+            raise Refused("it is in a function with a derivative or shardings of its own")
         if one.gradients is None:
             for frame, position in frames.items():
                 self.forward(frame, position, writes_out=True)
@@ -79,6 +82,8 @@ class _Placement:
         if any(len(some) != 1 for some in places) or len({some[0][0] for some in places}) != 1:
             raise Refused("its gradients are computed in several places")
         frame = places[0][0][0]
+        if frame.is_in_call:
+            raise Refused("its gradients are in a function with a derivative or shardings of its own")
         positions = [some[0][1] for some in places]
         return frame, min(positions), positions
 
@@ -130,9 +135,12 @@ def _forward(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any) -> tuple[An
 
 def _backward(kernel: Kernel, one: Attention, *arrays: Any) -> list[Any]:
     q, k, v, d_out = (one.folds[n].fold(x) for n, x in zip(("q", "k", "v", "d_out"), arrays[:4], strict=True))
-    made = gradients_pass(kernel, one.proof.softmax, q, k, v, *arrays[4:], d_out)
+    out, log_sum = arrays[4:]
+    made = gradients_pass(kernel, one.proof.softmax, q, k, v, out, log_sum, d_out)
     assert one.gradients is not None
     wanted = zip(("d_q", "d_k", "d_v"), (one.gradients.d_q, one.gradients.d_k, one.gradients.d_v), made, strict=True)
     return [
-        one.folds[name].unfold(x, value.shape).astype(value.aval.dtype) for name, value, x in wanted if value is not None
+        one.folds[name].unfold(x, value.shape).astype(value.aval.dtype)
+        for name, value, x in wanted
+        if value is not None
     ]

@@ -21,7 +21,7 @@ from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
 from autoshard.sharding.rewrite.pairs import check_program
 from autoshard.sharding.rewrite.slices import Refused, cut_out, used_elsewhere
-from autoshard.sharding.rewrite.values import Graph, Value, graph_of
+from autoshard.sharding.rewrite.values import Value, graph_of
 
 _MOST_CHANGES = 3  # of shape and type between the second product and a quotient; chosen
 
@@ -116,6 +116,7 @@ def mask_text(one: Attention) -> str:
 
 
 def grouped(records: Sequence[KernelRecord]) -> list[KernelRecord]:
+    """Return equal records once, with their number."""
     counts: dict[KernelRecord, int] = {}
     for record in records:
         counts[record] = counts.get(record, 0) + 1
@@ -205,4 +206,3 @@ def check_kernel(one: Attention, kernel: Kernel) -> None:
     ]
     if reasons := kernel_refusals(kernel, one.proof.softmax, *operands):
         raise Refused(f"the kernel {kernel!r} cannot run: {'; '.join(reasons)}")
-

@@ -15,7 +15,8 @@ _BINARY = {
     "and": np.logical_and, "or": np.logical_or, "eq": np.equal, "ge": np.greater_equal,
 }  # fmt: skip
 _UNARY = {
-    "abs": np.abs, "sign": np.sign, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "neg": np.negative,
+    "abs": np.abs, "sign": np.sign, "exp": np.exp,
+    "exp2": np.exp2, "expm1": np.expm1, "log": np.log, "log1p": np.log1p, "neg": np.negative,
     "sqrt": np.sqrt, "square": np.square, "tanh": np.tanh, "not": np.logical_not, "is_finite": np.isfinite,
     "rsqrt": lambda x: 1 / np.sqrt(x), "logistic": lambda x: 1 / (1 + np.exp(-x)), "stop_gradient": lambda x: x,
     "one_minus_square": lambda x: 1 - x * x, "zeros_like": np.zeros_like,

@@ -1,7 +1,7 @@
 """Pairs the forward and backward scans of a program, lists what crosses between them, and checks that it is sound.
 
-    residual   a result that the body of the forward scan stacks, and of which the backward scan takes slices
-    group      equations that a frame repeats, such as the layers of an unrolled model
+residual   a result that the body of the forward scan stacks, and of which the backward scan takes slices
+group      equations that a frame repeats, such as the layers of an unrolled model
 """
 
 from __future__ import annotations

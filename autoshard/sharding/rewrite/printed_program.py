@@ -34,7 +34,11 @@ def program_text(closed: Any) -> str:
     normal = rewritten(_compat.dce(closed))
     check_program(normal)
     graph = graph_of(normal)
-    return "\n".join(line[:LINE_WIDTH] for line in [*_frame_lines(graph.root), *_pair_lines(graph)])
+    return "\n".join(_cut(line) for line in [*_frame_lines(graph.root), *_pair_lines(graph)])
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= LINE_WIDTH else f"{line[: LINE_WIDTH - 4]} ..."
 
 
 def _frame_lines(frame: Frame) -> Iterator[str]:
@@ -74,11 +78,11 @@ def _named(frame: Frame, var: Any) -> str:
 
 def _pair_lines(graph: Graph) -> Iterator[str]:
     for pair in scan_pairs(graph):
-        names = [f"v{r.value.number}:{r.value.aval.str_short(short_dtypes=True)}" for r in pair.residuals]
-        yield (
-            f"residuals: {len(names)} from scan {pair.forward.path[-1]} to scan {pair.backward.path[-1]}: "
-            f"{', '.join(names)}"
-        )
+        first, last = pair.forward.path[-1], pair.backward.path[-1]
+        yield f"residuals: {len(pair.residuals)} from scan {first} to scan {last}"
+        for residual in pair.residuals:
+            aval = residual.value.aval.str_short(short_dtypes=True)
+            yield f"  v{residual.value.number}:{aval}  result {residual.made} -> operand {residual.taken}"
 
 
 def function_text(fn: Any, *args: Any, **kwargs: Any) -> str:

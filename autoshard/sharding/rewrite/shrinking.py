@@ -119,4 +119,3 @@ def _rule(value: Value) -> Rule:
     if found is None or found.body is not None:
         raise Refused(f"{value.op} cannot be evaluated on small arrays, so nothing can be proven")
     return found
-

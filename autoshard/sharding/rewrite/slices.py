@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.rewrite.values import Value
 
 ELEMENTWISE = frozenset(
-    "abs sign ge add add_any convert_element_type div exp exp2 expm1 integer_pow log log1p logistic mul neg one_minus_square "
-    "rsqrt select_n sqrt square stop_gradient sub tanh zeros_like and or not eq is_finite max".split()
+    "abs sign ge add add_any convert_element_type div exp exp2 expm1 integer_pow log log1p logistic mul neg "
+    "one_minus_square rsqrt select_n sqrt square stop_gradient sub tanh zeros_like and or not eq is_finite max".split()
 )
 STRUCTURAL = frozenset(
     "broadcast_in_dim reshape transpose squeeze expand_dims reduce_sum reduce_max dot_general reduce_and "
@@ -30,6 +29,7 @@ STRUCTURAL = frozenset(
 )
 SIZE_FREE = ELEMENTWISE | STRUCTURAL
 _RANDOM = ("random_bits", "random_wrap", "random_unwrap", "threefry2x32", "rng_bit_generator", "random_seed")
+_DROPOUT = "it has dropout: the weights are multiplied by random values, which no kernel draws alike"
 _MOST_STEPS = 200  # of the search for random values; beyond it the reason is less exact
 
 
@@ -95,13 +95,15 @@ def check_smooth(value: Value) -> None:
             raise Refused(f"the scores or weights are compared with a threshold ({value.op})")
     elif value.op == "convert_element_type":
         source, target = value.operands[0].aval.dtype, value.aval.dtype
-        if source != bool and not (_is_float(source) and _is_float(target)):
+        if source.kind != "b" and not (_is_float(source) and _is_float(target)):
             raise Refused(f"the scores or weights are rounded to {target}")
     elif value.op in ("abs", "sign", "ge"):  # logsumexp has them
         if not _is_positive(value.operands[0]) or any(v.op != "literal" or v.data != 0 for v in value.operands[1:]):
             raise Refused(f"the scores or weights are compared with a threshold ({value.op})")
     elif value.op == "select_n" and not value.operands[0].is_static:
         if not _chooses_largest(value.operands[0]):
+            if _is_random(value.operands[0]):
+                raise Refused(_DROPOUT)
             raise Refused("the scores or weights are chosen by a condition that is an array or a threshold")
 
 
@@ -141,14 +143,14 @@ def _chooses_largest(value: Value) -> bool:
 
 def _is_only_shaped(value: Value) -> bool:
     """Whether a static value repeats a smaller one along new dimensions, which need not be evaluated."""
-    return value.op == "broadcast_in_dim" and np.prod(value.operands[0].shape) < np.prod(value.shape)
+    return value.op == "broadcast_in_dim" and value.operands[0].aval.size < value.aval.size
 
 
 def foreign_text(value: Value) -> str:
     """Say what prevents a slice: a value that it would have to take besides its cut."""
     shape = f"{value.aval.dtype}{list(value.shape)}"
     if _is_random(value):
-        return "it has dropout: the weights are multiplied by random values, which no kernel draws alike"
+        return _DROPOUT
     if value.op in ("input", "carry", "slice", "stack", "const"):
         return f"the scores or weights also depend on {shape} from outside, such as a bias or a mask that is an array"
     line = _compat.source_line(value.eqn) if value.eqn is not None else ""

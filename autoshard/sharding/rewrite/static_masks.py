@@ -25,7 +25,8 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "neg": np.negative,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "eq": np.equal,
     "ne": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less, "le": np.less_equal,
-    "abs": np.abs, "stop_gradient": lambda x: x, "select_n": lambda which, *cases: np.choose(which.astype(np.int8), cases),
+    "abs": np.abs, "stop_gradient": lambda x: x,
+    "select_n": lambda which, *cases: np.choose(which.astype(np.int8), cases),
 }  # fmt: skip
 
 

@@ -96,6 +96,11 @@ class Frame:
     values: dict[Any, Value] = field(default_factory=dict, repr=False)
     children: dict[int, Frame] = field(default_factory=dict)
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether it is in a call that cannot be inlined, so that it cannot be changed."""
+        return self.kind == "call" or (self.parent is not None and self.parent.is_in_call)
+
     def walk(self) -> Iterator[Frame]:
         """Yield this frame and all within it, in the order of the program."""
         yield self
@@ -151,9 +156,9 @@ class _Builder:
     def read(self, frame: Frame, atom: Any) -> Value:
         if not isinstance(atom, _compat.Literal):
             return frame.values[atom]
-        data = np.asarray(atom.val)
-        key = ("literal", data.tobytes(), str(atom.aval.dtype), atom.aval.shape)
-        return self.make(key, "literal", (), [atom.aval], data=data, static=True)[0]
+        data, aval = np.asarray(atom.val), _compat.shape_dtype_of(atom)
+        key = ("literal", data.tobytes(), str(aval.dtype), aval.shape)
+        return self.make(key, "literal", (), [aval], data=data, static=True)[0]
 
     def make(
         self, key: Any, op: str, operands: tuple[Value, ...], avals: Any, *,
@@ -163,9 +168,7 @@ class _Builder:
         if key is not None and key in self.known:
             return self.known[key]
         first = len(self.values)
-        made = tuple(
-            Value(op, operands, aval, eqn, i, data, static, number=first + i) for i, aval in enumerate(avals)
-        )
+        made = tuple(Value(op, operands, aval, eqn, i, data, static, number=first + i) for i, aval in enumerate(avals))
         self.values += made
         if key is not None:
             self.known[key] = made

@@ -279,7 +279,9 @@ class PureFunction:
 
         def replan(bound: BoundPlan, strategy: str) -> BoundPlan | None:
             try:
-                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy, "offload": (), "kernels": "off"})
+                return plan_traced(
+                    bound.traced, (args, kwargs), **{**options, "plan": strategy, "offload": (), "kernels": "off"}
+                )
             except (PlanError, PlanRequestError):  # a requested plan that shards nothing is an error
                 return None
 

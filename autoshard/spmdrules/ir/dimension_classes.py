@@ -8,10 +8,12 @@ leaves, major to minor.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from autoshard._shown import shown
+from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.core.rule_builder import GROUPS
-from autoshard.spmdrules.ir.program import Op, Program
+from autoshard.spmdrules.ir.program import Program
 
 _SIZE_ONE = 0  # the node of every dimension of size 1; it joins nothing
 
@@ -59,7 +61,18 @@ def unify(program: Program) -> DimensionClasses:
     return DimensionClasses(nodes, dims, factors, stacked)
 
 
-def join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Op) -> dict[str, int]:
+class Application(Protocol):
+    """One application of an operator: its rule, and the numbers of its operands and results; -1 for literals."""
+
+    @property
+    def rule(self) -> Rule | None: ...  # noqa: D102
+    @property
+    def operands(self) -> tuple[int, ...]: ...  # noqa: D102
+    @property
+    def results(self) -> tuple[int, ...]: ...  # noqa: D102
+
+
+def join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Application) -> dict[str, int]:
     """Joins each dimension of an operator's operands and results to its factors; returns the node of each factor."""
     node_of: dict[str, int] = {}
     if op.rule is None:

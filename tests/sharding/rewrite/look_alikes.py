@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tests.sharding.rewrite.formulations import HEAD_DIM, HEADS, SEQ, Attention, causal
 from jax import lax
+
+from tests.sharding.rewrite.formulations import HEAD_DIM, HEADS, SEQ, Attention, causal
 
 SCALE = HEAD_DIM**-0.5
 POSITION = jnp.arange(SEQ)
@@ -200,9 +201,7 @@ LOOK_ALIKES: dict[str, Attention] = {
 
 # The products are those of attention, and what the program makes of them stays.
 REPLACED: dict[str, Attention] = {
-    "gradients swapped afterwards": own_gradient(
-        lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, ds)[::-1], dv)
-    ),
+    "gradients swapped afterwards": own_gradient(lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, ds)[::-1], dv)),
     "gradient doubled afterwards": own_gradient(lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, ds), 2 * dv)),
     "scaled by one": by_weights(lambda s: jax.nn.softmax(s * (1 + lax.stop_gradient(s.max()) * 0))),
 }

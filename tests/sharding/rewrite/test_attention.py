@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -126,3 +127,22 @@ def test_a_kernel_that_cannot_run_is_a_reason() -> None:
     assert not record.replaced
     assert "multiple of 128" in record.reason
     assert len(scores_between_frames(unchanged)) > 0
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "bound"), [("splash", "float32", 1e-5), ("cudnn", "bfloat16", 3e-2)])
+def test_every_kernel_keeps_values_and_gradients(kernel: Any, dtype: str, bound: float) -> None:
+    def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            out = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    arguments = [jax.random.normal(key, (2, 128, n, 8), dtype) for key, n in zip(keys, (4, 2, 2), strict=True)]
+    changed, (record,) = kernels_in(jax.make_jaxpr(step)(*arguments), kernel)
+    assert (record.kernel, record.replaced) == (kernel, True)
+    found = jax.jit(_compat.jaxpr_as_function(changed))(*arguments)
+    expected = jax.jit(step)(*(x.astype(jnp.float32) for x in arguments))
+    found, expected = (jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in (found, expected))
+    assert relative_differences(found, expected) < bound
