@@ -55,7 +55,7 @@ class MemoryModel:
         self.points = -1  # number of the last operator
         self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
         self.constant_bytes = float(sum(x.nbytes for x in program.constants()))
-        self.written[list(fusion.written - scattered_into_sums(program))] = True
+        self.written[list(fusion.written - scattered_into_sums(program, fusion.written))] = True
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
         self.slices: set[int] = set()  # values in a loop that are one iteration's slice of a stack outside of it
         self._scan(program.block)

@@ -9,11 +9,20 @@ not two.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op, Program, inlined
 
 
-def scattered_into_sums(program: Program) -> frozenset[int]:
-    """Return results of scatters into zeros that are only added to another array: they have no buffer of their own."""
+def scattered_into_sums(program: Program, written: Set[int]) -> frozenset[int]:
+    """Return results of scatters into zeros that are only added to another array: they have no buffer of their own.
+
+    Args:
+        program: the program.
+        written: the values that have a buffer. If the other array is a product without one, such as the other gradient
+            of a tied embedding, which is computed inside of the update, the scatter keeps its own.
+    """
     ops, kept = [], set(program.outputs)
     blocks = [program.block]
     while blocks:
@@ -34,12 +43,17 @@ def scattered_into_sums(program: Program) -> frozenset[int]:
         and op.results[0] not in kept
         and _is_constant(maker.get(op.operands[0]))
         and _is_one_sum(users.get(op.results[0], []))
+        and all(v in written or not _is_product(maker.get(v)) for v in users[op.results[0]][0].operands)
     )
 
 
 def _is_constant(op: Op | None) -> bool:
     """Whether an operator repeats one number."""
     return op is not None and op.name == "broadcast_in_dim" and not op.eqn.invars[0].aval.shape
+
+
+def _is_product(op: Op | None) -> bool:
+    return op is not None and op.name in CONTRACTIONS
 
 
 def _is_one_sum(users: list[Op]) -> bool:

@@ -326,13 +326,10 @@ def test_a_dimension_that_does_not_divide():
         plan(sgd_step, params, batch(), mesh={"data": 8}, fixed={"0/w": P(None, "data")})
     with pytest.warns(AutoshardWarning, match=r"only 4 of the 8 .*: ffn 100 is not divisible .*Pad ffn to 104"):
         planned = plan(sgd_step, params, batch(), plan="tp:8")  # requested: sharded where possible
-    assert any("(100) is not divisible by" in note and "104" in note for note in planned.notes)
+    assert any("ffn 100 is not divisible by tp 8" in note and "104" in note for note in planned.notes)
     with pytest.warns(AutoshardWarning, match=r"only 2 of the 8 .*: ffn 101 is not"):
         odd = plan(sgd_step, mlp_state(hidden=101), batch(), plan="dp:2 tp:4")
-    assert (
-        "ffn (101) is not divisible by mesh axes tp (4): it stays whole; a size of 104 would be sharded 4 ways"
-        in odd.notes
-    )
+    assert any("ffn 101 is not divisible by tp 4. Pad ffn to 104" in note for note in odd.notes)
     assert_close(sgd_step(params, batch())[0], planned.jit()(params, batch())[0])
 
 
