@@ -97,4 +97,5 @@ def _has_bits(x: Any) -> bool:
         return False
     if jnp.issubdtype(x.dtype, jnp.complexfloating) or x.dtype == jnp.bool_:
         return False
-    return jnp.dtype(x.dtype).itemsize in _BITS and not jnp.dtype(x.dtype).name.endswith(("int4", "int2"))
+    info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+    return info(x.dtype).bits == 8 * jnp.dtype(x.dtype).itemsize  # not the 4-bit types

@@ -80,6 +80,11 @@ def test_parameters_of_narrow_types(dtype):
     assert_close(expected, actual)
 
 
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.float4_e2m1fn, jnp.bool_, jnp.complex64])
+def test_arrays_whose_bits_cannot_be_changed_wait_for_nothing(dtype):
+    assert not gather_order._has_bits(jax.ShapeDtypeStruct((4,), dtype))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e5m2, jnp.int8, jnp.uint32, jnp.float64])
 def test_the_bits_of_a_shard_do_not_change(dtype):
     with jax.enable_x64(dtype == jnp.float64):
