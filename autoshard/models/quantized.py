@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 
 Quantization = Literal["none", "int8", "fp8"]
@@ -96,6 +97,7 @@ def _qwix(quantization: str) -> types.ModuleType:
     return qwix
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class _Product:
     """The dimensions of the operands and of the result, one letter each, and the quantization."""

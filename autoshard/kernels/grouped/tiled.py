@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autoshard._shown import shown
 
+
+@shown
 class Visits(NamedTuple):
     """Which tiles are visited for which group, in order.
 

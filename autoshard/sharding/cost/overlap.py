@@ -138,11 +138,11 @@ def sequential_waits(times_us: np.ndarray, before_us: np.ndarray, until_us: np.n
         until_us: the compute until each use has ended.
 
     Example:
-        Gathers of 4 us and uses of 5 us: the first use waits for the whole gather, the second gather runs beside the
-        first one, and every later gather runs beside the use before its own.
+        Gathers of 4 us and uses of 5 us: the first use waits for its gather, and every later gather runs beside the
+        use before its own.
 
         >>> sequential_waits(np.full(4, 4.0), np.arange(4) * 5.0, np.arange(1, 5) * 5.0).tolist()
-        [4.0, 4.0, 0.0, 0.0]
+        [4.0, 0.0, 0.0, 0.0]
     """
     waits, waited, ended = np.zeros(len(times_us)), 0.0, 0.0
     ends: list[float] = []  # of the uses, by the clock

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Dims
@@ -40,6 +41,7 @@ def flops_of(op: Op) -> float:
     return found or float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
 
 
+@shown
 class ElementType(NamedTuple):
     """What a product multiplies: bytes per element, and whether the elements are integers."""
 
