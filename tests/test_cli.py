@@ -345,6 +345,7 @@ def test_a_plan_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
     assert "v5e:4x4" in planned.stdout and (tmp_path / "plan.json").read_text().startswith("{")
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
     options = "--target h100:2x8 --batch-size 32 --context 64 --set layers=3 --explain 0/params/embed".split()
     planned = run("plan", "llama-tiny", *options, "--html", str(tmp_path / "plan.html"))

@@ -291,6 +291,7 @@ def test_a_row_that_cannot_be_planned_says_why(tmp_path, before, after, status):
         settings_of(entry(tmp_path, (before, after)))
 
 
+@pytest.mark.slow
 def test_results_of_a_file(tmp_path, capsys):
     other = TINY.replace('"tiny"', '"unknown"').replace('"llama-tiny"', '"gemma4-2b"')
     unreadable = TINY.replace('"tiny"', '"unreadable"').replace("batch = 16", "")

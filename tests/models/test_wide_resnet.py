@@ -200,6 +200,7 @@ def test_an_image_of_another_size_is_an_error():
 
 
 @pytest.mark.whole
+@pytest.mark.slow
 def test_it_learns():
     """Learns stripes of eight directions, and recognises new images with the running averages."""
     losses, state, evaluate = trained(workload("wide-resnet-tiny"), 40, rate=1e-2)

@@ -34,6 +34,7 @@ def over_all_variants() -> Plan:
     return tiny(variants=workload_variant_values(TINY))
 
 
+@pytest.mark.slow
 def test_the_fastest_variant_that_fits_is_chosen():
     made = over_all_variants()
     assert len(made.variants) == 9
