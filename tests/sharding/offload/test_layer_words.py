@@ -24,7 +24,7 @@ def loss(layers: list[jax.Array], x: jax.Array) -> jax.Array:
     """Layers that are written out, whose hidden values have the path of their layer in their names."""
     for n, w in enumerate(layers):
         hidden = checkpoint_name(jnp.tanh(x @ w), f"blocks.{n}.hidden")
-        x = checkpoint_name(x + jnp.sin(hidden), "out")
+        x = checkpoint_name(x + hidden * hidden, "out")
     return jnp.mean(x**2)
 
 
@@ -104,7 +104,7 @@ def test_globs_that_match_nothing_list_the_names() -> None:
 
 def test_a_name_of_the_step_takes_precedence() -> None:
     def odd(w: Any, x: Any) -> Any:
-        return jnp.sum(jnp.sin(checkpoint_name(jnp.tanh(x @ w), "odd@name*")) ** 2)
+        return jnp.sum(checkpoint_name(jnp.tanh(x @ w), "odd@name*") ** 2)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
