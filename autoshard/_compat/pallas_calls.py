@@ -25,6 +25,10 @@ def with_costs(
         costs: a part of a kernel's name, such as `_dq_` -> its FLOPs, transcendental operations and bytes accessed.
         *args: its arguments.
         vector_memory_bytes: the vector memory that each of these kernels may use; by default the compiler's limit.
+
+    Raises:
+        NotImplementedError: no kernel has such a name. This JAX has renamed it, and without a stated cost the compiler
+            and the audit would take it to be free.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     eqns, unused = [], set(costs)

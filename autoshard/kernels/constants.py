@@ -46,8 +46,8 @@ VECTOR_OPS = 9
 # Additional vector operations of a soft cap: two products, a hyperbolic tangent of two operations, and its derivative.
 VECTOR_OPS_SOFT_CAP = 5
 
-# Microseconds of one step of a kernel's grid beside its arithmetic. Source: the overhead of about 0.35 us that JAX's
-# guide to Pallas on TPUs gives (https://docs.jax.dev/en/latest/pallas/tpu/matmul.html).
+# Microseconds of one step of a kernel's grid, on top of its arithmetic. Source: the overhead of about 0.35 us that
+# JAX's guide to Pallas on TPUs gives (https://docs.jax.dev/en/latest/pallas/tpu/matmul.html).
 STEP_OVERHEAD_US = 0.35
 
 # --- The choice of an implementation (`kernel_choice`).
@@ -70,12 +70,8 @@ SMALLEST_ROW_TILE = 128
 # chosen; larger tiles do not fit the vector memory together.
 LARGEST_TILE = 2048
 
-# Vector memory, in bytes, that a grouped product may use at least: the compiler's default limit for a kernel, which
-# every TPU has. Source: https://docs.jax.dev/en/latest/pallas/tpu/pipelining.html
-VECTOR_MEMORY_BYTES = 16 * 2**20
-
-# A grouped product may use one part in this many of a core's vector memory. Source: chosen. The compiler keeps whole
-# arrays in the rest.
+# A grouped product may use one part in this many of a core's vector memory, and at least `SCOPED_VMEM_BYTES`. Source:
+# chosen. The compiler keeps whole arrays in the rest.
 VECTOR_MEMORY_PART = 2
 
 # The share of it that the blocks of a grouped product may fill. The rest is for the compiler's own values. Source:

@@ -14,8 +14,8 @@ from autoshard.kernels.planned_platform import planned_platform, runs_per_shard
 
 Impl = Literal["auto", "plain", "blockwise", "splash", "cudnn"]
 
-# The kernel of each platform.
-_KERNELS: dict[str, Literal["splash", "cudnn"]] = {"tpu": "splash", "cuda": "cudnn"}
+KERNELS: dict[str, Literal["splash", "cudnn"]] = {"tpu": "splash", "cuda": "cudnn"}
+"""Platform -> its attention kernel."""
 
 
 def choose(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -> Impl:
@@ -35,7 +35,7 @@ def choose(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -
     """
     keys = k.shape[1]
     otherwise: Impl = "blockwise" if keys >= BLOCKWISE_KEYS else "plain"
-    kernel = _KERNELS.get(planned_platform())
+    kernel = KERNELS.get(planned_platform())
     if kernel is None or keys < KERNEL_KEYS:
         return otherwise
     reasons = refusals(kernel, q, k, v, softmax, pairs, sinks)

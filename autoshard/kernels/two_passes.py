@@ -21,16 +21,15 @@ from autoshard.kernels.blockwise_attention import (
 )
 from autoshard.kernels.constants import FALLBACK_BLOCK
 from autoshard.kernels.cudnn_attention import cudnn_attention, cudnn_backward, cudnn_forward
-from autoshard.kernels.kernel_choice import refusals
+from autoshard.kernels.kernel_choice import KERNELS, refusals
 from autoshard.kernels.splash_attention import splash_attention, splash_backward, splash_forward
 
 Kernel = Literal["splash", "cudnn", "blockwise"]
-_KERNELS: dict[str, Kernel] = {"tpu": "splash", "cuda": "cudnn", "gpu": "cudnn"}
 
 
 def kernel_of(platform: str) -> Kernel:
-    """Return the kernel of a platform. Platforms without one compute block by block."""
-    return _KERNELS.get(platform, "blockwise")
+    """Return the kernel of a platform (`planned_platform`). Platforms without one compute block by block."""
+    return KERNELS.get(platform, "blockwise")
 
 
 def kernel_refusals(kernel: Kernel, softmax: Softmax, q: Any, k: Any, v: Any) -> list[str]:

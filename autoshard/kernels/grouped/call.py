@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from autoshard._shown import shown
 from autoshard.errors import AutoshardWarning
-from autoshard.kernels.constants import VECTOR_MEMORY_BYTES, VECTOR_MEMORY_PART
+from autoshard.kernels.constants import SCOPED_VMEM_BYTES, VECTOR_MEMORY_PART
 from autoshard.kernels.planned_platform import planned_platform, planned_vector_memory, runs_per_shard
 
 
@@ -28,7 +28,7 @@ class GroupedCall:
     """
 
     kernel: Literal["megablox", "tiled"]
-    vector_memory_bytes: int = VECTOR_MEMORY_BYTES
+    vector_memory_bytes: int = SCOPED_VMEM_BYTES
     transposed: bool = False
     interpret: bool = False
 
@@ -46,7 +46,7 @@ def grouped_call(dtype: jax.typing.DTypeLike) -> GroupedCall:
     if not runs_per_shard():
         reasons.append("XLA does not partition it over several devices; use autoshard.auto_shard or jax.shard_map")
     if not reasons:
-        return GroupedCall("megablox", max(planned_vector_memory() // VECTOR_MEMORY_PART, VECTOR_MEMORY_BYTES))
+        return GroupedCall("megablox", max(planned_vector_memory() // VECTOR_MEMORY_PART, SCOPED_VMEM_BYTES))
     warnings.warn(
         f"grouped_matmul: the kernel 'megablox' cannot run: {'; '.join(reasons)}. The implementation in plain JAX runs "
         "instead.",

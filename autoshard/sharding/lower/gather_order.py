@@ -55,7 +55,7 @@ class GatherOrder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """In a body that is traced apart, earlier uses are not known; after it, those inside are not."""
+        """Keep the uses of a body that has a trace of its own separate: values of another trace cannot be used."""
         outside, self._uses = self._uses, []
         try:
             yield

@@ -243,7 +243,7 @@ class Lowering:
         ]
 
     def function(self, block: Block) -> Callable[..., list[Any]]:
-        """Return a block as a function of its inputs, to be traced apart."""
+        """Return a block as a function of its inputs, for a trace of its own."""
         apart = self.order.apart if self.order is not None else contextlib.nullcontext
 
         def run(*args: Any) -> list[Any]:

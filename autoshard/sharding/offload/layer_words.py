@@ -3,8 +3,8 @@
     word     pattern ["@" [start] ":" [stop] [":" step]]
     pattern  a name, or a glob over names: "blocks.*.residual", "blocks.[0-3].residual"
 
-The slice counts the values of one name in the order in which the forward pass computes them, from 0. Of layers that are
-written out one after the other, `residual@::2` is that of every second layer.
+The slice indexes the values of one name, in the order in which the forward pass computes them. With unrolled layers,
+`residual@::2` selects the residual of every second layer.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class LayerWord:
         return _GLOB.search(self.pattern) is not None
 
     def names(self, name: str) -> bool:
-        """Whether the word means values of this name."""
+        """Whether the word selects values of this name."""
         return name == self.pattern or (self.is_glob and fnmatchcase(name, self.pattern))
 
     def covers(self, number: int, count: int) -> bool:
-        """Whether the word means the value with this number, of `count` values of one name."""
+        """Whether the word selects value `number` of the `count` values of one name."""
         return self.layers is None or number in range(count)[self.layers]
 
 
@@ -55,7 +55,7 @@ def read_layer_word(text: str) -> LayerWord:
     """Read a word.
 
     Raises:
-        PlanError: the text after `@` is no slice.
+        PlanError: the text after `@` is not a slice.
 
     >>> word = read_layer_word("residual@::2")
     >>> [number for number in range(6) if word.covers(number, 6)]
@@ -71,7 +71,7 @@ def read_slice(text: str, written: str) -> slice:
     """Read the slice of a word, in brackets or without.
 
     Raises:
-        PlanError: it is no slice.
+        PlanError: it is not a slice.
     """
     match = _SLICE.fullmatch(written)
     start, stop, step = ((int(part) if part else None) for part in match.groups()) if match else (None, None, 0)

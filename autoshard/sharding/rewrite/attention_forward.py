@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.rewrite.constants import MOST_VALUES_BETWEEN_PRODUCTS
 from autoshard.sharding.rewrite.shrinking import Axes, SmallShapes
 from autoshard.sharding.rewrite.slices import Refused
 from autoshard.sharding.rewrite.values import Graph, Value
 
 _EXPONENTIALS = ("exp", "exp2")
 _ENDS = ("carry", "opaque", "slice", "stack")
-_MOST_VALUES = 300  # between two products; chosen: the search ends there
 
 
 @shown
@@ -113,7 +113,13 @@ def _upstream(weights: Value) -> tuple[list[Value], list[Value]]:
     todo = [weights]
     while todo:
         value = todo.pop()
-        if value in seen or value.is_static or value.eqn is None or value.op in _ENDS or len(seen) > _MOST_VALUES:
+        if (
+            value in seen
+            or value.is_static
+            or value.eqn is None
+            or value.op in _ENDS
+            or len(seen) > MOST_VALUES_BETWEEN_PRODUCTS
+        ):
             continue
         seen.add(value)
         if value.op == "dot_general":

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 from autoshard._shown import shown
 from autoshard.sharding.rewrite.attention_forward import Candidate, dimension_numbers
+from autoshard.sharding.rewrite.constants import MOST_STEPS_TO_GRADIENT
 from autoshard.sharding.rewrite.slices import Refused, Slice, cut_out
 from autoshard.sharding.rewrite.values import Value
-
-_MOST_STEPS = 12  # from the operand of a product to `d_out`; chosen
 
 
 @shown
@@ -107,7 +106,7 @@ def _bases(starts: Sequence[Value], found: Candidate, out: Value) -> list[Value]
     """Return the values that may be the cotangent, those nearest to the products first."""
     known: list[Value] = []
     todo = list(dict.fromkeys(starts))
-    for _ in range(_MOST_STEPS):
+    for _ in range(MOST_STEPS_TO_GRADIENT):
         if not todo:
             break
         known += [v for v in todo if v not in known]

@@ -1,4 +1,4 @@
-"""The order of dimensions of a recognised attention: how each of its arrays is brought to a kernel's order.
+"""The dimensions of a recognised attention, and the transposes and reshapes between its arrays and a kernel's.
 
     q, d_q        [batch, queries, kv_heads, group, head_dim]
     k, d_k        [batch, keys, kv_heads, head_dim]
@@ -30,10 +30,11 @@ from autoshard.sharding.rewrite.values import Value
 @shown
 @dataclass(frozen=True)
 class Fold:
-    """How an array is brought to a kernel's order of dimensions.
+    """The transpose and reshape that turn an array of the program into a kernel's array.
 
     Attributes:
-        groups: for each dimension of the kernel's array, the dimensions that it consists of, major to minor.
+        groups: for each dimension of the kernel's array, the dimensions of the program's array that are merged into it,
+            major to minor.
 
     >>> Fold(((0,), (2, 1))).fold(np.zeros((2, 3, 4))).shape
     (2, 12)
@@ -98,7 +99,7 @@ class Roles:
 
 
 def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value]) -> Roles:
-    """Return the roles of the dimensions of a recognised attention.
+    """Find which dimensions of a recognised attention are batch, heads, queries, keys and so on.
 
     Args:
         found: the attention.
@@ -106,7 +107,7 @@ def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value]) -> R
         masks: the static arrays that are not one number.
 
     Raises:
-        Refused: a mask depends on other dimensions than one of queries and the keys.
+        Refused: a mask depends on a dimension other than the queries and the keys.
     """
     axes = shapes.axes
     contracted, batch, free = dimension_numbers(found.scores, found.query_side)
@@ -130,6 +131,7 @@ def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value]) -> R
 
 
 def mask_dims(roles: Roles, shapes: SmallShapes, mask: Value) -> tuple[int | None, int | None]:
-    """Return the dimensions of queries and of keys of a static array."""
+    """Return which dimensions of a static array are those of queries and of keys; None where it has none."""
+    (queries,), (keys,) = roles.queries, roles.keys
     axes = shapes.axes[mask]
-    return tuple(axes.index(role[0]) if role[0] in axes else None for role in (roles.queries, roles.keys))  # type: ignore[return-value]
+    return axes.index(queries) if queries in axes else None, axes.index(keys) if keys in axes else None

@@ -21,3 +21,18 @@ SMALL_SIZES = (4, 2, 3, 6, 8, 5, 7, 12, 16, 9, 10, 14)
 
 # Shown in a printed program: characters of one line.
 LINE_WIDTH = 160
+
+# --- Where searches end. Source: chosen; each is several times what the formulations of attention in the tests need.
+# Beyond a limit, attention is left as it is.
+
+# Values between the two products of attention.
+MOST_VALUES_BETWEEN_PRODUCTS = 300
+
+# Operators between an operand of a product of the backward pass and the gradient of attention's result.
+MOST_STEPS_TO_GRADIENT = 12
+
+# Changes of shape and type between the second product and a division by the sum of the weights.
+MOST_CHANGES_TO_QUOTIENT = 3
+
+# Values that the search for random ones looks at. Beyond it, only the reason is less exact.
+MOST_VALUES_FOR_RANDOM = 200

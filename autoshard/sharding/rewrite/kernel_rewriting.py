@@ -17,13 +17,12 @@ from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.attention_forward import Candidate, candidates
 from autoshard.sharding.rewrite.attention_gradient import gradients_of
 from autoshard.sharding.rewrite.attention_proof import Attention, Proof, Region, prove
+from autoshard.sharding.rewrite.constants import MOST_CHANGES_TO_QUOTIENT
 from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
 from autoshard.sharding.rewrite.pairs import check_program
 from autoshard.sharding.rewrite.slices import Refused, cut_out, used_elsewhere
 from autoshard.sharding.rewrite.values import Value, graph_of
-
-_MOST_CHANGES = 3  # of shape and type between the second product and a quotient; chosen
 
 
 def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
@@ -183,7 +182,7 @@ def _structure(region: Region) -> Any:
 def _results(found: Candidate) -> list[Value]:
     """Return what may be the result: the second product, or its quotient if the weights are divided afterwards."""
     value = found.product
-    for _ in range(_MOST_CHANGES):
+    for _ in range(MOST_CHANGES_TO_QUOTIENT):
         users = [u for u in dict.fromkeys(value.users) if u.is_used and not u.is_backward]
         following = next((u for u in users if u.op in ("transpose", "convert_element_type", "div", "mul")), None)
         if following is None:

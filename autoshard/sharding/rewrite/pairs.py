@@ -91,7 +91,7 @@ def check_program(closed: Any) -> None:
     """
     try:
         _compat.check_jaxpr(closed)
-    except Exception as error:  # JAX raises errors of several types
+    except Exception as error:  # JAX's checker documents no error type; each one means that our rewrite is wrong
         raise PlanError(f"the rewritten program is not well formed: {error}") from error
     for pair in scan_pairs(graph_of(closed)):
         made, taken = scan_of(pair.forward), scan_of(pair.backward)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.rewrite.constants import MOST_VALUES_FOR_RANDOM
 from autoshard.sharding.rewrite.values import Value
 
 ELEMENTWISE = frozenset(
@@ -30,7 +31,6 @@ STRUCTURAL = frozenset(
 SIZE_FREE = ELEMENTWISE | STRUCTURAL
 _RANDOM = ("random_bits", "random_wrap", "random_unwrap", "threefry2x32", "rng_bit_generator", "random_seed")
 _DROPOUT = "it has dropout: the weights are multiplied by random values, which no kernel draws alike"
-_MOST_STEPS = 200  # of the search for random values; beyond it the reason is less exact
 
 
 class Refused(Exception):
@@ -165,7 +165,7 @@ def _is_random(value: Value) -> bool:
     todo = [value]
     while todo:
         one = todo.pop()
-        if one in seen or len(seen) > _MOST_STEPS:
+        if one in seen or len(seen) > MOST_VALUES_FOR_RANDOM:
             continue
         seen.add(one)
         if one.op in _RANDOM or (one.eqn is not None and one.eqn.primitive.name in _RANDOM):

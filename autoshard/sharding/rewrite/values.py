@@ -118,12 +118,12 @@ class Graph:
     computed: dict[Value, list[tuple[Frame, int]]]  # value -> the equations that compute it
 
     def computing(self, value: Value) -> list[tuple[Frame, int]]:
-        """Return the equations that compute a value, as (frame, position)."""
+        """Return the equations that compute a value: the frame of each, and its position there."""
         return self.computed.get(value, [])
 
 
 def graph_of(closed: Any) -> Graph:
-    """Return the values of a closed jaxpr. Dead code should be removed before."""
+    """Return the values of a closed jaxpr, from which dead code was removed."""
     return _Builder().build(closed)
 
 

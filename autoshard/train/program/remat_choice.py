@@ -119,9 +119,9 @@ class Parts:
         return self.price_mix(choice, 1.0)
 
     def price_mix(self, choice: Choice, share: float) -> tuple[float, float, float]:
-        """Return the price of a choice whose values wait on the host in a share of the layers only.
+        """Return the price of a choice in which only a share of the layers offloads.
 
-        The other layers recompute these values. What stays on the device does so in all layers.
+        The other layers recompute the values that the choice offloads. All layers keep the values that it keeps.
 
         >>> parts = Parts(1000.0, 80.0, 1000.0, {"residual": Part(0.0, 40.0), "qkv": Part(50.0, 60.0)}, 2, 5.0)
         >>> parts.price(Choice(host=("qkv",)))

@@ -1,4 +1,4 @@
-"""Products in 8 bits are priced at the peak of their type, and a note names a chip that computes them no faster."""
+"""Prices of products in 8 bits, and the note for chips on which they are no faster than products in 16 bits."""
 
 import jax
 import jax.numpy as jnp

@@ -158,4 +158,4 @@ def test_attention_under_a_derivative_of_its_own_is_left() -> None:
 def test_replace_kernels_off_is_the_function() -> None:
     assert replace_kernels(rows, kernels="off") is rows
     with pytest.raises(PlanError, match="kernels is 'yes'"):
-        autoshard.replace_kernels(rows, kernels="yes")  # type: ignore[arg-type]
+        autoshard.replace_kernels(rows, **{"kernels": "yes"})
