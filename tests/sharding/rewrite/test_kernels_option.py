@@ -157,5 +157,6 @@ def test_attention_under_a_derivative_of_its_own_is_left() -> None:
 
 def test_replace_kernels_off_is_the_function() -> None:
     assert replace_kernels(rows, kernels="off") is rows
+    unknown: Any = "yes"
     with pytest.raises(PlanError, match="kernels is 'yes'"):
-        autoshard.replace_kernels(rows, **{"kernels": "yes"})
+        autoshard.replace_kernels(rows, kernels=unknown)
