@@ -60,6 +60,7 @@ def run(tmp_path: Path, mesh8: Mesh) -> tuple[Checkpointer, dict[int, Any]]:
     return checkpoints, states
 
 
+@pytest.mark.slow
 def test_flipped_bits_in_payload_files(run: Any, tmp_path: Path, assert_same: Any) -> None:
     """Each flipped bit is detected, or is in a part of the file that is never read."""
     checkpoints, states = run

@@ -8,7 +8,8 @@ import pytest
 from autoshard.errors import AutoshardWarning
 from tests.golden.golden import CASES, FOLDER, best_variant, is_locked_jax, planned, stored, summary, text, variant_rows
 
-LONG = ("mixtral-8x7b", "moe-2.4b", "moe-10b", "wide-resnet-250m", "wide-resnet-1b", "vit-l16")  # over 4 s each
+# Over 4 s each.
+LONG = ("llama2-70b", "mixtral-8x7b", "moe-2.4b", "moe-10b", "wide-resnet-250m", "wide-resnet-1b", "vit-l16")
 
 TIMED = ("time", "variants")  # differ by up to 1 % between JAX versions, which trace some derivatives differently
 

@@ -11,7 +11,6 @@ from tests.sharding.programs import assert_close
 
 PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "tp:8 seq", "dp:2 tp:4 seq"]
 ALWAYS = ("dp:2 tp:4 seq",)
-ON_ONE_JAX = ("dp:2 fsdp:2 tp:2",)
 
 VARIANTS = {
     "unrolled": Case((("scan_layers", False),)),
@@ -33,7 +32,7 @@ VARIANTS = {
     "untied-loss-in-chunks": Case((("tie_head", False), ("loss_chunks", 3)), microbatches=2),  # padded
 }
 SOME = ["fsdp:8", "dp:2 tp:4 seq"]
-QUICK = ("host", "loss-in-chunks")  # `test_every_variant_with_every_plan` runs the others
+QUICK = ("host",)  # `test_every_variant_with_every_plan` runs the others
 
 
 def compare(case: Case, plan: str | None) -> None:
@@ -45,7 +44,7 @@ def compare(case: Case, plan: str | None) -> None:
 
 
 def marked(plan: str | None) -> Any:
-    marks = [] if plan in ALWAYS else [pytest.mark.whole if plan in ON_ONE_JAX else pytest.mark.slow]
+    marks = [] if plan in ALWAYS else [pytest.mark.slow]
     return pytest.param(plan, marks=marks)
 
 

@@ -48,7 +48,7 @@ def check(schedule, runs, estimated):
     assert payloads == sorted((t.collective.kind, t.trips, t.collective.payload_bytes) for t in sending)
 
 
-@pytest.mark.parametrize("strategy", ["tp:4", "fsdp:4"])
+@pytest.mark.parametrize("strategy", ["tp:4", pytest.param("fsdp:4", marks=pytest.mark.slow)])
 @pytest.mark.tpu_compile
 def test_tpu_program(referee, strategy):
     schedule, runs, estimated = both_estimates(layers_planned(strategy, "v5e:2x2"), referee)

@@ -65,6 +65,7 @@ def test_options_without_effect_are_named(monkeypatch):
     assert len(compiled) == 6  # the plan's own options, and options of which none is known, need no comparison
 
 
+@pytest.mark.slow
 def test_the_option_that_the_compiler_knows_reports_its_effect():
     made = planned("cpu:8")
     audit = made.verify(options={"xla_cpu_enable_fast_math": False, "xla_no_such_option": "1"})
@@ -73,6 +74,7 @@ def test_the_option_that_the_compiler_knows_reports_its_effect():
     assert audit.options["xla_cpu_enable_fast_math"] is False and audit.program == made.verify().program
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_options_of_the_tpu_compiler():
     """One is refused and named, one has no effect in a program without collectives and is named."""

@@ -42,7 +42,8 @@ def moved(config: TrainConfig, tmp_path: Path) -> Path:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan_layers", [True, False])
 def test_it_generates_the_same_text_as_the_run(make_config: MakeConfig, tmp_path: Path, scan_layers: bool) -> None:
     shape = dict(layers=2, width=32, heads=4, kv_heads=2, context=64, scan_layers=scan_layers)
     config = make_config(

@@ -163,8 +163,8 @@ def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig, mon
 
 
 @pytest.mark.filterwarnings("ignore:.*attached devices are idle")
-@pytest.mark.whole
-@pytest.mark.parametrize("mesh", ["data=4", pytest.param("data=1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=4", "data=1"])
 def test_a_run_resumes_on_another_mesh(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture, mesh: str
 ) -> None:
@@ -196,7 +196,7 @@ def test_metrics_written_after_the_last_checkpoint_are_dropped(make_config: Make
     assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6] and found[4][1] != 99.0
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends_the_run(make_config: MakeConfig, capsys: pytest.CaptureFixture, name: str) -> None:
     config = make_config(steps=100_000)
     assert config.run_dir is not None

@@ -39,7 +39,7 @@ def batch() -> dict[str, jax.Array]:
     }
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 8])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2, 8])
 def test_the_gradient_is_that_of_the_token_weighted_mean(microbatches: int) -> None:
     program = gpt()
     state = jax.jit(program.create_state)(jax.random.key(0))
@@ -65,7 +65,8 @@ def test_microbatches_keep_the_numerics_strict(strict_numerics: None) -> None:
     jax.eval_shape(make_train_step(program, RATE, 2), program.abstract_state(), batch())
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2])
 def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(
     microbatches: int, mesh_of: Callable[..., Mesh]
 ) -> None:
@@ -89,7 +90,7 @@ def test_evaluation_has_no_dropout() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunks", [4, 5])
+@pytest.mark.parametrize("chunks", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_evaluation_in_chunks_of_the_vocabulary_has_the_same_loss(chunks: int) -> None:
     whole, in_chunks = gpt(), gpt(loss_chunks=chunks)
     state = jax.jit(whole.create_state)(jax.random.key(0))
