@@ -38,6 +38,7 @@ def auto_shard(
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
     kernels: KernelWord | None = None,
+    microbatches: int | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -64,6 +65,7 @@ def auto_shard(
         compiler_options: options for XLA, see `autoshard.plan`.
         gather: the order in which stored parameters are gathered, see `autoshard.plan`.
         kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
+        microbatches: the number of parts of the batch over which sums are accumulated, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -86,12 +88,12 @@ def auto_shard(
     """
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, kernels=kernels, strict=strict)  # fmt: skip
+                              gather=gather, kernels=kernels, microbatches=microbatches, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         # None has a meaning of its own beside a Plan.
-        options |= {"offload": offload, "gather": gather, "kernels": kernels}
+        options |= {"offload": offload, "gather": gather, "kernels": kernels, "microbatches": microbatches}
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -116,6 +118,7 @@ def plan(
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
     kernels: KernelWord | None = None,
+    microbatches: int | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -160,6 +163,10 @@ def plan(
             same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.
             "require" makes it an error if something is left, or if there is no attention. By default "off", or the
             word of a given `Plan`.
+        microbatches: the number of parts of the batch. The step runs on one after the other, and what it sums over the
+            batch, such as gradients, is accumulated, floats of 16 bits or fewer in float32. So activations take less
+            memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the
+            rows m, m + microbatches, ... By default 1, or the number of a given `Plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -178,7 +185,8 @@ def plan(
 
     Raises:
         PlanError: the request is invalid, `offload` has a word of which `fn` has no value, `compiler_options` names a
-            set that the target does not have, `kernels="require"` cannot replace something, or no plan fits.
+            set that the target does not have, `kernels="require"` cannot replace something, `microbatches` does not
+            divide the batch, an operator needs all of its rows in the loop, or no plan fits.
 
     Example:
         >>> import jax, autoshard
@@ -199,5 +207,5 @@ def plan(
     check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, kernels=kernels, strict=strict)  # fmt: skip
+                              gather=gather, kernels=kernels, microbatches=microbatches, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

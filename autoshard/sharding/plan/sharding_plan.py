@@ -87,6 +87,8 @@ class ShardingPlan:
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
         gather: the order in which stored parameters are gathered, as requested: `sequential`; empty if the compiler
             chooses it.
+        microbatches: the number of parts of the batch over which the planned step accumulates. `bind` cuts the function
+            alike.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
             the planner moves nothing there. `bind` moves the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
@@ -130,6 +132,7 @@ class ShardingPlan:
     variants: tuple[tuple[Mapping[str, Any], str, float, float], ...] = ()
     offload: Mapping[str, float] = field(default_factory=dict)
     gather: str = ""
+    microbatches: int = 1
     kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"

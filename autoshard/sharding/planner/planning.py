@@ -16,6 +16,7 @@ from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
+from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -50,6 +51,7 @@ def plan_traced(
     compiler_options: Sequence[Part] = (),
     gather: str = "",
     kernels: KernelWord = "off",
+    microbatches: int = 1,
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -62,12 +64,14 @@ def plan_traced(
     """
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
     traced = with_kernels(traced, word, traced_machine(mesh, target))
+    count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
     options: dict[str, Any] = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
                                    plan=plan, compiler_options=compiler_options, gather=gather, shortlist=shortlist,
                                    strict=strict)  # fmt: skip
-    return plan_with_offload(traced, words, partial(_plan_program, args=args, **options))
+    planned = partial(_plan_program, args=args, **options)
+    return plan_with_offload(traced, words, lambda rewritten: planned(with_microbatches(rewritten, count)))
 
 
 def _plan_program(

@@ -64,6 +64,7 @@ class Traced:
             for the program as the user wrote it.
         kernels: what `kernels=` found in the program, replaced or left.
         kernels_word: the word of `kernels=` with which the program was rewritten.
+        microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
         moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
     """
 
@@ -91,6 +92,7 @@ class Traced:
     moved_inputs: frozenset[int] = frozenset()
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
+    microbatches: int = 1
 
     @cached_property
     def program(self) -> Program:

@@ -73,6 +73,8 @@ def _head(plan: ShardingPlan) -> list[str]:
         lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in reason.rivals])
     if plan.gather:
         lines.append(f"gather: {plan.gather}: {WORDS[plan.gather]}")
+    if plan.microbatches > 1:
+        lines.append(f"microbatches: {plan.microbatches}, one after the other; their sums are accumulated")
     return [*lines, *_variants(plan)]
 
 

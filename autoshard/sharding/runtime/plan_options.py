@@ -11,6 +11,7 @@ from autoshard.sharding.layout.plan_request import Table
 from autoshard.sharding.machines.device_mesh import mesh_sizes
 from autoshard.sharding.machines.option_requests import read_request
 from autoshard.sharding.machines.targets import check_name, find_target
+from autoshard.sharding.microbatches.microbatching import read_microbatches
 from autoshard.sharding.offload.words import Words, read_words
 from autoshard.sharding.plan.gather_words import AUTO, read_gather
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -24,6 +25,7 @@ def checked_options(
     compiler_options: Any = None,
     gather: Any = None,
     kernels: Any = None,
+    microbatches: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Check the types and values of a plan's options.
@@ -35,11 +37,12 @@ def checked_options(
         compiler_options: the requested options for XLA.
         gather: the order of gathers of parameters; None for `auto`, or for that of a given plan.
         kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
+        microbatches: the number of microbatches; None for 1, or for that of a given plan.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
         The options, with `verify` and `measure` where they are not 0, `offload` as words, `compiler_options` as parts,
-        and `gather` and `kernels` as one word each.
+        `gather` and `kernels` as one word each, and `microbatches` as a number.
 
     Raises:
         PlanError: an option is invalid; the message names it.
@@ -67,18 +70,20 @@ def checked_options(
             "such as 4 * 2**30"
         )
     words, parts = read_words(offload), read_request(compiler_options)
+    count = read_microbatches(microbatches)
     order, word = read_gather(gather), read_word("off" if kernels is None else kernels)
     if isinstance(request, ShardingPlan):
         _check_offload(request, offload, words)
         _check_word("gather", gather, order or AUTO, request.gather or AUTO, request.chosen)
         _check_word("kernels", kernels, word, request.kernels_word, request.chosen)
+        _check_word("microbatches", microbatches, count, request.microbatches, request.chosen)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
-    options |= {"offload": words, "compiler_options": parts, "gather": order, "kernels": word}
+    options |= {"offload": words, "compiler_options": parts, "gather": order, "kernels": word, "microbatches": count}
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 
-def _check_word(name: str, given: Any, word: str, kept: str, chosen: str) -> None:
+def _check_word(name: str, given: Any, word: Any, kept: Any, chosen: str) -> None:
     """Check that an option that is given beside a `Plan` is the plan's own.
 
     Raises:

@@ -87,6 +87,10 @@ def _notes(plan: ShardingPlan) -> str:
     if plan.gather:
         notes.append(f"Parameters are gathered in the order <code>{escape(plan.gather)}</code>: "
                      f"{escape(WORDS[plan.gather])}.")  # fmt: skip
+    if plan.microbatches > 1:
+        notes.append(
+            f"The step runs on {plan.microbatches} microbatches, one after the other. Their sums are accumulated."
+        )
     for platform, options in plan.compiler_options.items():
         listed = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
         if listed:

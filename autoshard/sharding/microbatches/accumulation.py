@@ -1,0 +1,231 @@
+"""Writes a step as a loop over microbatches, as a `Flow` says.
+
+Before the loop comes what does not depend on the batch, and what is cheap to compute from it. In the loop run the
+operators on one microbatch: sums are carried, and rows that are needed later are stacked. After the loop comes what
+takes the sums, such as the update of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard import _compat
+from autoshard.sharding.microbatches.flow import Flow, NotCut, Step
+from autoshard.sharding.microbatches.states import After, Partial, Split, State, Whole, joined, part, parts
+from autoshard.spmdrules.core.rule import Shard
+from autoshard.spmdrules.custom_ops.opaque_primitive import returning_list
+
+_COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
+    "sum": jnp.add, "mul": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum,
+    "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor,
+}  # fmt: skip
+
+
+def in_microbatches(closed: Any, flow: Flow, count: int) -> Callable[..., list[Any]]:
+    """Return a step in microbatches, as a function from its flat inputs to its flat results.
+
+    Args:
+        closed: the step's closed jaxpr, with calls inlined.
+        flow: what a microbatch has of its values.
+        count: number of microbatches.
+    """
+    return lambda *args: _Writer(closed, flow, count).write(args)
+
+
+class _RowsShard(Shard):
+    """A shard with some rows of a factor that are not consecutive, so that it has no first element there."""
+
+    def offset(self, name: str) -> Any:
+        if name in self.counts:
+            raise NotCut("an operator needs the positions of its rows")
+        return 0
+
+
+class _Writer:
+    def __init__(self, closed: Any, flow: Flow, count: int):
+        self.jaxpr, self.flow, self.count = _compat.open_jaxpr(closed), flow, count
+        self.known = dict(zip(self.jaxpr.constvars, _compat.constants(closed), strict=True))
+
+    def write(self, args: Sequence[Any]) -> list[Any]:
+        jaxpr, flow = self.jaxpr, self.flow
+        known = {**self.known, **dict(zip(jaxpr.invars, args, strict=True))}
+        later = [(eqn, step) for eqn, step in zip(jaxpr.eqns, flow.steps, strict=True) if step.phase == "after"]
+        ends = [*zip(jaxpr.outvars, flow.results, strict=True)]
+        ends += [(a, flow.of(a) if isinstance(s, After) else s) for eqn, step in later
+                 for a, s in zip(eqn.invars, step.operands, strict=True)]  # fmt: skip
+        ends = [(a, s) for a, s in ends if not isinstance(a, _compat.Literal)]
+        self.before(known, self.taken_whole(ends))
+        wanted = {var: s for var, s in ends if isinstance(s, (Split, Partial))}
+        known |= self.loop(known, wanted)
+        for eqn, _ in later:
+            with _compat.source_of(eqn):
+                results = _compat.bind(eqn, eqn.params, *(_read(known, a) for a in eqn.invars))
+            known |= zip(eqn.outvars, results, strict=True)
+        return [_read(known, atom) for atom in jaxpr.outvars]
+
+    def taken_whole(self, ends: Iterable[tuple[Any, State]]) -> set[Any]:
+        """Return the variables that are taken whole, in the loop or after it."""
+        found = {var for var, state in ends if isinstance(state, Whole)}
+        for eqn, step in zip(self.jaxpr.eqns, self.flow.steps, strict=True):
+            if step.phase == "each":
+                variables = [a for a in eqn.invars if not isinstance(a, _compat.Literal)]
+                found |= {var for var in variables if isinstance(self.flow.of(var), Whole)}
+        return found
+
+    def before(self, known: dict[Any, Any], wanted: set[Any]) -> None:
+        """Compute values before the loop. Loops keep what the wanted values need; the rest is dead code."""
+        needed, positions = set(wanted), []
+        for position in reversed(range(len(self.jaxpr.eqns))):
+            eqn = self.jaxpr.eqns[position]
+            if needed & {*eqn.outvars}:
+                positions.append(position)
+                needed |= {a for a in eqn.invars if not isinstance(a, _compat.Literal)}
+        for position in reversed(positions):
+            eqn = self.jaxpr.eqns[position]
+            with _compat.source_of(eqn):
+                results = _compat.bind(eqn, eqn.params, *(_read(known, a) for a in eqn.invars))
+            known |= zip(eqn.outvars, results, strict=True)
+
+    def loop(self, known: Mapping[Any, Any], wanted: Mapping[Any, State]) -> dict[Any, Any]:
+        """Run the loop; return the wanted values of the whole batch."""
+        jaxpr, flow, count = self.jaxpr, self.flow, self.count
+        rows = {var: s for var in jaxpr.invars if isinstance(s := flow.states[var], Split)}
+        stacked = [parts(known[var], split, count) for var, split in rows.items()]
+        # Values that were computed on the way to early ones are split in the loop.
+        whole = {var: x for var, x in known.items() if isinstance(flow.states[var], Whole)}
+        sums = [var for var, s in wanted.items() if isinstance(s, Partial)]
+        collected = [var for var, s in wanted.items() if isinstance(s, Split)]
+
+        def terms(number: Any, slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            env = _Microbatch(number, count).run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
+            return [_widened(env[var]) for var in sums], [env[var] for var in collected]
+
+        def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            made, kept = terms(*x)
+            ops = [wanted[var].op for var in sums]  # type: ignore[union-attr]
+            return [_COMBINE[op](a, b) for op, a, b in zip(ops, carry, made, strict=True)], kept
+
+        shapes, _ = jax.eval_shape(lambda: terms(jnp.int32(0), [x[0] for x in stacked]))
+        start = [_neutral(wanted[var].op, x) for var, x in zip(sums, shapes, strict=True)]  # type: ignore[union-attr]
+        totals, kept = lax.scan(step, start, (jnp.arange(count, dtype=jnp.int32), stacked))
+        made = {var: x.astype(var.aval.dtype) for var, x in zip(sums, totals, strict=True)}
+        return made | {var: joined(x, wanted[var]) for var, x in zip(collected, kept, strict=True)}  # type: ignore[arg-type]
+
+
+class _Microbatch:
+    """One microbatch: its number, and how its values are computed."""
+
+    def __init__(self, number: Any, count: int):
+        self.number, self.count = number, count
+
+    def run(self, flow: Flow, env: dict[Any, Any], root: bool = False) -> dict[Any, Any]:
+        """Compute the values of a jaxpr; `env` has its inputs and constants. Returns all values."""
+        for eqn, step in zip(flow.jaxpr.eqns, flow.steps, strict=True):
+            if step.phase == "after" or (root and step.phase == "whole"):
+                continue
+            with _compat.source_of(eqn):
+                operands = [
+                    self.taken(_read(env, atom), flow.of(atom), state)
+                    for atom, state in zip(eqn.invars, step.operands, strict=True)
+                ]
+                results = self.equation(eqn, step, operands)
+            # A loop of the step also gives results that do not depend on the batch. They are known before.
+            env |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if not (root and v in env)}
+        return env
+
+    def taken(self, x: Any, there: State, wanted: State) -> Any:
+        """Return of an operand what a microbatch takes."""
+        if not isinstance(there, Whole) or isinstance(wanted, (Whole, After)):
+            return x
+        if isinstance(wanted, Split):
+            return part(x, wanted, self.count, self.number)
+        return jnp.where(self.number == 0, x, jnp.zeros_like(x))
+
+    def equation(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if step.phase == "whole":
+            return _compat.bind(eqn, eqn.params, *operands)
+        if name == "scan":
+            return self.scan(eqn, step, operands)
+        if name == "cond":
+            branches = [
+                self.frame(closed, flow, step.results)
+                for closed, flow in zip(eqn.params["branches"], step.inner, strict=True)
+            ]
+            return lax.switch(operands[0], branches, *operands[1:])
+        if name == "remat2":
+            body = self.frame(eqn.params["jaxpr"], step.inner[0], step.results)
+            traced = jax.make_jaxpr(body)(*map(jax.typeof, operands))
+            changed, consts = _compat.split_constants(traced)
+            return _compat.bind(eqn, {**eqn.params, "jaxpr": changed}, *consts, *operands)
+        if step.inner:
+            inner = next(v for v in eqn.params.values() if _compat.is_jaxpr(v))
+            return self.frame(inner, step.inner[0], step.results)(*operands)
+        return self.operator(eqn, step, operands)
+
+    def operator(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
+        rule, factor = step.rule, step.factor
+        assert rule is not None
+        if factor is None:
+            return _compat.bind(eqn, eqn.params, *operands)
+        counts = {factor: self.count}
+        if rule.body is not None:
+            return returning_list(rule.body)(_RowsShard(rule, counts, {factor: self.number}), *operands)
+        params = rule.local(eqn.params, Shard(rule, counts, {})) if rule.local is not None else eqn.params
+        return _compat.bind(eqn, params, *operands)
+
+    def frame(self, closed: Any, flow: Flow, results: Sequence[State]) -> Callable[..., list[Any]]:
+        """Return a jaxpr within the step as a function of what a microbatch has of its inputs."""
+        constants = dict(zip(flow.jaxpr.constvars, _compat.constants(closed), strict=True))
+
+        def run(*args: Any) -> list[Any]:
+            env = self.run(flow, {**constants, **dict(zip(flow.jaxpr.invars, args, strict=True))})
+            there = zip(flow.jaxpr.outvars, flow.results, results, strict=True)
+            return [self.taken(_read(env, atom), one, wanted) for atom, one, wanted in there]
+
+        return run
+
+    def scan(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
+        params = eqn.params
+        n_consts, n_carry = _compat.scan_arity(params)
+        first = n_consts + n_carry
+        # The body's results have the states of the carry, and of what is stacked without the loop's dimension.
+        stacks = [Split(s.dim - 1, s.stride) if isinstance(s, Split) else s for s in step.results[n_carry:]]
+        body = self.frame(params["jaxpr"], step.inner[0], [*step.results[:n_carry], *stacks])
+
+        def iteration(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = body(*operands[:n_consts], *carry, *slices)
+            return results[:n_carry], results[n_carry:]
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, made = lax.scan(iteration, operands[n_consts:first], operands[first:], **options)
+        return [*carry, *made]
+
+
+def _read(env: Mapping[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, _compat.Literal) else env[atom]
+
+
+def _widened(x: Any) -> Any:
+    """Return a term in the type in which it is accumulated: floats of 16 bits or fewer lose small terms."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow else x
+
+
+def _neutral(op: str, x: Any) -> Any:
+    """Return the array that an operation combines with anything to the same."""
+    if op in ("sum", "or", "xor"):
+        return jnp.zeros(x.shape, x.dtype)
+    if op == "mul":
+        return jnp.ones(x.shape, x.dtype)
+    if op == "and":
+        return ~jnp.zeros(x.shape, x.dtype)
+    limits = jnp.finfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype)
+    infinite = jnp.issubdtype(x.dtype, jnp.inexact)
+    lowest, highest = (-jnp.inf, jnp.inf) if infinite else (limits.min, limits.max)
+    return jnp.full(x.shape, lowest if op == "max" else highest, x.dtype)

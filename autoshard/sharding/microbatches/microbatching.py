@@ -1,0 +1,102 @@
+"""Cuts a traced step into microbatches: `microbatches=`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autoshard import _compat
+from autoshard._typed import short_repr
+from autoshard.errors import PlanError
+from autoshard.sharding.axes.analysis import analyse
+from autoshard.sharding.microbatches.accumulation import in_microbatches
+from autoshard.sharding.microbatches.flow import NotCut, find_flow
+from autoshard.sharding.microbatches.states import Split
+from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.rewrite.evaluation import rewritten
+from autoshard.sharding.rewrite.pairs import check_program
+
+
+def read_microbatches(count: Any) -> int:
+    """Return the number of microbatches; 1 for None.
+
+    Raises:
+        PlanError: it is no positive integer.
+    """
+    if count is None:
+        return 1
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise PlanError(f"microbatches is {short_repr(count)}; give the number of parts of the batch, such as 4")
+    return count
+
+
+def with_microbatches(traced: Traced, count: int) -> Traced:
+    """Return a traced step as a loop over microbatches. Its results are the same up to the order of sums.
+
+    Args:
+        traced: the step.
+        count: number of microbatches.
+
+    Raises:
+        PlanError: the step has no batch, its rows do not divide, or an operator in the loop needs all of them.
+    """
+    if count == 1:
+        return traced
+    rows = batch_inputs(traced, count)
+    with _compat.auto_axes():
+        closed = rewritten(_compat.dce(traced.closed))
+        try:
+            flow = find_flow(closed, rows, count)
+            cut = in_microbatches(closed, flow, count)
+            closed = _compat.dce(jax.make_jaxpr(cut)(*map(_compat.shape_dtype_of, _compat.open_jaxpr(closed).invars)))
+        except NotCut as reason:
+            raise PlanError(
+                f"auto_shard({traced.name}): microbatches={count}, but the function cannot be cut: {reason}. Leave "
+                "microbatches out, or accumulate gradients in the function"
+            ) from None
+    check_program(closed)
+    jaxpr = _compat.open_jaxpr(closed)
+    return replace(traced, closed=closed, in_avals=[v.aval for v in jaxpr.invars],
+                   out_avals=[v.aval for v in jaxpr.outvars], microbatches=count)  # fmt: skip
+
+
+def batch_inputs(traced: Traced, count: int) -> Mapping[int, Split]:
+    """Return the input leaves that have the batch, and where.
+
+    Args:
+        traced: the step.
+        count: number of microbatches.
+
+    Raises:
+        PlanError: there is none, or its rows do not divide.
+    """
+    analysis = analyse(traced)
+    axes, batch = analysis.axes, analysis.roles.batch
+    where: dict[int, Split] = {}
+    for leaf, value in enumerate(traced.program.inputs):
+        for dim, classes in enumerate(axes.of_value[value]):
+            if batch is None or batch not in classes:
+                continue
+            if leaf in where:
+                raise PlanError(
+                    f"auto_shard({traced.name}): microbatches={count}, but {traced.in_names[leaf]} has the batch in "
+                    "two dimensions. Leave microbatches out"
+                )
+            where[leaf] = Split(dim, math.prod(axes.sizes[c] for c in classes[classes.index(batch) + 1 :]))
+    if batch is None or not where:
+        raise PlanError(
+            f"auto_shard({traced.name}): microbatches={count}, but no argument has a batch: a dimension that is in the "
+            "activations and in no parameter. Leave microbatches out"
+        )
+    size = axes.sizes[batch]
+    if size % count:
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise PlanError(
+            f"auto_shard({traced.name}): microbatches={count} does not divide the batch of {size} rows. Use one of "
+            f"{fits}"
+        )
+    return where

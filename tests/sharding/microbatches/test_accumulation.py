@@ -1,0 +1,104 @@
+"""A step in microbatches gives what the step gives, and keeps less at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import _compat
+from autoshard.sharding.microbatches.accumulation import in_microbatches
+from autoshard.sharding.microbatches.flow import find_flow
+from autoshard.sharding.microbatches.states import Split
+from autoshard.sharding.rewrite.evaluation import rewritten
+from tests.sharding.microbatches.programs import make_step, state, tokens
+
+
+def cut(step, args, count, rows):
+    """The jaxpr of a step in microbatches."""
+    closed = rewritten(_compat.dce(jax.make_jaxpr(step)(*args)))
+    written = in_microbatches(closed, find_flow(closed, rows, count), count)
+    return _compat.dce(jax.make_jaxpr(written)(*jax.tree.leaves(args)))
+
+
+def rows_of(args):
+    """The last argument is the batch."""
+    return {len(jax.tree.leaves(args)) - 1: Split(0)}
+
+
+def run(jaxpr, args):
+    return jax.jit(_compat.jaxpr_as_function(jaxpr))(*jax.tree.leaves(args))
+
+
+CASES = [
+    ("plain", "full", False), ("masked", "none", False), ("dropout", "dots", False), ("auxiliary", "full", False),
+    ("flat", "none", False), ("rows", "none", False), ("auxiliary", "full", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "remat", "unrolled"), CASES)
+def test_results_are_those_of_the_step(kind, remat, unrolled):
+    """In float64, where only the order of sums differs."""
+    with jax.enable_x64(True):
+        step, args = make_step(kind, remat, unrolled), (state(jnp.float64), tokens())
+        made = run(cut(step, args, 4, rows_of(args)), args)
+        for actual, expected in zip(made, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def loop_of(jaxpr):
+    """The scan over the microbatches."""
+    [loop] = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == 4]
+    return loop
+
+
+def test_each_gradient_has_one_sum():
+    """The optimizer reads a gradient twice. A tied weight has two gradients, which are added in the loop."""
+    args = (state(), tokens())
+    loop = loop_of(cut(make_step(), args, 4, rows_of(args)))
+    n_carry = _compat.scan_arity(loop.params)[1]
+    shapes = sorted(v.aval.shape for v in loop.outvars[:n_carry] if v.aval.ndim > 1)
+    assert shapes == sorted(x.shape for x in jax.tree.leaves(args[0][0]))
+
+
+def test_narrow_floats_are_summed_in_float32():
+    args = (state(jnp.bfloat16), tokens())
+    loop = loop_of(cut(make_step(), args, 4, rows_of(args)))
+    n_carry = _compat.scan_arity(loop.params)[1]
+    assert {v.aval.dtype for v in loop.outvars[:n_carry]} == {jnp.dtype("float32")}
+
+
+def test_maxima_and_conditions_over_the_batch():
+    def step(w, x):
+        y = x @ w
+        return y.max(), y.min(), jnp.isfinite(y).all(), (y > 3).any(), (y > 0).sum()
+
+    args = (jax.random.normal(jax.random.key(0), (4, 3)), jax.random.normal(jax.random.key(1), (8, 4)))
+    made = run(cut(step, args, 4, {1: Split(0)}), args)
+    for actual, expected in zip(made, step(*args), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_conditions_and_inner_functions():
+    def step(w, x, flag):
+        y = jax.lax.cond(flag > 0, lambda a: jax.nn.relu(a @ w), lambda a: jnp.zeros_like(a @ w), x)
+        return y.sum(0), y
+
+    args = (jnp.eye(4), jax.random.normal(jax.random.key(1), (8, 4)), jnp.int32(1))
+    made = run(cut(step, args, 2, {1: Split(0)}), args)
+    for actual, expected in zip(made, step(*args), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_temporaries_are_smaller():
+    def loss(w, x):
+        for _ in range(6):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    step = jax.grad(loss)
+
+    args = (jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((4096, 64), "float32"))
+    made = _compat.jaxpr_as_function(cut(step, args, 4, {1: Split(0)}))
+    analyses = [jax.jit(f).lower(*args).compile().memory_analysis() for f in (step, made)]
+    whole, parted = (getattr(analysis, "temp_size_in_bytes") for analysis in analyses)  # noqa: B009
+    assert parted < 0.6 * whole

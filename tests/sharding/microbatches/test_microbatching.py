@@ -1,0 +1,72 @@
+"""`microbatches=` in plans and planned functions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard import Plan, auto_shard, plan
+from autoshard.errors import PlanError
+from tests.sharding.microbatches.programs import make_step, state, tokens
+
+
+@functools.cache
+def single():
+    return jax.device_get(jax.jit(make_step("masked"))(state(), tokens()))
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize("words", ["dp:2 fsdp:2 tp:2", pytest.param("fsdp:4 tp:2", marks=pytest.mark.slow)])
+def test_a_sharded_step_equals_one_device(words):
+    step = auto_shard(make_step("masked"), plan=words, microbatches=2)
+    made = jax.device_get(step(state(), tokens()))
+    assert step.plan(state(), tokens()).microbatches == 2
+    for actual, expected in zip(jax.tree.leaves(made), jax.tree.leaves(single()), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-6)
+
+
+def test_the_plan_reports_them_and_keeps_them_in_json():
+    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=4)
+    assert "microbatches: 4, one after the other" in str(made)
+    read = Plan.from_json(made.to_json())
+    assert read.microbatches == 4
+    assert read.bind(make_step(), state(), tokens()).microbatches == 4
+    alone = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2")
+    assert alone.microbatches == 1 and '"microbatches"' not in alone.to_json()
+    assert made.estimate.peak_memory_bytes < alone.estimate.peak_memory_bytes
+
+
+def test_offloaded_values_are_cut_too():
+    made = plan(make_step(remat="full"), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=2,
+                offload="residual")  # fmt: skip
+    assert made.offload and made.microbatches == 2
+
+
+@pytest.mark.parametrize(
+    ("count", "message"),
+    [
+        (3, "microbatches=3 does not divide the batch of 8 rows. Use one of 1, 2, 4, 8"),
+        (0, "microbatches is 0; give the number of parts of the batch, such as 4"),
+        (True, "microbatches is True; give the number"),
+        ("2", "microbatches is '2'; give the number"),
+    ],
+)
+def test_numbers_that_cannot_be(count, message):
+    with pytest.raises(PlanError, match=message):
+        plan(make_step(), state(), tokens(), target="cpu:2", microbatches=count)
+
+
+def test_steps_that_cannot_be_cut():
+    with pytest.raises(PlanError, match=r"microbatches=2, but the function cannot be cut: 'sub' at .*Leave microbatch"):
+        plan(make_step("batch norm"), state(), tokens(), target="cpu:2", microbatches=2)
+    with pytest.raises(PlanError, match="microbatches=2, but no argument has a batch"):
+        plan(lambda x: x * 2, jnp.float32(1), target="cpu:2", microbatches=2)
+
+
+def test_a_plan_keeps_its_number():
+    made = autoshard.plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=2)
+    with pytest.raises(PlanError, match="microbatches is 4, but plan is a Plan with microbatches=2"):
+        plan(make_step(), state(), tokens(), plan=made, microbatches=4)
