@@ -38,7 +38,7 @@ def auto_shard(
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
     kernels: KernelWord | None = None,
-    microbatches: int | None = None,
+    microbatches: int | str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -118,7 +118,7 @@ def plan(
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
     kernels: KernelWord | None = None,
-    microbatches: int | None = None,
+    microbatches: int | str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -166,7 +166,8 @@ def plan(
         microbatches: the number of parts of the batch. The step runs on one after the other, and what it sums over the
             batch, such as gradients, is accumulated, floats of 16 bits or fewer in float32. So activations take less
             memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the
-            rows m, m + microbatches, ... By default 1, or the number of a given `Plan`.
+            rows m, m + microbatches, ... "auto" plans with 1, 2, 4, ... and takes the first number that fits, or
+            the next if it is clearly faster. By default 1, or the number of a given `Plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With

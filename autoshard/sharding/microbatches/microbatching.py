@@ -20,17 +20,23 @@ from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.sharding.rewrite.pairs import check_program
 
+AUTO = "auto"
 
-def read_microbatches(count: Any) -> int:
-    """Return the number of microbatches; 1 for None.
+
+def read_microbatches(count: Any) -> int | str:
+    """Return the number of microbatches, or "auto"; 1 for None.
 
     Raises:
-        PlanError: it is no positive integer.
+        PlanError: it is neither "auto" nor a positive integer.
     """
+    if count == AUTO:
+        return AUTO
     if count is None:
         return 1
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise PlanError(f"microbatches is {short_repr(count)}; give the number of parts of the batch, such as 4")
+        raise PlanError(
+            f"microbatches is {short_repr(count)}; give the number of parts of the batch, such as 4, or 'auto'"
+        )
     return count
 
 

@@ -16,7 +16,7 @@ from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
-from autoshard.sharding.microbatches.microbatching import with_microbatches
+from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -51,7 +51,7 @@ def plan_traced(
     compiler_options: Sequence[Part] = (),
     gather: str = "",
     kernels: KernelWord = "off",
-    microbatches: int = 1,
+    microbatches: int | str = 1,
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -71,7 +71,7 @@ def plan_traced(
                                    plan=plan, compiler_options=compiler_options, gather=gather, shortlist=shortlist,
                                    strict=strict)  # fmt: skip
     planned = partial(_plan_program, args=args, **options)
-    return plan_with_offload(traced, words, lambda rewritten: planned(with_microbatches(rewritten, count)))
+    return plan_with_offload(traced, words, lambda rewritten: plan_in_microbatches(rewritten, count, planned))
 
 
 def _plan_program(

@@ -76,7 +76,8 @@ def checked_options(
         _check_offload(request, offload, words)
         _check_word("gather", gather, order or AUTO, request.gather or AUTO, request.chosen)
         _check_word("kernels", kernels, word, request.kernels_word, request.chosen)
-        _check_word("microbatches", microbatches, count, request.microbatches, request.chosen)
+        if count != "auto":
+            _check_word("microbatches", microbatches, count, request.microbatches, request.chosen)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options |= {"offload": words, "compiler_options": parts, "gather": order, "kernels": word, "microbatches": count}

@@ -66,6 +66,22 @@ def test_steps_that_cannot_be_cut():
         plan(lambda x: x * 2, jnp.float32(1), target="cpu:2", microbatches=2)
 
 
+def test_auto_takes_the_first_number_that_fits():
+    fn, args = make_step(remat="full"), (state(), tokens())
+    need = [plan(fn, *args, target="cpu:2", plan="dp:2", microbatches=n).estimate.peak_memory_bytes for n in (1, 2, 4)]
+    assert need[2] < need[1] < need[0]
+    for limit, expected in ((2 * need[0], 1), ((need[1] + need[2]) / 2, 4)):
+        made = plan(fn, *args, target="cpu:2", plan="dp:2", microbatches="auto", memory_limit_bytes=limit)
+        assert made.microbatches == expected and made.fits
+        assert f"and chose {expected}" in made.notes[-1]
+
+
+def test_auto_says_why_there_are_no_more():
+    made = plan(make_step("batch norm"), state(), tokens(), target="cpu:2", plan="dp:2", microbatches="auto")
+    assert made.microbatches == 1
+    assert "chose 1. microbatches=2, but the function cannot be cut: 'sub'" in made.notes[-1]
+
+
 def test_a_plan_keeps_its_number():
     made = autoshard.plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=2)
     with pytest.raises(PlanError, match="microbatches is 4, but plan is a Plan with microbatches=2"):

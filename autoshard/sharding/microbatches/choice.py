@@ -1,0 +1,68 @@
+"""Chooses the number of microbatches: `microbatches="auto"`.
+
+The numbers 1, 2, 4, ... are planned one after the other. More of them need less memory for activations, and often more
+time: parameters are gathered in each. So the search ends at the first number that fits and is not improved by the next.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from autoshard._tracebacks import users_stacklevel
+from autoshard._units import bytes_text, time_text
+from autoshard.errors import PlanError
+from autoshard.sharding.microbatches.constants import GAIN, MOST_TRIALS
+from autoshard.sharding.microbatches.microbatching import AUTO, with_microbatches
+from autoshard.sharding.program.tracing import Traced
+
+
+def plan_in_microbatches(traced: Traced, count: int | str, planned: Callable[[Traced], Any]) -> Any:
+    """Plan a step in microbatches.
+
+    Args:
+        traced: the step.
+        count: the number of microbatches, or "auto".
+        planned: makes a bound plan of a step that is already rewritten.
+
+    Raises:
+        PlanError: the step cannot be cut into this number.
+    """
+    if count != AUTO:
+        return planned(with_microbatches(traced, int(count)))
+    made: list[tuple[int, Any, list[Any]]] = []
+    reason = ""
+    for number in (2**n for n in range(MOST_TRIALS)):
+        try:
+            step = with_microbatches(traced, number)
+        except PlanError as error:
+            reason = str(error).partition("): ")[2]
+            break
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made.append((number, planned(step), caught or []))
+        if len(made) > 1 and made[-2][1].plan.fits and not _is_better(made[-1][1], made[-2][1]):
+            break
+    number, bound, caught = _best(made)
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
+    figures = [f"{n} ({time_text(b.plan.estimate.step_time_us)}, {bytes_text(b.plan.estimate.peak_memory_bytes)})"
+               for n, b, _ in made]  # fmt: skip
+    text = f"microbatches='auto' compared {', '.join(figures)}, and chose {number}"
+    return bound.where(notes=(*bound.plan.notes, f"{text}. {reason}" if reason else text))
+
+
+def _best(made: list[tuple[int, Any, list[Any]]]) -> tuple[int, Any, list[Any]]:
+    fitting = [one for one in made if one[1].plan.fits]
+    if not fitting:
+        return min(made, key=lambda one: one[1].plan.estimate.peak_memory_bytes)
+    best = fitting[0]
+    for one in fitting[1:]:
+        best = one if _is_better(one[1], best[1]) else best
+    return best
+
+
+def _is_better(one: Any, other: Any) -> bool:
+    """Whether a plan fits and is faster than another one by a clear margin."""
+    return one.plan.fits and one.plan.estimate.step_time_us < (1 - GAIN) * other.plan.estimate.step_time_us
