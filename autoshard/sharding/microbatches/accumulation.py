@@ -82,7 +82,7 @@ class _Writer:
         needed, positions = set(wanted), []
         for position in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[position]
-            if needed & {*eqn.outvars}:
+            if needed & {*eqn.outvars} or (eqn.effects and self.flow.steps[position].phase == "whole"):
                 positions.append(position)
                 needed |= {a for a in eqn.invars if not isinstance(a, _compat.Literal)}
         for position in reversed(positions):
@@ -103,15 +103,14 @@ class _Writer:
 
         def terms(number: Any, slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             env = _Microbatch(number, count).run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
-            return [_widened(env[var]) for var in sums], [env[var] for var in collected]
+            return [env[var].astype(_wide(var.aval.dtype)) for var in sums], [env[var] for var in collected]
 
         def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
             made, kept = terms(*x)
             ops = [wanted[var].op for var in sums]  # type: ignore[union-attr]
             return [_COMBINE[op](a, b) for op, a, b in zip(ops, carry, made, strict=True)], kept
 
-        shapes, _ = jax.eval_shape(lambda: terms(jnp.int32(0), [x[0] for x in stacked]))
-        start = [_neutral(wanted[var].op, x) for var, x in zip(sums, shapes, strict=True)]  # type: ignore[union-attr]
+        start = [_neutral(wanted[var].op, var.aval) for var in sums]  # type: ignore[union-attr]
         totals, kept = lax.scan(step, start, (jnp.arange(count, dtype=jnp.int32), stacked))
         made = {var: x.astype(var.aval.dtype) for var, x in zip(sums, totals, strict=True)}
         return made | {var: joined(x, wanted[var]) for var, x in zip(collected, kept, strict=True)}  # type: ignore[arg-type]
@@ -211,21 +210,20 @@ def _read(env: Mapping[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
 
-def _widened(x: Any) -> Any:
-    """Return a term in the type in which it is accumulated: floats of 16 bits or fewer lose small terms."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return x.astype(jnp.float32) if narrow else x
+def _wide(dtype: Any) -> Any:
+    """Return the type in which terms are accumulated: floats of 16 bits or fewer lose small terms."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
-def _neutral(op: str, x: Any) -> Any:
-    """Return the array that an operation combines with anything to the same."""
+def _neutral(op: str, aval: Any) -> Any:
+    """Return the array that an operation combines with anything to the same, in the type of the sums."""
+    shape, dtype = aval.shape, _wide(aval.dtype)
     if op in ("sum", "or", "xor"):
-        return jnp.zeros(x.shape, x.dtype)
+        return jnp.zeros(shape, dtype)
     if op == "mul":
-        return jnp.ones(x.shape, x.dtype)
+        return jnp.ones(shape, dtype)
     if op == "and":
-        return ~jnp.zeros(x.shape, x.dtype)
-    limits = jnp.finfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.iinfo(x.dtype)
-    infinite = jnp.issubdtype(x.dtype, jnp.inexact)
-    lowest, highest = (-jnp.inf, jnp.inf) if infinite else (limits.min, limits.max)
-    return jnp.full(x.shape, lowest if op == "max" else highest, x.dtype)
+        return ~jnp.zeros(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.full(shape, -jnp.inf if op == "max" else jnp.inf, dtype)
+    return jnp.full(shape, jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max, dtype)

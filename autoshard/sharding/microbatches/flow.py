@@ -136,6 +136,8 @@ class _Finder:
         return flow
 
     def equation(self, eqn: Any, states: list[State], is_root: bool) -> Step:
+        if eqn.effects and not is_root:
+            raise NotCut(f"{_place(eqn)} has side effects, which each microbatch would repeat")
         if all(isinstance(s, Whole) for s in states):
             return _whole(eqn)
         reason = None

@@ -89,6 +89,21 @@ def test_conditions_and_inner_functions():
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+def test_prints_occur_once(capsys):
+    def step(w, x):
+        jax.debug.print("weights {}", w.sum())
+        y = jnp.tanh(x @ w)
+        jax.debug.print("rows {}", y.shape[0] * jnp.ones_like(y).sum())
+        jax.debug.print("largest {}", y.max())
+        return y.sum()
+
+    args = (jnp.ones((4, 3)), jnp.ones((8, 4)))
+    assert cut(step, args, 4, {1: Split(0)}).jaxpr.effects
+    run(cut(step, args, 4, {1: Split(0)}), args)
+    jax.effects_barrier()
+    assert sorted(line.split()[0] for line in capsys.readouterr().out.splitlines()) == ["largest", "rows", "weights"]
+
+
 def test_temporaries_are_smaller():
     def loss(w, x):
         for _ in range(6):

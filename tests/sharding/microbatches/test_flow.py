@@ -21,6 +21,18 @@ def test_products_sums_and_rows():
     assert flow.results == [Split(0), Partial("sum"), Partial("sum"), Whole()]
 
 
+def test_effects_in_a_layer_prevent_the_cut():
+    def step(w, x):
+        def layer(c, _):
+            jax.debug.print("layer")
+            return jnp.tanh(c @ w), None
+
+        return jax.lax.scan(layer, x, length=3)[0].sum()
+
+    with pytest.raises(NotCut, match="has side effects, which each microbatch would repeat"):
+        flow_of(step, jnp.ones((4, 4)), jnp.ones((8, 4)))
+
+
 def test_what_takes_a_sum_runs_after_the_loop():
     flow = flow_of(lambda w, x: w - jnp.tanh(x.T @ x), jnp.ones((4, 4)), jnp.ones((8, 4)))
     assert flow.results == [After()]
