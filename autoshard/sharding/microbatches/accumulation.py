@@ -18,7 +18,7 @@ from autoshard import _compat
 from autoshard.sharding.microbatches.flow import Flow, NotCut, Step
 from autoshard.sharding.microbatches.states import After, Partial, Split, State, Whole, joined, part, parts
 from autoshard.spmdrules.core.rule import Shard
-from autoshard.spmdrules.custom_ops.opaque_primitive import returning_list
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
 
 _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "sum": jnp.add, "mul": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum,
@@ -170,7 +170,7 @@ class _Microbatch:
     def operator(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
         rule, factor = step.rule, step.factor
         assert rule is not None
-        if factor is None:
+        if factor is None or is_operator(eqn.primitive):  # an opaque operator takes operands of any size
             return _compat.bind(eqn, eqn.params, *operands)
         counts = {factor: self.count}
         if rule.body is not None:

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard import _compat
+from autoshard import _compat, operator
 from autoshard.sharding.microbatches.accumulation import in_microbatches
 from autoshard.sharding.microbatches.flow import find_flow
 from autoshard.sharding.microbatches.states import Split
 from autoshard.sharding.rewrite.evaluation import rewritten
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from tests.sharding.microbatches.programs import make_step, state, tokens
 
 
@@ -87,6 +88,19 @@ def test_conditions_and_inner_functions():
     made = run(cut(step, args, 2, {1: Split(0)}), args)
     for actual, expected in zip(made, step(*args), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_opaque_operators_stay_operators():
+    """Only so do they run on shards: XLA cannot partition a kernel."""
+
+    @operator("b d -> b d; whole d")
+    def doubled(x):
+        return 2 * x
+
+    args = (jnp.ones((4, 3)), jnp.ones((8, 4)))
+    body = loop_of(cut(lambda w, x: doubled(x @ w).sum(0), args, 4, {1: Split(0)})).params["jaxpr"]
+    [eqn] = [e for e in body.jaxpr.eqns if is_operator(e.primitive)]
+    assert eqn.invars[0].aval.shape == (2, 3)
 
 
 def test_prints_occur_once(capsys):
