@@ -19,7 +19,6 @@ from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.options import with_needed
-from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
 
@@ -59,9 +58,7 @@ class Executable:
 
     def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
-        return Lowering(
-            self.layout, _compat.all_axes_auto(mesh), self.link_prices, sequential=self.plan.gather == SEQUENTIAL
-        )
+        return Lowering(self.layout, _compat.all_axes_auto(mesh), self.link_prices, gather=self.plan.gather)
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
         """The program under `jax.jit`, for positional arguments: those of `Traced.jit_arguments`.
