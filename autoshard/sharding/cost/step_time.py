@@ -43,6 +43,7 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
 from autoshard.sharding.cost.collectives import Collective, LiveBuffers, StepCost, collective, step_cost
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
+from autoshard.sharding.cost.early_gathers import EarlyGathers
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     SharedOperands,
@@ -63,6 +64,7 @@ from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
+from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import matmul_flops
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
@@ -100,7 +102,7 @@ class CostModel:
         state: Sequence[tuple[int, int]] = (),
         distinct: frozenset[int] = frozenset(),
         *,
-        sequential: bool = False,
+        gather: str = "",
     ):
         """Analyse what all layouts have in common.
 
@@ -111,10 +113,11 @@ class CostModel:
             fusion: its kernels.
             state: pairs (input, output) of its state.
             distinct: inputs that layouts distinguish from similar ones.
-            sequential: whether parameters are gathered one after another (`lower.gather_order`).
+            gather: the order of gathers of parameters, see `ShardingPlan`.
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
-        self.fusion, self.distinct, self.sequential = fusion, distinct, sequential
+        self.fusion, self.distinct, self.gather = fusion, distinct, gather
+        self.early = EarlyGathers(axes, roles) if gather == PREFETCH else None
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
@@ -140,6 +143,8 @@ class CostModel:
             return self._distinguishing(distinct)(layout)
         compute, collectives, times_us = 0.0, [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
+        users: dict[Any, tuple[np.ndarray, int]] = {}  # key in `buffers` -> operators that take them, and as what operand
+        sequential = self.gather == SEQUENTIAL
         in_order: list[LiveBuffers] = []  # of gathers one after another: each serves one operator
         canonical, assignment = CanonicalLayout(layout, self.queries), self.target.assign(layout.mesh)
         for number, each in enumerate(self.classes):
@@ -150,23 +155,27 @@ class CostModel:
                 buffers["opaque", number] = LiveBuffers(price.held_bytes, each.members, each.members)
             for move in price.moves:
                 new, axes = each.members, tuple(a for name in move.axes for a in names[name])
-                if move.array >= 0 and self.sequential and self._is_state(each.op.operands[move.array]):
+                if move.array >= 0 and sequential and self._is_state(each.op.operands[move.array]):
                     in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
                 elif move.array >= 0:
-                    new = self._add_moved(buffers, move, axes, each.shared[move.array])
+                    new = self._add_moved(buffers, users, move, axes, each.shared[move.array])
                 elif move.kind == "reduce-scatter":
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
                 if len(new):
+                    place = self._place(each.op, move, new)
                     runs, size = float(self.stretches.trips[new].sum()), move.local_bytes
-                    place = Place(new, move.array >= 0) if self._is_prefetchable(each.op, move) else None
+                    runs += float(place.starts.sum()) if place is not None else 0.0
                     collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
-        cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=self.sequential)
+        cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=sequential)
         ahead = gathered_one_ahead(in_order, self.stretches.number)
-        return replace(cost, live_buffers=(*buffers.values(), *ahead))
+        held = buffers.values()
+        if self.early is not None:
+            held = [b for key, each in buffers.items() for b in self._held(each, users.get(key))]
+        return replace(cost, live_buffers=(*held, *ahead))
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""
@@ -175,13 +184,30 @@ class CostModel:
                 self._by_distinct[distinct] = self._original._distinguishing(distinct).resized(self.axes)
             else:
                 common = self.axes, self.roles, self.target, self.fusion, self.state
-                self._by_distinct[distinct] = CostModel(*common, distinct, sequential=self.sequential)
+                self._by_distinct[distinct] = CostModel(*common, distinct, gather=self.gather)
         return self._by_distinct[distinct]
 
+    def _place(self, op: Op, move: Move, ops: np.ndarray) -> Place | None:
+        """Return where a move of these operators runs; None if compute cannot hide it."""
+        if not self._is_prefetchable(op, move):
+            return None
+        if self.early is None or move.array < 0:
+            return Place(ops, move.array >= 0)
+        return Place(ops, True, self.early.starts(ops, move.array))
+
+    def _held(self, buffers: LiveBuffers, users: tuple[np.ndarray, int] | None) -> list[LiveBuffers]:
+        """Return the buffers as they are held if scans gather early."""
+        return [buffers] if self.early is None or users is None else self.early.held(buffers, *users)
+
     def _add_moved(
-        self, buffers: dict[Any, LiveBuffers], move: Move, axes: tuple[str, ...], operands: Sequence[SharedOperands]
+        self,
+        buffers: dict[Any, LiveBuffers],
+        users: dict[Any, tuple[np.ndarray, int]],
+        move: Move,
+        axes: tuple[str, ...],
+        operands: Sequence[SharedOperands],
     ) -> np.ndarray:
-        """Add the operands that an operator class moves to `buffers`.
+        """Add the operands that an operator class moves to `buffers`, and the operators that take them to `users`.
 
         Returns:
             The numbers of the first operators that take those that were not there yet.
@@ -191,6 +217,7 @@ class CostModel:
             found = buffers.get((move.kind, axes, some.number))
             if found is None:
                 buffers[move.kind, axes, some.number] = LiveBuffers(extra, some.first, some.last)
+                users[move.kind, axes, some.number] = some.first, move.array
                 new.append(some.first)
             else:
                 found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)

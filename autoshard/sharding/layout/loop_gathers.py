@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec, strategy_in_layout
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -19,12 +21,12 @@ from autoshard.sharding.program.operator_kinds import REDUCTIONS, is_decision_po
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Block, Op
 
-# Calls whose operators may use values of the code around them when they are lowered (`lower.lowering`).
+# Calls and control flow whose bodies may use values of the code around them when they are lowered (`lower.lowering`).
 OPEN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit", "remat2", "scan", "while", "cond"})
 COMPUTED = "it depends on what the loop computes"
 CONSTANT = "it is the same in every iteration"
-ON_HOST = "it waits in host memory"
-IN_CALL = "it is used in a call whose body sees only its operands"
+ON_HOST = "it is in host memory"
+IN_CALL = "it is used in a call whose body sees only its own operands"
 
 
 @shown
@@ -43,79 +45,93 @@ class Gather:
 
 @shown
 @dataclass(frozen=True, eq=False)
-class LoopGathers:
-    """What a scan gathers.
+class LoopOperands:
+    """The parameters that the operators of a scan's body use.
 
     Attributes:
-        early: what it can gather one iteration early, in the order of first use.
-        chain: the operators that compute these values from slices of the scan's operands, in order.
+        chains: those that can be gathered one iteration early -> the operators that compute them, in order, from slices
+            of the scan's operands and from its constants.
+        late: those that cannot -> the reason.
         slices: slice of an operand -> the number of the operand among those that the scan slices.
-        late: what it cannot gather early -> the reason.
     """
 
-    early: tuple[Gather, ...]
-    chain: tuple[Op, ...]
+    chains: dict[int, tuple[Op, ...]]
+    late: dict[int, str]
     slices: dict[int, int]
-    late: dict[Gather, str]
 
 
-def is_parameter(layout: Layout, value: int) -> bool:
+def is_parameter(axes: LogicalAxes, roles: Roles, value: int) -> bool:
     """Whether a value is a parameter, or a slice or a cast of one."""
-    return layout.roles.inputs.get(layout.aliased_inputs.get(value, value)) == "parameter"
+    return roles.inputs.get(axes.parameter_aliases.get(value, value)) == "parameter"
+
+
+def loop_operands(axes: LogicalAxes, roles: Roles, scan: Op) -> LoopOperands:
+    """Find the parameters that the operators of a scan's body use.
+
+    Args:
+        axes: the logical axes of the program.
+        roles: their roles.
+        scan: the operator.
+    """
+    body = scan.blocks[0]
+    made: dict[int, tuple[int, Op]] = {}  # value -> number and operator that computes it
+    inner: set[int] = set()  # values that inner loops take slices of, or change
+    used: dict[int, bool] = {}  # parameter -> whether all of its uses can have it early
+    for number, (op, is_open) in enumerate(_operators(body)):
+        if not op.blocks:
+            made.update(dict.fromkeys(op.results, (number, op)))
+        inner.update(edge.inner for edge in op.edges if edge.inner not in op.operands)
+        if _may_gather(op):
+            for v in {v for v in op.operands if v >= 0 and is_parameter(axes, roles, v)}:
+                used[v] = used.get(v, True) and is_open
+    consts, carry = _compat.scan_arity(scan.eqn.params)
+    found = LoopOperands({}, {}, {v: k for k, v in enumerate(body.inputs[consts + carry :])})
+    known = {*body.inputs[:consts], *found.slices}
+    for value, is_open in used.items():
+        ops, ends = _ancestors(value, made, known)
+        if ends & inner:
+            continue  # the inner loop gathers it itself
+        if not ends <= known:
+            found.late[value] = COMPUTED
+        elif not ends & found.slices.keys():
+            found.late[value] = CONSTANT
+        elif any(_compat.is_on_host(axes.program.avals[v]) for v in ends):
+            found.late[value] = ON_HOST
+        elif not is_open:
+            found.late[value] = IN_CALL
+        else:
+            found.chains[value] = ops
+    return found
 
 
 def gathers_of(layout: Layout, op: Op, prices: LinkPrices) -> list[Gather]:
     """The parameters that one operator uses in another sharding than they are stored in."""
-    if op.blocks or not is_decision_point(op) or op.name in REDUCTIONS:
-        return []
-    values = [v for v in op.operands if v >= 0 and is_parameter(layout, v)]
-    if not values:
+    if not _may_gather(op) or not any(v >= 0 and is_parameter(layout.axes, layout.roles, v) for v in op.operands):
         return []
     assert op.rule is not None
     chosen = strategy_in_layout(layout, op, prices)
-    wanted = [(v, chosen.spec(dims)) for v, dims in zip(op.operands, op.rule.operands, strict=True) if v in values]
-    return [Gather(v, spec) for v, spec in wanted if operand_spec(layout, v) != spec]
+    wanted = zip(op.operands, map(chosen.spec, op.rule.operands), strict=True)
+    return [
+        Gather(v, spec)
+        for v, spec in wanted
+        if v >= 0 and is_parameter(layout.axes, layout.roles, v) and operand_spec(layout, v) != spec
+    ]
 
 
-def loop_gathers(layout: Layout, scan: Op, prices: LinkPrices) -> LoopGathers:
-    """Find what a scan gathers, and what of it one iteration early.
+def loop_gathers(layout: Layout, scan: Op, prices: LinkPrices) -> tuple[Gather, ...]:
+    """What the operators of a scan's body gather under a layout, in the order of first use.
 
     Args:
         layout: the layout.
         scan: the operator.
         prices: what bytes on the links of the target cost.
     """
-    body = scan.blocks[0]
-    made: dict[int, Op] = {}
-    inner: set[int] = set()  # values that inner loops take slices of, or change
-    found: dict[Gather, bool] = {}  # -> whether all of its uses can have it early
-    for op, is_open in _operators(body):
-        if not op.blocks:
-            made.update(dict.fromkeys(op.results, op))
-        inner.update(edge.inner for edge in op.edges if edge.inner not in op.operands)
-        for gather in gathers_of(layout, op, prices):
-            found[gather] = found.get(gather, True) and is_open
-    consts, carry = _compat.scan_arity(scan.eqn.params)
-    slices = {v: k for k, v in enumerate(body.inputs[consts + carry :])}
-    known = {*body.inputs[:consts], *slices}
-    early, late, chain = [], {}, {}
-    for gather, is_open in found.items():
-        ops, ends = _ancestors(gather.value, made, known)
-        if ends & inner:
-            continue  # the inner loop gathers it itself
-        if not ends <= known:
-            late[gather] = COMPUTED
-        elif not ends & slices.keys():
-            late[gather] = CONSTANT
-        elif any(_compat.is_on_host(layout.axes.program.avals[v]) for v in ends):
-            late[gather] = ON_HOST
-        elif not is_open:
-            late[gather] = IN_CALL
-        else:
-            early.append(gather)
-            chain.update((id(op), op) for op in ops)
-    order = {id(op): n for n, (op, _) in enumerate(_operators(body))}
-    return LoopGathers(tuple(early), tuple(sorted(chain.values(), key=lambda op: order[id(op)])), slices, late)
+    ops = _operators(scan.blocks[0])
+    return tuple(dict.fromkeys(gather for op, _ in ops for gather in gathers_of(layout, op, prices)))
+
+
+def _may_gather(op: Op) -> bool:
+    return not op.blocks and is_decision_point(op) and op.name not in REDUCTIONS
 
 
 def _operators(block: Block, is_open: bool = True) -> Iterator[tuple[Op, bool]]:
@@ -126,17 +142,17 @@ def _operators(block: Block, is_open: bool = True) -> Iterator[tuple[Op, bool]]:
             yield from _operators(inner, is_open and op.name in OPEN_CALLS)
 
 
-def _ancestors(value: int, made: dict[int, Op], known: set[int]) -> tuple[list[Op], set[int]]:
-    """Return the operators that compute a value, and the values that these need and do not compute."""
-    ops, ends, seen, left = [], set(), set(), [value]
+def _ancestors(value: int, made: dict[int, tuple[int, Op]], known: set[int]) -> tuple[tuple[Op, ...], set[int]]:
+    """Return the operators that compute a value, in order, and the values that these need and do not compute."""
+    ops: dict[int, Op] = {}
+    ends: set[int] = set()
+    left = [value]
     while left:
         v = left.pop()
-        if v in seen or v < 0:
-            continue
-        seen.add(v)
         if v in known or v not in made:
             ends.add(v)
-        elif made[v] not in ops:
-            ops.append(made[v])
-            left += made[v].operands
-    return ops, ends
+        elif made[v][0] not in ops:
+            number, op = made[v]
+            ops[number] = op
+            left += [operand for operand in op.operands if operand >= 0]
+    return tuple(ops[number] for number in sorted(ops)), ends

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parameter, loop_gathers
+from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parameter
 from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
     extends_computed_spec,
@@ -32,7 +32,7 @@ from autoshard.sharding.layout.operator_sharding import (
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.gather_order import GatherOrder
-from autoshard.sharding.lower.prefetched_scan import prefetched_scan
+from autoshard.sharding.lower.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
@@ -146,7 +146,11 @@ class Lowering:
 
     def is_gather(self, value: int, spec: Spec) -> bool:
         """Whether an operand that needs this sharding is a parameter that is stored in another one."""
-        return is_parameter(self.layout, value) and operand_spec(self.layout, value) != spec
+        return self.is_parameter(value) and operand_spec(self.layout, value) != spec
+
+    def is_parameter(self, value: int) -> bool:
+        """Whether a value is a parameter, or a slice or a cast of one."""
+        return is_parameter(self.layout.axes, self.layout.roles, value)
 
     def gathered(self, x: Any, gather: Gather) -> Any:
         """Return a stored parameter, gathered, in the type in which collectives move it."""
@@ -259,7 +263,7 @@ class Lowering:
         if self.order is None or not self.order.has_uses:
             return args
         return [
-            self.order.after_last(x, operand_spec(self.layout, v)) if is_parameter(self.layout, v) else x
+            self.order.after_last(x, operand_spec(self.layout, v)) if self.is_parameter(v) else x
             for x, v in zip(args, op.operands, strict=True)
         ]
 
@@ -294,8 +298,8 @@ class Lowering:
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
 
-        if self.prefetch and (found := loop_gathers(self.layout, op, self.link_prices)).early:
-            return prefetched_scan(self, op, found, consts, init, xs)
+        if self.prefetch and (early := early_gathers(self.layout, op, self.link_prices)).gathers:
+            return prefetched_scan(self, op, early, consts, init, xs)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = self.function(op.blocks[0])(*consts, *carry, *x)

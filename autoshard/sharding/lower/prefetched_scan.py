@@ -13,22 +13,60 @@ iteration gathers its own slices again, to no use. A device holds the gathered p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from autoshard import _compat
-from autoshard.sharding.layout.loop_gathers import LoopGathers
+from autoshard._shown import shown
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.loop_gathers import Gather, loop_gathers, loop_operands
 from autoshard.sharding.layout.operator_sharding import operand_spec
+from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
 
 if TYPE_CHECKING:
     from autoshard.sharding.lower.lowering import Lowering
 
 
+@shown
+@dataclass(frozen=True, eq=False)
+class EarlyGathers:
+    """What a scan gathers one iteration early.
+
+    Attributes:
+        gathers: the gathers.
+        chain: the operators that compute what is gathered, in order.
+        slices: slice of an operand -> the number of the operand among those that the scan slices.
+        late: what the scan gathers in the iteration itself -> the reason.
+    """
+
+    gathers: tuple[Gather, ...]
+    chain: tuple[Op, ...]
+    slices: dict[int, int]
+    late: dict[Gather, str]
+
+
+def early_gathers(layout: Layout, scan: Op, prices: LinkPrices) -> EarlyGathers:
+    """Return what a scan gathers one iteration early under a layout.
+
+    Args:
+        layout: the layout.
+        scan: the operator.
+        prices: what bytes on the links of the target cost.
+    """
+    operands = loop_operands(layout.axes, layout.roles, scan)
+    every = loop_gathers(layout, scan, prices)
+    early = tuple(gather for gather in every if gather.value in operands.chains)
+    chain = dict.fromkeys(op for gather in early for op in operands.chains[gather.value])
+    late = {gather: operands.late[gather.value] for gather in every if gather.value in operands.late}
+    return EarlyGathers(early, tuple(chain), operands.slices, late)
+
+
 def prefetched_scan(
-    lowering: Lowering, op: Op, found: LoopGathers, consts: Sequence[Any], init: Sequence[Any], xs: Sequence[Any]
+    lowering: Lowering, op: Op, found: EarlyGathers, consts: Sequence[Any], init: Sequence[Any], xs: Sequence[Any]
 ) -> list[Any]:
     """Return the results of a scan that gathers one iteration early.
 
@@ -42,7 +80,7 @@ def prefetched_scan(
     """
     block, params = op.blocks[0], op.eqn.params
     length, is_reversed = params["length"], params["reverse"]
-    types = [lowering.layout.axes.program.avals[gather.value].dtype for gather in found.early]
+    types = [lowering.layout.axes.program.avals[gather.value].dtype for gather in found.gathers]
 
     def gathered(index: Any) -> list[Any]:
         env = dict(zip(block.inputs[: len(consts)], consts, strict=True))
@@ -54,15 +92,15 @@ def prefetched_scan(
             args = [atom.val if isinstance(atom, _compat.Literal) else env[v] for atom, v in atoms]
             with _compat.source_of(each.eqn):
                 env.update(zip(each.results, lowering.op(each, args), strict=True))
-        return [lowering.gathered(env[gather.value], gather) for gather in found.early]
+        return [lowering.gathered(env[gather.value], gather) for gather in found.gathers]
 
     def body(state: tuple[Any, list[Any], list[Any]], x: list[Any]) -> tuple[Any, list[Any]]:
         index, carry, now = state
         following = jnp.maximum(index - 1, 0) if is_reversed else jnp.minimum(index + 1, length - 1)
         after = gathered(following)
-        now = [lowering.constrain(each, gather.spec) for each, gather in zip(now, found.early, strict=True)]
+        now = [lowering.constrain(each, gather.spec) for each, gather in zip(now, found.gathers, strict=True)]
         wide = [each.astype(dtype) for each, dtype in zip(now, types, strict=True)]
-        with lowering.holding({**lowering.held, **dict(zip(found.early, wide, strict=True))}):
+        with lowering.holding({**lowering.held, **dict(zip(found.gathers, wide, strict=True))}):
             out = lowering.function(block)(*consts, *carry, *x)
         return (following, out[: len(init)], after), out[len(init) :]
 

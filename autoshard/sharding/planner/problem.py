@@ -22,7 +22,6 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.request_scaling import scaled_requests
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
-from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
@@ -93,7 +92,7 @@ class PlanningProblem:
         """The models that price layouts of the program: time and memory."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
-        cost = CostModel(self.axes, self.roles, target, fusion, self.state, sequential=self.gather == SEQUENTIAL)
+        cost = CostModel(self.axes, self.roles, target, fusion, self.state, gather=self.gather)
         looped = {v for op in self.program.block.ops if op.name == "scan" for v in op.results}
         moved = {self.program.inputs[i] for i in self.traced.moved_inputs}
         # The new stack of moments that a loop returns is not written over the old one, which the loop still reads.
