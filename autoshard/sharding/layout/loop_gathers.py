@@ -77,18 +77,17 @@ def loop_operands(axes: LogicalAxes, roles: Roles, scan: Op) -> LoopOperands:
     made: dict[int, tuple[int, Op]] = {}  # value -> number and operator that computes it
     inner: set[int] = set()  # values that inner loops take slices of, or change
     used: dict[int, bool] = {}  # parameter -> whether all of its uses can have it early
-    for number, (op, is_open) in enumerate(_operators(body)):
+    for number, (op, is_open) in enumerate(operators(body)):
         if not op.blocks:
             made.update(dict.fromkeys(op.results, (number, op)))
         inner.update(edge.inner for edge in op.edges if edge.inner not in op.operands)
-        if _may_gather(op):
-            for v in {v for v in op.operands if v >= 0 and is_parameter(axes, roles, v)}:
-                used[v] = used.get(v, True) and is_open
+        for v in parameters_of(axes, roles, op):
+            used[v] = used.get(v, True) and is_open
     consts, carry = _compat.scan_arity(scan.eqn.params)
     found = LoopOperands({}, {}, {v: k for k, v in enumerate(body.inputs[consts + carry :])})
     known = {*body.inputs[:consts], *found.slices}
     for value, is_open in used.items():
-        ops, ends = _ancestors(value, made, known)
+        ops, ends = ancestors(value, made, known)
         if ends & inner:
             continue  # the inner loop gathers it itself
         if not ends <= known:
@@ -104,18 +103,20 @@ def loop_operands(axes: LogicalAxes, roles: Roles, scan: Op) -> LoopOperands:
     return found
 
 
+def parameters_of(axes: LogicalAxes, roles: Roles, op: Op) -> tuple[int, ...]:
+    """The parameters among the operands of an operator that gathers them under some layout."""
+    return tuple(v for v in op.operands if v >= 0 and is_parameter(axes, roles, v)) if may_gather(op) else ()
+
+
 def gathers_of(layout: Layout, op: Op, prices: LinkPrices) -> list[Gather]:
     """The parameters that one operator uses in another sharding than they are stored in."""
-    if not _may_gather(op) or not any(v >= 0 and is_parameter(layout.axes, layout.roles, v) for v in op.operands):
+    parameters = parameters_of(layout.axes, layout.roles, op)
+    if not parameters:
         return []
     assert op.rule is not None
     chosen = strategy_in_layout(layout, op, prices)
     wanted = zip(op.operands, map(chosen.spec, op.rule.operands), strict=True)
-    return [
-        Gather(v, spec)
-        for v, spec in wanted
-        if v >= 0 and is_parameter(layout.axes, layout.roles, v) and operand_spec(layout, v) != spec
-    ]
+    return [Gather(v, spec) for v, spec in wanted if v in parameters and operand_spec(layout, v) != spec]
 
 
 def loop_gathers(layout: Layout, scan: Op, prices: LinkPrices) -> tuple[Gather, ...]:
@@ -126,23 +127,24 @@ def loop_gathers(layout: Layout, scan: Op, prices: LinkPrices) -> tuple[Gather, 
         scan: the operator.
         prices: what bytes on the links of the target cost.
     """
-    ops = _operators(scan.blocks[0])
+    ops = operators(scan.blocks[0])
     return tuple(dict.fromkeys(gather for op, _ in ops for gather in gathers_of(layout, op, prices)))
 
 
-def _may_gather(op: Op) -> bool:
+def may_gather(op: Op) -> bool:
+    """Whether an operator gathers stored parameters under some layout."""
     return not op.blocks and is_decision_point(op) and op.name not in REDUCTIONS
 
 
-def _operators(block: Block, is_open: bool = True) -> Iterator[tuple[Op, bool]]:
+def operators(block: Block, is_open: bool = True) -> Iterator[tuple[Op, bool]]:
     """Yield the operators of a body, and whether each may use values of the body besides its operands."""
     for op in block.ops:
         yield op, is_open
         for inner in op.blocks:
-            yield from _operators(inner, is_open and op.name in OPEN_CALLS)
+            yield from operators(inner, is_open and op.name in OPEN_CALLS)
 
 
-def _ancestors(value: int, made: dict[int, tuple[int, Op]], known: set[int]) -> tuple[tuple[Op, ...], set[int]]:
+def ancestors(value: int, made: dict[int, tuple[int, Op]], known: set[int]) -> tuple[tuple[Op, ...], set[int]]:
     """Return the operators that compute a value, in order, and the values that these need and do not compute."""
     ops: dict[int, Op] = {}
     ends: set[int] = set()

@@ -41,7 +41,7 @@ class GatherOrder:
 
     def used(self, results: Sequence[Any], specs: Sequence[Spec]) -> None:
         """Note the results of an operator that uses a gathered parameter, and their shardings."""
-        found = next(((x, spec) for x, spec in zip(results, specs, strict=True) if _has_bits(x)), None)
+        found = next(((x, spec) for x, spec in zip(results, specs, strict=True) if has_bits(x)), None)
         if found is not None:
             self._uses.append(found)
 
@@ -68,13 +68,25 @@ class GatherOrder:
         return bool(self._uses)
 
     def _after(self, shard: Any, spec: Spec, back: int) -> Any:
-        if len(self._uses) < back or not _has_bits(shard):
+        if len(self._uses) < back or not has_bits(shard):
             return shard
-        earlier, earlier_spec = self._uses[-back]
-        stored, other = to_partition_spec(spec), to_partition_spec(earlier_spec)
-        return jax.shard_map(
-            _dependent, mesh=self.mesh, in_specs=(stored, other), out_specs=stored, check_vma=False
-        )(shard, earlier)  # fmt: skip
+        return after(self.mesh, shard, spec, *self._uses[-back])
+
+
+def after(mesh: Any, shard: Any, spec: Spec, earlier: Any, earlier_spec: Spec) -> Any:
+    """Return a stored parameter that no device has before its shard of `earlier`.
+
+    Args:
+        mesh: the mesh of devices.
+        shard: the parameter.
+        spec: its sharding.
+        earlier: another value.
+        earlier_spec: the sharding of that.
+    """
+    stored, other = to_partition_spec(spec), to_partition_spec(earlier_spec)
+    return jax.shard_map(_dependent, mesh=mesh, in_specs=(stored, other), out_specs=stored, check_vma=False)(
+        shard, earlier
+    )
 
 
 def _dependent(shard: jax.Array, earlier: jax.Array) -> jax.Array:
@@ -91,7 +103,7 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
 
 
-def _has_bits(x: Any) -> bool:
+def has_bits(x: Any) -> bool:
     """Whether a value is an array with elements of whole bytes whose bits can be changed."""
     if _compat.is_extended(x.dtype) or not math.prod(x.shape):
         return False

@@ -32,6 +32,7 @@ from autoshard.sharding.layout.operator_sharding import (
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.gather_order import GatherOrder
+from autoshard.sharding.lower.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
@@ -60,6 +61,7 @@ class Lowering:
         self.mesh = mesh
         self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
         self.prefetch = gather == PREFETCH
+        self.layers: LayerPrefetch | None = None
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.link_prices = link_prices
         self.constraints = 0
@@ -67,7 +69,10 @@ class Lowering:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Return the program's flat results for its flat inputs."""
-        return self.block(self.layout.axes.program.block, args)
+        block = self.layout.axes.program.block
+        if self.prefetch:
+            self.layers = LayerPrefetch(self, dict(zip(block.inputs, args, strict=True)))
+        return self.block(block, args)
 
     def constrain(self, x: Any, spec: Spec) -> Any:
         """Return `x` constrained to `spec`; scalars and typed keys stay as they are."""
@@ -107,8 +112,12 @@ class Lowering:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
         for op in block.ops:
+            if self.layers is not None:
+                self.layers.before(op)
             with _compat.source_of(op.eqn):
                 results = self.op(op, [read(a) for a in op.eqn.invars])
+            if self.layers is not None:
+                self.layers.after(op, results)
             env.update(zip(op.eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -151,6 +160,16 @@ class Lowering:
     def is_parameter(self, value: int) -> bool:
         """Whether a value is a parameter, or a slice or a cast of one."""
         return is_parameter(self.layout.axes, self.layout.roles, value)
+
+    def computed(self, ops: Sequence[Op], values: dict[int, Any]) -> dict[int, Any]:
+        """Return values by their numbers, with the results of these operators."""
+        values = {**values}
+        for op in ops:
+            atoms = zip(op.eqn.invars, op.operands, strict=True)
+            args = [atom.val if isinstance(atom, _compat.Literal) else values[v] for atom, v in atoms]
+            with _compat.source_of(op.eqn):
+                values.update(zip(op.results, self.op(op, args), strict=True))
+        return values
 
     def gathered(self, x: Any, gather: Gather) -> Any:
         """Return a stored parameter, gathered, in the type in which collectives move it."""

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import Gather, loop_gathers, loop_operands
@@ -87,11 +86,7 @@ def prefetched_scan(
         for value, k in found.slices.items():
             one = lax.dynamic_index_in_dim(xs[k], index, keepdims=False, allow_negative_indices=False)
             env[value] = lowering.constrain(one, operand_spec(lowering.layout, value))
-        for each in found.chain:
-            atoms = zip(each.eqn.invars, each.operands, strict=True)
-            args = [atom.val if isinstance(atom, _compat.Literal) else env[v] for atom, v in atoms]
-            with _compat.source_of(each.eqn):
-                env.update(zip(each.results, lowering.op(each, args), strict=True))
+        env = lowering.computed(found.chain, env)
         return [lowering.gathered(env[gather.value], gather) for gather in found.gathers]
 
     def body(state: tuple[Any, list[Any], list[Any]], x: list[Any]) -> tuple[Any, list[Any]]:

@@ -82,7 +82,7 @@ def test_parameters_of_narrow_types(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.float4_e2m1fn, jnp.bool_, jnp.complex64])
 def test_arrays_whose_bits_cannot_be_changed_wait_for_nothing(dtype):
-    assert not gather_order._has_bits(jax.ShapeDtypeStruct((4,), dtype))
+    assert not gather_order.has_bits(jax.ShapeDtypeStruct((4,), dtype))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e5m2, jnp.int8, jnp.uint32, jnp.float64])

@@ -1,0 +1,92 @@
+"""The layers of a program that writes them out, by the parameters that its operators use.
+
+    site     an operator outside of loops that uses parameters; a rematerialized part of the program is one site
+    layer    sites that repeat: the next ones are equal operators that use equal parameters
+    stage    a layer, or the sites between two runs of layers
+
+Equal means the same logical axes. Names are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.layout.loop_gathers import operators, parameters_of
+from autoshard.spmdrules.ir.program import Block, Op
+
+INLINED = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})  # their operators are lowered where the call is
+
+
+@shown
+@dataclass(frozen=True, eq=False)
+class Site:
+    """An operator outside of loops that uses parameters.
+
+    Attributes:
+        op: the operator.
+        users: the operator, or those in its body that use parameters.
+        key: equal for equal operators that use equal parameters.
+    """
+
+    op: Op
+    users: tuple[Op, ...]
+    key: Hashable
+
+
+Stage = tuple[Site, ...]
+
+
+def stages_of(axes: LogicalAxes, roles: Roles) -> list[Stage]:
+    """Return the stages of a program, in order; none if no layer repeats."""
+    sites = list(_sites(axes.program.block, axes, roles))
+    numbers: dict[Hashable, int] = {}  # of the keys, because numbers are compared faster
+    runs = repeats([numbers.setdefault(site.key, len(numbers)) for site in sites])
+    if not any(count > 1 for _, _, count in runs):
+        return []
+    return [
+        tuple(sites[first + k * size : first + (k + 1) * size]) for first, size, count in runs for k in range(count)
+    ]
+
+
+def _sites(block: Block, axes: LogicalAxes, roles: Roles) -> Iterator[Site]:
+    for op in block.ops:
+        if op.name in INLINED:
+            yield from _sites(op.blocks[0], axes, roles)
+        elif not op.blocks or op.name == "remat2":
+            within = [op] if not op.blocks else [each for each, is_open in operators(op.blocks[0]) if is_open]
+            used = [(each, parameters) for each in within if (parameters := parameters_of(axes, roles, each))]
+            if used:
+                key = tuple((each.name, tuple(axes.of_value[v] for v in parameters)) for each, parameters in used)
+                yield Site(op, tuple(each for each, _ in used), (op.name, key))
+
+
+def repeats(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
+    """Cut a sequence into repeated groups and what is between them: (first, number of keys in a group, groups).
+
+    Each group is the one that covers most keys from there on, and among these the shortest.
+
+    >>> repeats("abxyxyxyc")
+    [(0, 2, 1), (2, 2, 3), (8, 1, 1)]
+    """
+    found: list[tuple[int, int, int]] = []
+    start = single = 0  # keys from `single` to `start` are in no group
+    while start < len(keys):
+        best = (0, 0)
+        for size in range(1, (len(keys) - start) // 2 + 1):
+            count = 1
+            while keys[start + count * size : start + (count + 1) * size] == keys[start : start + size]:
+                count += 1
+            if count > 1 and count * size > best[0] * best[1]:
+                best = (size, count)
+        if not best[0]:
+            start += 1
+            continue
+        if start > single:
+            found.append((single, start - single, 1))
+        found.append((start, *best))
+        start = single = start + best[0] * best[1]
+    return [*found, (single, len(keys) - single, 1)] if single < len(keys) else found
