@@ -21,7 +21,7 @@ So the first gather of a loop body and its last reduction are exposed, however m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,9 +54,17 @@ class Overlap:
         places: for each collective, where it runs; None if compute cannot hide it.
         times: the compute time of each stretch.
         sequential: whether each gather waits for the last use but one.
+        copies_us: stretch -> microseconds that one run of it copies gathered parameters; collectives run beside these.
     """
 
-    def __init__(self, places: Sequence[Place | None], times: StretchTimes, *, sequential: bool = False):
+    def __init__(
+        self,
+        places: Sequence[Place | None],
+        times: StretchTimes,
+        *,
+        sequential: bool = False,
+        copies_us: Mapping[int, float] | None = None,
+    ):
         self._count = len(places)
         found: defaultdict[int, _Found] = defaultdict(_Found)
         self._starts = np.zeros(self._count)  # of the loops that run a collective early
@@ -75,7 +83,10 @@ class Overlap:
                 for kind, chosen in ((some.gathers, here & (starts == 0)), (some.early, here & (starts > 0))):
                     if chosen.any():
                         kind.append((n, place.ops[chosen]))
-        self._stretches = [_Stretch(stretch, some, times, sequential) for stretch, some in found.items()]
+        copies = copies_us or {}
+        self._stretches = [
+            _Stretch(stretch, some, times, sequential, copies.get(stretch, 0.0)) for stretch, some in found.items()
+        ]
 
     def exposed_us(self, once_us: Sequence[float]) -> np.ndarray:
         """Return the exposed microseconds of each collective in a step.
@@ -88,6 +99,15 @@ class Overlap:
         for stretch in self._stretches:
             stretch.add_exposed(exposed, once)
         return exposed
+
+    def waiting(self, once_us: Sequence[float]) -> set[tuple[int, int]]:
+        """Return (collective, operator) for each operator that waits for a gather of its own stretch.
+
+        Args:
+            once_us: as for `exposed_us`.
+        """
+        once = np.asarray(once_us, float)
+        return {pair for stretch in self._stretches for pair in stretch.waiting(once)}
 
 
 @dataclass
@@ -113,19 +133,14 @@ class _Stretch:
         found: the collectives.
         times: the compute time of each stretch.
         sequential: whether each gather waits for the last use but one.
+        copies_us: microseconds of copies at its end.
     """
 
-    def __init__(
-        self,
-        number: int,
-        found: _Found,
-        times: StretchTimes,
-        sequential: bool,
-    ):
+    def __init__(self, number: int, found: _Found, times: StretchTimes, sequential: bool, copies_us: float):
         self.sequential = sequential
-        self.total = times.total_us(number)
+        self.total = times.total_us(number) + copies_us
         (now, needing), (early, needing_later) = _flat(found.gathers), _flat(found.early)
-        end = np.full(len(early), self.total)
+        self.needing, end = needing, np.full(len(early), self.total)
         self.gathers = np.concatenate([now, early])
         self.before = np.concatenate([times.before_us(number, needing), end])
         self.until = np.concatenate([times.until_us(number, needing), end])
@@ -139,11 +154,7 @@ class _Stretch:
     def add_exposed(self, exposed: np.ndarray, once_us: np.ndarray) -> None:
         """Add the exposed microseconds of a step to those of each collective."""
         gathers, reductions = once_us[self.gathers], once_us[self.reductions]
-        reduction_waits = _waits(reductions, self.after)
-        if self.sequential:
-            gather_waits = sequential_waits(gathers, self.before, self.until)
-        else:
-            gather_waits = _waits(gathers, self.before)
+        reduction_waits, gather_waits = _waits(reductions, self.after), self._gather_waits(once_us)
         hidden = float((gathers - gather_waits).sum() + (reductions - reduction_waits).sum())
         if hidden > self.total:
             share = 1 - self.total / hidden
@@ -151,6 +162,17 @@ class _Stretch:
             reduction_waits = reduction_waits + share * (reductions - reduction_waits)
         np.add.at(exposed, self.gathers, gather_waits * self.gather_trips)
         np.add.at(exposed, self.reductions, reduction_waits * self.reduction_trips)
+
+    def waiting(self, once_us: np.ndarray) -> list[tuple[int, int]]:
+        """Return (collective, operator) for each operator that waits for a gather."""
+        late = len(self.needing)
+        waits = self._gather_waits(once_us)[:late] > 0
+        return list(zip(self.gathers[:late][waits].tolist(), self.needing[waits].tolist(), strict=True))
+
+    def _gather_waits(self, once_us: np.ndarray) -> np.ndarray:
+        if self.sequential:
+            return sequential_waits(once_us[self.gathers], self.before, self.until)
+        return _waits(once_us[self.gathers], self.before)
 
 
 def _waits(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:

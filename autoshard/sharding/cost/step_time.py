@@ -57,7 +57,7 @@ from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
 from autoshard.sharding.cost.sequential_gathers import gathered_one_ahead
-from autoshard.sharding.cost.stretches import Stretches
+from autoshard.sharding.cost.stretches import Stretches, StretchTimes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
@@ -141,7 +141,7 @@ class CostModel:
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
             return self._distinguishing(distinct)(layout)
-        compute, collectives, times_us = 0.0, [], []
+        compute, collectives, arrays, times_us = 0.0, [], [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
         users: dict[Any, tuple[np.ndarray, int]] = {}  # key in `buffers` -> operators that take them, and as what operand
         sequential = self.gather == SEQUENTIAL
@@ -163,19 +163,18 @@ class CostModel:
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
                 if len(new):
-                    place = self._place(each.op, move, new)
                     runs, size = float(self.stretches.trips[new].sum()), move.local_bytes
-                    runs += float(place.starts.sum()) if place is not None else 0.0
+                    place = Place(new, move.array >= 0) if self._is_prefetchable(each.op, move) else None
                     collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
+                    arrays.append(move.array if move.kind == "all-gather" else -1)
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
         cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=sequential)
-        ahead = gathered_one_ahead(in_order, self.stretches.number)
-        held = buffers.values()
         if self.early is not None:
-            held = [b for key, each in buffers.items() for b in self._held(each, users.get(key))]
-        return replace(cost, live_buffers=(*held, *ahead))
+            return self._gathering_early(cost, arrays, buffers, users, times)
+        ahead = gathered_one_ahead(in_order, self.stretches.number)
+        return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""
@@ -187,17 +186,44 @@ class CostModel:
                 self._by_distinct[distinct] = CostModel(*common, distinct, gather=self.gather)
         return self._by_distinct[distinct]
 
-    def _place(self, op: Op, move: Move, ops: np.ndarray) -> Place | None:
-        """Return where a move of these operators runs; None if compute cannot hide it."""
-        if not self._is_prefetchable(op, move):
-            return None
-        if self.early is None or move.array < 0:
-            return Place(ops, move.array >= 0)
-        return Place(ops, True, self.early.starts(ops, move.array))
+    def _gathering_early(
+        self,
+        cost: StepCost,
+        arrays: Sequence[int],
+        buffers: Mapping[Any, LiveBuffers],
+        users: Mapping[Any, tuple[np.ndarray, int]],
+        times: StretchTimes,
+    ) -> StepCost:
+        """Return the cost of the same step if scans gather one iteration early what they would wait for.
 
-    def _held(self, buffers: LiveBuffers, users: tuple[np.ndarray, int] | None) -> list[LiveBuffers]:
-        """Return the buffers as they are held if scans gather early."""
-        return [buffers] if self.early is None or users is None else self.early.held(buffers, *users)
+        Args:
+            cost: the cost of the step.
+            arrays: for each of its collectives, the operand that it gathers; -1 for other collectives.
+            buffers: the buffers of collectives and opaque operators.
+            users: key in `buffers` -> operators that use them, and as what operand.
+            times: the compute time of each stretch.
+        """
+        assert self.early is not None
+        arrays = [*arrays, *[-1] * (len(cost.collectives) - len(arrays))]
+        products = [
+            us if each.op.name in CONTRACTIONS or is_declared(each.op) else 0.0
+            for us, each in zip(times.times_us, self.classes, strict=True)
+        ]
+        values = self.early.chosen(cost, arrays, self.stretches.times(products))
+        if not values:
+            return replace(cost, live_buffers=(*buffers.values(),))
+        moved = [self.early.early(c, array, values) for c, array in zip(cost.collectives, arrays, strict=True)]
+        gathered = [(buffers[key], *user, values) for key, user in users.items()]
+        compute, copies = cost.kernels_us, {}
+        for op, size in (pair for each in gathered for pair in self.early.copied_bytes(*each).items()):
+            time, stretch = 2 * size / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6, times.stretches
+            compute += time * stretch.trips[op]
+            number = int(stretch.number[op])
+            copies[number] = copies.get(number, 0.0) + time
+        held = [some for each in gathered for some in self.early.held(*each)]
+        others = [some for key, some in buffers.items() if key not in users]
+        new = step_cost(compute, moved, self.target.chip, cost.host, times, copies_us=copies)
+        return replace(new, live_buffers=(*others, *held), early=values)
 
     def _add_moved(
         self,

@@ -1,7 +1,7 @@
 """The layers of a program that writes them out, by the parameters that its operators use.
 
     site     an operator outside of loops that uses parameters; a rematerialized part of the program is one site
-    layer    sites that repeat: the next ones are equal operators that use equal parameters
+    layer    sites that repeat: the next ones are equal operators that use equal parameters, but not the same ones
     stage    a layer, or the sites between two runs of layers
 
 Equal means the same logical axes. Names are not read.
@@ -29,11 +29,13 @@ class Site:
     Attributes:
         op: the operator.
         users: the operator, or those in its body that use parameters.
+        parameters: what they use.
         key: equal for equal operators that use equal parameters.
     """
 
     op: Op
     users: tuple[Op, ...]
+    parameters: frozenset[int]
     key: Hashable
 
 
@@ -45,6 +47,7 @@ def stages_of(axes: LogicalAxes, roles: Roles) -> list[Stage]:
     sites = list(_sites(axes.program.block, axes, roles))
     numbers: dict[Hashable, int] = {}  # of the keys, because numbers are compared faster
     runs = repeats([numbers.setdefault(site.key, len(numbers)) for site in sites])
+    runs = [run for first, size, count in runs for run in _layers(sites, first, size, count)]
     if not any(count > 1 for _, _, count in runs):
         return []
     return [
@@ -60,8 +63,20 @@ def _sites(block: Block, axes: LogicalAxes, roles: Roles) -> Iterator[Site]:
             within = [op] if not op.blocks else [each for each, is_open in operators(op.blocks[0]) if is_open]
             used = [(each, parameters) for each in within if (parameters := parameters_of(axes, roles, each))]
             if used:
-                key = tuple((each.name, tuple(axes.of_value[v] for v in parameters)) for each, parameters in used)
-                yield Site(op, tuple(each for each, _ in used), (op.name, key))
+                key = tuple((id(each.rule), *(axes.of_value[v] for v in parameters)) for each, parameters in used)
+                every = frozenset(v for _, parameters in used for v in parameters)
+                yield Site(op, tuple(each for each, _ in used), every, (op.name, key))
+
+
+def _layers(sites: Sequence[Site], first: int, size: int, count: int) -> list[tuple[int, int, int]]:
+    """Return a run as it is, or as one group if its groups use the same parameters: the uses of one layer."""
+    groups = [
+        frozenset().union(*(site.parameters for site in sites[first + k * size : first + (k + 1) * size]))
+        for k in range(count)
+    ]
+    if len(frozenset().union(*groups)) < sum(map(len, groups)):
+        return [(first, size * count, 1)]
+    return [(first, size, count)]
 
 
 def repeats(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:

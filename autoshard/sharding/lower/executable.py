@@ -34,6 +34,7 @@ class Executable:
         layout: the sharding of every value of its program.
         link_prices: what bytes cost on the links of the target.
         mesh: the mesh of devices that the user gave to the planner, if any.
+        early: the parameters that scans gather one iteration early.
         wrap: wraps the jitted pure function so that it takes and updates nnx objects.
     """
 
@@ -42,6 +43,7 @@ class Executable:
     layout: Layout
     link_prices: LinkPrices
     mesh: Any = None
+    early: frozenset[int] = frozenset()
     wrap: Callable[[Any], Any] = lambda jitted: jitted
 
     def __deepcopy__(self, memo: Any) -> Executable:  # a trace cannot be copied, so copies share it
@@ -58,7 +60,9 @@ class Executable:
 
     def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
-        return Lowering(self.layout, _compat.all_axes_auto(mesh), self.link_prices, gather=self.plan.gather)
+        return Lowering(
+            self.layout, _compat.all_axes_auto(mesh), self.link_prices, gather=self.plan.gather, early=self.early
+        )
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
         """The program under `jax.jit`, for positional arguments: those of `Traced.jit_arguments`.

@@ -54,13 +54,22 @@ class Lowering:
         mesh: the mesh.
         link_prices: what bytes on the links of the target cost.
         gather: the order of gathers of parameters, see `ShardingPlan`.
+        early: the parameters that scans gather one iteration early.
     """
 
-    def __init__(self, layout: Layout, mesh: Any, link_prices: LinkPrices, *, gather: str = ""):
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Any,
+        link_prices: LinkPrices,
+        *,
+        gather: str = "",
+        early: frozenset[int] = frozenset(),
+    ):
         self.layout = layout
         self.mesh = mesh
         self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
-        self.prefetch = gather == PREFETCH
+        self.prefetch, self.early = gather == PREFETCH, early
         self.layers: LayerPrefetch | None = None
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.link_prices = link_prices
@@ -317,7 +326,7 @@ class Lowering:
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
 
-        if self.prefetch and (early := early_gathers(self.layout, op, self.link_prices)).gathers:
+        if self.early and (early := early_gathers(self.layout, op, self.link_prices, self.early)).gathers:
             return prefetched_scan(self, op, early, consts, init, xs)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:

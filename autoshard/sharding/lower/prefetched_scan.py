@@ -48,17 +48,18 @@ class EarlyGathers:
     late: dict[Gather, str]
 
 
-def early_gathers(layout: Layout, scan: Op, prices: LinkPrices) -> EarlyGathers:
+def early_gathers(layout: Layout, scan: Op, prices: LinkPrices, values: frozenset[int]) -> EarlyGathers:
     """Return what a scan gathers one iteration early under a layout.
 
     Args:
         layout: the layout.
         scan: the operator.
         prices: what bytes on the links of the target cost.
+        values: the parameters that it gathers early (`StepCost.early`).
     """
     operands = loop_operands(layout.axes, layout.roles, scan)
     every = loop_gathers(layout, scan, prices)
-    early = tuple(gather for gather in every if gather.value in operands.chains)
+    early = tuple(gather for gather in every if gather.value in operands.chains and gather.value in values)
     chain = dict.fromkeys(op for gather in early for op in operands.chains[gather.value])
     late = {gather: operands.late[gather.value] for gather in every if gather.value in operands.late}
     return EarlyGathers(early, tuple(chain), operands.slices, late)
