@@ -29,17 +29,28 @@ class Site:
     Attributes:
         op: the operator.
         users: the operator, or those in its body that use parameters.
-        parameters: what they use.
+        parameters: what they use: the program's inputs, each with its position in a stack.
         key: equal for equal operators that use equal parameters.
     """
 
     op: Op
     users: tuple[Op, ...]
-    parameters: frozenset[int]
+    parameters: frozenset[tuple[int, tuple[int, ...]]]
     key: Hashable
 
 
-Stage = tuple[Site, ...]
+@shown
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Sites that follow each other: those of one layer, or those between two runs of layers.
+
+    Attributes:
+        sites: the sites.
+        is_layer: whether they use the parameters of a layer.
+    """
+
+    sites: tuple[Site, ...]
+    is_layer: bool
 
 
 def stages_of(axes: LogicalAxes, roles: Roles) -> list[Stage]:
@@ -50,9 +61,14 @@ def stages_of(axes: LogicalAxes, roles: Roles) -> list[Stage]:
     runs = [run for first, size, count in runs for run in _layers(sites, first, size, count)]
     if not any(count > 1 for _, _, count in runs):
         return []
-    return [
-        tuple(sites[first + k * size : first + (k + 1) * size]) for first, size, count in runs for k in range(count)
+    stages = [
+        (tuple(sites[first + k * size : first + (k + 1) * size]), count > 1)
+        for first, size, count in runs
+        for k in range(count)
     ]
+    # The backward pass of the first layer may lack gradients that others have, so that it is no part of a run.
+    of_layers = {v for stage, repeats in stages if repeats for site in stage for v in site.parameters}
+    return [Stage(stage, any(site.parameters & of_layers for site in stage)) for stage, _ in stages]
 
 
 def _sites(block: Block, axes: LogicalAxes, roles: Roles) -> Iterator[Site]:
@@ -64,7 +80,9 @@ def _sites(block: Block, axes: LogicalAxes, roles: Roles) -> Iterator[Site]:
             used = [(each, parameters) for each in within if (parameters := parameters_of(axes, roles, each))]
             if used:
                 key = tuple((id(each.rule), *(axes.of_value[v] for v in parameters)) for each, parameters in used)
-                every = frozenset(v for _, parameters in used for v in parameters)
+                values = {v for _, parameters in used for v in parameters}
+                aliases, positions = axes.parameter_aliases, axes.stack_positions
+                every = frozenset((aliases.get(v, v), positions.get(v, ())) for v in values)
                 yield Site(op, tuple(each for each, _ in used), every, (op.name, key))
 
 

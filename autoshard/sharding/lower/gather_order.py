@@ -45,6 +45,13 @@ class GatherOrder:
         if found is not None:
             self._uses.append(found)
 
+    def cast(self, before: Any, after: Any) -> None:
+        """Let gathers wait for the cast of a result instead of the result itself.
+
+        Else the result would have a second user, and XLA could not cast a table before it gathers it for a lookup.
+        """
+        self._uses = [(after if x is before and has_bits(after) else x, spec) for x, spec in self._uses]
+
     def after_last_but_one(self, shard: Any, spec: Spec) -> Any:
         """Return a stored parameter, with this sharding, that is not there before the last use but one."""
         return self._after(shard, spec, 2)

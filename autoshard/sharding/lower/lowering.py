@@ -142,6 +142,8 @@ class Lowering:
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
             results = _compat.bind(op.eqn, op.eqn.params, *args)
+            if op.name == "convert_element_type":
+                self.cast(args[0], results[0])
             return self.constrain_like_parameter(op, results)
         rule = op.rule
         assert rule is not None
@@ -161,6 +163,13 @@ class Lowering:
         if any(gathered):
             self.order.used(results, wants)
         return results
+
+    def cast(self, before: Any, after: Any) -> None:
+        """Let gathers that wait for a result wait for its cast instead (`GatherOrder.cast`)."""
+        if self.order is not None:
+            self.order.cast(before, after)
+        if self.layers is not None:
+            self.layers.cast(before, after)
 
     def is_gather(self, value: int, spec: Spec) -> bool:
         """Whether an operand that needs this sharding is a parameter that is stored in another one."""

@@ -4,7 +4,8 @@ Where no loop forces an order, compilers may gather parameters much earlier than
 them. Here the gathers of a layer wait for the input of the layer before it, by a dependence of the data
 (`gather_order`), and for nothing later. So at most two layers' parameters are gathered: those in use, and the next. A
 layer's parameters are gathered again in the backward pass. In a rematerialized layer they are gathered outside of the
-part that is rematerialized, because all of that part waits for its operands.
+part that is rematerialized, because all of that part waits for its operands. What is in no layer is left to the
+compiler.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class LayerPrefetch:
         self.lowering, self.inputs = lowering, inputs
         axes = lowering.layout.axes
         self.stages = stages_of(axes, lowering.layout.roles)
-        self._first = {id(stage[0].op): n for n, stage in enumerate(self.stages)}
-        self._last = {id(stage[-1].op): n for n, stage in enumerate(self.stages)}
+        self._first = {id(stage.sites[0].op): n for n, stage in enumerate(self.stages)}
+        self._last = {id(stage.sites[-1].op): n for n, stage in enumerate(self.stages)}
         self._ended: list[tuple[Any, Spec] | None] = []  # for each stage so far, a value that its last operator returns
         self._made = {
             v: (number, op)
@@ -48,7 +49,7 @@ class LayerPrefetch:
     def before(self, op: Op) -> None:
         """Gather the parameters of the stage that begins with this operator, if one does."""
         number = self._first.get(id(op))
-        if number is not None:
+        if number is not None and self.stages[number].is_layer:
             self.lowering.held = self._gathered(self.stages[number], number)
 
     def after(self, op: Op, results: Sequence[Any]) -> None:
@@ -62,12 +63,17 @@ class LayerPrefetch:
         x, v = next(iter([*activations, *found]), (None, -1))
         self._ended.append(None if x is None else (x, result_spec(self.lowering.layout, op, v)))
 
+    def cast(self, before: Any, after: Any) -> None:
+        """Let gathers wait for the cast of a result instead of the result itself (`GatherOrder.cast`)."""
+        if self._ended and self._ended[-1] is not None and self._ended[-1][0] is before and has_bits(after):
+            self._ended[-1] = after, self._ended[-1][1]
+
     def _gathered(self, stage: Stage, number: int) -> dict[Gather, Any]:
         """Return the gathered parameters of a stage. They wait until the stage before it has its input."""
         layout, prices = self.lowering.layout, self.lowering.link_prices
         earlier = self._ended[number - 2] if number > 1 else None
         found: dict[Gather, Any] = {}
-        for gather in (each for site in stage for op in site.users for each in gathers_of(layout, op, prices)):
+        for gather in (each for site in stage.sites for op in site.users for each in gathers_of(layout, op, prices)):
             ops, ends = ancestors(gather.value, self._made, {*self.inputs})
             if gather in found or not ends <= self.inputs.keys():
                 continue
