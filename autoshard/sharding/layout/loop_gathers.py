@@ -23,10 +23,10 @@ from autoshard.spmdrules.ir.program import Block, Op
 
 # Calls and control flow whose bodies may use values of the code around them when they are lowered (`lower.lowering`).
 OPEN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit", "remat2", "scan", "while", "cond"})
-COMPUTED = "it depends on what the loop computes"
-CONSTANT = "it is the same in every iteration"
-ON_HOST = "it is in host memory"
-IN_CALL = "it is used in a call whose body sees only its own operands"
+COMPUTED = "they depend on what the loop computes"
+CONSTANT = "they are the same in every iteration"
+ON_HOST = "they are in host memory"
+IN_CALL = "they are used in a call whose body sees only its own operands"
 
 
 @shown

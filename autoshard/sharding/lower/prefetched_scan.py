@@ -39,13 +39,15 @@ class EarlyGathers:
         gathers: the gathers.
         chain: the operators that compute what is gathered, in order.
         slices: slice of an operand -> the number of the operand among those that the scan slices.
-        late: what the scan gathers in the iteration itself -> the reason.
+        late: what the scan cannot gather early -> the reason.
+        chains: every value that it can gather early.
     """
 
     gathers: tuple[Gather, ...]
     chain: tuple[Op, ...]
     slices: dict[int, int]
     late: dict[Gather, str]
+    chains: frozenset[int]
 
 
 def early_gathers(layout: Layout, scan: Op, prices: LinkPrices, values: frozenset[int]) -> EarlyGathers:
@@ -62,7 +64,7 @@ def early_gathers(layout: Layout, scan: Op, prices: LinkPrices, values: frozense
     early = tuple(gather for gather in every if gather.value in operands.chains and gather.value in values)
     chain = dict.fromkeys(op for gather in early for op in operands.chains[gather.value])
     late = {gather: operands.late[gather.value] for gather in every if gather.value in operands.late}
-    return EarlyGathers(early, tuple(chain), operands.slices, late)
+    return EarlyGathers(early, tuple(chain), operands.slices, late, frozenset(operands.chains))
 
 
 def prefetched_scan(

@@ -85,7 +85,7 @@ class ShardingPlan:
         variant: the static keywords that were chosen among `variants=`; empty without variants. A plan that was read
             is bound to `functools.partial(fn, **plan.variant)`.
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
-        gather: the order in which stored parameters are gathered, as requested: `sequential`; empty if the compiler
+        gather: the order in which stored parameters are gathered: `prefetch` or `sequential`; empty if the compiler
             chooses it.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
             the planner moves nothing there. `bind` moves the same values.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -98,6 +99,14 @@ class PlanningProblem:
         # The new stack of moments that a loop returns is not written over the old one, which the loop still reads.
         state = [(i, o) for i, o in self.state if i in donated and not (i in moved and o in looped)]
         return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
+
+    def gathering(self, gather: str) -> PlanningProblem:
+        """Return the same problem with another order of gathers."""
+        other = copy(self)
+        other.gather, other.search_counts = gather, SearchCounts()
+        for name in ("cost", "memory", "models"):
+            other.__dict__.pop(name, None)
+        return other
 
     def check_rules_known(self, strict: bool) -> None:
         """Warns of primitives that have no rule; raises a `PlanError` if `strict`."""
