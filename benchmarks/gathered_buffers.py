@@ -59,7 +59,9 @@ def peak(buffers: list[Buffer]) -> Peak:
     Peak(nbytes=6.0, buffers=2)
     """
     live = [[each for each in buffers if each.first <= n <= each.last] for n in {each.first for each in buffers}]
-    return max((Peak(sum(b.nbytes for b in some), len(some)) for some in live), key=lambda p: p.nbytes, default=Peak(0, 0))
+    return max(
+        (Peak(sum(b.nbytes for b in some), len(some)) for some in live), key=lambda p: p.nbytes, default=Peak(0, 0)
+    )
 
 
 def _of(parts: dict[Part, Buffer], name: str) -> dict[int | None, Buffer]:

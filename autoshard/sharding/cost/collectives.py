@@ -86,7 +86,8 @@ class StepCost:
     host: HostTime = HostTime()
     live_buffers: tuple[LiveBuffers, ...] = field(default=(), repr=False)
     overlap: Overlap | None = field(default=None, repr=False)  # None if compute can hide no collective
-    early: frozenset[int] = field(default=frozenset(), repr=False)  # parameters that scans gather one iteration early
+    # Parameters that are gathered one layer early, as (number of the scan, or -1 - number of the stage; value).
+    early: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
 
 
 def collective(

@@ -154,7 +154,7 @@ class _Stretch:
     def add_exposed(self, exposed: np.ndarray, once_us: np.ndarray) -> None:
         """Add the exposed microseconds of a step to those of each collective."""
         gathers, reductions = once_us[self.gathers], once_us[self.reductions]
-        reduction_waits, gather_waits = _waits(reductions, self.after), self._gather_waits(once_us)
+        reduction_waits, gather_waits = waits_of(reductions, self.after), self._gather_waits(once_us)
         hidden = float((gathers - gather_waits).sum() + (reductions - reduction_waits).sum())
         if hidden > self.total:
             share = 1 - self.total / hidden
@@ -172,10 +172,10 @@ class _Stretch:
     def _gather_waits(self, once_us: np.ndarray) -> np.ndarray:
         if self.sequential:
             return sequential_waits(once_us[self.gathers], self.before, self.until)
-        return _waits(once_us[self.gathers], self.before)
+        return waits_of(once_us[self.gathers], self.before)
 
 
-def _waits(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
+def waits_of(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
     """Return how long each of several collectives, one after another, takes longer than the compute until its end."""
     waited = np.maximum.accumulate(np.maximum(np.cumsum(times_us) - compute_us, 0.0))
     return np.diff(waited, prepend=0.0)

@@ -43,7 +43,7 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
 from autoshard.sharding.cost.collectives import Collective, LiveBuffers, StepCost, collective, step_cost
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
-from autoshard.sharding.cost.early_gathers import EarlyGathers
+from autoshard.sharding.cost.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     SharedOperands,
@@ -57,7 +57,7 @@ from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
 from autoshard.sharding.cost.sequential_gathers import gathered_one_ahead
-from autoshard.sharding.cost.stretches import Stretches, StretchTimes
+from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
@@ -117,7 +117,7 @@ class CostModel:
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion, self.distinct, self.gather = fusion, distinct, gather
-        self.early = EarlyGathers(axes, roles) if gather == PREFETCH else None
+        self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
@@ -141,9 +141,9 @@ class CostModel:
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
             return self._distinguishing(distinct)(layout)
-        compute, collectives, arrays, times_us = 0.0, [], [], []
+        compute, collectives, times_us = 0.0, [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
-        users: dict[Any, tuple[np.ndarray, int]] = {}  # key in `buffers` -> operators that take them, and as what operand
+        gathered: dict[Any, Gathered] = {}
         sequential = self.gather == SEQUENTIAL
         in_order: list[LiveBuffers] = []  # of gathers one after another: each serves one operator
         canonical, assignment = CanonicalLayout(layout, self.queries), self.target.assign(layout.mesh)
@@ -158,7 +158,12 @@ class CostModel:
                 if move.array >= 0 and sequential and self._is_state(each.op.operands[move.array]):
                     in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
                 elif move.array >= 0:
-                    new = self._add_moved(buffers, users, move, axes, each.shared[move.array])
+                    new = self._add_moved(buffers, move, axes, each.shared[move.array])
+                    if self.early is not None and self._is_state(each.op.operands[move.array]):
+                        for some in each.shared[move.array]:
+                            key = move.kind, axes, some.number
+                            found = Gathered(buffers[key], some.first, move.array, len(collectives))
+                            gathered.setdefault(key, found)
                 elif move.kind == "reduce-scatter":
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
@@ -166,13 +171,17 @@ class CostModel:
                     runs, size = float(self.stretches.trips[new].sum()), move.local_bytes
                     place = Place(new, move.array >= 0) if self._is_prefetchable(each.op, move) else None
                     collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
-                    arrays.append(move.array if move.kind == "all-gather" else -1)
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
         cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=sequential)
         if self.early is not None:
-            return self._gathering_early(cost, arrays, buffers, users, times)
+            others = [some for key, some in buffers.items() if key not in gathered]
+            products = [
+                us if each.op.name in CONTRACTIONS or is_declared(each.op) else 0.0
+                for us, each in zip(times_us, self.classes, strict=True)
+            ]
+            return self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
         ahead = gathered_one_ahead(in_order, self.stretches.number)
         return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
@@ -186,54 +195,10 @@ class CostModel:
                 self._by_distinct[distinct] = CostModel(*common, distinct, gather=self.gather)
         return self._by_distinct[distinct]
 
-    def _gathering_early(
-        self,
-        cost: StepCost,
-        arrays: Sequence[int],
-        buffers: Mapping[Any, LiveBuffers],
-        users: Mapping[Any, tuple[np.ndarray, int]],
-        times: StretchTimes,
-    ) -> StepCost:
-        """Return the cost of the same step if scans gather one iteration early what they would wait for.
-
-        Args:
-            cost: the cost of the step.
-            arrays: for each of its collectives, the operand that it gathers; -1 for other collectives.
-            buffers: the buffers of collectives and opaque operators.
-            users: key in `buffers` -> operators that use them, and as what operand.
-            times: the compute time of each stretch.
-        """
-        assert self.early is not None
-        arrays = [*arrays, *[-1] * (len(cost.collectives) - len(arrays))]
-        products = [
-            us if each.op.name in CONTRACTIONS or is_declared(each.op) else 0.0
-            for us, each in zip(times.times_us, self.classes, strict=True)
-        ]
-        values = self.early.chosen(cost, arrays, self.stretches.times(products))
-        if not values:
-            return replace(cost, live_buffers=(*buffers.values(),))
-        moved = [self.early.early(c, array, values) for c, array in zip(cost.collectives, arrays, strict=True)]
-        gathered = [(buffers[key], *user, values) for key, user in users.items()]
-        compute, copies = cost.kernels_us, {}
-        for op, size in (pair for each in gathered for pair in self.early.copied_bytes(*each).items()):
-            time, stretch = 2 * size / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6, times.stretches
-            compute += time * stretch.trips[op]
-            number = int(stretch.number[op])
-            copies[number] = copies.get(number, 0.0) + time
-        held = [some for each in gathered for some in self.early.held(*each)]
-        others = [some for key, some in buffers.items() if key not in users]
-        new = step_cost(compute, moved, self.target.chip, cost.host, times, copies_us=copies)
-        return replace(new, live_buffers=(*others, *held), early=values)
-
     def _add_moved(
-        self,
-        buffers: dict[Any, LiveBuffers],
-        users: dict[Any, tuple[np.ndarray, int]],
-        move: Move,
-        axes: tuple[str, ...],
-        operands: Sequence[SharedOperands],
+        self, buffers: dict[Any, LiveBuffers], move: Move, axes: tuple[str, ...], operands: Sequence[SharedOperands]
     ) -> np.ndarray:
-        """Add the operands that an operator class moves to `buffers`, and the operators that take them to `users`.
+        """Add the operands that an operator class moves to `buffers`.
 
         Returns:
             The numbers of the first operators that take those that were not there yet.
@@ -243,7 +208,6 @@ class CostModel:
             found = buffers.get((move.kind, axes, some.number))
             if found is None:
                 buffers[move.kind, axes, some.number] = LiveBuffers(extra, some.first, some.last)
-                users[move.kind, axes, some.number] = some.first, move.array
                 new.append(some.first)
             else:
                 found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)

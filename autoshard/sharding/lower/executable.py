@@ -34,7 +34,7 @@ class Executable:
         layout: the sharding of every value of its program.
         link_prices: what bytes cost on the links of the target.
         mesh: the mesh of devices that the user gave to the planner, if any.
-        early: the parameters that scans gather one iteration early.
+        early: the parameters that are gathered one layer early (`StepCost.early`).
         wrap: wraps the jitted pure function so that it takes and updates nnx objects.
     """
 
@@ -43,7 +43,7 @@ class Executable:
     layout: Layout
     link_prices: LinkPrices
     mesh: Any = None
-    early: frozenset[int] = frozenset()
+    early: frozenset[tuple[int, int]] = frozenset()
     wrap: Callable[[Any], Any] = lambda jitted: jitted
 
     def __deepcopy__(self, memo: Any) -> Executable:  # a trace cannot be copied, so copies share it

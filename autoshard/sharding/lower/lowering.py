@@ -35,7 +35,7 @@ from autoshard.sharding.lower.gather_order import GatherOrder
 from autoshard.sharding.lower.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.machines.link_prices import LinkPrices
-from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
+from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
@@ -54,7 +54,7 @@ class Lowering:
         mesh: the mesh.
         link_prices: what bytes on the links of the target cost.
         gather: the order of gathers of parameters, see `ShardingPlan`.
-        early: the parameters that scans gather one iteration early.
+        early: the parameters that are gathered one layer early (`StepCost.early`).
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Lowering:
         link_prices: LinkPrices,
         *,
         gather: str = "",
-        early: frozenset[int] = frozenset(),
+        early: frozenset[tuple[int, int]] = frozenset(),
     ):
         self.layout = layout
         self.mesh = mesh
         self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
-        self.prefetch, self.early = gather == PREFETCH, early
+        self.early, self.early_values = early, frozenset(v for number, v in early if number >= 0)
         self.layers: LayerPrefetch | None = None
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.link_prices = link_prices
@@ -79,7 +79,7 @@ class Lowering:
     def __call__(self, *args: Any) -> list[Any]:
         """Return the program's flat results for its flat inputs."""
         block = self.layout.axes.program.block
-        if self.prefetch:
+        if self.early:
             self.layers = LayerPrefetch(self, dict(zip(block.inputs, args, strict=True)))
         return self.block(block, args)
 
@@ -335,8 +335,8 @@ class Lowering:
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
 
-        if self.early and (early := early_gathers(self.layout, op, self.link_prices, self.early)).gathers:
-            return prefetched_scan(self, op, early, consts, init, xs)
+        if self.early and (found := early_gathers(self.layout, op, self.link_prices, self.early_values)).gathers:
+            return prefetched_scan(self, op, found, consts, init, xs)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = self.function(op.blocks[0])(*consts, *carry, *x)

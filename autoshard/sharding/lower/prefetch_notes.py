@@ -7,32 +7,39 @@ from collections.abc import Callable, Iterable, Iterator
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import loop_gathers
-from autoshard.sharding.layout.unrolled_layers import stages_of
 from autoshard.sharding.lower.prefetched_scan import early_gathers
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
 
+NOTHING = (
+    "gather='prefetch' gathers nothing early: there are no scanned or rematerialized layers with stored parameters whose "
+    "gathers wait, or the compiler for this machine runs no gather beside compute"
+)
 HIDDEN = "its products hide these gathers"
 
 
 def prefetch_notes(
-    layout: Layout, prices: LinkPrices, values: frozenset[int], path_of: Callable[[int], str]
+    layout: Layout, prices: LinkPrices, early: frozenset[tuple[int, int]], path_of: Callable[[int], str]
 ) -> Iterator[str]:
-    """Yield a sentence for each scan that gathers parameters, and one if nothing is gathered early.
+    """Yield a sentence for each scan that gathers parameters, and one for all written-out layers; or one that says that nothing is early.
 
     Args:
         layout: the layout.
         prices: what bytes on the links of the target cost.
-        values: the parameters that scans gather early (`StepCost.early`).
+        early: the parameters that are gathered early (`StepCost.early`).
         path_of: the path of an input of the program.
     """
-    any_early = any(stage.is_layer for stage in stages_of(layout.axes, layout.roles))
+    if not early:
+        yield NOTHING
+        return
+    if in_layers := [v for number, v in sorted(early, reverse=True) if number < 0]:
+        yield f"written-out layers gather {_paths(layout, in_layers, path_of)} one layer early"
+    values = frozenset(v for number, v in early if number >= 0)
     for scan in (op for op in layout.axes.program.ops() if op.name == "scan"):
         found = early_gathers(layout, scan, prices, values)
         late = {gather.value: reason for gather, reason in found.late.items()}
         own = [g.value for g in loop_gathers(layout, scan, prices) if g.value in found.chains]
         late |= {v: HIDDEN for v in own if v not in values}
-        any_early |= bool(found.gathers)
         if not found.gathers and not late:
             continue
         text = f"{_place(scan)} gathers {_paths(layout, (g.value for g in found.gathers), path_of)} one iteration early"
@@ -40,8 +47,6 @@ def prefetch_notes(
             which = _paths(layout, (v for v, each in late.items() if each == reason), path_of)
             text += f"; {which} in the iteration that uses them, because {reason}"
         yield text
-    if not any_early:
-        yield "gather='prefetch' changes nothing: no scan gathers parameters early, and no written-out layers repeat"
 
 
 def _place(scan: Op) -> str:

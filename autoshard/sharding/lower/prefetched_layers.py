@@ -1,11 +1,9 @@
-"""Written-out layers whose parameters are gathered while the layer before them computes: `gather="prefetch"`.
+"""Written-out layers that gather parameters while the layer before them computes: `gather="prefetch"`.
 
-Where no loop forces an order, compilers may gather parameters much earlier than they are needed, and then hold many of
-them. Here the gathers of a layer wait for the input of the layer before it, by a dependence of the data
-(`gather_order`), and for nothing later. So at most two layers' parameters are gathered: those in use, and the next. A
-layer's parameters are gathered again in the backward pass. In a rematerialized layer they are gathered outside of the
-part that is rematerialized, because all of that part waits for its operands. What is in no layer is left to the
-compiler.
+What is early (`cost.early_gathers`) is gathered outside of a rematerialized part of the program, because all of that
+part waits for its operands. Where no loop forces an order, compilers may gather parameters much earlier than they are
+needed, and then hold many of them. So the early gathers of a layer wait for the input of the layer before it, by a
+dependence of the data (`gather_order`), and for nothing later. What is not early is left to the compiler.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class LayerPrefetch:
     def before(self, op: Op) -> None:
         """Gather the parameters of the stage that begins with this operator, if one does."""
         number = self._first.get(id(op))
-        if number is not None and self.stages[number].is_layer:
+        if number is not None:
             self.lowering.held = self._gathered(self.stages[number], number)
 
     def after(self, op: Op, results: Sequence[Any]) -> None:
@@ -75,7 +73,8 @@ class LayerPrefetch:
         found: dict[Gather, Any] = {}
         for gather in (each for site in stage.sites for op in site.users for each in gathers_of(layout, op, prices)):
             ops, ends = ancestors(gather.value, self._made, {*self.inputs})
-            if gather in found or not ends <= self.inputs.keys():
+            is_early = (-1 - number, gather.value) in self.lowering.early
+            if gather in found or not is_early or not ends <= self.inputs.keys():
                 continue
             shard = self.lowering.computed(ops, self.inputs)[gather.value]
             if earlier is not None and has_bits(shard):

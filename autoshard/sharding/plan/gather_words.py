@@ -24,5 +24,7 @@ def read_gather(gather: Any) -> str:
         PlanError: it is none of the words.
     """
     if gather is not None and (not isinstance(gather, str) or gather not in WORDS):
-        raise PlanError(f"gather is {short_repr(gather)}; it must be {', '.join(map(repr, [*WORDS][:-1]))} or {[*WORDS][-1]!r}")
+        raise PlanError(
+            f"gather is {short_repr(gather)}; it must be {', '.join(map(repr, [*WORDS][:-1]))} or {[*WORDS][-1]!r}"
+        )
     return "" if gather in (None, AUTO) else gather
