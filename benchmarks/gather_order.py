@@ -99,9 +99,9 @@ def row_of(target: str, layers: int, batch: int, words: str, remat: str, gather:
         )
         * 2.0
     )
-    kind = "scanned" if scan else "written out"
+    program = f"{layers} layers, {'scanned' if scan else 'written out'}, batch {batch}, {remat}"
     return Row(
-        target, f"{layers} layers, {kind}, batch {batch}, {remat}", words, gather, result.kind, result.memory.get("temp"),
+        target, program, words, gather, result.kind, result.memory.get("temp"),
         result.peak_bytes, made.estimate.peak_memory_bytes, step.get("cycles"), step.get("roofline"),
         made.estimate.step_time_us / 1e6, largest, gathered and gathered.nbytes, gathered and gathered.buffers,
     )  # fmt: skip

@@ -154,10 +154,8 @@ class EarlyGathers:
             for op in each.ops.tolist():
                 value = self._ops[op].operands[each.array]
                 if value in self._loops and (waiting is None or (each.collective, op) in waiting):
-                    found.add((self._loops[value].number, self._aliases.get(value, value)))
-        return frozenset(
-            (loop.number, v) for v, loop in self._loops.items() if (loop.number, self._aliases.get(v, v)) in found
-        )
+                    found.add((self._loops[value].number, self._source(value)))
+        return frozenset((loop.number, v) for v, loop in self._loops.items() if (loop.number, self._source(v)) in found)
 
     def _in_layers(self, cost: StepCost, gathered: Sequence[Gathered], products: StretchTimes) -> frozenset[EarlyValue]:
         """Return what written-out layers gather early, as (-1 - number of the stage, value)."""
@@ -178,6 +176,9 @@ class EarlyGathers:
             every = cost.overlap is None
             found |= {(layer.number, v) for (*_, v), wait in zip(uses, waits.tolist(), strict=True) if wait or every}
         return frozenset(found)
+
+    def _source(self, value: int) -> int:
+        return self._aliases[value] if value in self._aliases else value
 
     def _moved(self, each: Collective, array: int, values: frozenset[int]) -> Collective:
         """Return a gather that runs one iteration early where its operand is one of these values."""

@@ -120,6 +120,6 @@ def repeats(keys: Sequence[Hashable]) -> list[tuple[int, int, int]]:
             continue
         if start > single:
             found.append((single, start - single, 1))
-        found.append((start, *best))
+        found.append((start, best[0], best[1]))
         start = single = start + best[0] * best[1]
     return [*found, (single, len(keys) - single, 1)] if single < len(keys) else found

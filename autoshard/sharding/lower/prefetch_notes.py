@@ -12,8 +12,8 @@ from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
 
 NOTHING = (
-    "gather='prefetch' gathers nothing early: there are no scanned or rematerialized layers with stored parameters whose "
-    "gathers wait, or the compiler for this machine runs no gather beside compute"
+    "gather='prefetch' gathers nothing early: no scanned or rematerialized layer waits for a gather, or the compiler "
+    "for this machine runs no gather beside compute"
 )
 HIDDEN = "its products hide these gathers"
 
@@ -21,7 +21,7 @@ HIDDEN = "its products hide these gathers"
 def prefetch_notes(
     layout: Layout, prices: LinkPrices, early: frozenset[tuple[int, int]], path_of: Callable[[int], str]
 ) -> Iterator[str]:
-    """Yield a sentence for each scan that gathers parameters, and one for all written-out layers; or one that says that nothing is early.
+    """Yield a sentence for each scan that gathers, and one for all written-out layers; or one that nothing is early.
 
     Args:
         layout: the layout.

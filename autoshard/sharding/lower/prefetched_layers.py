@@ -9,17 +9,15 @@ dependence of the data (`gather_order`), and for nothing later. What is not earl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard.sharding.layout.loop_gathers import Gather, ancestors, gathers_of, operators
 from autoshard.sharding.layout.operator_sharding import operand_spec, result_spec
 from autoshard.sharding.layout.unrolled_layers import Stage, stages_of
+from autoshard.sharding.lower.body_lowering import BodyLowering
 from autoshard.sharding.lower.gather_order import after, has_bits
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Op
-
-if TYPE_CHECKING:
-    from autoshard.sharding.lower.lowering import Lowering
 
 
 class LayerPrefetch:
@@ -30,7 +28,7 @@ class LayerPrefetch:
         inputs: the inputs of the program by their numbers.
     """
 
-    def __init__(self, lowering: Lowering, inputs: dict[int, Any]):
+    def __init__(self, lowering: BodyLowering, inputs: dict[int, Any]):
         self.lowering, self.inputs = lowering, inputs
         axes = lowering.layout.axes
         self.stages = stages_of(axes, lowering.layout.roles)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,11 +23,9 @@ from autoshard._shown import shown
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import Gather, loop_gathers, loop_operands
 from autoshard.sharding.layout.operator_sharding import operand_spec
+from autoshard.sharding.lower.body_lowering import BodyLowering
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
-
-if TYPE_CHECKING:
-    from autoshard.sharding.lower.lowering import Lowering
 
 
 @shown
@@ -68,7 +66,7 @@ def early_gathers(layout: Layout, scan: Op, prices: LinkPrices, values: frozense
 
 
 def prefetched_scan(
-    lowering: Lowering, op: Op, found: EarlyGathers, consts: Sequence[Any], init: Sequence[Any], xs: Sequence[Any]
+    lowering: BodyLowering, op: Op, found: EarlyGathers, consts: Sequence[Any], init: Sequence[Any], xs: Sequence[Any]
 ) -> list[Any]:
     """Return the results of a scan that gathers one iteration early.
 

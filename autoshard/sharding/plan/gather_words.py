@@ -12,7 +12,7 @@ PREFETCH = "prefetch"
 SEQUENTIAL = "sequential"
 WORDS = {
     AUTO: "the compiler chooses the order, and may gather many parameters early",
-    PREFETCH: "a layer's parameters are gathered while the layer before it computes, and freed after their layer",
+    PREFETCH: "the parameters that a layer needs first are gathered while the layer before it computes",
     SEQUENTIAL: "one after another: the next is gathered while one is in use, and each is freed after its use",
 }
 

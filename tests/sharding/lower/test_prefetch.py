@@ -1,4 +1,4 @@
-"""Parameters that are gathered one layer early compute the same values, and no gather waits for the compute before it."""
+"""Parameters that are gathered one layer early compute the same values, and wait for no compute of the layer before."""
 
 import re
 
