@@ -91,9 +91,18 @@ def after(mesh: Any, shard: Any, spec: Spec, earlier: Any, earlier_spec: Spec) -
         earlier_spec: the sharding of that.
     """
     stored, other = to_partition_spec(spec), to_partition_spec(earlier_spec)
-    return jax.shard_map(_dependent, mesh=mesh, in_specs=(stored, other), out_specs=stored, check_vma=False)(
-        shard, earlier
-    )
+
+    @jax.custom_jvp
+    def waiting(shard: Any, earlier: Any) -> Any:
+        return jax.shard_map(_dependent, mesh=mesh, in_specs=(stored, other), out_specs=stored, check_vma=False)(
+            shard, earlier
+        )
+
+    @waiting.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        return waiting(*primals), tangents[0]  # bits have no derivative, but the parameter is the same
+
+    return waiting(shard, earlier)
 
 
 def _dependent(shard: jax.Array, earlier: jax.Array) -> jax.Array:

@@ -71,6 +71,18 @@ def test_values_are_those_of_one_device(name, words):
     assert_close(jax.jit(step)(params, x), auto_shard(step, plan=words, gather="sequential")(params, x))
 
 
+@pytest.mark.parametrize("gather", ["prefetch", "sequential"])
+def test_planned_functions_are_differentiated(gather):
+    """The dependence changes bits of parameters, which have no derivative of their own."""
+    params, x = parameters(), jnp.ones((ROWS, WIDTH))
+
+    def loss(params, x):
+        return jnp.mean(unrolled(layer)(params, x) ** 2)
+
+    actual = jax.grad(auto_shard(loss, plan="fsdp:8", gather=gather))(params, x)
+    assert_close(jax.grad(loss)(params, x), actual)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_parameters_of_narrow_types(dtype):
     params, x = parameters(dtype), jnp.ones((ROWS, WIDTH), jnp.float32)
