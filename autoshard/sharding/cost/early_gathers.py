@@ -107,7 +107,7 @@ class EarlyGathers:
         for number, stage in enumerate(stages_of(axes, roles)):
             begin, end = number_of[id(stage.sites[0].op)], stage.sites[-1].op
             last = number_of[id(end)] + sum(1 for block in end.blocks for _ in walk(block))
-            if stage.is_layer:
+            if stage.is_layer and number:  # nothing computes before the first one
                 self._layers.append(Loop(-1 - number, before, begin, last, 0.0))
             before = begin
 
