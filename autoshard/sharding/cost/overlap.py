@@ -110,6 +110,7 @@ class Overlap:
         return {pair for stretch in self._stretches for pair in stretch.waiting(once)}
 
 
+@shown
 @dataclass
 class _Found:
     """The collectives of one stretch that compute can hide, each with the operators of the stretch that it belongs to.
