@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard import _compat, auto_shard, plan
+from autoshard import Plan, _compat, auto_shard, plan
 from autoshard.sharding.layout.unrolled_layers import repeats
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.lower.test_gather_order import scanned, step_of, unrolled
@@ -120,3 +120,12 @@ def test_gathers_of_written_out_layers_wait_for_the_input_of_the_layer_before():
 )
 def test_repeated_groups(keys, groups):
     assert repeats(keys) == groups
+
+
+def test_a_plan_that_was_read_gathers_the_same_early():
+    params, x = parameters(), jnp.ones((ROWS, WIDTH))
+    step = step_of(PROGRAMS["scanned"])
+    made = plan(step, params, x, plan="fsdp:8", gather="prefetch")
+    read = Plan.from_json(made.to_json()).bind(step, params, x)
+    assert read.gather == "prefetch" and read.notes == made.notes
+    assert carried(read.jit().lower(params, x).as_text()) == 4
