@@ -193,10 +193,15 @@ class EarlyGathers:
     def _held(self, each: Gathered, values: frozenset[int], layers: frozenset[EarlyValue]) -> list[LiveBuffers]:
         """Return the buffers of a gathered operand as they are held: through a whole scan, and for two iterations."""
         operands = [self._ops[op].operands[each.array] for op in each.ops.tolist()]
-        first = each.buffers.first.copy()
-        for layer in self._layers:
-            own = np.array([(layer.number, v) in layers for v in operands], bool)
-            first[own & (layer.begin <= first) & (first <= layer.last)] = layer.first
+        first = each.buffers.first
+        if layers:
+            begins = np.array([layer.begin for layer in self._layers])
+            number = (np.searchsorted(begins, first, side="right") - 1).tolist()
+            around = [self._layers[n] if n >= 0 else None for n in number]
+            first = np.array([
+                layer.first if layer is not None and (layer.number, v) in layers else begin
+                for layer, v, begin in zip(around, operands, first.tolist(), strict=True)
+            ], int)  # fmt: skip
         late = np.array([v not in values for v in operands], bool)
         loops = [self._loops[v] for v in operands if v in values]
         found = [replace(each.buffers, first=first[late], last=each.buffers.last[late])] if late.any() else []

@@ -55,7 +55,9 @@ def test_an_early_gather_hides_behind_its_whole_stretch():
 
 def test_only_the_parameters_that_a_layer_needs_first_are_early():
     made = planned(scanned(jax.checkpoint(layer)), "prefetch")
-    paths = {v: path for v, path in zip(made.bound.problem.program.inputs, made.bound.problem.traced.in_paths, strict=True)}
+    paths = {
+        v: path for v, path in zip(made.bound.problem.program.inputs, made.bound.problem.traced.in_paths, strict=True)
+    }
     early = cost_of(made).early
     scans = [n for n, op in enumerate(made.bound.problem.program.ops()) if op.name == "scan"]
     assert {number for number, _ in early} == set(scans) and len(scans) == 2
@@ -75,7 +77,9 @@ def test_loops_hold_early_parameters_twice_and_gather_once_more():
 
 @pytest.mark.parametrize(("target", "early"), [("v5p:2x2x2", False), ("v5p:2x4x4", True), ("v4:2x2x2", False)])
 def test_nothing_is_early_where_gathers_run_alone(target, early):
-    made = planned(scanned(jax.checkpoint(layer)), "prefetch", target, "fsdp:8" if target[-5:] == "2x2x2" else "fsdp:32")
+    made = planned(
+        scanned(jax.checkpoint(layer)), "prefetch", target, "fsdp:8" if target[-5:] == "2x2x2" else "fsdp:32"
+    )
     assert bool(cost_of(made).early) == early
     assert early or made.notes[-1].startswith("gather='prefetch' gathers nothing early")
 
