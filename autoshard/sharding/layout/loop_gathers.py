@@ -25,6 +25,7 @@ from autoshard.spmdrules.ir.program import Block, Op
 OPEN_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit", "remat2", "scan", "while", "cond"})
 COMPUTED = "they depend on what the loop computes"
 CONSTANT = "they are the same in every iteration"
+SINGLE = "there is no earlier iteration"
 ON_HOST = "they are in host memory"
 IN_CALL = "they are used in a call whose body sees only its own operands"
 
@@ -94,6 +95,8 @@ def loop_operands(axes: LogicalAxes, roles: Roles, scan: Op) -> LoopOperands:
             found.late[value] = COMPUTED
         elif not ends & found.slices.keys():
             found.late[value] = CONSTANT
+        elif scan.eqn.params["length"] < 2:
+            found.late[value] = SINGLE
         elif any(_compat.is_on_host(axes.program.avals[v]) for v in ends):
             found.late[value] = ON_HOST
         elif not is_open:

@@ -101,6 +101,16 @@ def test_auto_gathers_sequentially_only_if_nothing_else_fits():
     assert "gather: sequential" in str(made)
 
 
+@pytest.mark.parametrize("length", [0, 1])
+def test_scans_without_an_earlier_iteration(length):
+    x = jax.ShapeDtypeStruct((ROWS, 2048), jnp.float32)
+    made = plan(step_of(scanned(layer)), stacked(length), x, plan="fsdp:8", target="v5e:2x4", gather="prefetch")
+    assert not cost_of(made).early
+    jax.make_jaxpr(bound_or_error(made.bound).executable.constrained_program(made.mesh))(
+        *(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in made.inputs)
+    )
+
+
 def test_a_constant_parameter_of_a_scan_is_not_early():
     w, x = jax.ShapeDtypeStruct((2048, 2048), jnp.float32), jax.ShapeDtypeStruct((ROWS, 2048), jnp.float32)
 
