@@ -55,13 +55,13 @@ def test_an_early_gather_hides_behind_its_whole_stretch():
 
 def test_only_the_parameters_that_a_layer_needs_first_are_early():
     made = planned(scanned(jax.checkpoint(layer)), "prefetch")
-    paths = {
-        v: path for v, path in zip(made.bound.problem.program.inputs, made.bound.problem.traced.in_paths, strict=True)
-    }
+    bound = bound_or_error(made.bound)
+    program, layout = bound.problem.program, bound.layout
+    paths = dict(zip(program.inputs, bound.problem.traced.in_paths, strict=True))
     early = cost_of(made).early
-    scans = [n for n, op in enumerate(made.bound.problem.program.ops()) if op.name == "scan"]
+    scans = [n for n, op in enumerate(program.ops()) if op.name == "scan"]
     assert {number for number, _ in early} == set(scans) and len(scans) == 2
-    assert {paths[made.bound.layout.aliased_inputs.get(v, v)] for _, v in early} == {"0/first"}
+    assert {paths[layout.aliased_inputs.get(v, v)] for _, v in early} == {"0/first"}
     assert [note.split(" gathers ")[1].split(";")[0] for note in made.notes] == ["0/first one iteration early"] * 2
     assert made.notes[1].startswith("the backward scan over 8 iterations")
 
