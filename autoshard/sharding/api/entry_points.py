@@ -155,9 +155,12 @@ def plan(
             joins names and `option=value`. The estimate, `Plan.verify` and `Plan.jit` use them. An option that the
             installed compiler refuses is left out with a warning; `Plan.verify` names those that change nothing.
         gather: the order in which stored parameters are gathered. "auto", the default, leaves it to the compiler, which
-            may gather many of them early. With "sequential", a device holds at most two gathered parameters of one
-            stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
-            Under a given `Plan`, its order is the default.
+            may gather many of them early; if no plan fits that way and the layers are written out, it is "sequential".
+            With "prefetch", a layer's parameters are gathered while the layer before it computes: in scans those that
+            the products of their own iteration would not hide, in written-out layers all. `Plan.notes` lists them. With
+            "sequential", a device holds at most two gathered parameters of one stretch of code: one in use, and the
+            next, which is gathered meanwhile. Each use has a gather of its own. Under a given `Plan`, its order is the
+            default.
         kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
             kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
             same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.

@@ -85,7 +85,7 @@ class ShardingPlan:
         variant: the static keywords that were chosen among `variants=`; empty without variants. A plan that was read
             is bound to `functools.partial(fn, **plan.variant)`.
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
-        gather: the order in which stored parameters are gathered, as requested: `sequential`; empty if the compiler
+        gather: the order in which stored parameters are gathered: `prefetch` or `sequential`; empty if the compiler
             chooses it.
         microbatches: the number of parts of the batch over which the planned step accumulates. `bind` cuts the function
             alike.

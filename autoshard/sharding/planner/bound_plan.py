@@ -11,6 +11,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.plan.gather_words import PREFETCH
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import Traced
@@ -45,7 +46,8 @@ class BoundPlan:
     def executable(self) -> Executable:
         """The annotated program."""
         machine = self.problem.machine
-        return Executable(self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh)
+        early = self.problem.cost(self.layout).early if self.plan.gather == PREFETCH else frozenset()
+        return Executable(self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh, early)
 
     def where(self, **changes: Any) -> BoundPlan:
         """Return a copy with changed attributes of its plan."""
