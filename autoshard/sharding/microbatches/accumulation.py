@@ -26,6 +26,10 @@ _COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+# Operators whose result may be the same for all rows.
+_REPEATING = ("broadcast_in_dim", "iota")
+
+
 def in_microbatches(closed: Any, flow: Flow, count: int) -> Callable[..., list[Any]]:
     """Return a step in microbatches, as a function from its flat inputs to its flat results.
 
@@ -124,18 +128,33 @@ class _Microbatch:
 
     def run(self, flow: Flow, env: dict[Any, Any], root: bool = False) -> dict[Any, Any]:
         """Compute the values of a jaxpr; `env` has its inputs and constants. Returns all values."""
+        repeated = {eqn.outvars[0]: eqn for eqn in flow.jaxpr.eqns if eqn.primitive.name in _REPEATING}
         for eqn, step in zip(flow.jaxpr.eqns, flow.steps, strict=True):
             if step.phase == "after" or (root and step.phase == "whole"):
                 continue
             with _compat.source_of(eqn):
-                operands = [
-                    self.taken(_read(env, atom), flow.of(atom), state)
-                    for atom, state in zip(eqn.invars, step.operands, strict=True)
-                ]
+                operands = []
+                for atom, state in zip(eqn.invars, step.operands, strict=True):
+                    maker = None if isinstance(atom, _compat.Literal) else repeated.get(atom)
+                    one = None
+                    if maker is not None and isinstance(state, Split) and isinstance(flow.of(atom), Whole):
+                        one = self.repeated(maker, state, env)
+                    operands.append(self.taken(_read(env, atom), flow.of(atom), state) if one is None else one)
                 results = self.equation(eqn, step, operands)
             # A loop of the step also gives results that do not depend on the batch. They are known before.
             env |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if not (root and v in env)}
         return env
+
+    def repeated(self, eqn: Any, split: Split, env: Mapping[Any, Any]) -> Any | None:
+        """Return the part of an array that repeats another one along the rows, made anew; None if rows differ."""
+        params = eqn.params
+        if split.dim == params.get("dimension") or split.dim in params.get("broadcast_dimensions", ()):
+            return None
+        if any(not isinstance(atom, _compat.Literal) and atom not in env for atom in eqn.invars):
+            return None
+        shape = list(params["shape"])
+        shape[split.dim] //= self.count
+        return _compat.bind(eqn, {**params, "shape": tuple(shape)}, *(_read(env, atom) for atom in eqn.invars))[0]
 
     def taken(self, x: Any, there: State, wanted: State) -> Any:
         """Return of an operand what a microbatch takes."""
