@@ -20,6 +20,7 @@ from autoshard._compat.array_types import (
     weakly_typed,
 )
 from autoshard._compat.checkpoint_policies import offloaded_names
+from autoshard._compat.compile_events import call_when_lowered
 from autoshard._compat.coordination import delete_text, publish_text, texts_under, wait_for_text
 from autoshard._compat.equinox_objects import FilterJit, equinox_module, filter_jit_of
 from autoshard._compat.flax_objects import (
@@ -82,6 +83,7 @@ __all__ = [
     "auto_axes",
     "bind",
     "bind_primitive",
+    "call_when_lowered",
     "check_jaxpr",
     "jaxpr_as_function",
     "close",

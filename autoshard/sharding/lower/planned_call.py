@@ -14,10 +14,10 @@ import jax
 
 from autoshard import _compat
 from autoshard.errors import PlanError
-from autoshard.sharding.lower.compiler_remarks import first_call
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.lower.placement_differences import placement_differences
 from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error, memory_kinds
+from autoshard.sharding.lower.watched_program import WatchedProgram
 from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
 from autoshard.sharding.program.donated_arrays import donated_error, has_donated, without_shared_memory
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
@@ -30,10 +30,10 @@ class PlannedCall:
     def __init__(self, jitted: Any, traced: Traced, shardings: Sequence[Any]):
         self.jitted, self.traced = jitted, traced
         self.shardings = shardings  # of the flat inputs
+        self.program = WatchedProgram(jitted, traced, shardings)
         self.__name__ = traced.name
         self.planned_args, self.planned_kwargs = jax.tree.unflatten(traced.in_tree, traced.in_avals)
         self.hides = traced.static_arguments or traced.static_results
-        self.called = False
         several = any(s.mesh.size > 1 for s in shardings)
         self.separate = SeparateArrays(needed=several)
 
@@ -89,21 +89,20 @@ class PlannedCall:
         donated = self.traced.donated
         if _compat.under_trace():
             return self.jitted(*self._jit_arguments(leaves))
-        if not self.called:
+        if not self.program.is_compiled:
             leaves = without_shared_memory(leaves, donated)
-            results = first_call(self.jitted, self.traced, self.shardings, self._jit_arguments(leaves))
-            self.called = True
+            results = self.program(*self._jit_arguments(leaves))
         else:
             if donated and (distinct := self.separate.distinct(leaves, donated, self.memory_kinds)):
                 leaves = distinct
             try:
-                results = self.jitted(*self._jit_arguments(leaves))
+                results = self.program(*self._jit_arguments(leaves))
             except (ValueError, RuntimeError) as error:
                 if not is_shared_memory_error(error):
                     raise
                 self.separate.needed = True
                 leaves = without_shared_memory(leaves, donated)
-                results = self.jitted(*self._jit_arguments(leaves))
+                results = self.program(*self._jit_arguments(leaves))
         if donated:
             self.separate.learn(leaves, donated, results)
         return results

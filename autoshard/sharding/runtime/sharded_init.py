@@ -12,6 +12,7 @@ import jax
 from autoshard import _compat
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.lower.compiler_remarks import kept_remarks
 from autoshard.sharding.program.argument_differences import differences
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.static_leaves import hide_static, is_static, reveal_static
@@ -60,7 +61,8 @@ def create_sharded(
         raise PlanError(f"auto_shard({name}).init: {_mismatch_text(entry.traced, made, create)}")
     shardings = _keeping_host_memory(entry, inputs, program.out_avals, f"auto_shard({name}).init: {name_of(create)}")
     out = jax.tree.unflatten(jax.tree.structure(shapes), shardings)
-    return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
+    with kept_remarks():  # it runs once, so they are left out
+        return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
 
 
 def _keeping_host_memory(entry: PlannedSignature, inputs: list[int], made: list[Any], creator: str) -> list[Any]:

@@ -58,6 +58,14 @@ def test_settings_of_jax_are_part_of_a_signature():
     assert double(x).dtype == jnp.float32
 
 
+def test_a_step_runs_without_jit():
+    """To find an error, `jax.disable_jit` runs the program operator by operator, on NumPy arrays too."""
+    step = auto_shard(sgd_step, plan="dp:8")
+    with jax.disable_jit():
+        state, _ = step(mlp_state(), batch())
+        assert_close(state, sgd_step(mlp_state(), batch())[0])
+
+
 @pytest.mark.parametrize("values", [(True, 1, 1.0), (1.0, 1, True)])
 def test_static_arguments_of_different_types_differ(values):
     def fn(x, n):
