@@ -22,23 +22,13 @@ from autoshard.sharding.lower.executable import lower_as_planned
 from autoshard.sharding.program.tracing import Traced
 
 
-class _Call(threading.local):
-    """The call of a planned program that this thread is in.
-
-    Attributes:
-        is_later: whether it is a call of a program that was compiled before.
-        redirected: the redirection, once JAX has begun to compile.
-    """
-
-    is_later = False
-    redirected: Redirected | None = None
-
-
-_CALL = _Call()
+# The call of a planned program that this thread is in: `is_later` if the program was compiled before, and `redirected`,
+# the redirection, once JAX has begun to compile.
+_CALL = threading.local()
 
 
 def _begin_redirection() -> None:
-    if _CALL.is_later and _CALL.redirected is None:
+    if getattr(_CALL, "is_later", False) and _CALL.redirected is None:
         _CALL.redirected = Redirected()
 
 
@@ -72,17 +62,14 @@ class WatchedProgram:
             self._report(remarks)
             return results
         _listen()
-        _CALL.is_later = True
+        _CALL.is_later, _CALL.redirected = True, None
         try:
             results = self.jitted(*arguments)
         finally:
             _CALL.is_later = False
-            if _CALL.redirected is not None:
-                redirected, _CALL.redirected = _CALL.redirected, None
-                remarks = redirected.end()
-            else:
-                remarks = []
-        self._report(remarks)
+            remarks = _CALL.redirected.end() if _CALL.redirected is not None else []
+        if remarks:
+            self._report(remarks)
         return results
 
     def _report(self, remarks: list[str]) -> None:
