@@ -21,7 +21,6 @@ from autoshard.sharding.lower.compiler_remarks import Redirected, kept_remarks, 
 from autoshard.sharding.lower.executable import lower_as_planned
 from autoshard.sharding.program.tracing import Traced
 
-
 # The call of a planned program that this thread is in: `is_later` if the program was compiled before, and `redirected`,
 # the redirection, once JAX has begun to compile.
 _CALL = threading.local()
