@@ -19,6 +19,7 @@ from autoshard.sharding.lower.placement_differences import placement_differences
 from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error, memory_kinds
 from autoshard.sharding.lower.watched_program import WatchedProgram
 from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.donated_arrays import donated_error, has_donated, without_shared_memory
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import TRACE_FLAGS, Traced
@@ -78,7 +79,7 @@ class PlannedCall:
         if tree != self.traced.in_tree:
             raise self._mismatch_error(args, kwargs)
         if has_donated(leaves):  # JAX crashes on them, or raises an error without their paths
-            raise donated_error(self.__name__, self.traced.in_paths, leaves)
+            raise donated_error(self.__name__, self.traced.in_names, leaves)
         return leaves
 
     def _jit_arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -127,9 +128,9 @@ class PlannedCall:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any] | None = None
     ) -> PlanError:
         """The error about arguments that are not as planned. `leaves` are given if their structure is as planned."""
-        planned = dict(zip(self.traced.in_paths, self.traced.in_avals, strict=True))
-        args, kwargs = self._as_planned(args, kwargs)
-        different = differences_text(planned, leaves_by_path((args, kwargs)))
+        planned = dict(zip(self.traced.in_names, self.traced.in_avals, strict=True))
+        given = leaves_by_path(self._as_planned(args, kwargs))
+        different = differences_text(planned, {named_path(p, self.traced.arguments): x for p, x in given.items()})
         # Memory kinds are a part of the signature.
         if not different and leaves is not None and (misplaced := self._placement_differences(leaves)):
             return self._misplaced_error(misplaced)
@@ -142,7 +143,7 @@ class PlannedCall:
         )
 
     def _placement_differences(self, leaves: Sequence[Any]) -> str:
-        return placement_differences(self.traced.in_paths, leaves, self.shardings)
+        return placement_differences(self.traced.in_names, leaves, self.shardings)
 
     def _misplaced_error(self, different: str) -> PlanError:
         return PlanError(

@@ -23,6 +23,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.program.hidden_arrays import array_inside
 
 _ONE_SHOT = (types.GeneratorType, map, filter, zip, enumerate)
+_ASYNCHRONOUS = (types.CoroutineType, types.AsyncGeneratorType)
 _GRAPH_NODES = (nnx.Pytree, nnx.Variable)  # `nnx.split` separates their data from the rest
 
 
@@ -74,9 +75,14 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, o
             return leaf if _same(leaves, inside) else jax.tree.unflatten(structure, inside)
         if not is_static(leaf, numbers):
             return leaf
+        if isinstance(leaf, _ASYNCHRONOUS):
+            raise PlanError(
+                f"{_named(what, tree, leaf, skip)} is a {type(leaf).__name__}: the function is asynchronous. Define it "
+                "with `def`, without `async`"
+            )
         if isinstance(leaf, _ONE_SHOT):
             raise PlanError(
-                f"{what} '{_path_to(tree, leaf, skip)}' is a {type(leaf).__name__}, whose items can be read only once, "
+                f"{_named(what, tree, leaf, skip)} is a {type(leaf).__name__}, whose items can be read only once, "
                 "while the function is traced: pass a list or an array of its items"
             )
         if inside := array_inside(leaf, only_traced=of_results):
@@ -120,6 +126,12 @@ def _is_hidden(x: Any) -> bool:
 
 def _same(one: list[Any], other: list[Any]) -> bool:
     return all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _named(what: str, tree: Any, leaf: Any, skip: int) -> str:
+    """`auto_shard(step): argument '1'`; without a path if the leaf is the whole tree."""
+    path = _path_to(tree, leaf, skip)
+    return f"{what} '{path}'" if path else what
 
 
 def _path_to(tree: Any, leaf: Any, skip: int) -> str:
