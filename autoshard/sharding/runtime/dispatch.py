@@ -29,7 +29,7 @@ from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
-from autoshard.sharding.program.argument_names import argument_names
+from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.donated_arrays import (
     donated_error,
     has_donated,
@@ -129,7 +129,9 @@ class PureFunction:
         """Return the path of each leaf of the arguments; of nnx objects, its path in them."""
         if self.graph_arguments is not None:
             return _compat.nnx_paths(*self.graph_arguments)
-        return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+        names = self.arguments or argument_names(self.fn)
+        flat = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        return [named_path(path_of(keys[1:]), names) for keys, _ in flat]
 
     def check_not_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of the arguments, of which none was donated to an earlier call.

@@ -196,8 +196,8 @@ def _check_devices(config: TrainConfig) -> None:
     if config.target is not None and not is_made_of(find_target(config.target), jax.devices()):
         kind = jax.devices()[0].device_kind
         raise ConfigError(
-            f"--target {config.target} is another machine than this one, whose devices are {kind}: leave out --target to "
-            f"train here. `autoshard plan ... --target {config.target}` shows its plan anywhere"
+            f"--target {config.target} is another machine than this one, whose devices are {kind}: leave out --target "
+            f"to train here. `autoshard plan ... --target {config.target}` shows its plan anywhere"
         )
     requested, attached = math.prod((parse_mesh(config.mesh) or {}).values()), jax.device_count()
     if requested > attached:

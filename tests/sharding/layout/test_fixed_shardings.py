@@ -140,7 +140,7 @@ def test_a_plan_goes_through_json():
     assert_close(sgd_step(mlp_state(), batch())[0], bound.jit()(mlp_state(), batch())[0])
     used = auto_shard(sgd_step, plan=reread)
     assert spec_of_each_input(used.plan(mlp_state(), batch())) == spec_of_each_input(planned)
-    with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
+    with pytest.raises(AutoshardError, match=r"another program.*'params/b'"):
         reread.bind(sgd_step, mlp_state(hidden=256), batch())
 
 
