@@ -137,7 +137,7 @@ def test_binding_another_program_raises():
     plan = Plan.from_json(planned().to_json())
     with pytest.raises(
         PlanError,
-        match=r"another program.*'state/moments/attention/wk' float32\[32, 8, 4\], this function .*\[48, 8, 4\]",
+        match=r"another program.*'state/moments/attention/wk' float32\[32, 8, 4\], this .*\[48, 8, 4\]",
     ):
         plan.bind(train_step, *shapes(width=48))
     with pytest.raises(PlanError, match="another program.*the plan has 19 inputs, this function 2"):
