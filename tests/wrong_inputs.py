@@ -422,7 +422,7 @@ def _() -> Any:
     return auto_shard(step, donate_argnums=name)
 
 
-@row("a generator as an argument", "'1'", "generator", "list")
+@row("a generator as an argument", "'batches'", "generator", "list")
 def _() -> Any:
     return auto_shard(lambda s, batches: s)(state(), (batch() for _ in range(3)))
 
@@ -496,7 +496,7 @@ def _() -> Any:
     return planned_step().init(state())
 
 
-@row("auto_shard(step).init(create) that returns a state and a number", "item '1'")
+@row("auto_shard(step).init(create) that returns a state and a number", "'1' is none")
 def _() -> Any:
     return planned_step().init(lambda: (state(), jnp.zeros(())))
 

@@ -150,7 +150,7 @@ def _mismatch_text(traced: Traced, made: Leaves, create: Callable[..., Any]) -> 
     items = _items(traced, made)
     if any(planned for _, _, planned in items):
         others = first_few(f"'{path}'" for path, _, planned in items if planned is None)
-        text = f"{creator} returns a planned argument, and item {others}, which is none"
+        text = f"{creator} returns {len(items)} items, of which {others} is none of the planned arguments"
     elif arguments := _arguments(traced):
         nearest, planned = min(arguments.items(), key=lambda one: len(_differences(traced, one[1], made)))
         nearest = named_path(nearest, traced.arguments)

@@ -367,7 +367,7 @@ def test_a_mesh_with_more_devices_than_there_are():
 def test_a_leaked_tracer_is_named():
     leaked = []
     jax.jit(lambda x: leaked.append(x) or x)(batch())
-    with pytest.raises(AutoshardError, match="argument '1' is a leaked tracer"):
+    with pytest.raises(AutoshardError, match="argument 'x' is a leaked tracer"):
         auto_shard(sgd_step)(mlp_state(), leaked[0])
 
 

@@ -34,7 +34,7 @@ def test_dtypes_are_part_of_a_signature():
 def test_a_leaf_that_is_not_an_array_is_named_at_every_call():
     step = auto_shard(lambda state, x: x * state["scale"][...], plan="dp:8")
     for _ in range(2):
-        with pytest.raises(PlanError, match=r"argument '0/name' is 'adam', a str: JAX has no arrays of that type"):
+        with pytest.raises(PlanError, match=r"argument 'state/name' is 'adam', a str: JAX has no arrays of that type"):
             step(nnx.State({"name": nnx.Param("adam"), "scale": nnx.Param(jnp.ones(()))}), batch())
         step(nnx.State({"scale": nnx.Param(jnp.ones(()))}), batch())
 
