@@ -20,7 +20,6 @@ from autoshard._compat.array_types import (
     weakly_typed,
 )
 from autoshard._compat.checkpoint_policies import offloaded_names
-from autoshard._compat.compile_events import call_when_lowered
 from autoshard._compat.coordination import delete_text, publish_text, texts_under, wait_for_text
 from autoshard._compat.equinox_objects import FilterJit, equinox_module, filter_jit_of
 from autoshard._compat.flax_objects import (
@@ -58,7 +57,7 @@ from autoshard._compat.jaxprs import (
     split_constants,
     with_derivative_of,
 )
-from autoshard._compat.jit_settings import jit_settings
+from autoshard._compat.jit_settings import call_when_lowered, jit_settings
 from autoshard._compat.memory_spaces import (
     HOST_KIND,
     abstract_array,

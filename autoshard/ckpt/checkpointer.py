@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import jax
 
 from autoshard import _compat
-from autoshard._typed import short_repr
 from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.export import Exported, Model, copy_step, step_model, write_model
 from autoshard.ckpt.restore.checkpoint_info import Description, describe_step
@@ -59,9 +58,7 @@ class Checkpointer:
             CheckpointError: the directory contains something else, or `keep` is not positive.
         """
         if not isinstance(keep, RetentionPolicy) and keep is not None and not (is_integer(keep) and keep > 0):
-            raise CheckpointError(
-                f"keep is {short_repr(keep)}; it must be an integer of at least 1, or None to keep all steps."
-            )
+            raise CheckpointError(f"keep is {keep!r}; it must be an integer of at least 1, or None to keep all steps.")
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(last=keep)
         self.restored: Restored | None = None
         self._directory = StepDirectory(directory)
@@ -228,8 +225,7 @@ class Checkpointer:
         steps only if that one is damaged.
 
         Raises:
-            CheckpointError: `keep` is no policy, no step is intact, another run is writing to the directory, or it
-                cannot be written.
+            CheckpointError: no step is intact, another run is writing to it, it cannot be written, or `keep` is no policy.
         """
         self._directory.claim()
         removable = self.would_prune(keep)
@@ -246,10 +242,6 @@ class Checkpointer:
         return self._reader.removable(self._expired(keep))
 
     def _expired(self, keep: RetentionPolicy) -> list[int]:
-        if not isinstance(keep, RetentionPolicy):
-            raise CheckpointError(
-                f"keep is {short_repr(keep)}; give a RetentionPolicy such as RetentionPolicy(last=2)."
-            )
         return expired_steps(keep, self.steps(), self._reader.metrics_of, self._saved)
 
     def copy(self, step: int | None, directory: Any) -> None:

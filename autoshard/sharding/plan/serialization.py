@@ -67,7 +67,7 @@ def plan_from_json(text: str, cls: type[P]) -> P:
         problem = f"{short_repr(text)} is a {type(text).__name__}. Pass the text that Plan.to_json() returned"
         raise PlanError(f"this is not a plan: {problem}") from None
     except (ValueError, RecursionError) as error:
-        if text.endswith(".json" if isinstance(text, str) else b".json"):
+        if isinstance(text, str) and text.endswith(".json"):
             raise PlanError(
                 f"this is not a plan: {short_repr(text)} is the name of a file. Read it first: "
                 f"Plan.from_json(pathlib.Path({short_repr(text)}).read_text())"
