@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -145,9 +146,9 @@ def _report(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
 
 
 def short_repr(value: Any) -> str:
-    """Returns a value's `repr` for a message, shortened to 60 characters (chosen to keep messages on one line)."""
+    """Returns a value's `repr` for a message on one line, shortened to 60 characters (chosen)."""
     try:
-        return f"{value!r:.60}"
+        return re.sub(r"\s*\n\s*", " ", repr(value))[:60]
     except Exception:  # the `repr` of a user's value may raise anything; the message must not fail
         return f"a {type(value).__name__} that cannot be shown"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autoshard import __version__
 from autoshard.commands.absent_accelerators import skip_absent_accelerators
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, AutoshardWarning
 
 COMMANDS = {
     "train": "train a model on text, under a plan",
@@ -82,7 +82,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
     """Print a warning as one line, without its source line, which does not help a user of the command."""
-    print(f"autoshard: {category.__name__}: {message}", file=sys.stderr)
+    kind = "" if issubclass(category, AutoshardWarning) else f"{category.__name__}: "
+    print(f"autoshard: warning: {kind}{message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

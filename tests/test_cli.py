@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from autoshard.ckpt import Checkpointer
 from autoshard.cli import COMMANDS, main
 from autoshard.commands.absent_accelerators import skip_absent_accelerators
 from autoshard.commands.arguments import check_writable
+from autoshard.errors import AutoshardWarning
 from autoshard.train.config.run_directory import CHECKPOINTS, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -251,6 +253,20 @@ def test_rules_coverage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "1 without a rule" in output and "pure_callback: runs Python" in output and "covered_example.py:5" in output
     assert main(["rules", "--coverage", "covered_example:untraceable"]) == 2
     assert "cannot be traced: TypeError" in capsys.readouterr().err
+
+
+def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def run(arguments: Any) -> int:
+        warnings.warn("nothing is sharded", AutoshardWarning, stacklevel=2)
+        warnings.warn("old", FutureWarning, stacklevel=2)
+        return 0
+
+    monkeypatch.setattr("autoshard.commands.rules.run", run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["rules"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["autoshard: warning: nothing is sharded", "autoshard: warning: FutureWarning: old"]
 
 
 def test_ctrl_c_ends_a_command_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

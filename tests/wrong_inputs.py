@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from autoshard import Plan, auto_shard, operator, plan
+from autoshard import Plan, auto_shard, operator, plan, propagate, replace_kernels
 from autoshard.ckpt import Checkpointer
 from autoshard.cli import main as command
 from autoshard.errors import AutoshardError, AutoshardWarning
@@ -248,6 +248,31 @@ def _() -> Any:
     return planned(out_shardings=None)
 
 
+@row("plan(state, batch), without the function", "Pass the function first")
+def _() -> Any:
+    forgotten: Any = state()
+    return plan(forgotten, batch())
+
+
+@row("auto_shard(step, example=state)", "as a tuple, such as (state, batch)")
+def _() -> Any:
+    return sharded(step, example=state())
+
+
+@row("a step that is async", "asynchronous", "`def`")
+def _() -> Any:
+    async def later(state: Any, batch: Any) -> Any:
+        return step(state, batch)
+
+    return auto_shard(later)(state(), batch())
+
+
+@row("replace_kernels(3)", "takes a function, got int 3")
+def _() -> Any:
+    number: Any = 3
+    return replace_kernels(number)
+
+
 # Machines
 
 
@@ -355,6 +380,21 @@ def _() -> Any:
     return planned(plan="tp:8").explain("upp")
 
 
+@row('planned.to_html("missing/plan.html")', "missing/plan.html", "a folder that exists")
+def _() -> Any:
+    return planned(plan="tp:8").to_html("missing/plan.html")
+
+
+@row('propagate(..., in_specs=(P("dat"),), mesh={"data": 8})', "argument 0", "'dat'", "'data'")
+def _() -> Any:
+    return propagate(jnp.sum, batch(), in_specs=(P("dat"),), mesh={"data": 8})
+
+
+@row('propagate(..., in_specs=("data",), mesh={"data": 8})', "P('data')")
+def _() -> Any:
+    return propagate(jnp.sum, batch(), in_specs=("data",), mesh={"data": 8})
+
+
 # Arguments and results
 
 
@@ -382,7 +422,7 @@ def _() -> Any:
     return auto_shard(step, donate_argnums=name)
 
 
-@row("a generator as an argument", "'1'", "generator", "list")
+@row("a generator as an argument", "'batches'", "generator", "list")
 def _() -> Any:
     return auto_shard(lambda s, batches: s)(state(), (batch() for _ in range(3)))
 
@@ -441,6 +481,36 @@ def _() -> Any:
     return train.init(lambda: {"up": jnp.ones(3)})
 
 
+def planned_step() -> Any:
+    train = auto_shard(step, plan="dp:8")
+    train.plan(state(), batch())
+    return train
+
+
+@row(
+    "auto_shard(step).init(state), a state in place of a function",
+    "function that creates the state",
+    "init(create_state",
+)
+def _() -> Any:
+    return planned_step().init(state())
+
+
+@row("auto_shard(step).init(create) that returns a state and a number", "'1' is none")
+def _() -> Any:
+    return planned_step().init(lambda: (state(), jnp.zeros(())))
+
+
+@row("auto_shard(step).shard_batch(lists of numbers)", "'batch' is one array", "np.asarray")
+def _() -> Any:
+    return planned_step().shard_batch([[1.0] * 64] * 32)
+
+
+@row("Plan.jit()(batch, state), in the wrong order", "'state/up'", "pass those that were planned")
+def _() -> Any:
+    return planned(plan="tp:8").jit()(batch(), state())
+
+
 @row("an operator without a rule, strict=True", "no rule", "unknown")
 def _() -> Any:
     from jax.extend.core import Primitive  # noqa: PLC0415
@@ -469,6 +539,17 @@ def _() -> Any:
 @row("Plan.from_json of JSON that is no plan", "not a plan")
 def _() -> Any:
     return Plan.from_json(json.dumps({"mesh": 3}))
+
+
+@row('Plan.from_json("plan.json"), the name of a file', "read_text()")
+def _() -> Any:
+    return Plan.from_json("plan.json")
+
+
+@row("Plan.from_json({...}), a dict", "dict", "Plan.to_json()")
+def _() -> Any:
+    table: Any = {"mesh": 3}
+    return Plan.from_json(table)
 
 
 @row("Plan.from_json(...).jit()", "bind")
@@ -501,6 +582,32 @@ def _() -> Any:
 def _() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return saved(folder).restore(like={"w": jnp.ones((4, 8)), "bias": jnp.zeros(8)})
+
+
+@row("restore(state), without like=", "like=state")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        like: Any = {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}
+        return saved(folder).restore(like)
+
+
+@row('restore(like=..., shardings={"w": ...}) of a state with w and b', "'b' has no sharding")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        like = {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)}
+        return saved(folder).restore(like=like, shardings={"w": jax.devices()[0]})
+
+
+@row("Checkpointer.prune(2)", "RetentionPolicy(last=2)")
+def _() -> Any:
+    number: Any = 2
+    with tempfile.TemporaryDirectory() as folder:
+        return saved(folder).prune(number)
+
+
+@row('Checkpointer("s3://bucket/run")', "s3://", "gs://")
+def _() -> Any:
+    return Checkpointer("s3://bucket/run")
 
 
 @row("restore(like=..., shardings=plan)", "plan.in_shardings()[0]")
@@ -557,6 +664,18 @@ def _() -> Any:
         return run("train", "--preset", "quick", "--plan", "fsdp:3", "--run-dir", f"{folder}/run")
 
 
+@row("autoshard train --target h100:8 on a CPU", "--target", "cpu")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return run("train", "--preset", "quick", "--target", "h100:8", "--run-dir", f"{folder}/run")
+
+
+@row("autoshard train --model json:loads, which needs a text", "json:loads", "s", "rngs, vocab, context")
+def _() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return run("train", "--model", "json:loads", "--run-dir", f"{folder}/run")
+
+
 @row("autoshard train --resume of a folder without a run", "run")
 def _() -> Any:
     with tempfile.TemporaryDirectory() as folder:
@@ -587,6 +706,16 @@ def _() -> Any:
 @row("autoshard rules --coverage nomodule:f", "nomodule")
 def _() -> Any:
     return run("rules", "--coverage", "nomodule:f")
+
+
+@row("autoshard rules --coverage tests/wrong_inputs.py:step, a file", "tests.wrong_inputs:step")
+def _() -> Any:
+    return run("rules", "--coverage", "tests/wrong_inputs.py:step")
+
+
+@row("autoshard rules dot_genral", "did you mean 'dot_general'")
+def _() -> Any:
+    return run("rules", "dot_genral")
 
 
 def main() -> None:

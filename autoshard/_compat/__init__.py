@@ -57,7 +57,7 @@ from autoshard._compat.jaxprs import (
     split_constants,
     with_derivative_of,
 )
-from autoshard._compat.jit_settings import jit_settings
+from autoshard._compat.jit_settings import call_when_lowered, jit_settings
 from autoshard._compat.memory_spaces import (
     HOST_KIND,
     abstract_array,
@@ -82,6 +82,7 @@ __all__ = [
     "auto_axes",
     "bind",
     "bind_primitive",
+    "call_when_lowered",
     "check_jaxpr",
     "jaxpr_as_function",
     "close",

@@ -1,4 +1,4 @@
-"""The settings of a function under `jax.jit`."""
+"""The settings of a function under `jax.jit`, and what JAX reports about compilations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
+
+import jax
+
+# JAX has lowered a program and is about to compile it, in the thread that lowered it.
+_LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,3 +53,13 @@ def _unbound(numbers: tuple[int, ...], fn: Any, bound: int) -> tuple[int, ...]:
         named = [p for p in inspect.signature(fn).parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
         numbers = tuple(n % len(named) for n in numbers)
     return tuple(n - bound for n in numbers if n >= bound)
+
+
+def call_when_lowered(callback: Callable[[], None]) -> None:
+    """Calls `callback` whenever JAX has lowered a program and is about to compile it, in the same thread."""
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event == _LOWERED:
+            callback()
+
+    jax.monitoring.register_event_duration_secs_listener(listen)

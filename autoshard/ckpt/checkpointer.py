@@ -225,7 +225,7 @@ class Checkpointer:
         steps only if that one is damaged.
 
         Raises:
-            CheckpointError: no step is intact, another run is writing to the directory, or it cannot be written.
+            CheckpointError: no step is intact, another run writes to it, it cannot be written, or `keep` is no policy.
         """
         self._directory.claim()
         removable = self.would_prune(keep)

@@ -24,8 +24,12 @@ def run(arguments: Sequence[str]) -> int:
 
     found = rules_pages.find(given.name or "", operators=given.operators, everything=given.json or given.markdown)
     if not found:
-        raise ConfigError(f"no operator or family has a name that contains {given.name!r}: `autoshard rules` lists "
-                          "the primitives, `autoshard rules --operators` the named operators")  # fmt: skip
+        similar = rules_pages.similar(given.name)
+        raise ConfigError(
+            f"no operator or family has a name that contains {given.name!r}"
+            + (f"; did you mean {' or '.join(map(repr, similar))}?" if similar else ":")
+            + " `autoshard rules` lists the primitives, `autoshard rules --operators` the named operators"
+        )
     if given.json:
         print(found.to_json())
     elif given.markdown:

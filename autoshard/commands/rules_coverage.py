@@ -64,6 +64,9 @@ def coverage_of(target: str) -> Coverage:
 
 def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     module_name, _, name = target.partition(":")
+    if module_name.endswith(".py"):
+        dotted = ".".join(Path(module_name).with_suffix("").parts)
+        raise ConfigError(f"--coverage {target!r}: give the module, not its file: {dotted}:{name or 'function'}")
     if not module_name or not name:
         raise ConfigError(f"--coverage {target!r}: write module:function, such as train:example")
     here = str(Path.cwd())

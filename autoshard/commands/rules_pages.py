@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -163,6 +164,11 @@ def find(name: str, *, operators: bool = False, everything: bool = False) -> Pag
     if operators or everything:
         named = operator_table(name)
     return Pages(primitives, without, named)
+
+
+def similar(name: str) -> list[str]:
+    """The primitives whose names are most like `name`, at most two."""
+    return difflib.get_close_matches(name, sorted({row.primitive for row in spmdrules.table()}), n=2)
 
 
 def _as_data(row: OperatorRow) -> dict[str, Any]:

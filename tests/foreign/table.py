@@ -38,17 +38,26 @@ def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from tests.foreign import one_step
 
-    failed = False
+    chosen = programs(args.programs)
+    if not chosen:
+        parser.error(f"no program has one of these names; the libraries are {', '.join(LIBRARIES)}")
+    failed, largest = False, {}
     print(f"{'program':42}{'plan':19}{'state held':>10}{'gradient':>10}{'others':>10}")
-    for name, make in programs(args.programs).items():
+    for name, make in chosen.items():
         program = make()
         single = one_step.run(program)
         for plan in program.plans:
             sharded = one_step.run(program, plan)
             pairs = ((single.grads, sharded.grads), (single.others, sharded.others))
             grads, others = (max(one_step.errors(*pair).values()) for pair in pairs)
+            largest[name] = max(largest.get(name, 0.0), grads)
             failed |= not max(grads, others) <= program.tolerance
             print(f"{name:42}{plan:19}{sharded.share:>10.0%}{grads:>10.1e}{others:>10.1e}", flush=True)
+    worst = max(largest, key=lambda name: largest[name])
+    count = len({name.partition("/")[0] for name in largest})
+    print(
+        f"{len(largest)} programs, {count} libraries; the largest error of a gradient is {largest[worst]:.1e} ({worst})"
+    )
     return int(failed)
 
 

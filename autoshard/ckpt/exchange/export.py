@@ -168,7 +168,9 @@ def step_model(path: Any, step: int, *, use_ema: bool | None = False, dtype: str
     if not weight > 0 and use_ema is None:
         averaged, weight, sources = False, 1.0, model_leaves(specs, False, where)
     if not weight > 0:
-        raise CheckpointError(f"{where} has no moving average of the parameters yet: leave out --use-ema.")
+        raise CheckpointError(
+            f"{where} has no moving average of the parameters yet: leave out use_ema=True (--use-ema)."
+        )
 
     def tensor(key: Key, spec: LeafSpec) -> Tensor:
         is_mean = spec.key[: len(AVERAGE[0])] == AVERAGE[0]
@@ -228,7 +230,9 @@ def model_leaves(specs: Mapping[Key, LeafSpec], use_ema: bool, where: str) -> di
         mean, weight = AVERAGE
         means = {key[len(mean) :]: spec for key, spec in specs.items() if key[: len(mean)] == mean}
         if not means or weight not in specs:
-            raise CheckpointError(f"{where} has no moving average of the parameters: leave out --use-ema.")
+            raise CheckpointError(
+                f"{where} has no moving average of the parameters: leave out use_ema=True (--use-ema)."
+            )
         unknown = ["/".join(spec.key) for key, spec in means.items() if ("params", *key) not in specs]
         if unknown:
             raise CheckpointError(

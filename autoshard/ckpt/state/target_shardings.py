@@ -18,6 +18,7 @@ from autoshard.ckpt.state.named_leaves import Key, is_typed_key
 from autoshard.errors import CheckpointError
 from autoshard.sharding.plan.replication import sharded_axes
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.program.path_patterns import first_few
 
 
 def with_shardings(template: Any, shardings: Any) -> Any:
@@ -42,7 +43,10 @@ def with_shardings(template: Any, shardings: Any) -> Any:
                 f"shardings is a tuple of {len(shardings)}, but the state is a {type(template).__name__}: pass the "
                 "entry of the state, plan.in_shardings()[0] if it is the first argument"
             ) from error
-        raise CheckpointError(f"shardings do not match the structure of the state: {error}") from error
+        raise CheckpointError(
+            f"shardings do not match the structure of the state: {_differences(template, wanted)}. Give one sharding "
+            "for all leaves, or a tree with the paths of the state"
+        ) from error
     wrong: list[str] = []
     impossible = False
 
@@ -62,6 +66,19 @@ def with_shardings(template: Any, shardings: Any) -> Any:
     if impossible:  # sizes that do not divide are reported later: the state may be of another model, a better message
         raise CheckpointError(f"the state cannot be placed on its shardings:\n{listing(wrong)}")
     return placed
+
+
+def _differences(template: Any, shardings: Any) -> str:
+    """The paths of a state without a sharding, and those of shardings that the state does not have."""
+    leaves, given = (
+        [keys for keys, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)[0]]
+        for tree in (template, shardings)
+    )
+    missing = [keys for keys in leaves if not any(keys[: len(one)] == one for one in given)]
+    new = [one for one in given if not any(keys[: len(one)] == one for keys in leaves)]
+    found = [f"'{_joined(keys)}' has no sharding" for keys in missing]
+    found += [f"'{_joined(one)}' is not in the state" for one in new]
+    return first_few(found) if found else "a list, tuple or dict of another type"
 
 
 def _as_shardings(shardings: Any) -> Any:

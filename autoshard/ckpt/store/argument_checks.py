@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard._shown import shown
+from autoshard._typed import short_repr
 from autoshard.ckpt.store.manifest import as_json, metrics_as_json
 from autoshard.errors import CheckpointError
 
@@ -44,7 +45,9 @@ def step_number(step: Any) -> int:
         CheckpointError: it is not an integer, or negative.
     """
     if not is_integer(step) or step.__index__() < 0:
-        raise CheckpointError(f"step is {step!r}; it must be an integer of at least 0.")
+        hint = " The state comes second: save(step, state), restore(step, like=state)."
+        more = hint if isinstance(step, (Mapping, list, tuple)) else ""
+        raise CheckpointError(f"step is {short_repr(step)}; it must be an integer of at least 0.{more}")
     return step.__index__()
 
 
@@ -61,7 +64,7 @@ def is_integer(value: Any) -> bool:
 
 def mapping_errors(name: str, value: Any, example: str) -> list[str]:
     """Return a list with an error if an argument is not a dict, else an empty list."""
-    return [] if isinstance(value, Mapping) else [f"{name} is {value!r}; it must be a dict such as {example}"]
+    return [] if isinstance(value, Mapping) else [f"{name} is {short_repr(value)}; it must be a dict such as {example}"]
 
 
 def dim_errors(name: str, value: Any) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from etils import epath
 
+from autoshard._typed import short_repr
 from autoshard.ckpt.store.step_lock import unread
 from autoshard.errors import CheckpointError
 
@@ -38,6 +39,10 @@ class StepDirectory:
     """Names, lists, locks and removes steps. Never reads or writes the contents of a step."""
 
     def __init__(self, path: Any) -> None:
+        if not isinstance(path, str | os.PathLike) or not str(path):
+            raise CheckpointError(f"the directory is {short_repr(path)}; give the path of a folder.")
+        if str(path).startswith("s3://"):
+            raise CheckpointError(f"'{path}': Orbax does not support s3://; give a folder, or a bucket gs://...")
         self.path = epath.Path(os.path.abspath(path) if "://" not in str(path) else path)
         self._lock: int | None = None
         self.check()

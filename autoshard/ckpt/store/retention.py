@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from autoshard._shown import shown
+from autoshard._typed import short_repr
 from autoshard.ckpt.store.argument_checks import is_integer
 from autoshard.errors import CheckpointError
 
@@ -136,7 +137,12 @@ def expired_steps(
         metrics_of: returns the metrics of a step; called only if the policy needs them.
         own: the steps that this run saved. The policy also applies to them alone: after a run went back to an earlier
             step, they have lower numbers than steps that were saved before.
+
+    Raises:
+        CheckpointError: `keep` is no policy.
     """
+    if not isinstance(keep, RetentionPolicy):
+        raise CheckpointError(f"keep is {short_repr(keep)}; give a policy such as RetentionPolicy(last=2).")
     metrics = {step: metrics_of(step) if keep.best else {} for step in steps}
     kept = keep.of(metrics) | keep.of({step: values for step, values in metrics.items() if step in own})
     return [step for step in steps if step not in kept]

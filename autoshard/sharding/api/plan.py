@@ -170,7 +170,11 @@ class Plan(ShardingPlan):
         return verify(self._executable(), **options)
 
     def to_html(self, path: Any) -> None:
-        """Write the plan as a self-contained HTML page."""
+        """Write the plan as a self-contained HTML page.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
         to_html(self, path)
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard._shown import shown
-from autoshard.sharding.axes.axis_names import name_axes
+from autoshard.sharding.axes.axis_names import name_axes, name_computed_axes
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.graph_axes import find_graph_axes
@@ -44,7 +44,7 @@ def analyse(traced: Traced) -> Analysis:
        roles need not be found again: the axis that it adds has no role, so that no plan shards it.
     6. `find_graph_axes` finds edges, nodes and graphs in the data. Their features get the role of data, although they
        lack the batch. This changes how they are stored, not which axes are sharded.
-    7. `name_axes` names the axes, including the added one.
+    7. `name_axes` names the axes, including the added one, and `name_computed_axes` those that no input has.
 
     Args:
         traced: the traced program. It is not changed.
@@ -61,4 +61,5 @@ def analyse(traced: Traced) -> Analysis:
     for v in graph.features(program, axes, state_inputs):
         roles.inputs[v] = "data"
     axes.names = name_axes(program, axes, roles, traced.in_names, graph)
+    axes.computed_names = name_computed_axes(program, axes, roles)
     return Analysis(axes, roles, state)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autoshard.sharding.axes.graph_axes import GraphAxes
 from autoshard.sharding.axes.logical_axes import LogicalAxes
@@ -66,8 +67,50 @@ def name_axes(
         for d, dim in enumerate(axes.of_value[v]):
             for part, c in enumerate(dim):
                 if c not in axes.key_words:
-                    name_axis(c, f"{path}:{d}" + (f".{part}" if len(dim) > 1 else ""))
+                    name_axis(c, _dimension_name(path, d, part, dim))
     return names
+
+
+def name_computed_axes(program: Program, axes: LogicalAxes, roles: Roles) -> dict[int, str]:
+    """Names axes that no input has by the first operator that computes a value with them: `concatenate:3`.
+
+    An axis that follows the heads and has the size of a head is the elements of a head, as after a rotary embedding.
+
+    Args:
+        program: the program.
+        axes: its logical axes, of which those of the inputs have names.
+        roles: their roles.
+
+    Returns:
+        Axis -> name. Names are unique, beside those of the inputs too.
+    """
+    names: dict[int, str] = {}
+    used = {*axes.names.values()}
+    head_sizes = {axes.sizes[c] for c in roles.head_dims}
+    for op in program.ops():
+        for v in (*op.results, *op.operands) if op.rule is not None else ():
+            dims = axes.of_value[v] if v >= 0 else ()
+            for d, dim in enumerate(dims):
+                for part, c in enumerate(dim):
+                    if c in names or c in axes.names or c in axes.key_words:
+                        continue
+                    after_heads = (
+                        d == len(dims) - 1 and part == 0 and dims[d - 1][-1:] and dims[d - 1][-1] in roles.heads
+                    )
+                    is_head = after_heads and axes.sizes[c] in head_sizes
+                    names[c] = _unused("head_dim" if is_head else _dimension_name(op.name, d, part, dim), used)
+                    used.add(names[c])
+    return names
+
+
+def _dimension_name(value: str, d: int, part: int, dim: Sequence[int]) -> str:
+    """The name of a dimension of a value, or of one of the axes that it is made of: `w:1`, `w:1.0`."""
+    return f"{value}:{d}" + (f".{part}" if len(dim) > 1 else "")
+
+
+def _unused(name: str, used: Collection[str]) -> str:
+    """The name, with a number if it is used."""
+    return next(one for n in itertools.count() if (one := f"{name}_{n}" if n else name) not in used)
 
 
 def _only_beside(program: Program, axes: LogicalAxes, cls: int, rows: Sequence[int]) -> bool:

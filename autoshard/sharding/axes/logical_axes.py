@@ -43,7 +43,9 @@ class LogicalAxes:
         of_op: for each operator (in the order of `program.ops()`) the classes of its factors, `{factor: classes}`.
         stacked: classes that count the iterations of a loop, unrolled ones included. They are never sharded for
             compute, because only the devices that hold the current iteration would work.
-        names: class -> its name.
+        names: class -> its name, for the axes of inputs and those that have a role.
+        computed_names: class -> its name, for axes that only computed values have. They are for display; nobody can
+            request or fix them.
     """
 
     program: Program
@@ -52,6 +54,7 @@ class LogicalAxes:
     of_op: list[dict[str, tuple[int, ...]]]
     stacked: frozenset[int]
     names: dict[int, str] = field(default_factory=dict)
+    computed_names: dict[int, str] = field(default_factory=dict)
 
     @cached_property
     def parameter_aliases(self) -> dict[int, int]:
@@ -224,8 +227,8 @@ class LogicalAxes:
         return {c: others - {c} for c, others in found.items()}
 
     def name(self, cls: int) -> str:
-        """The name of a class; `axis` and its number if it has none."""
-        return self.names.get(cls, f"axis{cls}")
+        """The name of a class; `axis` and its number before names are given."""
+        return self.names.get(cls) or self.computed_names.get(cls, f"axis{cls}")
 
 
 def _represents(wide: Any, narrow: Any) -> bool:

@@ -17,6 +17,7 @@ from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.axes.constants import SHOWN_CHANGES, STATE_LEAVES_SHARE
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import find_roles
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.state_matching import StateMismatch
 from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.ir.program import Program
@@ -42,7 +43,8 @@ def check_state_kept(traced: Traced, axes: LogicalAxes) -> None:
         if certain is None:
             continue
         what = "is donated, but comes back changed" if mismatch.owner in donated else "is state that comes back changed"
-        text, changes = f"auto_shard({traced.name}): argument {mismatch.owner}", _changes(mismatch, traced)
+        argument = named_path(str(mismatch.owner), traced.arguments)
+        text, changes = f"auto_shard({traced.name}): argument '{argument}'", _changes(mismatch, traced)
         if certain:
             raise StateChangedError(
                 f"{text} {what}: {changes}. Return it with the leaves, shapes and dtypes that it was passed with"

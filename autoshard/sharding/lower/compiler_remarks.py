@@ -1,9 +1,9 @@
 """Keeps XLA's lines about involuntary full rematerializations off the terminal while a planned program is compiled.
 
-XLA's partitioner writes them to file descriptor 2. During the first call of a planned program, which compiles it, and
-while `measure` compiles candidates, the descriptor is redirected to `stderr_filter.py`, a process that is started once.
-All other lines appear as ever. The remarks of the first call are counted, priced and reported in one warning. Those
-that cost next to nothing are left out.
+XLA's partitioner writes them to file descriptor 2. While a call of a planned program compiles it (`watched_program`),
+and while `measure` compiles candidates, the descriptor is redirected to `stderr_filter.py`, a process that is started
+once. All other lines appear as ever. The remarks of a call are counted, priced and reported in one warning. Those that
+cost next to nothing are left out.
 """
 
 from __future__ import annotations
@@ -18,19 +18,13 @@ import sys
 import tempfile
 import threading
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from autoshard._columns import listing
-from autoshard._tracebacks import users_stacklevel
 from autoshard._units import bytes_text, line_text
-from autoshard.errors import AutoshardWarning
 from autoshard.sharding.hlo.rematerializations import Rematerialization, read_remarks
 from autoshard.sharding.lower.constants import FILTER_TIMEOUT_S, LEAST_REMARK_BYTES
-from autoshard.sharding.lower.executable import lower_as_planned
-from autoshard.sharding.program.tracing import Traced
 
 FILTER = Path(__file__).with_name("stderr_filter.py")
 
@@ -139,36 +133,26 @@ _REDIRECTION = _Redirection()
 atexit.register(_REDIRECTION.end)
 
 
+class Redirected:
+    """A redirection of descriptor 2, from its construction to `end`."""
+
+    def __init__(self) -> None:
+        _REDIRECTION.enter()
+
+    def end(self) -> list[str]:
+        """End the redirection and return the remarks of the compiler."""
+        return _REDIRECTION.leave()
+
+
 @contextlib.contextmanager
 def kept_remarks() -> Iterator[list[str]]:
     """Redirect descriptor 2 within the context. At its end, the list contains the remarks of the compiler."""
     found: list[str] = []
-    _REDIRECTION.enter()
+    redirected = Redirected()
     try:
         yield found
     finally:
-        found += _REDIRECTION.leave()
-
-
-def first_call(jitted: Any, traced: Traced, shardings: Sequence[Any], arguments: Sequence[Any]) -> Any:
-    """Call a jitted program for the first time, which compiles it, and report the compiler's remarks in a warning.
-
-    Args:
-        jitted: the result of `Executable.jit`.
-        traced: the function.
-        shardings: the planned shardings of its flat inputs.
-        arguments: the arguments, as `Traced.jit_arguments` gives them.
-    """
-
-    def lowered_text() -> str:
-        """The program's MLIR with locations."""
-        return lower_as_planned(jitted, traced, shardings).as_text(debug_info=True)
-
-    with kept_remarks() as remarks:
-        results = jitted(*arguments)
-    if remarks and (text := remarks_text(traced.name, remarks, traced.arguments, lowered_text)):
-        warnings.warn(text, AutoshardWarning, stacklevel=users_stacklevel())
-    return results
+        found += redirected.end()
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

@@ -163,7 +163,7 @@ class NewSignature(Exception):
 def check_signature(traced: Traced, leaves: Sequence[Any]) -> None:
     """Raise `NewSignature` if shapes, dtypes, memory kinds or JAX's flags are not those of the trace."""
     for leaf, aval in zip(leaves, traced.in_avals, strict=True):
-        if leaf.shape != aval.shape or leaf.dtype != aval.dtype or leaf.aval.weak_type != aval.weak_type:
+        if leaf.shape != aval.shape or leaf.dtype != aval.dtype or jax.typeof(leaf).weak_type != aval.weak_type:
             raise NewSignature
         if _compat.is_on_host(leaf) != _compat.is_on_host(aval):
             raise NewSignature

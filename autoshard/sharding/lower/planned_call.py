@@ -14,11 +14,12 @@ import jax
 
 from autoshard import _compat
 from autoshard.errors import PlanError
-from autoshard.sharding.lower.compiler_remarks import first_call
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.lower.placement_differences import placement_differences
 from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error, memory_kinds
+from autoshard.sharding.lower.watched_program import WatchedProgram
 from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.donated_arrays import donated_error, has_donated, without_shared_memory
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import TRACE_FLAGS, Traced
@@ -30,10 +31,10 @@ class PlannedCall:
     def __init__(self, jitted: Any, traced: Traced, shardings: Sequence[Any]):
         self.jitted, self.traced = jitted, traced
         self.shardings = shardings  # of the flat inputs
+        self.program = WatchedProgram(jitted, traced, shardings)
         self.__name__ = traced.name
         self.planned_args, self.planned_kwargs = jax.tree.unflatten(traced.in_tree, traced.in_avals)
         self.hides = traced.static_arguments or traced.static_results
-        self.called = False
         several = any(s.mesh.size > 1 for s in shardings)
         self.separate = SeparateArrays(needed=several)
 
@@ -78,7 +79,7 @@ class PlannedCall:
         if tree != self.traced.in_tree:
             raise self._mismatch_error(args, kwargs)
         if has_donated(leaves):  # JAX crashes on them, or raises an error without their paths
-            raise donated_error(self.__name__, self.traced.in_paths, leaves)
+            raise donated_error(self.__name__, self.traced.in_names, leaves)
         return leaves
 
     def _jit_arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -89,21 +90,20 @@ class PlannedCall:
         donated = self.traced.donated
         if _compat.under_trace():
             return self.jitted(*self._jit_arguments(leaves))
-        if not self.called:
+        if not self.program.is_compiled:
             leaves = without_shared_memory(leaves, donated)
-            results = first_call(self.jitted, self.traced, self.shardings, self._jit_arguments(leaves))
-            self.called = True
+            results = self.program(*self._jit_arguments(leaves))
         else:
             if donated and (distinct := self.separate.distinct(leaves, donated, self.memory_kinds)):
                 leaves = distinct
             try:
-                results = self.jitted(*self._jit_arguments(leaves))
+                results = self.program(*self._jit_arguments(leaves))
             except (ValueError, RuntimeError) as error:
                 if not is_shared_memory_error(error):
                     raise
                 self.separate.needed = True
                 leaves = without_shared_memory(leaves, donated)
-                results = self.jitted(*self._jit_arguments(leaves))
+                results = self.program(*self._jit_arguments(leaves))
         if donated:
             self.separate.learn(leaves, donated, results)
         return results
@@ -128,9 +128,9 @@ class PlannedCall:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any] | None = None
     ) -> PlanError:
         """The error about arguments that are not as planned. `leaves` are given if their structure is as planned."""
-        planned = dict(zip(self.traced.in_paths, self.traced.in_avals, strict=True))
-        args, kwargs = self._as_planned(args, kwargs)
-        different = differences_text(planned, leaves_by_path((args, kwargs)))
+        planned = dict(zip(self.traced.in_names, self.traced.in_avals, strict=True))
+        given = leaves_by_path(self._as_planned(args, kwargs))
+        different = differences_text(planned, {named_path(p, self.traced.arguments): x for p, x in given.items()})
         # Memory kinds are a part of the signature.
         if not different and leaves is not None and (misplaced := self._placement_differences(leaves)):
             return self._misplaced_error(misplaced)
@@ -143,7 +143,7 @@ class PlannedCall:
         )
 
     def _placement_differences(self, leaves: Sequence[Any]) -> str:
-        return placement_differences(self.traced.in_paths, leaves, self.shardings)
+        return placement_differences(self.traced.in_names, leaves, self.shardings)
 
     def _misplaced_error(self, different: str) -> PlanError:
         return PlanError(

@@ -65,8 +65,16 @@ def plan_from_json(text: str, cls: type[P]) -> P:
     """See `Plan.from_json`. The plan is an instance of `cls`."""
     try:
         data = json.loads(text)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise PlanError(f"this is not a plan: {error}. Plan.to_json() writes one.") from error
+    except TypeError:
+        problem = f"{short_repr(text)} is a {type(text).__name__}. Pass the text that Plan.to_json() returned"
+        raise PlanError(f"this is not a plan: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(text, str) and text.endswith(".json"):
+            raise PlanError(
+                f"this is not a plan: {short_repr(text)} is the name of a file. Read it first: "
+                f"Plan.from_json(pathlib.Path({short_repr(text)}).read_text())"
+            ) from None
+        raise PlanError(f"this is not a plan: it is not JSON ({error}). Plan.to_json() writes one.") from error
     found = data.get("format") if isinstance(data, Mapping) else FORMAT
     if found is not None and found != FORMAT:
         raise PlanError(f"this plan has format {short_repr(found)}, this version reads {FORMAT}: plan again")

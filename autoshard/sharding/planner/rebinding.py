@@ -13,6 +13,7 @@ from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.plan_builder import leaf_of
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.argument_differences import differences_text
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.tracing import Traced
 from autoshard.spmdrules.core.placement import from_partition_spec
 
@@ -66,13 +67,15 @@ def _first_difference(plan: ShardingPlan, traced: Traced) -> str:
     """The first difference between the arrays of a plan and of a function; empty if there is none."""
     if len(plan.inputs) != len(traced.in_paths):
         different = differences_text(
-            {leaf.path: leaf for leaf in plan.inputs}, dict(zip(traced.in_paths, traced.in_avals, strict=True))
+            {named_path(leaf.path, plan.arguments): leaf for leaf in plan.inputs},
+            dict(zip(traced.in_names, traced.in_avals, strict=True)),
         )
         return f"the plan has {len(plan.inputs)} inputs, this function {len(traced.in_paths)}: {different}"
     for leaf, path, aval in zip(plan.inputs, traced.in_paths, traced.in_avals, strict=True):
         if (leaf.path, leaf.shape, leaf.dtype) != (path, tuple(aval.shape), str(aval.dtype)):
             return (
-                f"the plan has '{leaf.path}' {leaf.dtype}{list(leaf.shape)}, this function '{path}' "
+                f"the plan has '{named_path(leaf.path, plan.arguments)}' {leaf.dtype}{list(leaf.shape)}, this function "
+                f"'{named_path(path, traced.arguments)}' "
                 f"{aval.dtype}{list(aval.shape)}"
             )
     if len(plan.outputs) != len(traced.out_paths):

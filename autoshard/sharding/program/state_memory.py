@@ -18,7 +18,7 @@ def warn_of_state_left_on_device(traced: Traced) -> None:
     """
     on_host = [i in traced.donated and _compat.is_on_host(aval) for i, aval in enumerate(traced.in_avals)]
     moved = [
-        f"'{traced.in_paths[i]}'" for i, o in traced.state if on_host[i] and not _compat.is_on_host(traced.out_avals[o])
+        f"'{traced.in_names[i]}'" for i, o in traced.state if on_host[i] and not _compat.is_on_host(traced.out_avals[o])
     ]
     if moved:
         warnings.warn(

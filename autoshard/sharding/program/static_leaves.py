@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,11 @@ from flax import linen, nnx
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.errors import PlanError
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.hidden_arrays import array_inside
 
 _ONE_SHOT = (types.GeneratorType, map, filter, zip, enumerate)
+_ASYNCHRONOUS = (types.CoroutineType, types.AsyncGeneratorType)
 _GRAPH_NODES = (nnx.Pytree, nnx.Variable)  # `nnx.split` separates their data from the rest
 
 
@@ -49,7 +51,8 @@ class StaticLeaf:
         return repr(self.value)
 
 
-def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, of_results: bool = False) -> Any:
+def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, of_results: bool = False,
+                names: Sequence[str] = ()) -> Any:  # fmt: skip
     """Replace the static leaves of a tree by `StaticLeaf`s. Return the tree itself if it has none.
 
     Args:
@@ -57,6 +60,7 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, o
         what: its name in messages.
         numbers: whether Python numbers are static.
         skip: number of keys to leave out at the start of a path in messages.
+        names: the names of the function's parameters, if these are its arguments.
         of_results: whether these are the results of a function under trace.
 
     Raises:
@@ -64,6 +68,11 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, o
     """
     module = _compat.equinox_module()
     whole = _GRAPH_NODES if module is None else (*_GRAPH_NODES, module)
+
+    def where(leaf: Any) -> str:
+        """`auto_shard(step): argument 'batch'`; without a path if the leaf is the whole tree."""
+        path = named_path(_path_to(tree, leaf, skip), names)
+        return f"{what} '{path}'" if path else what
 
     def hidden(leaf: Any, numbers: bool) -> Any:
         if isinstance(leaf, jax.Array):
@@ -74,17 +83,22 @@ def hide_static(tree: Any, what: str, numbers: bool = False, skip: int = 0, *, o
             return leaf if _same(leaves, inside) else jax.tree.unflatten(structure, inside)
         if not is_static(leaf, numbers):
             return leaf
+        if isinstance(leaf, _ASYNCHRONOUS):
+            raise PlanError(
+                f"{where(leaf)} is a {type(leaf).__name__}: the function is asynchronous. Define it "
+                "with `def`, without `async`"
+            )
         if isinstance(leaf, _ONE_SHOT):
             raise PlanError(
-                f"{what} '{_path_to(tree, leaf, skip)}' is a {type(leaf).__name__}, whose items can be read only once, "
+                f"{where(leaf)} is a {type(leaf).__name__}, whose items can be read only once, "
                 "while the function is traced: pass a list or an array of its items"
             )
         if inside := array_inside(leaf, only_traced=of_results):
-            raise _hidden_array_error(tree, leaf, what, skip, inside)
+            raise _hidden_array_error(where(leaf), leaf, inside)
         try:
             return StaticLeaf(leaf)
         except PlanError:
-            raise _unhashable_error(tree, leaf, what, skip) from None
+            raise _unhashable_error(where(leaf), leaf) from None
 
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, whole))
     replaced = [hidden(x, numbers) for x in leaves]
@@ -128,26 +142,25 @@ def _path_to(tree: Any, leaf: Any, skip: int) -> str:
     return jax.tree_util.keystr(tuple(keys[skip:]), simple=True, separator="/")
 
 
-def _hidden_array_error(tree: Any, leaf: Any, what: str, skip: int, inside: str) -> PlanError:
+def _hidden_array_error(where: str, leaf: Any, inside: str) -> PlanError:
     owner = leaf.__self__ if isinstance(leaf, types.MethodType) else leaf
     return PlanError(
-        f"{what} '{_path_to(tree, leaf, skip)}' is a {type(leaf).__name__}, which holds an array at {inside}: it "
+        f"{where} is a {type(leaf).__name__}, which holds an array at {inside}: it "
         "is no pytree, so the array would be a constant of the plan. Register the class "
         f"{type(owner).__name__} as a pytree (jax.tree_util.register_dataclass), or pass the array itself"
     )
 
 
-def _unhashable_error(tree: Any, leaf: Any, what: str, skip: int) -> PlanError:
-    path = _path_to(tree, leaf, skip)
+def _unhashable_error(where: str, leaf: Any) -> PlanError:
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "USTO":
         kind = "Python objects" if leaf.dtype.kind == "O" else "text"
         return PlanError(
-            f"{what} '{path}' is {leaf!r:.60}, an array of {kind} ({leaf.dtype}), and JAX has arrays of numbers only. "
+            f"{where} is {leaf!r:.60}, an array of {kind} ({leaf.dtype}), and JAX has arrays of numbers only. "
             "Remove it, convert it to numbers, or use a tuple of its items, which is static"
         )
     kind = f"an array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else f"a {type(leaf).__name__}"
     return PlanError(
-        f"{what} '{path}' is {leaf!r:.60}, {kind}: it is neither an array of numbers nor a number, and not hashable, "
+        f"{where} is {leaf!r:.60}, {kind}: it is neither an array of numbers nor a number, and not hashable, "
         "so calls with different values cannot be distinguished. Remove it, give its class a __hash__, or, if it "
         "holds arrays, register its class as a pytree (jax.tree_util.register_dataclass)"
     )

@@ -232,7 +232,8 @@ def trace(
                 *(leaf for _, leaf in flat)
             )
     except ValueError as error:
-        if mixed := mixed_memory_error(name, error, dict(zip(input_paths or keys, (x for _, x in flat), strict=True))):
+        shown = [named_path(path, arguments or argument_names(fn)) for path in input_paths or keys]
+        if mixed := mixed_memory_error(name, error, dict(zip(shown, (x for _, x in flat), strict=True))):
             raise mixed from error
         raise
     finally:

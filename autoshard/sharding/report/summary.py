@@ -114,13 +114,15 @@ class AxisNames:
         cut_names = {name: shorten_middle(text, NAME_WIDTH) for name, text in self._short.items()}
         if len(set(cut_names.values())) == len(set(self._short.values())):  # names stay distinct
             self._short = cut_names
-        self._short |= self._head_dims(ruled)
+        self._short |= self._head_dims(plan, ruled)
 
-    def _head_dims(self, ruled: Sequence[str]) -> dict[str, str]:
+    def _head_dims(self, plan: ShardingPlan, ruled: Sequence[str]) -> dict[str, str]:
         """One name for the head sizes of queries, keys and values, if they are equal and no mesh axis shards them."""
-        found = [name for name in self.all if re.fullmatch(rf"{HEAD_DIM}(_\d+)?", name)]
-        same = len({self.sizes.get(name) for name in found}) == 1
-        return {} if {*found} & {*ruled} or not same else dict.fromkeys(found, HEAD_DIM)
+        found = [name for name in self.all if _is_head_dim(name)]
+        if {*found} & {*ruled} or len({self.sizes.get(name) for name in found}) != 1:
+            return {}
+        computed = (part for a in plan.activations for dim in a.axes for part in dim.split("*") if _is_head_dim(part))
+        return dict.fromkeys([*found, *computed], HEAD_DIM)
 
     def short(self, name: str) -> str:
         """The short name of an axis, or of a dimension made of several: `heads*groups`, `b/kernel:2.0*2.1`."""
@@ -143,6 +145,10 @@ class AxisNames:
     def list(self, names: Iterable[str]) -> str:
         """Several axes: `[batch, seq]`."""
         return f"[{', '.join(map(self.short, names))}]"
+
+
+def _is_head_dim(name: str) -> bool:
+    return re.fullmatch(rf"{HEAD_DIM}(_\d+)?", name) is not None
 
 
 @shown

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._typed import short_repr
+from autoshard.errors import PlanError
 from autoshard.kernels.planned_platform import planned_platform
 from autoshard.kernels.two_passes import Kernel, differentiable_pass, kernel_of
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord, read_word
@@ -46,7 +48,8 @@ def replace_kernels(fn: Callable[..., Any], *, kernels: KernelWord = "auto") -> 
         The function. Its attribute `kernels` lists what the last trace found, replaced or left.
 
     Raises:
-        PlanError: the word is unknown; or, when the function is called, `kernels` is "require" and something is left.
+        PlanError: `fn` is no function, or the word is unknown; or, when the function is called, `kernels` is "require"
+            and something is left.
 
     >>> import jax.numpy as jnp
     >>> def loss(q, k, v):
@@ -57,6 +60,8 @@ def replace_kernels(fn: Callable[..., Any], *, kernels: KernelWord = "auto") -> 
     >>> [record.replaced for record in with_kernels.kernels]
     [True]
     """
+    if not callable(fn):
+        raise PlanError(f"replace_kernels takes a function, got {type(fn).__name__} {short_repr(fn)}")
     if read_word(kernels) == "off":
         return fn
 

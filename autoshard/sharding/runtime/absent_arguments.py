@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from autoshard.errors import PlanError
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.tracing import Traced, path_of
 
@@ -24,10 +25,10 @@ def absent_error(arguments: Any, planned: Traced | None) -> PlanError | None:
     if planned is None:
         return None
     leaves = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=lambda x: x is None)[0]
-    absent = [path_of(keys[1:]) for keys, leaf in leaves if leaf is None]
+    absent = [named_path(path_of(keys[1:]), planned.arguments) for keys, leaf in leaves if leaf is None]
     found = []
     for path in absent:
-        below = [(p, a) for p, a in zip(planned.in_paths, planned.in_avals, strict=True) if _is_in(p, path)]
+        below = [(p, a) for p, a in zip(planned.in_names, planned.in_avals, strict=True) if _is_in(p, path)]
         if below:
             shape = below[0][1].str_short() if below[0][0] == path else f"{len(below)} arrays"
             found.append(f"'{path}' is None, but was {shape}")

@@ -39,7 +39,9 @@ def shard_batch(entry: PlannedSignature, batches: Sequence[Any], name: str) -> l
         local = {path_of(keys): leaf for keys, leaf in flat}
         argument = next((one for one in free if one.keys() == local.keys()), None)
         if argument is None:
-            raise PlanError(f"auto_shard({name}).shard_batch: {_other_batch_text(entry, free, local)}")
+            raise PlanError(
+                f"auto_shard({name}).shard_batch: {_other_batch_text(entry, free, local, type(batch).__name__)}"
+            )
         free.remove(argument)
         made.append(
             jax.tree.unflatten(tree, [_global(entry, argument[path], leaf, name) for path, leaf in local.items()])
@@ -59,19 +61,25 @@ def _data_arguments(entry: PlannedSignature) -> list[dict[str, int]]:
     return [inputs for argument, inputs in arguments.items() if argument not in others]
 
 
-def _other_batch_text(entry: PlannedSignature, free: Sequence[dict[str, int]], local: dict[str, Any]) -> str:
+def _other_batch_text(entry: PlannedSignature, free: Sequence[dict[str, int]], local: dict[str, Any], kind: str) -> str:
     """How a batch differs from the data argument that is most like it. Shapes are checked later."""
     if not free:
         return "the plan has no further argument that is data"
     nearest = min(free, key=lambda one: len(one.keys() ^ local.keys()))
+    argument = entry.traced.in_names[next(iter(nearest.values()))].partition("/")[0]
+    text = f"the batch is none of the planned arguments: '{argument}' "
+    if "" in nearest:
+        return f"{text}is one array, but this is a {kind}. Pass one array, such as np.asarray(rows)"
+    if "" in local:
+        return f"{text}has the leaves {first_few(map(repr, nearest))}, but this is one array. Pass the same structure"
     different = [f"'{path}' is missing" for path in nearest if path not in local]
     different += [f"'{path}' is new" for path in local if path not in nearest]
-    return f"the batch is none of the planned arguments: {first_few(different)}"
+    return f"{text}has other leaves: {first_few(different)}. Pass the same structure"
 
 
 def _global(entry: PlannedSignature, index: int, leaf: Any, name: str) -> jax.Array:
     """The global array of one leaf."""
-    aval, sharding, path = entry.traced.in_avals[index], entry.in_shardings[index], entry.traced.in_paths[index]
+    aval, sharding, path = entry.traced.in_avals[index], entry.in_shardings[index], entry.traced.in_names[index]
     rows, processes = np.asarray(leaf), jax.process_count()
     if rows.dtype != aval.dtype:
         rows = rows.astype(aval.dtype)

@@ -29,7 +29,7 @@ from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
 from autoshard.sharding.planner.shortlist import fastest_of_all
 from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
-from autoshard.sharding.program.argument_names import argument_names
+from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.donated_arrays import (
     donated_error,
     has_donated,
@@ -121,15 +121,23 @@ class PureFunction:
     def hide_static(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with their static leaves as parts of the structure."""
         arguments = (args, kwargs)
-        hidden = hide_static(arguments, f"auto_shard({name_of(self.fn)}): argument", self.static_numbers, skip=1)
+        what = f"auto_shard({name_of(self.fn)}): argument"
+        hidden = hide_static(arguments, what, self.static_numbers, skip=1, names=self.arguments or self.own_names)
         self.has_static |= hidden is not arguments
         return hidden
+
+    @functools.cached_property
+    def own_names(self) -> tuple[str, ...]:
+        """The names of the positional parameters of the function itself."""
+        return argument_names(self.fn)
 
     def paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Return the path of each leaf of the arguments; of nnx objects, its path in them."""
         if self.graph_arguments is not None:
             return _compat.nnx_paths(*self.graph_arguments)
-        return [path_of(keys[1:]) for keys, _ in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]]
+        names = self.arguments or self.own_names
+        flat = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        return [named_path(path_of(keys[1:]), names) for keys, _ in flat]
 
     def check_not_donated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Return the leaves of the arguments, of which none was donated to an earlier call.
@@ -161,7 +169,8 @@ class PureFunction:
             try:
                 type_of(leaf)
             except TypeError:
-                problem = f"argument '{path_of(keys[1:])}' is {leaf!r:.60}, a {type(leaf).__name__}"
+                path = named_path(path_of(keys[1:]), self.arguments or self.own_names)
+                problem = f"argument '{path}' is {leaf!r:.60}, a {type(leaf).__name__}"
                 break
         else:
             problem = "an argument has a type that JAX does not support"
@@ -176,7 +185,7 @@ class PureFunction:
         leaves = self.check_not_donated(args, kwargs)
         traced = [i for i, x in enumerate(leaves) if _compat.is_tracer(x)]
         if traced and not _compat.under_trace():
-            path = path_of(jax.tree_util.tree_flatten_with_path((args, kwargs))[0][traced[0]][0][1:])
+            path = self.paths(args, kwargs)[traced[0]]
             raise PlanError(
                 f"auto_shard({name_of(self.fn)}): argument '{path}' is a leaked tracer "
                 f"({leaves[traced[0]].aval.str_short()}): a value of a function under trace was stored outside of it. "

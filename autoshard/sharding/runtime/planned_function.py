@@ -37,7 +37,8 @@ class PlannedFunction:
     ):
         if not callable(fn):
             raise PlanError(
-                f"auto_shard takes a function or a Flax module class, got {type(fn).__name__} {short_repr(fn)}"
+                f"auto_shard and plan take a function or a Flax module class, got {type(fn).__name__} "
+                f"{short_repr(fn)}. Pass the function first: auto_shard(step), plan(step, state, batch)"
             )
         functools.update_wrapper(self, fn)
         self.__name__ = name_of(fn)
@@ -155,9 +156,16 @@ class PlannedFunction:
             **kwargs: its keyword arguments.
 
         Raises:
-            PlanError: there is no plan yet, or no argument of the planned function has this structure.
+            PlanError: there is no plan yet, `create` is not callable, or no argument of the planned function has this
+                structure.
         """
         entry = self.planned()
+        if not callable(create):
+            raise PlanError(
+                f"auto_shard({self.__name__}).init takes a function that creates the state, got "
+                f"{type(create).__name__} {short_repr(create)}. Pass the function and its arguments: "
+                "step.init(create_state, rng). A state that exists needs no init: call step(state, batch)"
+            )
         return create_sharded(entry, create, args, self.__name__, kwargs)
 
     @hides_own_frames

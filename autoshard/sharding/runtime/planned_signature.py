@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from autoshard.errors import PlanError
-from autoshard.sharding.lower.compiler_remarks import first_call
 from autoshard.sharding.lower.executable import lower_as_planned
 from autoshard.sharding.lower.separate_arrays import memory_kinds
+from autoshard.sharding.lower.watched_program import WatchedProgram
 from autoshard.sharding.machines.targets import is_made_of, target_for
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.static_leaves import reveal_static
@@ -39,13 +39,18 @@ class PlannedSignature:
         executable = self.bound.executable
         return executable.jit(self.mesh if executable.mesh is None else None)
 
+    @functools.cached_property
+    def program(self) -> WatchedProgram:
+        """The jitted function, with the compiler's remarks reported in warnings."""
+        return WatchedProgram(self.jitted, self.traced, self.in_shardings)
+
     def run(self, *arguments: Any) -> Any:
-        """Call the jitted function for the first time, which compiles it. Later calls go to it directly."""
+        """Call the jitted function for the first time, which compiles it. Later calls go to `program` directly."""
         with warnings.catch_warnings():
             if self.hides_warnings:
                 warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            results = first_call(self.jitted, self.traced, self.in_shardings, arguments)
-        self.run = self.jitted
+            results = self.program(*arguments)
+        self.run = self.program
         return results
 
     def lower(self) -> Any:

@@ -12,7 +12,9 @@ import jax
 from autoshard import _compat
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.lower.compiler_remarks import kept_remarks
 from autoshard.sharding.program.argument_differences import differences
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.path_patterns import first_few
 from autoshard.sharding.program.static_leaves import hide_static, is_static, reveal_static
 from autoshard.sharding.program.tracing import Traced, name_of, path_of
@@ -60,7 +62,8 @@ def create_sharded(
         raise PlanError(f"auto_shard({name}).init: {_mismatch_text(entry.traced, made, create)}")
     shardings = _keeping_host_memory(entry, inputs, program.out_avals, f"auto_shard({name}).init: {name_of(create)}")
     out = jax.tree.unflatten(jax.tree.structure(shapes), shardings)
-    return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
+    with kept_remarks():  # it runs once, so they are left out
+        return rebuild(reveal_static(jax.jit(arrays_of, out_shardings=out)(*values)))
 
 
 def _keeping_host_memory(entry: PlannedSignature, inputs: list[int], made: list[Any], creator: str) -> list[Any]:
@@ -76,7 +79,7 @@ def _keeping_host_memory(entry: PlannedSignature, inputs: list[int], made: list[
     for n, (i, aval) in enumerate(zip(inputs, made, strict=True)):
         if _compat.is_on_host(aval) and not _compat.is_on_host(entry.traced.in_avals[i]):
             shardings[n] = shardings[n].with_memory_kind(_compat.HOST_KIND)
-            paths.append(f"'{entry.traced.in_paths[i]}'")
+            paths.append(f"'{entry.traced.in_names[i]}'")
     if paths:
         warnings.warn(
             f"{creator} puts {first_few(paths)} into host memory, where the state stays, but the plan has it in device "
@@ -102,15 +105,23 @@ def _find_arguments(traced: Traced, made: Leaves) -> list[int] | None:
         if not _differences(traced, planned, made):
             return [planned[path_of(keys)] for keys, _ in made]
     found: list[int] = []
-    free = list(arguments.values())
-    for _, part in itertools.groupby(made, key=lambda leaf: leaf[0][:1]):
-        rest = [(keys[1:], shape) for keys, shape in part]
-        planned = next((p for p in free if not _differences(traced, p, rest)), None)
+    for _, part, planned in _items(traced, made):
         if planned is None:
             return None
-        free.remove(planned)
-        found += [planned[path_of(keys)] for keys, _ in rest]
+        found += [planned[path_of(keys)] for keys, _ in part]
     return found or None
+
+
+def _items(traced: Traced, made: Leaves) -> list[tuple[str, Leaves, dict[str, int] | None]]:
+    """The items of a tuple or list of results: path, leaves, and the planned argument that an item is, if it is one."""
+    free, found = list(_arguments(traced).values()), []
+    for first, leaves in itertools.groupby(made, key=lambda leaf: leaf[0][:1]):
+        part = [(keys[1:], shape) for keys, shape in leaves]
+        planned = next((p for p in free if not _differences(traced, p, part)), None)
+        if planned is not None:
+            free.remove(planned)
+        found.append((path_of(first), part, planned))
+    return found
 
 
 def _arguments(traced: Traced) -> dict[str, dict[str, int]]:
@@ -136,8 +147,13 @@ def _mismatch_text(traced: Traced, made: Leaves, create: Callable[..., Any]) -> 
     """How the results differ from the argument that is most like them."""
     creator = getattr(create, "__name__", "the function")
     text = f"{creator} returns none of the planned arguments"
-    if arguments := _arguments(traced):
+    items = _items(traced, made)
+    if any(planned for _, _, planned in items):
+        others = first_few(f"'{path}'" for path, _, planned in items if planned is None)
+        text = f"{creator} returns {len(items)} items, of which {others} is none of the planned arguments"
+    elif arguments := _arguments(traced):
         nearest, planned = min(arguments.items(), key=lambda one: len(_differences(traced, one[1], made)))
+        nearest = named_path(nearest, traced.arguments)
         different = _differences(traced, planned, made, nearest)
         text += f". The most similar one is '{nearest}', but {first_few(different, '; ')}"
     return f"{text}. Return an argument, or a tuple of several, with the planned structure, shapes and dtypes"

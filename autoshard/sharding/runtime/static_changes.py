@@ -10,6 +10,7 @@ import jax
 
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning
+from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.static_leaves import StaticLeaf
 from autoshard.sharding.program.tracing import name_of, path_of
 from autoshard.sharding.runtime.constants import MANY_STATIC_VALUES
@@ -35,7 +36,8 @@ class StaticChanges:
             types: the types of its arrays. Values are counted among signatures of the same types.
         """
         flat, tree = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=_is_static)
-        leaves = {path_of(keys[1:]): x for keys, x in flat if _is_static(x)}
+        names = argument_names(self.fn)
+        leaves = {named_path(path_of(keys[1:]), names): x for keys, x in flat if _is_static(x)}
         if not leaves:
             return
         general = jax.tree.structure(jax.tree.unflatten(tree, [_ANY if _is_static(x) else x for _, x in flat]))

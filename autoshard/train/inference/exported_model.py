@@ -142,10 +142,10 @@ def read_inference(folder: Path) -> Inference:
     except ConfigError:
         raise
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{str(folder)!r} has no {FILE}, so there is no model to generate text with: give the folder of a run, of "
-            "its checkpoints, or of a model that was exported"
-        ) from error
+        what = "is an exported model, which `generate` does not read" if any(folder.glob("*.safetensors")) else (
+            f"has no {FILE}, so there is no model to generate text with"
+        )  # fmt: skip
+        raise ConfigError(f"{str(folder)!r} {what}: give the folder of a run, or of its checkpoints") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 

@@ -54,8 +54,8 @@ def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
     """Return the function that makes the model from random streams.
 
     Raises:
-        ConfigError: The factory cannot be found. The returned function raises it if the factory does not return an
-            `nnx.Module` or a `GPTConfig`.
+        ConfigError: The factory cannot be found, or needs other arguments. The returned function raises it if the
+            factory does not return an `nnx.Module` or a `GPTConfig`.
     """
     if config.model == "gpt":
         return lambda rngs: GPT(config.gpt, rngs=rngs)
@@ -70,6 +70,12 @@ def factory_builder(name: str, *, vocab: int, context: int) -> Callable[[nnx.Rng
             `nnx.Module` or a `GPTConfig`.
     """
     factory = load_function(name, "--model")
+    offered = ("rngs", "vocab", "context")
+    if missing := _required(factory, offered):
+        raise ConfigError(
+            f"--model {name} needs {', '.join(missing)}, but a factory is called with {', '.join(offered)} only: give "
+            "its other parameters default values"
+        )
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         model = factory(**_accepted(factory, {"rngs": rngs, "vocab": vocab, "context": context}))
@@ -285,6 +291,18 @@ def load_function(name: str, option: str) -> Callable[..., Any]:
     if not callable(getattr(module, function, None)):
         raise ConfigError(f"{option} {name}: module {module_name} has no function {function!r}")
     return getattr(module, function)
+
+
+def _required(function: Callable[..., Any], offered: Sequence[str]) -> list[str]:
+    """The parameters without a default value that are not among those offered by keyword."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in variable
+        and (parameter.name not in offered or parameter.kind is parameter.POSITIONAL_ONLY)
+    ]
 
 
 def _accepted(function: Callable[..., Any], available: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from autoshard.models.remat.named_values import NAMED_VALUES
 from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, offloaded_names
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import device_mesh, mesh_sizes
+from autoshard.sharding.machines.targets import find_target, is_made_of
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.constants import SEARCHED_MICROBATCHES
@@ -191,7 +192,13 @@ def _stacked(config: TrainConfig) -> TrainConfig:
 
 
 def _check_devices(config: TrainConfig) -> None:
-    """Refuse a mesh that is larger than this machine, before planning."""
+    """Refuse a mesh that is larger than this machine, and a target of other devices, before planning."""
+    if config.target is not None and not is_made_of(find_target(config.target), jax.devices()):
+        kind = jax.devices()[0].device_kind
+        raise ConfigError(
+            f"--target {config.target} is another machine than this one, whose devices are {kind}: leave out --target "
+            f"to train here. `autoshard plan ... --target {config.target}` shows its plan anywhere"
+        )
     requested, attached = math.prod((parse_mesh(config.mesh) or {}).values()), jax.device_count()
     if requested > attached:
         raise ConfigError(

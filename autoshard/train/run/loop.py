@@ -195,11 +195,13 @@ class Trainer:
             leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
         )
         origin = f"continues from step {start}" if self.config.resume else "starts"
+        complete = start >= self.config.steps
         if restored is not None:
             reporter.print(f"restored {restored}")
         reporter.print(
             f"{parameters:,} parameters on {self.placed.plan.mesh.size} {jax.devices()[0].platform} devices; "
             f"the run {origin} in {self.run_dir}"
+            + (f", and has all its steps already; to train further, give more --steps than {start}" if complete else "")
         )
         if distributed.is_main():
             self._write_config(self.run_dir)  # a resumed run's config changes only after its state was restored

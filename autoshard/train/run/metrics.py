@@ -117,4 +117,5 @@ def _figures(values: Mapping[str, float]) -> str:
         "val_loss": "validation loss {:.4f} nats per token",
         "val_bits_per_byte": "{:.4f} bits per byte",
     }
-    return "  ".join(text.format(values[name]) for name, text in formats.items() if name in values)
+    shown = {name: value for name, value in values.items() if name != "eta_seconds" or value > 0}
+    return "  ".join(text.format(shown[name]) for name, text in formats.items() if name in shown)

@@ -211,7 +211,7 @@ def test_the_model_of_another_state_is_the_whole_state(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as checkpoints:
         checkpoints.save(0, {"a": {"b": jnp.ones(2)}, "none": jnp.zeros((0, 3)), "rng": jax.random.key(0)}, block=True)
         checkpoints.export(0, tmp_path / "out")
-        with pytest.raises(CheckpointError, match="has no moving average of the parameters: leave out --use-ema"):
+        with pytest.raises(CheckpointError, match="has no moving average of the parameters: leave out use_ema=True"):
             checkpoints.export(0, tmp_path / "ema", use_ema=True)
     assert {name: leaf.shape for name, leaf in load_file(tmp_path / "out" / "model.safetensors").items()} == {
         "a.b": (2,), "none": (0, 3),

@@ -77,7 +77,7 @@ def test_a_mesh_of_too_many_devices():
         (lambda plan: plan.verify(options={"a": None}), "verify: options 'a' is None; it must be text or"),
         (lambda plan: plan.jit(5), "devices is 5; give some of jax.devices"),
         (lambda plan: plan.jit([]), r"devices is \[\]; give some of jax.devices"),
-        (lambda plan: plan.bind(None, *SHAPES), "takes a function or a Flax module class, got NoneType None"),
+        (lambda plan: plan.bind(None, *SHAPES), "take a function or a Flax module class, got NoneType None"),
         (
             lambda plan: autoshard.plan(product, *SHAPES, fixed={"0": (None, None, "batch")}),
             "has 3 entries, but the array",

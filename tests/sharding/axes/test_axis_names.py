@@ -90,6 +90,20 @@ def test_the_words_of_a_key_are_no_logical_axis():
     assert not [name for name in wrapped.axes.names.values() if name.startswith("key")]
 
 
+def test_axes_that_no_input_has_are_named_by_what_computes_them():
+    """Llama's rotated queries and keys have other axes than their weights; an expert's capacity is in no input."""
+    for model, name in (("llama-tiny", "head_dim"), ("moe-tiny", "iota:3")):
+        _, analysis = analysed(model)
+        axes, computed = analysis.axes, analysis.axes.computed_names
+        found = {c for dims in axes.of_value for dim in dims for c in dim} - axes.key_words
+        names = [axes.name(c) for c in found]
+        assert not [each for each in names if each.startswith("axis")] and len({*names}) == len(names)
+        assert [each for each in computed.values() if each.startswith(name)]
+        assert not computed.keys() & axes.names.keys()
+        heads = {axes.sizes[c] for c, each in computed.items() if each.startswith("head_dim")}
+        assert heads <= {axes.sizes[c] for c in analysis.roles.head_dims}
+
+
 @pytest.mark.parametrize("attention", ["plain", "blockwise"])
 def test_head_size_is_called_head_dim_if_a_loop_keeps_cast_weights(attention: str) -> None:
     """Without rematerialization, the gradient uses copies of the weights that the loop over layers stacked."""

@@ -46,7 +46,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 def test_state_with_one_changed_leaf_raises(change, donate):
     what = "is donated, but" if donate == 0 else "is state that"
-    with pytest.raises(StateChangedError, match=f"argument 0 {what} comes back changed: {CHANGES[change]}"):
+    with pytest.raises(StateChangedError, match=f"argument 'p' {what} comes back changed: {CHANGES[change]}"):
         plan(lambda p, x: trained(p, x, change), mlp_state(), batch(), donate_argnums=donate)
 
 
@@ -90,7 +90,7 @@ def halve(p):
 )
 def test_likely_state_that_changes_warns(fn, change):
     params = {"w": mlp_state()["w"], "v": mlp_state()["v"]} if "missing" in change else mlp_state()
-    with pytest.warns(AutoshardWarning, match=f"argument 0 looks like state that comes back changed: {change}"):
+    with pytest.warns(AutoshardWarning, match=f"argument 'p' looks like state that comes back changed: {change}"):
         planned = plan(fn, params, batch())
     assert planned.jit()(params, batch()) is not None
 

@@ -140,7 +140,7 @@ def test_a_plan_goes_through_json():
     assert_close(sgd_step(mlp_state(), batch())[0], bound.jit()(mlp_state(), batch())[0])
     used = auto_shard(sgd_step, plan=reread)
     assert spec_of_each_input(used.plan(mlp_state(), batch())) == spec_of_each_input(planned)
-    with pytest.raises(AutoshardError, match=r"another program.*'0/b'"):
+    with pytest.raises(AutoshardError, match=r"another program.*'params/b'"):
         reread.bind(sgd_step, mlp_state(hidden=256), batch())
 
 
@@ -367,7 +367,7 @@ def test_a_mesh_with_more_devices_than_there_are():
 def test_a_leaked_tracer_is_named():
     leaked = []
     jax.jit(lambda x: leaked.append(x) or x)(batch())
-    with pytest.raises(AutoshardError, match="argument '1' is a leaked tracer"):
+    with pytest.raises(AutoshardError, match="argument 'x' is a leaked tracer"):
         auto_shard(sgd_step)(mlp_state(), leaked[0])
 
 

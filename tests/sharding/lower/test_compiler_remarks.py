@@ -96,6 +96,31 @@ def test_the_jitted_plan_reports_remarks_once(capfd, monkeypatch):
     assert not [line for line in lines_written_to(capfd) if "rematerialization" in line]
 
 
+@pytest.mark.parametrize("called", ["auto_shard", "Plan.jit"])
+def test_a_program_that_is_compiled_again_reports_its_remarks_once(capfd, monkeypatch, called):
+    monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
+    step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))})
+    plan = step.plan(mlp_state(), batch())
+    arguments = jax.device_put((mlp_state(), batch()), plan.in_shardings())
+    run = step if called == "auto_shard" else plan.jit()
+    with pytest.warns(AutoshardWarning, match="makes 1 array whole"):
+        run(*arguments)
+    if called == "auto_shard":
+        run(*arguments)
+    compiled = []
+    listener = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        with jax.default_device(jax.devices()[1]):  # which changes nothing
+            results = run(*arguments)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert compiled  # without a warning, which would be an error
+    assert_close(results[0], sgd_step(mlp_state(), batch())[0])
+    os.write(2, b"later\n")
+    assert lines_written_to(capfd) == ["later"]
+
+
 def test_remarks_of_measured_plans_are_reported_by_the_first_call(capfd, monkeypatch):
     monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
     step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))}, measure=1)

@@ -135,7 +135,7 @@ def test_a_device_put_with_a_sharding(mesh8: Mesh) -> None:
 
 def test_arithmetic_with_both_memories_is_refused() -> None:
     step = auto_shard(lambda state, x: state["mean"] + x, plan="dp:8")
-    with pytest.raises(PlanError, match=r"combines values in host memory with values in device memory.*\n?.*'0/mean'"):
+    with pytest.raises(PlanError, match=r"combines values in host memory with values in device .*\n?.*'state/mean'"):
         step({"mean": on_host(jnp.ones((8, 2)))}, jnp.ones((8, 2)))
 
 
@@ -192,7 +192,7 @@ def test_init_keeps_the_memory_spaces_of_what_it_creates() -> None:
     params, moments = jax.eval_shape(create_on_host)
     step = auto_shard(offloaded_step, plan="fsdp:8", donate_argnums=(0, 1))
     blind = step.plan(params, moments, batch())
-    with pytest.warns(AutoshardWarning, match=r"create_on_host puts '1/0/mu/down'.* into host memory.*pinned_host"):
+    with pytest.warns(AutoshardWarning, match=r"create_on_host puts 'moments/0/mu/down'.* into host .*pinned_host"):
         state = step.init(create_on_host)
     assert kinds(state[1]) == {"pinned_host"} and kinds(state[0]) == {"device"}
     assert state[1][0].mu["up"].sharding.spec == blind.in_specs[1][0].mu["up"] != P()

@@ -43,16 +43,16 @@ def test_arguments_can_be_passed_in_both_ways(planned):
 
 
 OTHER = {
-    "None": ({"x": batch(), "mask": None}, r"'1/mask' is None, planned float32\[32\]"),
+    "None": ({"x": batch(), "mask": None}, r"'data/mask' is None, planned float32\[32\]"),
     "shape": (
         {"x": batch(size=16), "mask": jnp.ones(16)},
-        r"'1/mask' is float32\[16\], planned float32\[32\]; '1/x' is",
+        r"'data/mask' is float32\[16\], planned float32\[32\]; 'data/x' is",
     ),
     "dtype": (
         {"x": jnp.ones((32, 64), jnp.bfloat16), "mask": jnp.ones(32)},
-        r"'1/x' is bfloat16\[32,64\], planned flo",
+        r"'data/x' is bfloat16\[32,64\], planned flo",
     ),
-    "missing": ({"x": batch()}, r"'1/mask' float32\[32\] is missing"),
+    "missing": ({"x": batch()}, r"'data/mask' float32\[32\] is missing"),
 }
 
 
@@ -63,7 +63,7 @@ def test_other_arguments_than_the_planned_ones_are_named(name):
     with pytest.raises(PlanError, match=f"masked_step: the arguments are not those of the plan: {message}"):
         planned.jit()(mlp_state(), data)
     if name == "None":  # the function has another program for it
-        with pytest.raises(PlanError, match=r"has 5 inputs, this function 4: '1/mask' float32\[32\] is missing"):
+        with pytest.raises(PlanError, match=r"has 5 inputs, this function 4: 'data/mask' float32\[32\] is missing"):
             auto_shard(masked_step, plan=planned)(mlp_state(), data)
         assert_close(masked_step(mlp_state(), data), auto_shard(masked_step, plan="dp:8")(mlp_state(), data))
 
@@ -77,9 +77,9 @@ def test_arguments_in_other_places_than_the_planned_ones_are_named():
     host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     rows = Mesh(jax.devices(), ("rows",))
     for place, text in (
-        (jax.devices()[3], r"'0/w' is on cpu:3, planned P\(None, 'tp'\) on mesh {'tp': 8}\. Move"),
-        (NamedSharding(rows, P("rows")), r"'0/w' is P\('rows',\) on mesh {'rows': 8}, planned"),
-        (host, "'0/w' is on cpu:0 in pinned_host memory, planned"),
+        (jax.devices()[3], r"'params/w' is on cpu:3, planned P\(None, 'tp'\) on mesh {'tp': 8}\. Move"),
+        (NamedSharding(rows, P("rows")), r"'params/w' is P\('rows',\) on mesh {'rows': 8}, planned"),
+        (host, "'params/w' is on cpu:0 in pinned_host memory, planned"),
     ):
         moved = mlp_state() | {"w": jax.device_put(mlp_state()["w"], place)}
         for use in (planned.jit(), planned.jit().lower):
@@ -92,7 +92,7 @@ def test_arguments_in_other_places_than_the_planned_ones_are_named():
 def test_a_random_key_in_host_memory():
     key = jax.device_put(jax.random.key(0), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
     planned = plan(noisy, jnp.ones((32, 8)), key)
-    with pytest.raises(PlanError, match=r"'1' is on cpu:0 in pinned_host .*, planned P\(\) on mesh .*in pinned_host"):
+    with pytest.raises(PlanError, match=r"'key' is on cpu:0 in pinned_host .*, planned P\(\) on mesh .*in pinned_host"):
         planned.jit()(jnp.ones((32, 8)), key)
     arguments = jax.device_put((jnp.ones((32, 8)), key), planned.in_shardings())
     assert arguments[1].sharding.memory_kind == "pinned_host"

@@ -34,7 +34,7 @@ def test_donated_state_that_stays_on_the_device_is_named() -> None:
     with pytest.warns(AutoshardWarning) as caught:
         returned = donating(state(), X)
     (text,) = (str(w.message) for w in caught if issubclass(w.category, AutoshardWarning))
-    assert re.search(r"step\): donated state '0/m' enters in host memory and is returned in device memory", text)
+    assert re.search(r"step\): donated state 'state/m' enters in host memory and is returned in device memory", text)
     with warnings.catch_warnings():
         warnings.simplefilter("error", AutoshardWarning)
         for _ in range(2):  # the state is on the device now

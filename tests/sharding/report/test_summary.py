@@ -6,7 +6,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
-from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.plan.tensors import Activation, Leaf
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import AxisNames, groups, mesh_text
 from tests.sharding.report.plans import half_built, planned
@@ -41,6 +41,8 @@ def test_equal_head_sizes_have_one_name_if_none_is_sharded():
     names = AxisNames(plan)
     assert names.list(leaf.axes) == "[heads, head_dim, head_dim]"
     assert names.all_sized(names.unsharded) == ["heads 4", "head_dim 8"]
+    rotated = Activation("mul", (4, 8), "float32", P(), ("heads", "head_dim_2"))
+    assert AxisNames(plan.where(activations=(rotated,))).list(rotated.axes) == "[heads, head_dim]"
     others = (plan.where(axis_sizes={"head_dim": 8, "head_dim_1": 4}), plan.where(axis_rules={"tp": ("head_dim_1",)}))
     assert [AxisNames(other).short("head_dim_1") for other in others] == ["head_dim_1"] * 2
 

@@ -56,9 +56,9 @@ def test_in_one_process_the_rows_are_all_rows():
     for local, message in (
         (
             batch(size=16),
-            r"'1' has shape \(16, 64\) in process 0, but the plan is for \(32, 64\) over 1 process\. Pass",
+            r"'x' has shape \(16, 64\) in process 0, but the plan is for \(32, 64\) over 1 process\. Pass",
         ),
-        ({"x": batch()}, "none of the planned arguments: '' is missing, 'x' is new"),
+        ({"x": batch()}, "none of the planned arguments: 'x' is one array, but this is a dict"),
     ):
         with pytest.raises(PlanError, match=message):
             step.shard_batch(local)

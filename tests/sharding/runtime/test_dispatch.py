@@ -34,7 +34,7 @@ def test_dtypes_are_part_of_a_signature():
 def test_a_leaf_that_is_not_an_array_is_named_at_every_call():
     step = auto_shard(lambda state, x: x * state["scale"][...], plan="dp:8")
     for _ in range(2):
-        with pytest.raises(PlanError, match=r"argument '0/name' is 'adam', a str: JAX has no arrays of that type"):
+        with pytest.raises(PlanError, match=r"argument 'state/name' is 'adam', a str: JAX has no arrays of that type"):
             step(nnx.State({"name": nnx.Param("adam"), "scale": nnx.Param(jnp.ones(()))}), batch())
         step(nnx.State({"scale": nnx.Param(jnp.ones(()))}), batch())
 
@@ -56,6 +56,14 @@ def test_settings_of_jax_are_part_of_a_signature():
     with jax.enable_x64(True):
         assert double(x).dtype == jnp.float64
     assert double(x).dtype == jnp.float32
+
+
+def test_a_step_runs_without_jit():
+    """To find an error, `jax.disable_jit` runs the program operator by operator, on NumPy arrays too."""
+    step = auto_shard(sgd_step, plan="dp:8")
+    with jax.disable_jit():
+        state, _ = step(mlp_state(), batch())
+        assert_close(state, sgd_step(mlp_state(), batch())[0])
 
 
 @pytest.mark.parametrize("values", [(True, 1, 1.0), (1.0, 1, True)])

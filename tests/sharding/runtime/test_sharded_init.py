@@ -38,12 +38,12 @@ def test_several_state_arguments_are_created_together_or_one_by_one():
 
 
 OTHER = {
-    "missing": (lambda: {k: v for k, v in mlp_state().items() if k != "b"}, r"'0/b' float32\[128\] is missing"),
-    "new": (lambda: mlp_state() | {"c": jnp.ones(3)}, r"'0/c' float32\[3\] is new"),
-    "shape": (lambda: mlp_state() | {"b": jnp.ones(3)}, r"'0/b' is float32\[3\], planned float32\[128\]"),
+    "missing": (lambda: {k: v for k, v in mlp_state().items() if k != "b"}, r"'params/b' float32\[128\] is missing"),
+    "new": (lambda: mlp_state() | {"c": jnp.ones(3)}, r"'params/c' float32\[3\] is new"),
+    "shape": (lambda: mlp_state() | {"b": jnp.ones(3)}, r"'params/b' is float32\[3\], planned float32\[128\]"),
     "dtype": (
         lambda: mlp_state() | {"b": jnp.ones(128, "bfloat16")},
-        r"'0/b' is bfloat16\[128\], planned float32\[128\]",
+        r"'params/b' is bfloat16\[128\], planned float32\[128\]",
     ),
 }
 
@@ -53,6 +53,6 @@ def test_other_state_than_the_planned_one_is_named(name):
     create, difference = OTHER[name]
     step = auto_shard(sgd_step, example=(mlp_state(), batch()))
     with pytest.raises(
-        PlanError, match=f"init: .* none of the planned .* most similar one is '0', but {difference}. Return"
+        PlanError, match=f"init: .* none of the planned .* most similar one is 'params', but {difference}. Return"
     ):
         step.init(create)

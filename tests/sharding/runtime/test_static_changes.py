@@ -15,7 +15,9 @@ def test_a_leaf_with_many_values_is_named_once():
     for size in (16, 32):  # another shape starts another count
         for index in range(MANY_STATIC_VALUES - 1):
             double({"x": batch(size=size), "text": f"sentence {index}", "kind": "text"})
-    with pytest.warns(AutoshardWarning, match=r"argument '0/text' is static.*8 values, the last 'sentence 7'") as seen:
+    with pytest.warns(
+        AutoshardWarning, match=r"argument 'batch/text' is static.*8 values, the last 'sentence 7'"
+    ) as seen:
         double({"x": batch(), "text": "sentence 7", "kind": "text"})
     assert len(seen) == 1
     with warnings.catch_warnings():

@@ -163,7 +163,7 @@ def test_a_leaf_that_is_not_hashable_is_named_at_every_call(leaf, kind):
     step, returns = auto_shard(sgd_step, plan="dp:8"), auto_shard(with_leaf, plan="dp:8")
     text = f"is .*, {kind}.*(not hashable|of numbers only)"
     for _ in range(2):
-        with pytest.raises(PlanError, match=rf"\(sgd_step\): argument '0/name' {text}"):
+        with pytest.raises(PlanError, match=rf"\(sgd_step\): argument 'params/name' {text}"):
             step({**mlp_state(), "name": leaf}, batch())
         step(mlp_state(), batch())
         with pytest.raises(PlanError, match=rf"\(with_leaf\): result '1' {text}"):

@@ -190,6 +190,10 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
         open_generator(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=f"has no {FILE}"):
         open_generator(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="is an exported model, which `generate` does not read: give the folder of"):
+        open_generator(tmp_path / "out")
     config = make_config(steps=3)
     train(config)
     folder = moved(config, tmp_path)

@@ -319,7 +319,9 @@ def test_a_run_that_cannot_be_resumed_changes_nothing(make_config: MakeConfig, c
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_its_data_and_not_backwards(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_resumes_with_its_data_and_not_backwards(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     text = tmp_path / "text"
     text.write_text("to be or not to be, that is the question\n" * 100)
     config = make_config(steps=4, data=str(text))
@@ -335,7 +337,11 @@ def test_a_run_resumes_with_its_data_and_not_backwards(make_config: MakeConfig, 
     assert contents(config.run_dir) == before
     assert train(replace(again, steps=5, allow_other_data=True)).step == 5
     assert not run_directory.read_config(config.run_dir)["allow_other_data"]  # not stored
+    capsys.readouterr()
     assert train(replace(again, steps=6)).step == 6  # the data have not changed since
+    assert "all its steps" not in capsys.readouterr().out
+    assert train(replace(again, steps=6)).step == 6
+    assert "has all its steps already; to train further, give more --steps than 6" in capsys.readouterr().out
     text.write_text(text.read_text().replace("answer..", "question", 1))
     with pytest.raises(ConfigError, match="other data"):
         train(replace(again, steps=7))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autoshard._units import line_text
+from autoshard.errors import PlanError
 from autoshard.sharding.plan.gather_words import WORDS
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
@@ -38,8 +39,16 @@ def to_html(plan: ShardingPlan, path: Any) -> None:
     Args:
         plan: The plan.
         path: The file to write.
+
+    Raises:
+        PlanError: the file cannot be written.
     """
-    Path(path).write_text(page(plan), encoding="utf-8")
+    try:
+        Path(path).write_text(page(plan), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(
+            f"to_html: '{path}' cannot be written: {error.strerror}. Give a file in a folder that exists"
+        ) from error
 
 
 def page(plan: ShardingPlan) -> str:
