@@ -16,6 +16,7 @@ from autoshard.sharding.api.jit_habits import check_jit_options, explains_jit_op
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.machines.option_requests import OptionRequest
+from autoshard.sharding.plan.overlap_words import OverlapRequest
 from autoshard.sharding.planner.planning import PlanLike
 from autoshard.sharding.planner.variants import Variants
 from autoshard.sharding.program.kernel_records import KernelWord
@@ -37,6 +38,7 @@ def auto_shard(
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
+    overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -63,6 +65,7 @@ def auto_shard(
             moves it there.
         compiler_options: options for XLA, see `autoshard.plan`.
         gather: the order in which stored parameters are gathered, see `autoshard.plan`.
+        overlap: which collectives of which parameters may run beside compute, see `autoshard.plan`.
         kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
@@ -86,12 +89,12 @@ def auto_shard(
     """
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, kernels=kernels, strict=strict)  # fmt: skip
+                              gather=gather, overlap=overlap, kernels=kernels, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         # None has a meaning of its own beside a Plan.
-        options |= {"offload": offload, "gather": gather, "kernels": kernels}
+        options |= {"offload": offload, "gather": gather, "overlap": overlap, "kernels": kernels}
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -115,6 +118,7 @@ def plan(
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
+    overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -155,6 +159,12 @@ def plan(
             may gather many of them early. With "sequential", a device holds at most two gathered parameters of one
             stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
             Under a given `Plan`, its order is the default.
+        overlap: which collectives may run beside compute, as a table `{path: {kind: "on" or "off"}}`, such as
+            `{"experts/*": {"gather": "off"}}`, or as text, "experts/*:gather=off". A path names parameters as in
+            `fixed`; a glob may also match the end of a path, and of several globs the last one counts. With "off",
+            no product runs beside the gathers of these parameters (`gather`) or the reductions of their gradients
+            (`reduce`). With "on", their gathers wait for no earlier use under `gather="sequential"`. By default
+            empty, which leaves it to the compiler, or that of a given `Plan`. A note reports entries without effect.
         kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
             kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
             same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.
@@ -199,5 +209,5 @@ def plan(
     check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, kernels=kernels, strict=strict)  # fmt: skip
+                              gather=gather, overlap=overlap, kernels=kernels, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

@@ -101,6 +101,7 @@ class CostModel:
         distinct: frozenset[int] = frozenset(),
         *,
         sequential: bool = False,
+        synchronous: Mapping[bool, np.ndarray] | None = None,
     ):
         """Analyse what all layouts have in common.
 
@@ -112,9 +113,11 @@ class CostModel:
             state: pairs (input, output) of its state.
             distinct: inputs that layouts distinguish from similar ones.
             sequential: whether parameters are gathered one after another (`lower.gather_order`).
+            synchronous: whether it is for gathers, or for reductions -> for each operator, whether compute hides none of
+                them (`overlap.modules`).
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
-        self.fusion, self.distinct, self.sequential = fusion, distinct, sequential
+        self.fusion, self.distinct, self.sequential, self.synchronous = fusion, distinct, sequential, synchronous
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
@@ -158,9 +161,9 @@ class CostModel:
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
                 if len(new):
-                    runs, size = float(self.stretches.trips[new].sum()), move.local_bytes
-                    place = Place(new, move.array >= 0) if self._is_prefetchable(each.op, move) else None
-                    collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
+                    for ops, place in self._places(each.op, move, new):
+                        runs, size = float(self.stretches.trips[ops].sum()), move.local_bytes
+                        collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
@@ -175,7 +178,9 @@ class CostModel:
                 self._by_distinct[distinct] = self._original._distinguishing(distinct).resized(self.axes)
             else:
                 common = self.axes, self.roles, self.target, self.fusion, self.state
-                self._by_distinct[distinct] = CostModel(*common, distinct, sequential=self.sequential)
+                self._by_distinct[distinct] = CostModel(
+                    *common, distinct, sequential=self.sequential, synchronous=self.synchronous
+                )
         return self._by_distinct[distinct]
 
     def _add_moved(
@@ -195,6 +200,17 @@ class CostModel:
             else:
                 found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)
         return np.concatenate(new) if new else np.zeros(0, int)
+
+    def _places(self, op: Op, move: Move, ops: np.ndarray) -> list[tuple[np.ndarray, Place | None]]:
+        """Return the operators of a class that need a collective, and where it runs if compute can hide it."""
+        if not self._is_prefetchable(op, move):
+            return [(ops, None)]
+        is_before = move.array >= 0
+        if self.synchronous is None:
+            return [(ops, Place(ops, is_before))]
+        alone = self.synchronous[is_before][ops]
+        parts = (ops[alone], None), (ops[~alone], Place(ops[~alone], is_before))
+        return [part for part in parts if len(part[0])]
 
     def _is_prefetchable(self, op: Op, move: Move) -> bool:
         """Whether a collective moves parameters or gradients, so that compute can hide it."""

@@ -31,7 +31,9 @@ from autoshard.sharding.layout.operator_sharding import (
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.gather_order import GatherOrder
+from autoshard.sharding.lower.overlap_order import OverlapOrder
 from autoshard.sharding.machines.link_prices import LinkPrices
+from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
@@ -50,12 +52,23 @@ class Lowering:
         mesh: the mesh.
         link_prices: what bytes on the links of the target cost.
         sequential: whether parameters are gathered one after another.
+        overlap: the words of `overlap=`, if there are any.
     """
 
-    def __init__(self, layout: Layout, mesh: Any, link_prices: LinkPrices, *, sequential: bool = False):
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Any,
+        link_prices: LinkPrices,
+        *,
+        sequential: bool = False,
+        overlap: ModuleOverlap | None = None,
+    ):
         self.layout = layout
         self.mesh = mesh
         self.order = GatherOrder(mesh) if sequential else None
+        self.overlap = overlap
+        self.alone = OverlapOrder(layout, mesh, link_prices, overlap) if overlap is not None and overlap.is_off else None
         self.link_prices = link_prices
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
@@ -103,7 +116,8 @@ class Lowering:
 
         for op in block.ops:
             with _compat.source_of(op.eqn):
-                results = self.op(op, [read(a) for a in op.eqn.invars])
+                operands = [read(a) for a in op.eqn.invars]
+                results = self.op(op, operands) if self.alone is None else self.alone.run(self.op, op, operands)
             env.update(zip(op.eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -141,8 +155,10 @@ class Lowering:
         return self.is_parameter(value) and operand_spec(self.layout, value) != spec
 
     def is_parameter(self, value: int) -> bool:
-        """Whether a value is a parameter, or a slice or a cast of one."""
-        return self.layout.roles.inputs.get(self.layout.aliased_inputs.get(value, value)) == "parameter"
+        """Whether a value is a parameter, or a slice or a cast of one, whose gathers have an order."""
+        source = self.layout.aliased_inputs.get(value, value)
+        is_free = self.overlap is not None and source in self.overlap.free
+        return self.layout.roles.inputs.get(source) == "parameter" and not is_free
 
     def decision_point(self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec]) -> list[Any]:
         """Return the results of an operator for which the layout has a strategy, with their wanted shardings."""
@@ -244,10 +260,12 @@ class Lowering:
 
     def function(self, block: Block) -> Callable[..., list[Any]]:
         """Return a block as a function of its inputs, for a trace of its own."""
-        apart = self.order.apart if self.order is not None else contextlib.nullcontext
+        orders = [order for order in (self.order, self.alone) if order is not None]
 
         def run(*args: Any) -> list[Any]:
-            with apart():
+            with contextlib.ExitStack() as stack:
+                for order in orders:
+                    stack.enter_context(order.apart())
                 return self.block(block, args)
 
         return run

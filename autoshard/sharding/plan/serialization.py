@@ -24,6 +24,7 @@ _SHOWN = 3  # problems that an error message lists; chosen
 _ABSENT_IF_EMPTY = (
     "offload",
     "gather",
+    "overlap",
     "kernels",
     "kernels_word",
     "requested_options",

@@ -45,7 +45,9 @@ class BoundPlan:
     def executable(self) -> Executable:
         """The annotated program."""
         machine = self.problem.machine
-        return Executable(self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh)
+        return Executable(
+            self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh, self.problem.overlap
+        )
 
     def where(self, **changes: Any) -> BoundPlan:
         """Return a copy with changed attributes of its plan."""

@@ -88,6 +88,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         host_limit_bytes=best.host_limit if best.host_bytes and math.isfinite(best.host_limit) else 0.0,
         offload=dict(problem.traced.offloaded),
         gather=problem.gather,
+        overlap=problem.overlap.table if problem.overlap else {},
         kernel_blocks=_kernel_blocks(problem),
         kernels=problem.traced.kernels,
         kernels_word=problem.traced.kernels_word,

@@ -17,6 +17,7 @@ from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_c
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.offload.words import Words
+from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
@@ -49,6 +50,7 @@ def plan_traced(
     offload: Words = (),
     compiler_options: Sequence[Part] = (),
     gather: str = "",
+    overlap: Overlap | None = None,
     kernels: KernelWord = "off",
     shortlist: Shortlist | None = None,
     strict: bool = False,
@@ -64,9 +66,10 @@ def plan_traced(
     traced = with_kernels(traced, word, traced_machine(mesh, target))
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
+    table = plan.overlap if isinstance(plan, ShardingPlan) else overlap
     options: dict[str, Any] = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
-                                   plan=plan, compiler_options=compiler_options, gather=gather, shortlist=shortlist,
-                                   strict=strict)  # fmt: skip
+                                   plan=plan, compiler_options=compiler_options, gather=gather, overlap=table,
+                                   shortlist=shortlist, strict=strict)  # fmt: skip
     return plan_with_offload(traced, words, partial(_plan_program, args=args, **options))
 
 
@@ -81,6 +84,7 @@ def _plan_program(
     plan: PlanLike | None,
     compiler_options: Sequence[Part],
     gather: str,
+    overlap: Overlap | None,
     shortlist: Shortlist | None,
     strict: bool,
 ) -> BoundPlan:
@@ -95,7 +99,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
-    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather)
+    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather, overlap)
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()
