@@ -31,8 +31,9 @@ from autoshard.sharding.layout.operator_sharding import (
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.gather_order import GatherOrder
-from autoshard.sharding.lower.overlap_order import OverlapOrder
+from autoshard.sharding.lower.module_collectives import ModuleCollectives
 from autoshard.sharding.machines.link_prices import LinkPrices
+from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
@@ -68,7 +69,7 @@ class Lowering:
         self.mesh = mesh
         self.order = GatherOrder(mesh) if sequential else None
         self.overlap = overlap
-        self.alone = OverlapOrder(layout, mesh, link_prices, overlap) if overlap is not None and overlap.is_off else None
+        self.modules = ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
         self.link_prices = link_prices
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
@@ -88,22 +89,25 @@ class Lowering:
         """Return a sharding on this mesh in the memory in which `x` is."""
         return NamedSharding(self.mesh, spec, memory_kind=_compat.memory_kind(x))
 
-    def resharded(self, x: Any, spec: Spec, value: int) -> Any:
+    def resharded(self, x: Any, spec: Spec, value: int, alone: bool | None = None) -> Any:
         """Return an operand constrained to `spec`.
 
         A parameter that was cast to a wider dtype is resharded in the narrower one. A reversed parameter (a kernel in
         the gradient of its convolution) is resharded before it is reversed, so that all its convolutions share one
-        gather.
+        gather. With `alone`, an explicit collective gathers it, which may have to run alone (`overlap.marks`).
         """
         narrow = self.layout.axes.transfer_dtype.get(value)
         if operand_spec(self.layout, value) == spec:
             return self.constrain(x, spec)
         if value in self._reversed:
             op, original = self._reversed[value]
-            return _compat.bind(op.eqn, op.eqn.params, self.resharded(original, spec, op.operands[0]))[0]
-        if narrow is None:
-            return self.constrain(x, spec)
-        return self.constrain(x.astype(narrow), spec).astype(x.dtype)
+            return _compat.bind(op.eqn, op.eqn.params, self.resharded(original, spec, op.operands[0], alone))[0]
+        moved = x if narrow is None else x.astype(narrow)
+        if alone is not None and self.modules is not None:
+            moved = self.modules.gathered(moved, operand_spec(self.layout, value), spec, alone)
+        else:
+            moved = self.constrain(moved, spec)
+        return moved.astype(x.dtype)
 
     def block(self, block: Block, args: Sequence[Any]) -> list[Any]:
         """Return the results of a block."""
@@ -116,8 +120,7 @@ class Lowering:
 
         for op in block.ops:
             with _compat.source_of(op.eqn):
-                operands = [read(a) for a in op.eqn.invars]
-                results = self.op(op, operands) if self.alone is None else self.alone.run(self.op, op, operands)
+                results = self.op(op, [read(a) for a in op.eqn.invars])
             env.update(zip(op.eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -164,6 +167,10 @@ class Lowering:
         """Return the results of an operator for which the layout has a strategy, with their wanted shardings."""
         rule = op.rule
         assert rule is not None
+        marks = self.modules.marks(op, chosen) if self.modules is not None else Marks()
+        args = list(args)
+        for i, alone in marks.gathers.items():
+            args[i] = self.resharded(args[i], chosen.spec(rule.operands[i]), op.operands[i], alone)
         if is_declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, chosen, self.layout.mesh):
@@ -174,8 +181,16 @@ class Lowering:
         if op.name in INDEXED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
-            operands = zip(args, rule.operands, op.operands, strict=True)
-            args = [self.resharded(x, chosen.spec(d), v) for x, d, v in operands]
+            operands = enumerate(zip(args, rule.operands, op.operands, strict=True))
+            whole = marks.ring.array if marks.ring is not None else -1
+            args = [
+                x if i in marks.gathers or i == whole else self.resharded(x, chosen.spec(d), v)
+                for i, (x, d, v) in operands
+            ]
+        if self.modules is not None and marks.reduces:
+            return self.modules.reduced(op, chosen, wants, args, marks.alone)
+        if self.modules is not None and marks.ring is not None:
+            return [self.constrain(self.modules.in_parts(op, marks.ring, chosen, wants[0], args), wants[0])]
         if is_matmul(op) and wants[0] != (computed := chosen.spec(rule.results[0])):
             product = matmul(op, *args)
             if not extends_computed_spec(rule, rule.results[0], computed, wants[0]):
@@ -260,12 +275,10 @@ class Lowering:
 
     def function(self, block: Block) -> Callable[..., list[Any]]:
         """Return a block as a function of its inputs, for a trace of its own."""
-        orders = [order for order in (self.order, self.alone) if order is not None]
+        apart = self.order.apart if self.order is not None else contextlib.nullcontext
 
         def run(*args: Any) -> list[Any]:
-            with contextlib.ExitStack() as stack:
-                for order in orders:
-                    stack.enter_context(order.apart())
+            with apart():
                 return self.block(block, args)
 
         return run

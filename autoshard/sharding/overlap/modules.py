@@ -104,6 +104,11 @@ class ModuleOverlap:
             return []
         return [i for i, v in enumerate(op.results) if any(words.get(p) == word for p in self.owners.get(v, ()))]
 
+    def products(self, op: Op, word: str) -> list[int]:
+        """The parameters with this word for collective matmul that an operator multiplies, or whose gradient it is."""
+        words = self.words[MATMUL]
+        return [p for p in self.modules_of(op, MATMUL) if words.get(p) == word] if words else []
+
     @cached_property
     def owners(self) -> dict[int, frozenset[int]]:
         """Gradient -> the parameters that it belongs to."""
