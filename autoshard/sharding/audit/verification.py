@@ -37,6 +37,7 @@ from autoshard.sharding.hlo.schedule import CollectiveRuns, Schedule
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.targets import Target, TargetError, find_target
+from autoshard.sharding.overlap.module_times import compiled_times
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 # Platform -> the packages whose versions an audit reports.
@@ -188,6 +189,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         missing=missing,
         replicated=replicated(executable, program, predicted.peak_bytes or 0.0),
         remarks=remarks,
+        modules=compiled_times((c.op_name, c.wire_us, c.exposed_us) for c in collectives),
         kernels=schedule.kernel_runs,
         notes=(*predicted.notes, *_notes(program, schedule)),
         cycles=totals.cycles or None,

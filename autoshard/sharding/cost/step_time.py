@@ -163,7 +163,8 @@ class CostModel:
                 if len(new):
                     for ops, place in self._places(each.op, move, new):
                         runs, size = float(self.stretches.trips[ops].sum()), move.local_bytes
-                        collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
+                        made = collective(assignment, move.kind, axes, size, runs, each.line, place)
+                        collectives.append(replace(made, ops=ops, array=move.array))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)

@@ -33,7 +33,7 @@ from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window
 from autoshard.sharding.lower.gather_order import GatherOrder
 from autoshard.sharding.lower.module_collectives import ModuleCollectives
 from autoshard.sharding.machines.link_prices import LinkPrices
-from autoshard.sharding.overlap.marks import Marks
+from autoshard.sharding.overlap.marks import Marks, gathered_axes
 from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
@@ -170,7 +170,23 @@ class Lowering:
         marks = self.modules.marks(op, chosen) if self.modules is not None else Marks()
         args = list(args)
         for i, alone in marks.gathers.items():
-            args[i] = self.resharded(args[i], chosen.spec(rule.operands[i]), op.operands[i], alone)
+            with self.scope(op, i):
+                args[i] = self.resharded(args[i], chosen.spec(rule.operands[i]), op.operands[i], alone)
+        if self.modules is None or not constrained(op):
+            return self.product(op, args, chosen, wants, marks)
+        with self.scope(op, -1 if marks.ring is None else marks.ring.array):
+            return self.product(op, args, chosen, wants, marks)
+
+    def scope(self, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that names the module of what an operator moves, if there is a table of `overlap=`."""
+        return contextlib.nullcontext() if self.modules is None else self.modules.scope(op, array)
+
+    def product(
+        self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec], marks: Marks
+    ) -> list[Any]:
+        """Return the results of an operator for which the layout has a strategy; `marks` says what is gathered."""
+        rule = op.rule
+        assert rule is not None
         if is_declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, chosen, self.layout.mesh):
@@ -183,10 +199,10 @@ class Lowering:
         if op.name not in REDUCTIONS:
             operands = enumerate(zip(args, rule.operands, op.operands, strict=True))
             whole = marks.ring.array if marks.ring is not None else -1
-            args = [
-                x if i in marks.gathers or i == whole else self.resharded(x, chosen.spec(d), v)
-                for i, (x, d, v) in operands
-            ]
+            for i, (x, d, v) in operands:
+                if i not in marks.gathers and i != whole:
+                    with self.scope(op, i):
+                        args[i] = self.resharded(x, chosen.spec(d), v)
         if self.modules is not None and marks.reduces:
             return self.modules.reduced(op, chosen, wants, args, marks.alone)
         if self.modules is not None and marks.ring is not None:
@@ -294,13 +310,20 @@ class Lowering:
         jaxprs = op.eqn.params["jaxprs"]._replace(solve=jax.make_jaxpr(solver)(*(args[i] for i in solver_operands)))
         return _compat.bind(op.eqn, {**op.eqn.params, "jaxprs": jaxprs}, *args)
 
+    def before_loop(self, x: Any, value: int) -> Any:
+        """Return a stack of parameters, gathered before the loop over it."""
+        stored, wanted = operand_spec(self.layout, value), self.layout.spec(value)
+        if self.modules is not None and self.modules.gathers_alone(value) and gathered_axes(stored, wanted):
+            return self.modules.gathered(x, stored, wanted, True)
+        return self.constrain(x, wanted)
+
     def scan(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of a scan with a rewritten body."""
         params = op.eqn.params
         n_consts, n_carry = _compat.scan_arity(params)
         consts, init = args[:n_consts], args[n_consts : n_consts + n_carry]
         xs = [
-            self.constrain(x, self.layout.spec(v)) if self.layout.is_gathered_before_loop(v) else x
+            self.before_loop(x, v) if self.layout.is_gathered_before_loop(v) else x
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
 

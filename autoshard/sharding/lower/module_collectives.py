@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,7 +22,9 @@ from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.constants import FIRST_SCHEDULING_GROUP
 from autoshard.sharding.lower.ring_products import ring_product
 from autoshard.sharding.overlap.marks import Marks, Ring, gathered_axes, marks_of
+from autoshard.sharding.overlap.module_times import scope_of
 from autoshard.sharding.overlap.modules import ModuleOverlap
+from autoshard.sharding.plan.overlap_words import GATHER, OFF
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
 from autoshard.spmdrules.ir.program import Op
@@ -51,6 +54,15 @@ class ModuleCollectives:
         self._groups += 1
         return set_xla_metadata(_scheduling_group_id=str(self._groups))
 
+    def gathers_alone(self, value: int) -> bool:
+        """Whether no product may run beside the gathers of a value."""
+        return self.overlap.words[GATHER].get(self.overlap.source(value)) == OFF
+
+    def scope(self, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that names the module of what an operator moves, so that an audit finds its collective."""
+        name = scope_of(self.overlap, op, array)
+        return jax.named_scope(name) if name else contextlib.nullcontext()
+
     def gathered(self, x: Any, stored: Spec, wanted: Spec, is_alone: bool) -> Any:
         """Return an array with the wanted sharding, gathered by an explicit collective."""
 
@@ -66,13 +78,27 @@ class ModuleCollectives:
     def reduced(
         self, op: Op, chosen: OperatorStrategy, wants: Sequence[Spec], args: Sequence[Any], is_alone: bool
     ) -> list[Any]:
-        """Return the results of an operator on shards; explicit collectives reduce them."""
+        """Return the results of an operator on shards; explicit collectives reduce them.
+
+        A result that is only transposed is reduced in its transposed form. Otherwise XLA would transpose it before the
+        collective, which then loses its attributes.
+        """
         rule = op.rule
         assert rule is not None
-        factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
-        return run_on_shards(
-            rule, body_of(op.eqn, rule), avals, self.mesh, factors, wants, *args, reducing=lambda: self.alone(is_alone)
-        )
+        factors, body = sharded_factors(chosen, self.layout.mesh), body_of(op.eqn, rule)
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in op.eqn.outvars]
+        _, permutation = self.layout.roles.transposed_gradients.get(op.results[0], (0, ()))
+        if not permutation or len(wants) > 1:
+            return run_on_shards(
+                rule, body, avals, self.mesh, factors, wants, *args, reducing=lambda: self.alone(is_alone)
+            )
+        turned = replace(rule, results=(tuple(rule.results[0][d] for d in permutation),))
+        shape = jax.ShapeDtypeStruct(tuple(avals[0].shape[d] for d in permutation), avals[0].dtype)
+        (result,) = run_on_shards(
+            turned, lambda shard, *shards: [lax.transpose(body(shard, *shards)[0], permutation)], [shape], self.mesh,
+            factors, [tuple(wants[0][d] for d in permutation)], *args, reducing=lambda: self.alone(is_alone),
+        )  # fmt: skip
+        return [lax.transpose(result, [permutation.index(d) for d in range(len(permutation))])]
 
     def in_parts(self, op: Op, ring: Ring, chosen: OperatorStrategy, want: Spec, args: Sequence[Any]) -> Any:
         """Return the result of a product in parts."""

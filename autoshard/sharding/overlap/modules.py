@@ -37,6 +37,7 @@ class ModuleOverlap:
         paths: parameter -> its path.
         words: kind -> parameter -> word.
         named: (path of the table, kind) -> the parameters that get their word from it.
+        overriding: the entries that take precedence over others.
 
     Raises:
         PlanError: a path of the table names no parameter. The message lists the parameters.
@@ -55,15 +56,18 @@ class ModuleOverlap:
         self.paths = {v: path for v, path in inputs if roles.inputs.get(v) == "parameter"}
         self.words: dict[str, dict[int, str]] = {GATHER: {}, REDUCE: {}, MATMUL: {}}
         self.named: dict[tuple[str, str], list[int]] = {}
+        self.overriding: set[tuple[str, str]] = set()
         owner: dict[tuple[str, int], tuple[bool, str]] = {}
         for pattern, found in self._found(traced).items():
             for kind, word in table[pattern].items():
                 self.named[pattern, kind] = []
                 for v in found[1]:
                     if (kind, v) in owner and owner[kind, v][0] and not found[0]:
+                        self.overriding.add((owner[kind, v][1], kind))
                         continue  # one path takes precedence over globs
                     if (kind, v) in owner:
                         self.named[owner[kind, v][1], kind].remove(v)
+                        self.overriding.add((pattern, kind))
                     owner[kind, v] = found[0], pattern
                     self.named[pattern, kind].append(v)
                     self.words[kind][v] = word
@@ -84,9 +88,25 @@ class ModuleOverlap:
             else:
                 found[pattern] = not some.is_glob, [values[i] for i in some.indices]
         if problems:
-            listed = first_few(dict.fromkeys(re.sub(r"/\d+(?=/|$)", "/*", each[-1]) for each in forms)) or "none"
+            listed = first_few(dict.fromkeys(without_numbers(each[-1]) for each in forms)) or "none"
             raise PlanError(f"auto_shard({traced.name}): {'; '.join(problems)}. The parameters are {listed}")
         return found
+
+    def module(self, parameter: int) -> str:
+        """The name of a parameter's module: its path without the numbers of layers, if all layers have the same words."""
+        return self._modules[parameter]
+
+    @cached_property
+    def _modules(self) -> dict[int, str]:
+        alike: dict[str, list[int]] = {}
+        for v, path in self.paths.items():
+            alike.setdefault(without_numbers(path), []).append(v)
+        words = {v: tuple(self.words[kind].get(v) for kind in self.words) for v in self.paths}
+        return {
+            v: name if len({words[each] for each in some}) == 1 else self.paths[v]
+            for name, some in alike.items()
+            for v in some
+        }
 
     def source(self, value: int) -> int:
         """The input that a value equals, up to slices and casts; the value itself if there is none."""
@@ -120,11 +140,6 @@ class ModuleOverlap:
         owners = [p for v in op.results for p in self.owners.get(v, ())]
         return operands if kind == GATHER else owners if kind == REDUCE else [*operands, *owners]
 
-    @property
-    def is_off(self) -> bool:
-        """Whether some gathers or reductions must not run beside compute."""
-        return any(OFF in self.words[kind].values() for kind in (GATHER, REDUCE))
-
     def parameters(self, kind: str, word: str) -> frozenset[int]:
         """The parameters with this word."""
         return frozenset(v for v, w in self.words[kind].items() if w == word)
@@ -142,6 +157,16 @@ class ModuleOverlap:
             True: np.array([bool(self.operands(op, GATHER, OFF)) for op in ops], bool),
             False: np.array([bool(self.results(op, REDUCE, OFF)) for op in ops], bool),
         }
+
+
+def without_numbers(path: str) -> str:
+    """A path with `*` in place of the numbers of layers; the number of its argument stays.
+
+    >>> without_numbers("0/layers/3/wq")
+    '0/layers/*/wq'
+    """
+    head, slash, rest = path.partition("/")
+    return head + slash + re.sub(r"(?<![^/])\d+(?![^/])", "*", rest)
 
 
 def _ending(pattern: str, forms: Iterable[Sequence[str]]) -> FoundPaths | None:

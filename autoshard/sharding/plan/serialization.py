@@ -25,6 +25,7 @@ _ABSENT_IF_EMPTY = (
     "offload",
     "gather",
     "overlap",
+    "module_us",
     "kernels",
     "kernels_word",
     "requested_options",
