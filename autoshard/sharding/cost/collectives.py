@@ -153,7 +153,8 @@ def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> Step
     moved = [
         replace(
             collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place),
-            ops=c.ops, array=c.array,
+            ops=c.ops,
+            array=c.array,
         )
         for c in cost.collectives
     ]

@@ -113,8 +113,8 @@ class CostModel:
             state: pairs (input, output) of its state.
             distinct: inputs that layouts distinguish from similar ones.
             sequential: whether parameters are gathered one after another (`lower.gather_order`).
-            synchronous: whether it is for gathers, or for reductions -> for each operator, whether compute hides none of
-                them (`overlap.modules`).
+            synchronous: whether it is for gathers, or for reductions -> for each operator, whether compute hides none
+                of them (`overlap.modules`).
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion, self.distinct, self.sequential, self.synchronous = fusion, distinct, sequential, synchronous

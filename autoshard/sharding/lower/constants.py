@@ -8,6 +8,6 @@ FILTER_TIMEOUT_S = 10.0
 # reported (`compiler_remarks`): about a microsecond on one link of a TPU. Source: chosen.
 LEAST_REMARK_BYTES = 64 * 1024
 
-# Number before that of the first scheduling group (`module_collectives`). Source: chosen, above the numbers that a user's
-# program is likely to have.
+# Number before that of the first scheduling group (`module_collectives`). Source: chosen, above the numbers that a
+# user's program is likely to have.
 FIRST_SCHEDULING_GROUP = 1_000_000

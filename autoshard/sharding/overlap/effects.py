@@ -17,7 +17,7 @@ _WINDOWED = {
     "tpu": ("xla_jf_spmd_threshold_for_windowed_einsum_mib", True),
     "cuda": ("xla_gpu_threshold_for_windowed_einsum_mib", False),
 }
-"""Platform -> the option above whose value in MiB products become collective matmuls, and whether they do by default."""
+"""Platform -> the option above whose MiB products become collective matmuls, and whether they do by default."""
 _NO_PRODUCT_MIB = 100_000  # so large a threshold turns it off: XLA's own default for GPUs
 
 

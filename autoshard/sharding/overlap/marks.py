@@ -1,9 +1,9 @@
 """What `overlap=` changes at one operator: which of its collectives are written out, and how.
 
-    alone      no product runs beside the collective (`gather` or `reduce` is "off")
-    explicit   the collective stands apart from the product, so that the partitioner makes no collective matmul of them
-               (`matmul` is "off")
-    ring       the product runs in parts, beside the permutes that replace the collective (`matmul` is "on")
+alone      no product runs beside the collective (`gather` or `reduce` is "off")
+explicit   the collective stands apart from the product, so that the partitioner makes no collective matmul of them
+           (`matmul` is "off")
+ring       the product runs in parts, beside the permutes that replace the collective (`matmul` is "on")
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoshard.sharding.layout.operator_sharding import operand_spec, result_spe
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.overlap.constants import MOST_RING_DEVICES
 from autoshard.sharding.overlap.modules import ModuleOverlap
-from autoshard.sharding.plan.overlap_words import GATHER, MATMUL, OFF, ON, REDUCE
+from autoshard.sharding.plan.overlap_words import GATHER, OFF, ON, REDUCE
 from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Op

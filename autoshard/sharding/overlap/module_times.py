@@ -1,7 +1,7 @@
 """The time of the collectives of each module: what compute hides of it, and what is exposed.
 
-A module is a parameter, or the same parameter of all layers (`ModuleOverlap.module`). Its collectives are the gathers of the parameter, the
-reductions of its gradient, and those of the activations of its products.
+A module is a parameter, or the same parameter of all layers (`ModuleOverlap.module`). Its collectives are the gathers
+of the parameter, the reductions of its gradient, and those of the activations of its products.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def estimated_times(
         total = trips[numbers].sum()
         for n in numbers.tolist():
             if total and (module := module_of(overlap, ops[n], array)) is not None:
-                _add(found, *module, us * trips[n] / total, exposed * trips[n] / total)
+                _add(found, *module, float(us * trips[n] / total), float(exposed * trips[n] / total))
     return found
 
 

@@ -93,7 +93,7 @@ class ModuleOverlap:
         return found
 
     def module(self, parameter: int) -> str:
-        """The name of a parameter's module: its path without the numbers of layers, if all layers have the same words."""
+        """The name of a parameter's module: its path, without the layer's number if all layers have the same words."""
         return self._modules[parameter]
 
     @cached_property

@@ -18,7 +18,7 @@ GATHER, REDUCE, MATMUL = "gather", "reduce", "matmul"
 KINDS = {
     GATHER: "gathers of a parameter where an operator uses it",
     REDUCE: "reductions of a parameter's gradient",
-    MATMUL: "collective matmul: a product with a parameter runs in parts, beside the permutes of what it gathers or sums",
+    MATMUL: "collective matmul: a product with a parameter runs in parts, beside permutes of what it gathers or sums",
 }
 
 Overlap = dict[str, dict[str, str]]
@@ -79,6 +79,8 @@ def _text_pairs(overlap: Any) -> list[tuple[str, Any, Any]]:
         path, colon, words = text.rpartition(":")
         kinds = [word.partition("=") for word in words.split(",")]
         if not (path and colon and all(kind and equals and word for kind, equals, word in kinds)):
-            raise PlanError(f"overlap has {short_repr(text)}; write PATH:KIND=on or off, such as 'experts/*:gather=off'")
+            raise PlanError(
+                f"overlap has {short_repr(text)}; write PATH:KIND=on or off, such as 'experts/*:gather=off'"
+            )
         pairs += [(path, kind, word) for kind, _, word in kinds]
     return pairs

@@ -155,9 +155,7 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)
     if problem.overlap is not None:
         updated, sequential = tuple(i for i, _ in problem.state), problem.gather == SEQUENTIAL
-        notes += effect_notes(
-            problem.overlap, layout, problem.machine.target, sequential=sequential, updated=updated
-        )
+        notes += effect_notes(problem.overlap, layout, problem.machine.target, sequential=sequential, updated=updated)
     for one in undivided(layout):
         if any(problem.undivided_text(one) in note for note in idle):
             continue

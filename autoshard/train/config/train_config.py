@@ -22,8 +22,9 @@ from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
-    "gather overlap virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints "
-    "keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
+    "gather overlap virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes "
+    "keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds "
+    "allow_other_data".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
