@@ -161,10 +161,13 @@ def plan(
             Under a given `Plan`, its order is the default.
         overlap: which collectives may run beside compute, as a table `{path: {kind: "on" or "off"}}`, such as
             `{"experts/*": {"gather": "off"}}`, or as text, "experts/*:gather=off". A path names parameters as in
-            `fixed`; a glob may also match the end of a path, and of several globs the last one counts. With "off",
-            no product runs beside the gathers of these parameters (`gather`) or the reductions of their gradients
-            (`reduce`). With "on", their gathers wait for no earlier use under `gather="sequential"`. By default
-            empty, which leaves it to the compiler, or that of a given `Plan`. A note reports entries without effect.
+            `fixed`; a glob may also match the end of a path, and of several globs the last one counts. With `gather`
+            or `reduce` "off", nothing runs beside the gathers of these parameters or the reductions of their gradients.
+            With `gather` "on", their gathers wait for no earlier use under `gather="sequential"`. With `matmul` "on", a
+            product with them runs in parts, beside permutes that replace a gather of an operand or a sum of the result
+            over one mesh axis; sums may then have another order. With "off", the compiler makes no such product of it.
+            By default empty, which leaves all to the compiler, or the table of a given `Plan`. Reports then have a line
+            for each module, and a note for each entry that changes nothing.
         kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
             kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
             same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.

@@ -76,7 +76,8 @@ def compiled_times(collectives: Iterable[tuple[str, float, float]]) -> ModuleTim
     for name, us, exposed in collectives:
         scopes = _SCOPE.findall(name)
         if scopes:
-            _add(found, *scopes[-1], us, exposed)
+            module, kind = scopes[-1]
+            _add(found, module, kind, us, exposed)
     return found
 
 

@@ -58,10 +58,10 @@ def hidden_share(audit, kind):
 def test_gathers_in_the_compiled_schedule():
     """Each entry changes the schedule of its module. All other gathers stay as they are."""
     layers, x = wide()
-    names = {"0/1/up:gather=on": None, "0/1/up:gather=off": None, "0/1/up:matmul=on": None}
-    for overlap in names:
-        names[overlap] = plan(forward, layers, x, target="v5e:2x4", plan="fsdp:8", overlap=overlap).verify()
-    before, alone, parts = names.values()
+    before, alone, parts = (
+        plan(forward, layers, x, target="v5e:2x4", plan="fsdp:8", overlap=f"0/1/up:{entry}").verify()
+        for entry in ("gather=on", "gather=off", "matmul=on")
+    )
     # The first gather has nothing to run beside.
     hidden = {"0/0/up": 0.0, "0/1/up": 1.0, "0/2/up": 1.0, "0/*/down": 1.0}
     assert hidden_share(before, "gather") == pytest.approx(hidden)
