@@ -66,6 +66,17 @@ def estimated_times(
     return found
 
 
+def has_scope(name: str) -> bool:
+    """Whether the origin of an instruction names a module."""
+    return _SCOPE.search(name) is not None
+
+
+def gather_scope(name: str) -> str:
+    """The scope of a gather of the parameter whose module the origin of its product names; empty if it names none."""
+    scopes = _SCOPE.findall(name)
+    return f"overlap[{scopes[-1][0]}:{GATHER}]" if scopes else ""
+
+
 def compiled_times(collectives: Iterable[tuple[str, float, float]]) -> ModuleTimes:
     """Return the times of each module in a compiled program.
 
@@ -103,7 +114,10 @@ def module_lines(times: Mapping[str, Mapping[str, tuple[float, float]]], how: st
     rows = [(INDENT + how, *(text for kind in kinds for text in (f"{kind}: hidden", "exposed")))]
     for module in ranked[:_SHOWN]:
         cells = [times[module].get(kind) for kind in kinds]
-        texts = [(time_text(each[0] - each[1]), time_text(each[1])) if each else ("", "") for each in cells]
+        texts = [
+            (time_text(max(round(each[0] - each[1], 3), 0.0)), time_text(each[1])) if each else ("", "")
+            for each in cells
+        ]
         rows.append((INDENT + module, *(text for pair in texts for text in pair)))
     lines = ["collectives by module:", *columns(rows, right=range(1, 2 * len(kinds) + 1))]
     return [*lines, f"{INDENT}and {len(ranked) - _SHOWN} more modules"] if len(ranked) > _SHOWN else lines
