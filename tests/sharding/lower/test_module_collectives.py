@@ -36,6 +36,17 @@ def test_a_collective_alone_has_a_group_and_a_product_in_parts_has_permutes():
     assert 0 < marks("1/up:matmul=on", "dp:2 tp:4 seq")[1] < marks("*/up:matmul=on", "dp:2 tp:4 seq")[1]
 
 
+def test_a_gather_that_is_on_waits_for_no_earlier_use():
+    layers, x = parameters(), inputs()
+
+    def dependences(overlap):
+        made = plan(step, layers, x, plan="fsdp:8", gather="sequential", overlap=overlap)
+        return made.jit().lower(layers, x).as_text().count("stablehlo.xor")
+
+    # Of eight uses of matrices the first two wait for none; so do all those of `up`, which are not waited for either.
+    assert [dependences(overlap) for overlap in (None, "*/up:gather=on", "*:gather=on")] == [6, 2, 0]
+
+
 def wide(layers=3, width=1024, hidden=4096, rows=16384):
     one = {"up": jax.ShapeDtypeStruct((width, hidden), "bfloat16"),
            "down": jax.ShapeDtypeStruct((hidden, width), "bfloat16")}  # fmt: skip
