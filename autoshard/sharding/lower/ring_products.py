@@ -82,12 +82,12 @@ def _summing(op: Op, ring: Ring, count: int) -> Any:
         me, total = lax.axis_index(ring.axis), None
         for step in range(count):
             index = (me + count - 1 - step) % count  # after the last step each device has its own slice
-            parts = [
+            lhs, rhs = (
                 x if d is None else lax.dynamic_slice_in_dim(x, index * (x.shape[d] // count), x.shape[d] // count, d)
                 for x, d in zip(shards, dims, strict=True)
-            ]
+            )
             sent = None if total is None else _sent(total, ring.axis, count)
-            product = _dot(op, *parts, None)
+            product = _dot(op, lhs, rhs, None)
             total = product if sent is None else sent + product
         assert total is not None
         return total
