@@ -1,12 +1,14 @@
-"""What `gather="sequential"` does to the compiled step of an unrolled Llama-7B.
+"""What `gather=` does to the compiled step of Llama-7B.
 
     python benchmarks/gather_order.py [v5e:2x4 v5p:2x2x2] [--layers 4] [--batch 8] [--plan fsdp:8] [--remat full]
+                                      [--orders auto prefetch sequential] [--scan]
 
-A step of the workload `llama2-7b` with fewer layers, all unrolled, is planned with `gather="auto"` and "sequential",
-compiled for the machine under the plan's own options, and judged by `estimate.py`. One line a machine compares them:
-the temporaries, beside the bytes of two of the largest gathered parameters, and the ratio of the step times. The table
-gives temporaries, peak, and the time of a step, predicted and compiled. Nothing runs. Results are stored in
-`results/gather_order.json`.
+A step of the workload `llama2-7b` with fewer layers, written out or (`--scan`) scanned, is planned with each order,
+compiled for the machine under the plan's own options, and judged by `estimate.py`. One line an order compares it with
+the first one: all temporaries; the most bytes of gathered parameters that are live at once (`gathered_buffers.py`, not
+for scans), beside those of two of the largest gathered parameters; and the ratio of the step times. The table gives
+temporaries, peak, and the time of a step, predicted and compiled. Nothing runs. Results are stored in
+`results/gather_order.json`, where they replace those of the same program and machine.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from typing import Any
 
 from common import RESULTS, Console, Table
 from estimate import estimate
+from gathered_buffers import gathered_buffers
+from gathered_buffers import peak as live_peak
+from hlo import read
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
@@ -32,7 +37,7 @@ from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 
 PATH = RESULTS / "gather_order.json"
-ORDERS = ("auto", "sequential")
+ORDERS = ("auto", "prefetch", "sequential")
 TIMEOUT_S = 1800.0  # chosen: seconds after which the compiler is stopped
 
 
@@ -52,6 +57,8 @@ class Row:
         cycles, roofline: seconds of a step by the two measures of `estimate.py`; None where it has none.
         predicted: predicted seconds of a step.
         largest_bytes: bytes of the largest parameter as it is gathered.
+        gathered_bytes: the most bytes of gathered parameters that are live at once; None for scans.
+        gathered_buffers: how many parameters these are.
     """
 
     target: str
@@ -66,77 +73,106 @@ class Row:
     roofline: float | None
     predicted: float
     largest_bytes: float
+    gathered_bytes: float | None = None
+    gathered_buffers: int | None = None
 
 
-def row_of(target: str, layers: int, batch: int, words: str, remat: str, gather: str) -> Row:
+def row_of(target: str, layers: int, batch: int, words: str, remat: str, gather: str, scan: bool) -> Row:
     """Plan, compile and judge one step."""
-    work = workload("llama2-7b").with_(batch_size=batch, layers=layers, scan_layers=False, remat=remat)
+    work = workload("llama2-7b").with_(batch_size=batch, layers=layers, scan_layers=scan, remat=remat)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(*workload_step(work), target=target, plan=words, donate_argnums=0, gather=gather)
     options = made.compiler_options.get(find_target(target).platform, {})
     result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
     step: Any = {}
+    gathered = None
     if result.kind == "ok":
+        gathered = None if scan else live_peak(gathered_buffers(read(result.text)))
         step = estimate(result.text, target, result.coordinates or None, result.memory).step
     # A layer's largest matrix, in bfloat16. The embedding is looked up, not gathered.
     largest = (
-        max(math.prod(leaf.shape) for leaf in made.inputs if leaf.role == "parameter" and "embed" not in leaf.path)
+        max(
+            math.prod(leaf.shape[1:] if scan and "blocks" in leaf.path else leaf.shape)
+            for leaf in made.inputs
+            if leaf.role == "parameter" and "embed" not in leaf.path
+        )
         * 2.0
     )
+    program = f"{layers} layers, {'scanned' if scan else 'written out'}, batch {batch}, {remat}"
     return Row(
-        target, f"{layers} layers, batch {batch}, {remat}", words, gather, result.kind, result.memory.get("temp"),
+        target, program, words, gather, result.kind, result.memory.get("temp"),
         result.peak_bytes, made.estimate.peak_memory_bytes, step.get("cycles"), step.get("roofline"),
-        made.estimate.step_time_us / 1e6, largest,
+        made.estimate.step_time_us / 1e6, largest, gathered and gathered.nbytes, gathered and gathered.buffers,
     )  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the steps and print the table."""
     given = _parser().parse_args(arguments)
+    stored = [Row(**row) for row in json.loads(PATH.read_text())] if PATH.exists() else []
     rows: list[Row] = []
     for target in given.targets:
         if missing := missing_compiler(find_target(target).platform):
             print(missing, file=sys.stderr)
             continue
-        rows += [row_of(target, given.layers, given.batch, given.plan, given.remat, gather) for gather in ORDERS]
-        print(comparison(*rows[-2:]), flush=True)
-        PATH.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        for gather in given.orders:
+            new = row_of(target, given.layers, given.batch, given.plan, given.remat, gather, given.scan)
+            rows.append(new)
+            stored = [row for row in stored if _key(row) != _key(new)] + [new]
+            PATH.write_text(json.dumps([asdict(row) for row in stored], indent=1) + "\n")
+            if gather != given.orders[0]:
+                first = next(row for row in rows if row.target == target)
+                print(comparison(first, new), flush=True)
     Console(width=160).print(table(rows))
     return 0
 
 
-def comparison(auto: Row, sequential: Row) -> str:
-    """One line that compares both orders."""
-    if auto.temp_bytes is None or sequential.temp_bytes is None:
-        return f"{auto.target}: {auto.kind}, {sequential.kind}"
+def _key(row: Row) -> tuple[str, ...]:
+    return row.target, row.program, row.plan, row.gather
+
+
+def comparison(first: Row, other: Row) -> str:
+    """One line that compares two orders."""
+    if first.temp_bytes is None or other.temp_bytes is None:
+        return f"{first.target}: {first.gather} {first.kind}, {other.gather} {other.kind}"
     times = [
         f"{name} {two / one:.3f}"
         for name, one, two in (
-            ("cycles", auto.cycles, sequential.cycles),
-            ("roofline", auto.roofline, sequential.roofline),
-            ("predicted", auto.predicted, sequential.predicted),
+            ("cycles", first.cycles, other.cycles),
+            ("roofline", first.roofline, other.roofline),
+            ("predicted", first.predicted, other.predicted),
         )
         if one and two
     ]
+    gathered = ""
+    if first.gathered_bytes is not None and other.gathered_bytes is not None:
+        gathered = (
+            f", gathered parameters {first.gathered_bytes / 2**20:.0f} -> {other.gathered_bytes / 2**20:.0f} MiB "
+            f"({other.gathered_buffers} at once; two of the largest: {2 * other.largest_bytes / 2**20:.0f} MiB)"
+        )
     return (
-        f"{auto.target}: temporaries {auto.temp_bytes / 2**20:.0f} -> {sequential.temp_bytes / 2**20:.0f} MiB (two "
-        f"gathered parameters: {2 * auto.largest_bytes / 2**20:.0f} MiB); time of a step, sequential / auto: "
-        f"{', '.join(times)}"
+        f"{first.target}, {first.gather} -> {other.gather}: temporaries {first.temp_bytes / 2**20:.0f} -> "
+        f"{other.temp_bytes / 2**20:.0f} MiB{gathered}; time of a step: {', '.join(times)}"
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
     """All rows."""
-    found = Table(title="orders of gathers of an unrolled Llama-7B")
-    for name in ("target", "program", "plan", "gather", "result", "temporaries MiB", "peak MiB", "predicted MiB",
+    found = Table(title="orders of gathers of Llama-7B")
+    for name in ("target", "program", "plan", "gather", "result", "temporaries MiB", "gathered MiB", "peak MiB",
+                 "predicted MiB",
                  "ms cycles", "ms roofline", "ms predicted"):  # fmt: skip
         found.add_column(name)
     for row in rows:
-        sizes = [_text(size, 2**-20) for size in (row.temp_bytes, row.peak_bytes, row.predicted_bytes)]
+        sizes = [_text(size, 2**-20) for size in _sizes(row)]
         times = [_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
         found.add_row(row.target, row.program, row.plan, row.gather, row.kind, *sizes, *times)
     return found
+
+
+def _sizes(row: Row) -> tuple[float | None, ...]:
+    return row.temp_bytes, row.gathered_bytes, row.peak_bytes, row.predicted_bytes
 
 
 def _text(value: float | None, factor: float) -> str:
@@ -150,6 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=8, help="rows of the batch")
     parser.add_argument("--plan", default="fsdp:8")
     parser.add_argument("--remat", default="full")
+    parser.add_argument("--orders", nargs="+", choices=ORDERS, default=ORDERS)
+    parser.add_argument("--scan", action="store_true", help="scan over the layers instead of writing them out")
     return parser
 
 

@@ -329,8 +329,9 @@ def _parser() -> argparse.ArgumentParser:
         "takes precedence over the planner's own; several are joined by +; an unknown set lists the known ones",
     )  # fmt: skip
     options.add_argument(
-        "--gather", choices=["auto", "sequential"],
-        help="order in which stored parameters are gathered: the compiler's (auto, the default), or one after another",
+        "--gather", choices=["auto", "prefetch", "sequential"],
+        help="order in which stored parameters are gathered: the compiler's, or one after another if nothing else fits "
+        "(auto, the default); a layer's while the layer before it computes (prefetch); one after another (sequential)",
     )  # fmt: skip
     options.add_argument(
         "--overlap", action="append", default=[], metavar="PATH:KIND=on|off",

@@ -156,9 +156,12 @@ def plan(
             joins names and `option=value`. The estimate, `Plan.verify` and `Plan.jit` use them. An option that the
             installed compiler refuses is left out with a warning; `Plan.verify` names those that change nothing.
         gather: the order in which stored parameters are gathered. "auto", the default, leaves it to the compiler, which
-            may gather many of them early. With "sequential", a device holds at most two gathered parameters of one
-            stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
-            Under a given `Plan`, its order is the default.
+            may gather many of them early; if no plan fits that way and the layers are written out, it is "sequential".
+            With "prefetch", a layer's parameters are gathered while the layer before it computes: in scans those that
+            the products of their own iteration would not hide, in written-out layers all. `Plan.notes` lists them. With
+            "sequential", a device holds at most two gathered parameters of one stretch of code: one in use, and the
+            next, which is gathered meanwhile. Each use has a gather of its own. Under a given `Plan`, its order is the
+            default.
         overlap: which collectives may run beside compute, as a table `{path: {kind: "on" or "off"}}`, such as
             `{"experts/*": {"gather": "off"}}`, or as text, "experts/*:gather=off". A path names parameters as in
             `fixed`; a glob may also match the end of a path, and of several globs the last one counts. With `gather`

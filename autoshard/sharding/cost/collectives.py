@@ -52,6 +52,11 @@ class Collective:
     array: int = 0
     exposed_us: float = 0.0
 
+    @property
+    def once_us(self) -> float:
+        """Microseconds of one run."""
+        return self.time_us / self.count if self.count else 0.0
+
 
 @shown
 @dataclass(eq=False)
@@ -85,6 +90,8 @@ class StepCost:
     host: HostTime = HostTime()
     live_buffers: tuple[LiveBuffers, ...] = field(default=(), repr=False)
     overlap: Overlap | None = field(default=None, repr=False)  # None if compute can hide no collective
+    # Parameters that are gathered one layer early, as (number of the scan, or -1 - number of the stage; value).
+    early: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
 
 
 def collective(
@@ -112,6 +119,7 @@ def step_cost(
     times: StretchTimes,
     *,
     sequential: bool = False,
+    copies_us: Mapping[int, float] | None = None,
 ) -> StepCost:
     """Return the cost of a step.
 
@@ -122,10 +130,11 @@ def step_cost(
         host: its transfers of host memory.
         times: the compute time of each stretch.
         sequential: whether parameters are gathered one after another.
+        copies_us: see `Overlap`; a part of `kernels_us`, too.
     """
     places = [c.place for c in collectives]
     hides = chip.hides and any(place is not None for place in places)
-    overlap = Overlap(places, times, sequential=sequential) if hides else None
+    overlap = Overlap(places, times, sequential=sequential, copies_us=copies_us) if hides else None
     return _step_cost(kernels_us, collectives, chip, host, overlap)
 
 
@@ -135,7 +144,7 @@ def _step_cost(
     comm = sum(c.time_us for c in collectives)
     if overlap is not None:
         can_hide = [c.place is not None and c.kind in chip.hides and c.count > 0 for c in collectives]
-        once = [c.time_us / c.count if hides else 0.0 for c, hides in zip(collectives, can_hide, strict=True)]
+        once = [c.once_us if hides else 0.0 for c, hides in zip(collectives, can_hide, strict=True)]
         waits = overlap.exposed_us(once).tolist()
         collectives = [
             replace(c, exposed_us=us) if hides else c for c, hides, us in zip(collectives, can_hide, waits, strict=True)
@@ -158,7 +167,8 @@ def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> Step
         )
         for c in cost.collectives
     ]
-    return replace(_step_cost(cost.kernels_us, moved, chip, cost.host, cost.overlap), live_buffers=cost.live_buffers)
+    new = _step_cost(cost.kernels_us, moved, chip, cost.host, cost.overlap)
+    return replace(new, live_buffers=cost.live_buffers, early=cost.early)
 
 
 def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> tuple[DeviceAssignment, StepCost]:

@@ -11,6 +11,8 @@ compiler makes its kind asynchronous (`Chip.hides`). All others are exposed. In 
                      wait = max over reductions of (time of this one and of all after it - compute after its operator)
     sequential   with gathers one after another (`lower.gather_order`), a gather begins when the gather before it and
                  the last use but one have ended. Its operator waits until it has ended.
+    prefetch     a gather for the next iteration (`lower.prefetched_scan`) is needed at the end of the stretch. Each
+                 time its loop starts, one more run is exposed: that for the first iteration.
     together     they use the same links. What exceeds the compute of the stretch is exposed, too.
 
 So the first gather of a loop body and its last reduction are exposed, however much compute there is in between.
@@ -19,8 +21,8 @@ So the first gather of a loop body and its last reduction are exposed, however m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,10 +38,13 @@ class Place:
     Attributes:
         ops: the numbers of its operators.
         is_before: whether the operators need its result, rather than compute its operand.
+        starts: for each operator, how often the loop starts that runs the collective one iteration early; 0 where none
+            does. By default, none does.
     """
 
     ops: np.ndarray
     is_before: bool
+    starts: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 class Overlap:
@@ -49,20 +54,39 @@ class Overlap:
         places: for each collective, where it runs; None if compute cannot hide it.
         times: the compute time of each stretch.
         sequential: whether each gather waits for the last use but one.
+        copies_us: stretch -> microseconds that one run of it copies gathered parameters; collectives run beside these.
     """
 
-    def __init__(self, places: Sequence[Place | None], times: StretchTimes, *, sequential: bool = False):
+    def __init__(
+        self,
+        places: Sequence[Place | None],
+        times: StretchTimes,
+        *,
+        sequential: bool = False,
+        copies_us: Mapping[int, float] | None = None,
+    ):
         self._count = len(places)
-        found: defaultdict[int, tuple[list[tuple[int, np.ndarray]], list[tuple[int, np.ndarray]]]]
-        found = defaultdict(lambda: ([], []))
+        found: defaultdict[int, _Found] = defaultdict(_Found)
+        self._starts = np.zeros(self._count)  # of the loops that run a collective early
         stretch_of = times.stretches.number
         for n, place in enumerate(places):
             if place is None:
                 continue
             numbers = stretch_of[place.ops]
+            starts = place.starts if len(place.starts) else np.zeros(len(place.ops))
+            self._starts[n] = starts.sum()
             for stretch in np.unique(numbers).tolist():
-                found[stretch][not place.is_before].append((n, place.ops[numbers == stretch]))
-        self._stretches = [_Stretch(stretch, *both, times, sequential) for stretch, both in found.items()]
+                here, some = numbers == stretch, found[stretch]
+                if not place.is_before:
+                    some.reductions.append((n, place.ops[here]))
+                    continue
+                for kind, chosen in ((some.gathers, here & (starts == 0)), (some.early, here & (starts > 0))):
+                    if chosen.any():
+                        kind.append((n, place.ops[chosen]))
+        copies = copies_us or {}
+        self._stretches = [
+            _Stretch(stretch, some, times, sequential, copies.get(stretch, 0.0)) for stretch, some in found.items()
+        ]
 
     def exposed_us(self, once_us: Sequence[float]) -> np.ndarray:
         """Return the exposed microseconds of each collective in a step.
@@ -70,10 +94,36 @@ class Overlap:
         Args:
             once_us: microseconds of one run of each collective, 0 for those that compute cannot hide.
         """
-        exposed, once = np.zeros(self._count), np.asarray(once_us, float)
+        once = np.asarray(once_us, float)
+        exposed = once * self._starts
         for stretch in self._stretches:
             stretch.add_exposed(exposed, once)
         return exposed
+
+    def waiting(self, once_us: Sequence[float]) -> set[tuple[int, int]]:
+        """Return (collective, operator) for each operator that waits for a gather of its own stretch.
+
+        Args:
+            once_us: as for `exposed_us`.
+        """
+        once = np.asarray(once_us, float)
+        return {pair for stretch in self._stretches for pair in stretch.waiting(once)}
+
+
+@shown
+@dataclass
+class _Found:
+    """The collectives of one stretch that compute can hide, each with the operators of the stretch that it belongs to.
+
+    Attributes:
+        gathers: the operators need their results.
+        early: so they do, one iteration later.
+        reductions: the operators compute their operands.
+    """
+
+    gathers: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    early: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    reductions: list[tuple[int, np.ndarray]] = field(default_factory=list)
 
 
 class _Stretch:
@@ -81,39 +131,31 @@ class _Stretch:
 
     Args:
         number: the number of the stretch.
-        gathers: collectives, and the operators of the stretch that need their results.
-        reductions: collectives, and the operators of the stretch that compute their operands.
+        found: the collectives.
         times: the compute time of each stretch.
         sequential: whether each gather waits for the last use but one.
+        copies_us: microseconds of copies at its end.
     """
 
-    def __init__(
-        self,
-        number: int,
-        gathers: Sequence[tuple[int, np.ndarray]],
-        reductions: Sequence[tuple[int, np.ndarray]],
-        times: StretchTimes,
-        sequential: bool,
-    ):
+    def __init__(self, number: int, found: _Found, times: StretchTimes, sequential: bool, copies_us: float):
         self.sequential = sequential
-        self.total = times.total_us(number)
-        self.gathers, needing = _flat(gathers)
-        self.before, self.until = times.before_us(number, needing), times.until_us(number, needing)
+        self.total = times.total_us(number) + copies_us
+        (now, needing), (early, needing_later) = _flat(found.gathers), _flat(found.early)
+        self.needing, end = needing, np.full(len(early), self.total)
+        self.gathers = np.concatenate([now, early])
+        self.before = np.concatenate([times.before_us(number, needing), end])
+        self.until = np.concatenate([times.until_us(number, needing), end])
         # The last reduction comes first, because waits are counted from the end of the stretch.
-        numbers, computing = _flat(reductions)
+        numbers, computing = _flat(found.reductions)
         self.reductions, computing = numbers[::-1], computing[::-1]
         self.after = self.total - times.until_us(number, computing)
         trips = times.stretches.trips
-        self.gather_trips, self.reduction_trips = trips[needing], trips[computing]
+        self.gather_trips, self.reduction_trips = trips[np.concatenate([needing, needing_later])], trips[computing]
 
     def add_exposed(self, exposed: np.ndarray, once_us: np.ndarray) -> None:
         """Add the exposed microseconds of a step to those of each collective."""
         gathers, reductions = once_us[self.gathers], once_us[self.reductions]
-        reduction_waits = _waits(reductions, self.after)
-        if self.sequential:
-            gather_waits = sequential_waits(gathers, self.before, self.until)
-        else:
-            gather_waits = _waits(gathers, self.before)
+        reduction_waits, gather_waits = waits_of(reductions, self.after), self._gather_waits(once_us)
         hidden = float((gathers - gather_waits).sum() + (reductions - reduction_waits).sum())
         if hidden > self.total:
             share = 1 - self.total / hidden
@@ -122,8 +164,19 @@ class _Stretch:
         np.add.at(exposed, self.gathers, gather_waits * self.gather_trips)
         np.add.at(exposed, self.reductions, reduction_waits * self.reduction_trips)
 
+    def waiting(self, once_us: np.ndarray) -> list[tuple[int, int]]:
+        """Return (collective, operator) for each operator that waits for a gather."""
+        late = len(self.needing)
+        waits = self._gather_waits(once_us)[:late] > 0
+        return list(zip(self.gathers[:late][waits].tolist(), self.needing[waits].tolist(), strict=True))
 
-def _waits(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
+    def _gather_waits(self, once_us: np.ndarray) -> np.ndarray:
+        if self.sequential:
+            return sequential_waits(once_us[self.gathers], self.before, self.until)
+        return waits_of(once_us[self.gathers], self.before)
+
+
+def waits_of(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
     """Return how long each of several collectives, one after another, takes longer than the compute until its end."""
     waited = np.maximum.accumulate(np.maximum(np.cumsum(times_us) - compute_us, 0.0))
     return np.diff(waited, prepend=0.0)

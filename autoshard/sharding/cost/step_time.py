@@ -43,6 +43,7 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
 from autoshard.sharding.cost.collectives import Collective, LiveBuffers, StepCost, collective, step_cost
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
+from autoshard.sharding.cost.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     SharedOperands,
@@ -63,6 +64,7 @@ from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
+from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import matmul_flops
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
@@ -100,7 +102,7 @@ class CostModel:
         state: Sequence[tuple[int, int]] = (),
         distinct: frozenset[int] = frozenset(),
         *,
-        sequential: bool = False,
+        gather: str = "",
         synchronous: Mapping[bool, np.ndarray] | None = None,
     ):
         """Analyse what all layouts have in common.
@@ -112,12 +114,12 @@ class CostModel:
             fusion: its kernels.
             state: pairs (input, output) of its state.
             distinct: inputs that layouts distinguish from similar ones.
-            sequential: whether parameters are gathered one after another (`lower.gather_order`).
-            synchronous: whether it is for gathers, or for reductions -> for each operator, whether compute hides none
-                of them (`overlap.modules`).
+            gather: the order of gathers of parameters, see `ShardingPlan`.
+            synchronous: for gathers (True) and reductions, whether compute hides none of each operator's.
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
-        self.fusion, self.distinct, self.sequential, self.synchronous = fusion, distinct, sequential, synchronous
+        self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
+        self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
@@ -143,6 +145,8 @@ class CostModel:
             return self._distinguishing(distinct)(layout)
         compute, collectives, times_us = 0.0, [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
+        gathered: dict[Any, Gathered] = {}
+        sequential = self.gather == SEQUENTIAL
         in_order: list[LiveBuffers] = []  # of gathers one after another: each serves one operator
         canonical, assignment = CanonicalLayout(layout, self.queries), self.target.assign(layout.mesh)
         for number, each in enumerate(self.classes):
@@ -153,10 +157,15 @@ class CostModel:
                 buffers["opaque", number] = LiveBuffers(price.held_bytes, each.members, each.members)
             for move in price.moves:
                 new, axes = each.members, tuple(a for name in move.axes for a in names[name])
-                if move.array >= 0 and self.sequential and self._is_state(each.op.operands[move.array]):
+                if move.array >= 0 and sequential and self._is_state(each.op.operands[move.array]):
                     in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
                 elif move.array >= 0:
                     new = self._add_moved(buffers, move, axes, each.shared[move.array])
+                    if self.early is not None and self._is_state(each.op.operands[move.array]):
+                        for some in each.shared[move.array]:
+                            key = move.kind, axes, some.number
+                            found = Gathered(buffers[key], some.first, move.array, len(collectives))
+                            gathered.setdefault(key, found)
                 elif move.kind == "reduce-scatter":
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
@@ -168,7 +177,14 @@ class CostModel:
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
-        cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=self.sequential)
+        cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=sequential)
+        if self.early is not None:
+            others = [some for key, some in buffers.items() if key not in gathered]
+            products = [
+                us if each.op.name in CONTRACTIONS or is_declared(each.op) else 0.0
+                for us, each in zip(times_us, self.classes, strict=True)
+            ]
+            return self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
         ahead = gathered_one_ahead(in_order, self.stretches.number)
         return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
@@ -179,9 +195,8 @@ class CostModel:
                 self._by_distinct[distinct] = self._original._distinguishing(distinct).resized(self.axes)
             else:
                 common = self.axes, self.roles, self.target, self.fusion, self.state
-                self._by_distinct[distinct] = CostModel(
-                    *common, distinct, sequential=self.sequential, synchronous=self.synchronous
-                )
+                same = {"gather": self.gather, "synchronous": self.synchronous}
+                self._by_distinct[distinct] = CostModel(*common, distinct, **same)
         return self._by_distinct[distinct]
 
     def _add_moved(
@@ -204,13 +219,10 @@ class CostModel:
 
     def _places(self, op: Op, move: Move, ops: np.ndarray) -> list[tuple[np.ndarray, Place | None]]:
         """Return the operators of a class that need a collective, and where it runs if compute can hide it."""
-        if not self._is_prefetchable(op, move):
-            return [(ops, None)]
-        is_before = move.array >= 0
-        if self.synchronous is None:
-            return [(ops, Place(ops, is_before))]
-        alone = self.synchronous[is_before][ops]
-        parts = (ops[alone], None), (ops[~alone], Place(ops[~alone], is_before))
+        is_before, hides = move.array >= 0, np.full(len(ops), self._is_prefetchable(op, move))
+        if self.synchronous is not None:
+            hides &= ~self.synchronous[is_before][ops]
+        parts = (ops[~hides], None), (ops[hides], Place(ops[hides], is_before))
         return [part for part in parts if len(part[0])]
 
     def _is_prefetchable(self, op: Op, move: Move) -> bool:

@@ -74,16 +74,17 @@ class StretchTimes:
 
     Attributes:
         stretches: the stretches.
+        times_us: microseconds of one run of each class of operators.
     """
 
     def __init__(self, stretches: Stretches, times_us: Sequence[float]):
-        self.stretches, self._times_us = stretches, times_us
+        self.stretches, self.times_us = stretches, times_us
 
     @cached_property
     def _ended(self) -> tuple[np.ndarray, np.ndarray]:
         """Of the operators that take time: the compute of their stretch until they end, and their own."""
         _, classes, stretch = self.stretches.timed
-        own = np.asarray(self._times_us, float)[classes]
+        own = np.asarray(self.times_us, float)[classes]
         ended = np.cumsum(own)
         starts = np.flatnonzero(np.diff(stretch, prepend=-1))
         offsets = (ended - own)[starts]

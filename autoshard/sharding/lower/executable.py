@@ -20,7 +20,6 @@ from autoshard.sharding.machines.device_mesh import device_mesh
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.options import with_needed
 from autoshard.sharding.overlap.modules import ModuleOverlap
-from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
 
@@ -36,6 +35,7 @@ class Executable:
         layout: the sharding of every value of its program.
         link_prices: what bytes cost on the links of the target.
         mesh: the mesh of devices that the user gave to the planner, if any.
+        early: the parameters that are gathered one layer early (`StepCost.early`).
         overlap: the words of `overlap=`, if there are any.
         wrap: wraps the jitted pure function so that it takes and updates nnx objects.
     """
@@ -45,6 +45,7 @@ class Executable:
     layout: Layout
     link_prices: LinkPrices
     mesh: Any = None
+    early: frozenset[tuple[int, int]] = frozenset()
     overlap: ModuleOverlap | None = None
     wrap: Callable[[Any], Any] = lambda jitted: jitted
 
@@ -66,7 +67,8 @@ class Executable:
             self.layout,
             _compat.all_axes_auto(mesh),
             self.link_prices,
-            sequential=self.plan.gather == SEQUENTIAL,
+            gather=self.plan.gather,
+            early=self.early,
             overlap=self.overlap,
         )
 

@@ -41,9 +41,16 @@ class GatherOrder:
 
     def used(self, results: Sequence[Any], specs: Sequence[Spec]) -> None:
         """Note the results of an operator that uses a gathered parameter, and their shardings."""
-        found = next(((x, spec) for x, spec in zip(results, specs, strict=True) if _has_bits(x)), None)
+        found = next(((x, spec) for x, spec in zip(results, specs, strict=True) if has_bits(x)), None)
         if found is not None:
             self._uses.append(found)
+
+    def cast(self, before: Any, after: Any) -> None:
+        """Let gathers wait for the cast of a result instead of the result itself.
+
+        Else the result would have a second user, and XLA could not cast a table before it gathers it for a lookup.
+        """
+        self._uses = [(after if x is before and has_bits(after) else x, spec) for x, spec in self._uses]
 
     def after_last_but_one(self, shard: Any, spec: Spec) -> Any:
         """Return a stored parameter, with this sharding, that is not there before the last use but one."""
@@ -68,13 +75,34 @@ class GatherOrder:
         return bool(self._uses)
 
     def _after(self, shard: Any, spec: Spec, back: int) -> Any:
-        if len(self._uses) < back or not _has_bits(shard):
+        if len(self._uses) < back or not has_bits(shard):
             return shard
-        earlier, earlier_spec = self._uses[-back]
-        stored, other = to_partition_spec(spec), to_partition_spec(earlier_spec)
-        return jax.shard_map(
-            _dependent, mesh=self.mesh, in_specs=(stored, other), out_specs=stored, check_vma=False
-        )(shard, earlier)  # fmt: skip
+        return after(self.mesh, shard, spec, *self._uses[-back])
+
+
+def after(mesh: Any, shard: Any, spec: Spec, earlier: Any, earlier_spec: Spec) -> Any:
+    """Return a stored parameter that no device has before its shard of `earlier`.
+
+    Args:
+        mesh: the mesh of devices.
+        shard: the parameter.
+        spec: its sharding.
+        earlier: another value.
+        earlier_spec: the sharding of that.
+    """
+    stored, other = to_partition_spec(spec), to_partition_spec(earlier_spec)
+
+    @jax.custom_jvp
+    def waiting(shard: Any, earlier: Any) -> Any:
+        return jax.shard_map(_dependent, mesh=mesh, in_specs=(stored, other), out_specs=stored, check_vma=False)(
+            shard, earlier
+        )
+
+    @waiting.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        return waiting(*primals), tangents[0]  # bits have no derivative, but the parameter is the same
+
+    return waiting(shard, earlier)
 
 
 def _dependent(shard: jax.Array, earlier: jax.Array) -> jax.Array:
@@ -91,7 +119,7 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, _BITS[x.dtype.itemsize])
 
 
-def _has_bits(x: Any) -> bool:
+def has_bits(x: Any) -> bool:
     """Whether a value is an array with elements of whole bytes whose bits can be changed."""
     if _compat.is_extended(x.dtype) or not math.prod(x.shape):
         return False

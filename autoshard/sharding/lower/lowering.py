@@ -10,7 +10,7 @@ Loops, branches and calls are rewritten in place. Source lines and name scopes a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parameter
 from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
     extends_computed_spec,
@@ -31,10 +32,13 @@ from autoshard.sharding.layout.operator_sharding import (
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.gather_order import GatherOrder
-from autoshard.sharding.lower.module_collectives import ModuleCollectives
+from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, scope
+from autoshard.sharding.lower.prefetched_layers import LayerPrefetch
+from autoshard.sharding.lower.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.machines.link_prices import LinkPrices
-from autoshard.sharding.overlap.marks import Marks, gathered_axes
+from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
+from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.operator import run_sharded
@@ -52,7 +56,8 @@ class Lowering:
         layout: the layout.
         mesh: the mesh.
         link_prices: what bytes on the links of the target cost.
-        sequential: whether parameters are gathered one after another.
+        gather: the order of gathers of parameters, see `ShardingPlan`.
+        early: the parameters that are gathered one layer early (`StepCost.early`).
         overlap: the words of `overlap=`, if there are any.
     """
 
@@ -62,12 +67,16 @@ class Lowering:
         mesh: Any,
         link_prices: LinkPrices,
         *,
-        sequential: bool = False,
+        gather: str = "",
+        early: frozenset[tuple[int, int]] = frozenset(),
         overlap: ModuleOverlap | None = None,
     ):
         self.layout = layout
         self.mesh = mesh
-        self.order = GatherOrder(mesh) if sequential else None
+        self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
+        self.early, self.early_values = early, frozenset(v for number, v in early if number >= 0)
+        self.layers: LayerPrefetch | None = None
+        self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.overlap = overlap
         self.modules = ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
         self.link_prices = link_prices
@@ -76,7 +85,10 @@ class Lowering:
 
     def __call__(self, *args: Any) -> list[Any]:
         """Return the program's flat results for its flat inputs."""
-        return self.block(self.layout.axes.program.block, args)
+        block = self.layout.axes.program.block
+        if self.early:
+            self.layers = LayerPrefetch(self, dict(zip(block.inputs, args, strict=True)))
+        return self.block(block, args)
 
     def constrain(self, x: Any, spec: Spec) -> Any:
         """Return `x` constrained to `spec`; scalars and typed keys stay as they are."""
@@ -97,7 +109,7 @@ class Lowering:
         gather. With `alone`, an explicit collective gathers it, which may have to run alone (`overlap.marks`).
         """
         narrow = self.layout.axes.transfer_dtype.get(value)
-        if operand_spec(self.layout, value) == spec:
+        if operand_spec(self.layout, value) == spec or Gather(value, spec) in self.held:
             return self.constrain(x, spec)
         if value in self._reversed:
             op, original = self._reversed[value]
@@ -119,8 +131,12 @@ class Lowering:
             return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
         for op in block.ops:
+            if self.layers is not None:
+                self.layers.before(op)
             with _compat.source_of(op.eqn):
                 results = self.op(op, [read(a) for a in op.eqn.invars])
+            if self.layers is not None:
+                self.layers.after(op, results)
             env.update(zip(op.eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -136,11 +152,16 @@ class Lowering:
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
             results = _compat.bind(op.eqn, op.eqn.params, *args)
+            if op.name == "convert_element_type":
+                self.cast(args[0], results[0])
             return self.constrain_like_parameter(op, results)
         rule = op.rule
         assert rule is not None
         chosen = strategy_in_layout(self.layout, op, self.link_prices)
         wants = [result_spec(self.layout, op, v) for v in op.results]
+        if self.held and op.name not in REDUCTIONS:
+            operands = zip(args, op.operands, rule.operands, strict=True)
+            args = [self.held.get(Gather(v, chosen.spec(d)), x) for x, v, d in operands]
         if self.order is None or op.name in REDUCTIONS:
             return self.decision_point(op, args, chosen, wants)
         gathered = [self.is_gather(v, chosen.spec(d)) for v, d in zip(op.operands, rule.operands, strict=True)]
@@ -153,15 +174,47 @@ class Lowering:
             self.order.used(results, wants)
         return results
 
+    def cast(self, before: Any, after: Any) -> None:
+        """Let gathers that wait for a result wait for its cast instead (`GatherOrder.cast`)."""
+        if self.order is not None:
+            self.order.cast(before, after)
+        if self.layers is not None:
+            self.layers.cast(before, after)
+
     def is_gather(self, value: int, spec: Spec) -> bool:
         """Whether an operand that needs this sharding is a parameter that is stored in another one."""
         return self.is_parameter(value) and operand_spec(self.layout, value) != spec
 
     def is_parameter(self, value: int) -> bool:
         """Whether a value is a parameter, or a slice or a cast of one, whose gathers have an order."""
-        source = self.layout.aliased_inputs.get(value, value)
-        is_free = self.overlap is not None and source in self.overlap.free
-        return self.layout.roles.inputs.get(source) == "parameter" and not is_free
+        is_free = self.overlap is not None and self.overlap.source(value) in self.overlap.free
+        return is_parameter(self.layout.axes, self.layout.roles, value) and not is_free
+
+    def computed(self, ops: Sequence[Op], values: dict[int, Any]) -> dict[int, Any]:
+        """Return values by their numbers, with the results of these operators."""
+        values = {**values}
+        for op in ops:
+            atoms = zip(op.eqn.invars, op.operands, strict=True)
+            args = [atom.val if isinstance(atom, _compat.Literal) else values[v] for atom, v in atoms]
+            with _compat.source_of(op.eqn):
+                values.update(zip(op.results, self.op(op, args), strict=True))
+        return values
+
+    def gathered(self, x: Any, gather: Gather) -> Any:
+        """Return a stored parameter, gathered, in the type in which collectives move it."""
+        narrow = self.layout.axes.transfer_dtype.get(gather.value)
+        if narrow is None or gather.value in self._reversed:
+            return self.resharded(x, gather.spec, gather.value)
+        return self.constrain(x.astype(narrow), gather.spec)
+
+    @contextlib.contextmanager
+    def holding(self, held: Mapping[Gather, Any]) -> Iterator[None]:
+        """Use these gathered parameters in the code that is lowered in this context, and no others."""
+        outside, self.held = self.held, {**held}
+        try:
+            yield
+        finally:
+            self.held = outside
 
     def decision_point(self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec]) -> list[Any]:
         """Return the results of an operator for which the layout has a strategy, with their wanted shardings."""
@@ -170,23 +223,14 @@ class Lowering:
         marks = self.modules.marks(op, chosen) if self.modules is not None else Marks()
         args = list(args)
         for i, alone in marks.gathers.items():
-            with self.scope(op, i):
+            with scope(self.modules, op, i):
                 args[i] = self.resharded(args[i], chosen.spec(rule.operands[i]), op.operands[i], alone)
-        if self.modules is None or not constrained(op):
-            return self.product(op, args, chosen, wants, marks)
-        with self.scope(op, -1 if marks.ring is None else marks.ring.array):
+        with scope(self.modules if constrained(op) else None, op, -1 if marks.ring is None else marks.ring.array):
             return self.product(op, args, chosen, wants, marks)
 
-    def scope(self, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that names the module of what an operator moves, if there is a table of `overlap=`."""
-        return contextlib.nullcontext() if self.modules is None else self.modules.scope(op, array)
-
-    def product(
-        self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec], marks: Marks
-    ) -> list[Any]:
+    def product(self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec], marks: Marks) -> Any:
         """Return the results of an operator for which the layout has a strategy; `marks` says what is gathered."""
-        rule = op.rule
-        assert rule is not None
+        assert (rule := op.rule) is not None
         if is_declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, chosen, self.layout.mesh):
@@ -201,7 +245,7 @@ class Lowering:
             whole = marks.ring.array if marks.ring is not None else -1
             for i, (x, d, v) in operands:
                 if i not in marks.gathers and i != whole:
-                    with self.scope(op, i):
+                    with scope(self.modules, op, i):
                         args[i] = self.resharded(x, chosen.spec(d), v)
         if self.modules is not None and marks.reduces:
             return self.modules.reduced(op, chosen, wants, args, marks.alone)
@@ -271,7 +315,8 @@ class Lowering:
         if inner.param == IMPLEMENTATION:  # its library defines how it is differentiated and mapped, so it is kept
             return _compat.bind(op.eqn, params, *args)
         args = self.after_uses(op, args)
-        traced = jax.make_jaxpr(self.function(inner))(*args)
+        with self.holding(self.held if name in OPEN_CALLS else {}):
+            traced = jax.make_jaxpr(self.function(inner))(*args)
         if name in ("remat2", *_CONSTANT_COUNTS):
             bare, consts = _compat.split_constants(traced)
             if name in _CONSTANT_COUNTS:
@@ -310,22 +355,18 @@ class Lowering:
         jaxprs = op.eqn.params["jaxprs"]._replace(solve=jax.make_jaxpr(solver)(*(args[i] for i in solver_operands)))
         return _compat.bind(op.eqn, {**op.eqn.params, "jaxprs": jaxprs}, *args)
 
-    def before_loop(self, x: Any, value: int) -> Any:
-        """Return a stack of parameters, gathered before the loop over it."""
-        stored, wanted = operand_spec(self.layout, value), self.layout.spec(value)
-        if self.modules is not None and self.modules.gathers_alone(value) and gathered_axes(stored, wanted):
-            return self.modules.gathered(x, stored, wanted, True)
-        return self.constrain(x, wanted)
-
     def scan(self, op: Op, args: list[Any]) -> list[Any]:
         """Return the results of a scan with a rewritten body."""
         params = op.eqn.params
         n_consts, n_carry = _compat.scan_arity(params)
         consts, init = args[:n_consts], args[n_consts : n_consts + n_carry]
         xs = [
-            self.before_loop(x, v) if self.layout.is_gathered_before_loop(v) else x
+            before_loop(self, x, v) if self.layout.is_gathered_before_loop(v) else x
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
+
+        if self.early and (found := early_gathers(self.layout, op, self.link_prices, self.early_values)).gathers:
+            return prefetched_scan(self, op, found, consts, init, xs)
 
         def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = self.function(op.blocks[0])(*consts, *carry, *x)

@@ -24,7 +24,6 @@ from autoshard.sharding.lower.ring_products import ring_product
 from autoshard.sharding.overlap.marks import Marks, Ring, gathered_axes, marks_of
 from autoshard.sharding.overlap.module_times import scope_of
 from autoshard.sharding.overlap.modules import ModuleOverlap
-from autoshard.sharding.plan.overlap_words import GATHER, OFF
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
 from autoshard.spmdrules.ir.program import Op
@@ -53,10 +52,6 @@ class ModuleCollectives:
             return contextlib.nullcontext()
         self._groups += 1
         return set_xla_metadata(_scheduling_group_id=str(self._groups))
-
-    def gathers_alone(self, value: int) -> bool:
-        """Whether no product may run beside the gathers of a value."""
-        return self.overlap.words[GATHER].get(self.overlap.source(value)) == OFF
 
     def scope(self, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:
         """Return a context that names the module of what an operator moves, so that an audit finds its collective."""
@@ -109,3 +104,22 @@ class ModuleCollectives:
             specs[ring.array] = operand_spec(self.layout, op.operands[ring.array])
         result = want if ring.array < 0 else chosen.spec(rule.results[0])
         return ring_product(op, ring, self.mesh, args, specs, result)
+
+
+def scope(modules: ModuleCollectives | None, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that names the module of what an operator moves, if there is a table of `overlap=`."""
+    return contextlib.nullcontext() if modules is None else modules.scope(op, array)
+
+
+def before_loop(lowering: Any, x: Any, value: int) -> Any:
+    """Return a stack of parameters, gathered before the loop over it.
+
+    Args:
+        lowering: the `Lowering` of the program.
+        x: the stack.
+        value: its number.
+    """
+    stored, wanted, modules = operand_spec(lowering.layout, value), lowering.layout.spec(value), lowering.modules
+    if modules is not None and modules.overlap.gathers_alone(value) and gathered_axes(stored, wanted):
+        return modules.gathered(x, stored, wanted, True)
+    return lowering.constrain(x, wanted)

@@ -144,6 +144,10 @@ class ModuleOverlap:
         """The parameters with this word."""
         return frozenset(v for v, w in self.words[kind].items() if w == word)
 
+    def gathers_alone(self, value: int) -> bool:
+        """Whether nothing may run beside the gathers of a value."""
+        return self.words[GATHER].get(self.source(value)) == OFF
+
     @cached_property
     def free(self) -> frozenset[int]:
         """The parameters whose gathers wait for no earlier use, whatever `gather=` says."""

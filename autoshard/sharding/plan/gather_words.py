@@ -8,9 +8,11 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 
 AUTO = "auto"
+PREFETCH = "prefetch"
 SEQUENTIAL = "sequential"
 WORDS = {
     AUTO: "the compiler chooses the order, and may gather many parameters early",
+    PREFETCH: "the parameters that a layer needs first are gathered while the layer before it computes",
     SEQUENTIAL: "one after another: the next is gathered while one is in use, and each is freed after its use",
 }
 
@@ -22,5 +24,7 @@ def read_gather(gather: Any) -> str:
         PlanError: it is none of the words.
     """
     if gather is not None and (not isinstance(gather, str) or gather not in WORDS):
-        raise PlanError(f"gather is {short_repr(gather)}; it must be {' or '.join(map(repr, WORDS))}")
+        raise PlanError(
+            f"gather is {short_repr(gather)}; it must be {', '.join(map(repr, [*WORDS][:-1]))} or {[*WORDS][-1]!r}"
+        )
     return "" if gather in (None, AUTO) else gather

@@ -85,7 +85,7 @@ class ShardingPlan:
         variant: the static keywords that were chosen among `variants=`; empty without variants. A plan that was read
             is bound to `functools.partial(fn, **plan.variant)`.
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
-        gather: the order in which stored parameters are gathered, as requested: `sequential`; empty if the compiler
+        gather: the order in which stored parameters are gathered: `prefetch` or `sequential`; empty if the compiler
             chooses it.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.

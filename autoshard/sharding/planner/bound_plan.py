@@ -11,6 +11,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.plan.gather_words import PREFETCH
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import Traced
@@ -45,9 +46,11 @@ class BoundPlan:
     def executable(self) -> Executable:
         """The annotated program."""
         machine = self.problem.machine
-        return Executable(
-            self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh, self.problem.overlap
-        )
+        early = self.problem.cost(self.layout).early if self.plan.gather == PREFETCH else frozenset()
+        overlap = self.problem.overlap
+        if overlap is not None:
+            early = frozenset(each for each in early if not overlap.gathers_alone(each[1]))
+        return Executable(self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh, early, overlap)
 
     def where(self, **changes: Any) -> BoundPlan:
         """Return a copy with changed attributes of its plan."""

@@ -191,7 +191,7 @@ def smallest(
 def _best_on(problem: PlanningProblem, target: Target, of_all: bool = False) -> Candidate | None:
     """The best plan on another machine; None where none fits, or (unless `of_all`) where no lean plan fits."""
     cost = CostModel(problem.axes, problem.roles, target, problem.cost.fusion, problem.state,
-                     sequential=problem.cost.sequential)  # fmt: skip
+                     gather=problem.cost.gather)  # fmt: skip
     limit, mesh = _limit(problem, target), problem.machine.sizes
     pin = partial(problem.with_fixed_shardings, existing=problem.existing, fixed=problem.fixed)
     try:

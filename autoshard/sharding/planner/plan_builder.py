@@ -15,13 +15,14 @@ from autoshard.sharding.cost.unserved_products import product_notes
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.lower.prefetch_notes import prefetch_notes
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.kernel_rules import written
 from autoshard.sharding.machines.option_requests import requested
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.overlap.effects import effect_notes
 from autoshard.sharding.overlap.module_times import ModuleTimes, estimated_times
-from autoshard.sharding.plan.gather_words import SEQUENTIAL
+from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.plan.program_facts import layer_bytes
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
@@ -48,7 +49,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         others: all candidates that were priced; the plan lists them.
     """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
-    notes = (*_notes(problem, layout), *host_memory_notes(best))
+    notes = (*_notes(problem, layout), *host_memory_notes(best), *_gather_notes(problem, best))
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
     outputs = output_specs(problem.program, layout, [*state_like, *problem.state])
     moved = traffic(best.cost)
@@ -168,6 +169,14 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
         )
     user_fixed = {v: s for v, s in layout.fixed.items() if v not in problem.existing}
     return (*notes, *fixed_conflicts(problem.traced, problem.axes, user_fixed))
+
+
+def _gather_notes(problem: PlanningProblem, best: Candidate) -> list[str]:
+    if problem.gather != PREFETCH:
+        return []
+    paths = dict(zip(problem.program.inputs, problem.traced.in_paths, strict=True))
+    prices = problem.machine.target.link_prices
+    return list(prefetch_notes(best.layout, prices, best.cost.early, lambda v: paths.get(v, "an array")))
 
 
 def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:

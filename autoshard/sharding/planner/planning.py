@@ -14,9 +14,11 @@ from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
+from autoshard.sharding.layout.unrolled_layers import stages_of
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.offload.words import Words
+from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -109,7 +111,13 @@ def _plan_program(
     warn_of_captured_arrays(problem)
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
-    candidate, others = problem.choose(plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {})
+    wanted = plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {}
+    candidate, others = problem.choose(*wanted)
+    if not gather and not candidate.fits(problem.limit) and stages_of(problem.axes, problem.roles):
+        lean = problem.gathering(SEQUENTIAL)
+        found = lean.choose(*wanted)
+        if found[0].fits(lean.limit):
+            problem, (candidate, others) = lean, found
     if shortlist and (candidate.fits(problem.limit) or not problem.must_fit):
         made = best_of(problem, candidate, others, shortlist)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +24,6 @@ from autoshard.sharding.layout.request_scaling import scaled_requests
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
 from autoshard.sharding.overlap.modules import ModuleOverlap
-from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
@@ -102,13 +102,21 @@ class PlanningProblem:
         """The models that price layouts of the program: time and memory."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
-        cost = CostModel(self.axes, self.roles, target, fusion, self.state, sequential=self.gather == SEQUENTIAL,
+        cost = CostModel(self.axes, self.roles, target, fusion, self.state, gather=self.gather,
                          synchronous=self.overlap.synchronous if self.overlap else None)  # fmt: skip
         looped = {v for op in self.program.block.ops if op.name == "scan" for v in op.results}
         moved = {self.program.inputs[i] for i in self.traced.moved_inputs}
         # The new stack of moments that a loop returns is not written over the old one, which the loop still reads.
         state = [(i, o) for i, o in self.state if i in donated and not (i in moved and o in looped)]
         return cost, MemoryModel(self.axes, self.roles, fusion, state, is_tiled=target.platform == "tpu")
+
+    def gathering(self, gather: str) -> PlanningProblem:
+        """Return the same problem with another order of gathers."""
+        other = copy(self)
+        other.gather, other.search_counts = gather, SearchCounts()
+        for name in ("cost", "memory", "models"):
+            other.__dict__.pop(name, None)
+        return other
 
     def check_rules_known(self, strict: bool) -> None:
         """Warns of primitives that have no rule; raises a `PlanError` if `strict`."""

@@ -104,9 +104,10 @@ class TrainConfig:
     """Options for XLA, which take precedence over the planner's own: option sets and NAME=VALUE, joined by +, such as
     scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. An unknown set lists the known ones. A resumed run keeps them
     unless others are given."""
-    gather: Literal["auto", "sequential"] = "auto"
-    """The order in which stored parameters are gathered: `sequential` gathers one after another, so that at most two
-    gathered ones are in memory; `auto` leaves it to the compiler."""
+    gather: Literal["auto", "prefetch", "sequential"] = "auto"
+    """The order in which stored parameters are gathered: `prefetch` gathers those that a layer needs first while the
+    layer before it computes; `sequential` gathers one after another, so that at most two gathered ones are in memory;
+    `auto` leaves it to the compiler, or is sequential if nothing else fits."""
     overlap: str | None = None
     """Which collectives of which parameters may run beside compute, as PATH:KIND=on|off separated by spaces, such as
     'experts/*:gather=off */wq:reduce=off'. An unknown path or kind lists those that exist. Default: all that the

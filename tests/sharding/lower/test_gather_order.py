@@ -71,6 +71,18 @@ def test_values_are_those_of_one_device(name, words):
     assert_close(jax.jit(step)(params, x), auto_shard(step, plan=words, gather="sequential")(params, x))
 
 
+@pytest.mark.parametrize("gather", ["prefetch", "sequential"])
+def test_planned_functions_are_differentiated(gather):
+    """The dependence changes bits of parameters, which have no derivative of their own."""
+    params, x = parameters(), jnp.ones((ROWS, WIDTH))
+
+    def loss(params, x):
+        return jnp.mean(unrolled(layer)(params, x) ** 2)
+
+    actual = jax.grad(auto_shard(loss, plan="fsdp:8", gather=gather))(params, x)
+    assert_close(jax.grad(loss)(params, x), actual)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_parameters_of_narrow_types(dtype):
     params, x = parameters(dtype), jnp.ones((ROWS, WIDTH), jnp.float32)
@@ -82,7 +94,7 @@ def test_parameters_of_narrow_types(dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.float4_e2m1fn, jnp.bool_, jnp.complex64])
 def test_arrays_whose_bits_cannot_be_changed_wait_for_nothing(dtype):
-    assert not gather_order._has_bits(jax.ShapeDtypeStruct((4,), dtype))
+    assert not gather_order.has_bits(jax.ShapeDtypeStruct((4,), dtype))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e5m2, jnp.int8, jnp.uint32, jnp.float64])
@@ -155,5 +167,5 @@ def test_plans_keep_the_order(tmp_path):
 
 @pytest.mark.parametrize("given", ["prefech", 3, True])
 def test_an_unknown_order_lists_the_known_ones(given):
-    with pytest.raises(PlanError, match=r"gather is .*; it must be 'auto' or 'sequential'"):
+    with pytest.raises(PlanError, match=r"gather is .*; it must be 'auto', 'prefetch' or 'sequential'"):
         autoshard.plan(layer, parameters()[0], jnp.ones((ROWS, WIDTH)), gather=given)

@@ -17,6 +17,7 @@ _REDUCTIONS: Mapping[str, str] = {"reduce-scatter": f"{_OFFLOAD}reduce_scatter",
 _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
+_SYNCHRONOUS_UNTIL = {"v5p": 16}  # chip -> largest number of devices at which its gathers are synchronous
 
 
 def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
@@ -36,3 +37,12 @@ def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
         if chip in _SPARSE_CORES and str(options.get(option, default)).lower() in ("true", "1")
     ]
     return (("all-gather",) if chip in _GATHERING else ()) + tuple(reductions)
+
+
+def gathers_beside_compute(chip: str, devices: int) -> bool:
+    """Return whether the compiler for so many devices of a TPU runs gathers asynchronously.
+
+    >>> gathers_beside_compute("v5p", 8), gathers_beside_compute("v5p", 64)
+    (False, True)
+    """
+    return chip in _GATHERING and devices > _SYNCHRONOUS_UNTIL.get(chip, 0)
