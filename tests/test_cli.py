@@ -74,6 +74,11 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
             ["plan", "gpt-tiny", "--target", "cpu:8", "--offload", "residual@2"],
             "offload has 'residual@2'; write a slice over the layers after the name, such as 'residual@::2'",
         ),
+        (["plan", "--overlap", "wq"], "overlap has 'wq'; write PATH:KIND=on or off, such as 'experts/*:gather=off'"),
+        (
+            ["plan", "gpt-tiny", "--target", "cpu:8", "--remat", "none", "--overlap", "experts/*:gather=off"],
+            "overlap 'experts/*' names no parameter. The parameters are state/params/",
+        ),
         (["plan", "gpt-tiny", "stray"], "error: unexpected argument 'stray'; `autoshard plan --help` shows the usage"),
         (["plan", "gpt-tiny", "--target"], "error: --target has no value; `autoshard plan --help` says what it takes"),
         (

@@ -156,6 +156,7 @@ def _run_named(arguments: Sequence[str]) -> int:
         "fixed": _unique("--fixed", map(_parse_fixed, given.fixed)) or None,
         "compiler_options": given.compiler_options or None,
         "gather": given.gather,
+        "overlap": given.overlap or None,
     }
     given_options = {name: value for name, value in options.items() if value is not None}
     search = workload_search(
@@ -331,6 +332,11 @@ def _parser() -> argparse.ArgumentParser:
         "--gather", choices=["auto", "prefetch", "sequential"],
         help="order in which stored parameters are gathered: the compiler's, or one after another if nothing else fits "
         "(auto, the default); a layer's while the layer before it computes (prefetch); one after another (sequential)",
+    )  # fmt: skip
+    options.add_argument(
+        "--overlap", action="append", default=[], metavar="PATH:KIND=on|off",
+        help="whether collectives of some parameters may run beside compute, such as 'experts/*:gather=off' or "
+        "'*/wq:gather=off,reduce=off,matmul=on'; an unknown path or kind lists those that exist",
     )  # fmt: skip
     options.add_argument(
         "--show", choices=["program"],

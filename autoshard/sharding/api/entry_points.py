@@ -16,6 +16,7 @@ from autoshard.sharding.api.jit_habits import check_jit_options, explains_jit_op
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import MeshLike
 from autoshard.sharding.machines.option_requests import OptionRequest
+from autoshard.sharding.plan.overlap_words import OverlapRequest
 from autoshard.sharding.planner.planning import PlanLike
 from autoshard.sharding.planner.variants import Variants
 from autoshard.sharding.program.kernel_records import KernelWord
@@ -37,6 +38,7 @@ def auto_shard(
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
+    overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -64,6 +66,7 @@ def auto_shard(
             moves it there.
         compiler_options: options for XLA, see `autoshard.plan`.
         gather: the order in which stored parameters are gathered, see `autoshard.plan`.
+        overlap: which collectives of which parameters may run beside compute, see `autoshard.plan`.
         kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
         microbatches: the number of parts of the batch over which sums are accumulated, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
@@ -88,12 +91,14 @@ def auto_shard(
     """
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, kernels=kernels, microbatches=microbatches, strict=strict)  # fmt: skip
+                              gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
+                              strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         # None has a meaning of its own beside a Plan.
-        options |= {"offload": offload, "gather": gather, "kernels": kernels, "microbatches": microbatches}
+        options |= {"offload": offload, "gather": gather, "overlap": overlap, "kernels": kernels,
+                    "microbatches": microbatches}  # fmt: skip
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -117,6 +122,7 @@ def plan(
     offload: str | Sequence[str] | None = None,
     compiler_options: OptionRequest | None = None,
     gather: str | None = None,
+    overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -161,6 +167,15 @@ def plan(
             "sequential", a device holds at most two gathered parameters of one stretch of code: one in use, and the
             next, which is gathered meanwhile. Each use has a gather of its own. Under a given `Plan`, its order is the
             default.
+        overlap: which collectives may run beside compute, as a table `{path: {kind: "on" or "off"}}`, such as
+            `{"experts/*": {"gather": "off"}}`, or as text, "experts/*:gather=off". A path names parameters as in
+            `fixed`; a glob may also match the end of a path, and of several globs the last one counts. With `gather`
+            or `reduce` "off", nothing runs beside the gathers of these parameters or the reductions of their gradients.
+            With `gather` "on", their gathers wait for no earlier use under `gather="sequential"`. With `matmul` "on", a
+            product with them runs in parts, beside permutes that replace a gather of an operand or a sum of the result
+            over one mesh axis; sums may then have another order. With "off", the compiler makes no such product of it.
+            By default empty, which leaves all to the compiler, or the table of a given `Plan`. Reports then have a line
+            for each module, and a note for each entry that changes nothing.
         kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
             kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
             same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.
@@ -211,5 +226,6 @@ def plan(
     check_jit_options("plan", kwargs, fn)
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
-                              gather=gather, kernels=kernels, microbatches=microbatches, strict=strict)  # fmt: skip
+                              gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
+                              strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

@@ -19,6 +19,7 @@ from autoshard.sharding.audit.replicated_arrays import ReplicatedArray
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Missing, Unplanned
 from autoshard.sharding.hlo.rematerializations import Rematerialization
 from autoshard.sharding.machines.options import Options
+from autoshard.sharding.overlap.module_times import module_lines
 
 FAILURES = {
     "oom": "the program does not fit the device",
@@ -49,6 +50,8 @@ class Audit:
         missing: planned traffic that the compiled program does not have.
         replicated: arrays that the plan shards and the compiled program replicates.
         remarks: involuntary full rematerializations with cost and cause, in descending order of bytes.
+        modules: for a plan with `overlap=`: module -> kind of its collectives -> their microseconds, and the exposed
+            part.
         kernels: kernel, such as an attention kernel -> its runs in a step, and their microseconds by the cost that it
             states.
         notes: what the figures do not include.
@@ -92,6 +95,7 @@ class Audit:
     missing: tuple[Missing, ...] = ()
     replicated: tuple[ReplicatedArray, ...] = ()
     remarks: tuple[Rematerialization, ...] = ()
+    modules: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -161,6 +165,7 @@ def _plain(value: Any) -> Any:
 def report(audit: Audit) -> str:
     """The text of an audit: the plan's figures beside those of the compiled program, and the differences."""
     parts = [_head(audit), _failure(audit), _figures(audit), _kernels(audit), _traffic(audit)]
+    parts.append(module_lines(audit.modules, "compiled"))
     parts += [transfer_lines(audit.transfers), _unplanned(audit), _missing(audit), _replicated(audit)]
     parts += [_remarks(audit), _notes(audit)]
     return "\n\n".join("\n".join(part) for part in parts if part)

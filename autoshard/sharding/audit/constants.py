@@ -21,6 +21,9 @@ LARGE_TEMPORARY_SHARE = 0.02
 # Up to this many requested options are each left out once to find those that change nothing, one compilation each.
 MOST_SINGLE_OPTIONS = 3
 
+# Instructions that are followed from a collective to the product that takes its result (`module_origins`).
+CONSUMER_SEARCH_STEPS = 12
+
 # Number of entries of each list that the text of an audit shows. The audit itself has all of them.
 SHOWN_ENTRIES = 8
 

@@ -24,6 +24,7 @@ from autoshard.sharding.audit.constants import SHOWN_GROUPS, TIMEOUT_S
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.audit.host_traffic import compiled_transfers
 from autoshard.sharding.audit.idle_options import idle_options
+from autoshard.sharding.audit.module_origins import origin_of
 from autoshard.sharding.audit.replicated_arrays import replicated
 from autoshard.sharding.audit.requested_options import requested_options
 from autoshard.sharding.audit.traffic_diff import CompiledCollective, Context, compare, file_and_line
@@ -37,6 +38,7 @@ from autoshard.sharding.hlo.schedule import CollectiveRuns, Schedule
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.targets import Target, TargetError, find_target
+from autoshard.sharding.overlap.module_times import ModuleTimes, compiled_times
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 # Platform -> the packages whose versions an audit reports.
@@ -173,6 +175,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
     wires = ProgramLinks(target.topology, plan.device_order)
     schedule = Schedule(program, Kernels(program, target.chip), wires)
     collectives = tuple(_collective(runs, predicted.mesh) for runs in schedule.run())
+    modules = _module_times(plan, program, schedule, predicted.mesh) if plan.overlap else {}
     remarks = read_remarks((r.text for r in predicted.remarks), program, wires)
     unknown = {file_and_line(line): name for name, lines in plan.unknown.items() for line in lines}
     context = Context(predicted.mesh, unknown, {r.op_name for r in remarks})
@@ -188,6 +191,7 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         missing=missing,
         replicated=replicated(executable, program, predicted.peak_bytes or 0.0),
         remarks=remarks,
+        modules=modules,
         kernels=schedule.kernel_runs,
         notes=(*predicted.notes, *_notes(program, schedule)),
         cycles=totals.cycles or None,
@@ -203,6 +207,18 @@ def with_program(predicted: Audit, executable: Executable, target: Target, progr
         step_time_us=totals.compute_us + exposed + waits,
         wire_bytes=sum(c.step_bytes for c in collectives),
     )
+
+
+def _module_times(
+    plan: ShardingPlan, program: parser.Program, schedule: Schedule, mesh: Mapping[str, int]
+) -> ModuleTimes:
+    """The times of the collectives of each module."""
+    stored, rows = plan.storage.get("parameter", ()), []
+    for (computation, instruction, _), runs in schedule.runs.items():
+        axes = axes_of(runs.collective.groups, mesh, runs.collective.is_permute) or ()
+        origin = origin_of(program, (computation, instruction), runs.collective, axes, stored)
+        rows.append((origin, runs.once_us * runs.trips, runs.exposed_us))
+    return compiled_times(rows)
 
 
 def _collective(runs: CollectiveRuns, mesh: Mapping[str, int]) -> CompiledCollective:

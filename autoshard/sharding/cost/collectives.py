@@ -33,6 +33,8 @@ class Collective:
         count: number of runs in a step.
         time_us: microseconds of all its runs.
         line: the user's source line.
+        ops: the numbers of the operators that need it; None if none do.
+        array: what it moves: operand 0, 1, ... or, as -1, -2, ..., result 0, 1, ... of these operators.
         place: where it runs, if it moves parameters or gradients, so that compute can hide it; None for activations.
         exposed_us: the part of `time_us` that compute does not hide.
     """
@@ -46,6 +48,8 @@ class Collective:
     time_us: float
     line: str
     place: Place | None = field(default=None, repr=False)
+    ops: np.ndarray | None = field(default=None, repr=False, compare=False)
+    array: int = 0
     exposed_us: float = 0.0
 
     @property
@@ -104,7 +108,7 @@ def collective(
     local = local_bytes * factor
     wire = bytes_sent_per_byte(kind, devices) * local
     time = assignment.time_us(kind, axes, local) * count
-    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, time)
+    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, exposed_us=time)
 
 
 def step_cost(
@@ -156,7 +160,12 @@ def _step_cost(
 def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> StepCost:
     """Return the cost of the same step under another device assignment."""
     moved = [
-        collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place) for c in cost.collectives
+        replace(
+            collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place),
+            ops=c.ops,
+            array=c.array,
+        )
+        for c in cost.collectives
     ]
     new = _step_cost(cost.kernels_us, moved, chip, cost.host, cost.overlap)
     return replace(new, live_buffers=cost.live_buffers, early=cost.early)

@@ -103,6 +103,7 @@ class CostModel:
         distinct: frozenset[int] = frozenset(),
         *,
         gather: str = "",
+        synchronous: Mapping[bool, np.ndarray] | None = None,
     ):
         """Analyse what all layouts have in common.
 
@@ -114,9 +115,10 @@ class CostModel:
             state: pairs (input, output) of its state.
             distinct: inputs that layouts distinguish from similar ones.
             gather: the order of gathers of parameters, see `ShardingPlan`.
+            synchronous: for gathers (True) and reductions, whether compute hides none of each operator's.
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
-        self.fusion, self.distinct, self.gather = fusion, distinct, gather
+        self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
         self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
@@ -168,9 +170,10 @@ class CostModel:
                     reduced = LiveBuffers(move.local_bytes, each.members, each.members)
                     buffers["reduced", number, move.array] = reduced
                 if len(new):
-                    runs, size = float(self.stretches.trips[new].sum()), move.local_bytes
-                    place = Place(new, move.array >= 0) if self._is_prefetchable(each.op, move) else None
-                    collectives.append(collective(assignment, move.kind, axes, size, runs, each.line, place))
+                    for ops, place in self._places(each.op, move, new):
+                        runs, size = float(self.stretches.trips[ops].sum()), move.local_bytes
+                        made = collective(assignment, move.kind, axes, size, runs, each.line, place)
+                        collectives.append(replace(made, ops=ops, array=move.array))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
@@ -192,7 +195,8 @@ class CostModel:
                 self._by_distinct[distinct] = self._original._distinguishing(distinct).resized(self.axes)
             else:
                 common = self.axes, self.roles, self.target, self.fusion, self.state
-                self._by_distinct[distinct] = CostModel(*common, distinct, gather=self.gather)
+                same = {"gather": self.gather, "synchronous": self.synchronous}
+                self._by_distinct[distinct] = CostModel(*common, distinct, **same)
         return self._by_distinct[distinct]
 
     def _add_moved(
@@ -212,6 +216,14 @@ class CostModel:
             else:
                 found.first, found.last = np.minimum(found.first, some.first), np.maximum(found.last, some.last)
         return np.concatenate(new) if new else np.zeros(0, int)
+
+    def _places(self, op: Op, move: Move, ops: np.ndarray) -> list[tuple[np.ndarray, Place | None]]:
+        """Return the operators of a class that need a collective, and where it runs if compute can hide it."""
+        is_before, hides = move.array >= 0, np.full(len(ops), self._is_prefetchable(op, move))
+        if self.synchronous is not None:
+            hides &= ~self.synchronous[is_before][ops]
+        parts = (ops[~hides], None), (ops[hides], Place(ops[hides], is_before))
+        return [part for part in parts if len(part[0])]
 
     def _is_prefetchable(self, op: Op, move: Move) -> bool:
         """Whether a collective moves parameters or gradients, so that compute can hide it."""

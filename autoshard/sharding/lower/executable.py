@@ -19,6 +19,7 @@ from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.machines.device_mesh import device_mesh
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.options import with_needed
+from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.tracing import Traced, trace_flags
 
@@ -35,6 +36,7 @@ class Executable:
         link_prices: what bytes cost on the links of the target.
         mesh: the mesh of devices that the user gave to the planner, if any.
         early: the parameters that are gathered one layer early (`StepCost.early`).
+        overlap: the words of `overlap=`, if there are any.
         wrap: wraps the jitted pure function so that it takes and updates nnx objects.
     """
 
@@ -44,6 +46,7 @@ class Executable:
     link_prices: LinkPrices
     mesh: Any = None
     early: frozenset[tuple[int, int]] = frozenset()
+    overlap: ModuleOverlap | None = None
     wrap: Callable[[Any], Any] = lambda jitted: jitted
 
     def __deepcopy__(self, memo: Any) -> Executable:  # a trace cannot be copied, so copies share it
@@ -61,7 +64,12 @@ class Executable:
     def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
         return Lowering(
-            self.layout, _compat.all_axes_auto(mesh), self.link_prices, gather=self.plan.gather, early=self.early
+            self.layout,
+            _compat.all_axes_auto(mesh),
+            self.link_prices,
+            gather=self.plan.gather,
+            early=self.early,
+            overlap=self.overlap,
         )
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:

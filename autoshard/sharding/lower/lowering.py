@@ -32,9 +32,12 @@ from autoshard.sharding.layout.operator_sharding import (
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
 from autoshard.sharding.lower.gather_order import GatherOrder
+from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, scope
 from autoshard.sharding.lower.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.machines.link_prices import LinkPrices
+from autoshard.sharding.overlap.marks import Marks
+from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
@@ -55,6 +58,7 @@ class Lowering:
         link_prices: what bytes on the links of the target cost.
         gather: the order of gathers of parameters, see `ShardingPlan`.
         early: the parameters that are gathered one layer early (`StepCost.early`).
+        overlap: the words of `overlap=`, if there are any.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Lowering:
         *,
         gather: str = "",
         early: frozenset[tuple[int, int]] = frozenset(),
+        overlap: ModuleOverlap | None = None,
     ):
         self.layout = layout
         self.mesh = mesh
@@ -72,6 +77,8 @@ class Lowering:
         self.early, self.early_values = early, frozenset(v for number, v in early if number >= 0)
         self.layers: LayerPrefetch | None = None
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
+        self.overlap = overlap
+        self.modules = ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
         self.link_prices = link_prices
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
@@ -94,22 +101,25 @@ class Lowering:
         """Return a sharding on this mesh in the memory in which `x` is."""
         return NamedSharding(self.mesh, spec, memory_kind=_compat.memory_kind(x))
 
-    def resharded(self, x: Any, spec: Spec, value: int) -> Any:
+    def resharded(self, x: Any, spec: Spec, value: int, alone: bool | None = None) -> Any:
         """Return an operand constrained to `spec`.
 
         A parameter that was cast to a wider dtype is resharded in the narrower one. A reversed parameter (a kernel in
         the gradient of its convolution) is resharded before it is reversed, so that all its convolutions share one
-        gather.
+        gather. With `alone`, an explicit collective gathers it, which may have to run alone (`overlap.marks`).
         """
         narrow = self.layout.axes.transfer_dtype.get(value)
         if operand_spec(self.layout, value) == spec or Gather(value, spec) in self.held:
             return self.constrain(x, spec)
         if value in self._reversed:
             op, original = self._reversed[value]
-            return _compat.bind(op.eqn, op.eqn.params, self.resharded(original, spec, op.operands[0]))[0]
-        if narrow is None:
-            return self.constrain(x, spec)
-        return self.constrain(x.astype(narrow), spec).astype(x.dtype)
+            return _compat.bind(op.eqn, op.eqn.params, self.resharded(original, spec, op.operands[0], alone))[0]
+        moved = x if narrow is None else x.astype(narrow)
+        if alone is not None and self.modules is not None:
+            moved = self.modules.gathered(moved, operand_spec(self.layout, value), spec, alone)
+        else:
+            moved = self.constrain(moved, spec)
+        return moved.astype(x.dtype)
 
     def block(self, block: Block, args: Sequence[Any]) -> list[Any]:
         """Return the results of a block."""
@@ -176,8 +186,9 @@ class Lowering:
         return self.is_parameter(value) and operand_spec(self.layout, value) != spec
 
     def is_parameter(self, value: int) -> bool:
-        """Whether a value is a parameter, or a slice or a cast of one."""
-        return is_parameter(self.layout.axes, self.layout.roles, value)
+        """Whether a value is a parameter, or a slice or a cast of one, whose gathers have an order."""
+        is_free = self.overlap is not None and self.overlap.source(value) in self.overlap.free
+        return is_parameter(self.layout.axes, self.layout.roles, value) and not is_free
 
     def computed(self, ops: Sequence[Op], values: dict[int, Any]) -> dict[int, Any]:
         """Return values by their numbers, with the results of these operators."""
@@ -209,6 +220,17 @@ class Lowering:
         """Return the results of an operator for which the layout has a strategy, with their wanted shardings."""
         rule = op.rule
         assert rule is not None
+        marks = self.modules.marks(op, chosen) if self.modules is not None else Marks()
+        args = list(args)
+        for i, alone in marks.gathers.items():
+            with scope(self.modules, op, i):
+                args[i] = self.resharded(args[i], chosen.spec(rule.operands[i]), op.operands[i], alone)
+        with scope(self.modules if constrained(op) else None, op, -1 if marks.ring is None else marks.ring.array):
+            return self.product(op, args, chosen, wants, marks)
+
+    def product(self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec], marks: Marks) -> Any:
+        """Return the results of an operator for which the layout has a strategy; `marks` says what is gathered."""
+        assert (rule := op.rule) is not None
         if is_declared(op):
             return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
         if runs_on_shards(op, chosen, self.layout.mesh):
@@ -219,8 +241,16 @@ class Lowering:
         if op.name in INDEXED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
-            operands = zip(args, rule.operands, op.operands, strict=True)
-            args = [self.resharded(x, chosen.spec(d), v) for x, d, v in operands]
+            operands = enumerate(zip(args, rule.operands, op.operands, strict=True))
+            whole = marks.ring.array if marks.ring is not None else -1
+            for i, (x, d, v) in operands:
+                if i not in marks.gathers and i != whole:
+                    with scope(self.modules, op, i):
+                        args[i] = self.resharded(x, chosen.spec(d), v)
+        if self.modules is not None and marks.reduces:
+            return self.modules.reduced(op, chosen, wants, args, marks.alone)
+        if self.modules is not None and marks.ring is not None:
+            return [self.constrain(self.modules.in_parts(op, marks.ring, chosen, wants[0], args), wants[0])]
         if is_matmul(op) and wants[0] != (computed := chosen.spec(rule.results[0])):
             product = matmul(op, *args)
             if not extends_computed_spec(rule, rule.results[0], computed, wants[0]):
@@ -331,7 +361,7 @@ class Lowering:
         n_consts, n_carry = _compat.scan_arity(params)
         consts, init = args[:n_consts], args[n_consts : n_consts + n_carry]
         xs = [
-            self.constrain(x, self.layout.spec(v)) if self.layout.is_gathered_before_loop(v) else x
+            before_loop(self, x, v) if self.layout.is_gathered_before_loop(v) else x
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
 

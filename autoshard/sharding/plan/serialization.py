@@ -24,6 +24,8 @@ _SHOWN = 3  # problems that an error message lists; chosen
 _ABSENT_IF_EMPTY = (
     "offload",
     "gather",
+    "overlap",
+    "module_us",
     "kernels",
     "kernels_word",
     "requested_options",

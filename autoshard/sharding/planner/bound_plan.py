@@ -47,7 +47,10 @@ class BoundPlan:
         """The annotated program."""
         machine = self.problem.machine
         early = self.problem.cost(self.layout).early if self.plan.gather == PREFETCH else frozenset()
-        return Executable(self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh, early)
+        overlap = self.problem.overlap
+        if overlap is not None:
+            early = frozenset(each for each in early if not overlap.gathers_alone(each[1]))
+        return Executable(self.plan, self.traced, self.layout, machine.target.link_prices, machine.mesh, early, overlap)
 
     def where(self, **changes: Any) -> BoundPlan:
         """Return a copy with changed attributes of its plan."""

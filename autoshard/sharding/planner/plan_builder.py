@@ -20,7 +20,9 @@ from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.kernel_rules import written
 from autoshard.sharding.machines.option_requests import requested
 from autoshard.sharding.machines.topology import DeviceAssignment
-from autoshard.sharding.plan.gather_words import PREFETCH
+from autoshard.sharding.overlap.effects import effect_notes
+from autoshard.sharding.overlap.module_times import ModuleTimes, estimated_times
+from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.plan.program_facts import layer_bytes
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
@@ -91,6 +93,8 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         offload=dict(problem.traced.offloaded),
         gather=problem.gather,
         microbatches=problem.traced.microbatches,
+        overlap=problem.overlap.table if problem.overlap else {},
+        module_us=_module_times(problem, best),
         kernel_blocks=_kernel_blocks(problem),
         kernels=problem.traced.kernels,
         kernels_word=problem.traced.kernels_word,
@@ -99,6 +103,15 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         ),
     )
     return BoundPlan(_with_requested_options(plan, problem), problem, layout, best.assignment)
+
+
+def _module_times(problem: PlanningProblem, best: Candidate) -> ModuleTimes:
+    """The times of the collectives of each module, if there is a table of `overlap=`."""
+    if problem.overlap is None:
+        return {}
+    stretches = problem.cost.stretches
+    moved = [(c.ops, c.array, c.time_us, c.exposed_us) for c in best.cost.collectives if c.ops is not None]
+    return estimated_times(problem.overlap, stretches.ops, stretches.trips, moved)
 
 
 def _kernel_blocks(problem: PlanningProblem) -> dict[str, tuple[int, ...]]:
@@ -142,6 +155,9 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     idle = idle_notes(problem, layout)
     notes += [*idle, *offload_notes(problem)]
     notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)
+    if problem.overlap is not None:
+        updated, sequential = tuple(i for i, _ in problem.state), problem.gather == SEQUENTIAL
+        notes += effect_notes(problem.overlap, layout, problem.machine.target, sequential=sequential, updated=updated)
     for one in undivided(layout):
         if any(problem.undivided_text(one) in note for note in idle):
             continue

@@ -20,6 +20,7 @@ from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
+from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
@@ -52,6 +53,7 @@ def plan_traced(
     offload: Words = (),
     compiler_options: Sequence[Part] = (),
     gather: str = "",
+    overlap: Overlap | None = None,
     kernels: KernelWord = "off",
     microbatches: int | str = 1,
     shortlist: Shortlist | None = None,
@@ -69,9 +71,10 @@ def plan_traced(
     count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
+    table = plan.overlap if isinstance(plan, ShardingPlan) else overlap
     options: dict[str, Any] = dict(mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes, fixed=fixed,
-                                   plan=plan, compiler_options=compiler_options, gather=gather, shortlist=shortlist,
-                                   strict=strict)  # fmt: skip
+                                   plan=plan, compiler_options=compiler_options, gather=gather, overlap=table,
+                                   shortlist=shortlist, strict=strict)  # fmt: skip
     planned = partial(_plan_program, args=args, **options)
     return plan_with_offload(traced, words, lambda rewritten: plan_in_microbatches(rewritten, count, planned))
 
@@ -87,6 +90,7 @@ def _plan_program(
     plan: PlanLike | None,
     compiler_options: Sequence[Part],
     gather: str,
+    overlap: Overlap | None,
     shortlist: Shortlist | None,
     strict: bool,
 ) -> BoundPlan:
@@ -101,7 +105,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
         machine = replace(machine, target=with_options(machine.target, options))
-    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather)
+    problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, gather, overlap)
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()

@@ -23,6 +23,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.request_scaling import scaled_requests
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
+from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
@@ -42,6 +43,7 @@ class PlanningProblem:
         existing: input -> the sharding that its array already has.
         fixed: path or pattern -> the sharding that the user fixed.
         gather: the order of gathers of parameters, see `ShardingPlan`.
+        overlap: the words of `overlap=`; None without any.
         target_given: whether the user named a target.
         limit_given: whether the user gave a memory limit.
         searched: whether the plan comes from a search; false if it was requested or read.
@@ -60,6 +62,7 @@ class PlanningProblem:
         limit: float | None,
         constraints: Sequence[Any] = (),
         gather: str = "",
+        overlap: Mapping[str, Mapping[str, str]] | None = None,
     ):
         self.traced, self.machine, self.constraints, self.gather = traced, machine, constraints, gather
         self.existing: Mapping[int, Spec] = {}
@@ -72,6 +75,12 @@ class PlanningProblem:
         analysis = analyse(traced)
         self.axes, self.roles, self.state = analysis.axes, analysis.roles, analysis.state
         self.search_counts = SearchCounts()
+        self.overlap = self._module_overlap(overlap) if overlap else None
+
+    def _module_overlap(self, table: Mapping[str, Mapping[str, str]]) -> ModuleOverlap:
+        inputs, outputs = self.program.inputs, self.program.outputs
+        state_like = [(inputs[i], outputs[o]) for i, o in self.traced.state_like]
+        return ModuleOverlap(self.traced, self.axes, self.roles, [*state_like, *self.state], table)
 
     @property
     def must_fit(self) -> bool:
@@ -93,7 +102,8 @@ class PlanningProblem:
         """The models that price layouts of the program: time and memory."""
         target, donated = self.machine.target, {self.program.inputs[i] for i in self.traced.donated}
         fusion = fuse(self.program, fuses_operands=target.platform == "tpu")
-        cost = CostModel(self.axes, self.roles, target, fusion, self.state, gather=self.gather)
+        cost = CostModel(self.axes, self.roles, target, fusion, self.state, gather=self.gather,
+                         synchronous=self.overlap.synchronous if self.overlap else None)  # fmt: skip
         looped = {v for op in self.program.block.ops if op.name == "scan" for v in op.results}
         moved = {self.program.inputs[i] for i in self.traced.moved_inputs}
         # The new stack of moments that a loop returns is not written over the old one, which the loop still reads.

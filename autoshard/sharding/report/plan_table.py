@@ -16,7 +16,9 @@ from autoshard._units import (
     time_text,
     variant_text,
 )
+from autoshard.sharding.overlap.module_times import module_lines
 from autoshard.sharding.plan.gather_words import WORDS
+from autoshard.sharding.plan.overlap_words import overlap_text
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
@@ -58,6 +60,7 @@ def table(plan: ShardingPlan) -> str:
         _memory(plan),
         _time(plan),
         _traffic(plan),
+        module_lines(plan.module_us, "estimated"),
         [f"kernels: {text}" for text in kernel_texts(plan)],
         _options(plan),
         _notes(plan),
@@ -75,6 +78,8 @@ def _head(plan: ShardingPlan) -> list[str]:
         lines.append(f"gather: {plan.gather}: {WORDS[plan.gather]}")
     if plan.microbatches > 1:
         lines.append(f"microbatches: {plan.microbatches}, one after the other; their sums are accumulated")
+    if plan.overlap:
+        lines.append(f"overlap: {overlap_text(plan.overlap)}")
     return [*lines, *_variants(plan)]
 
 

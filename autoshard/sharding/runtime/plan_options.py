@@ -14,6 +14,7 @@ from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.microbatches.microbatching import read_microbatches
 from autoshard.sharding.offload.words import Words, read_words
 from autoshard.sharding.plan.gather_words import AUTO, read_gather
+from autoshard.sharding.plan.overlap_words import overlap_text, read_overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.kernel_records import read_word
 
@@ -24,6 +25,7 @@ def checked_options(
     offload: Any = None,
     compiler_options: Any = None,
     gather: Any = None,
+    overlap: Any = None,
     kernels: Any = None,
     microbatches: Any = None,
     **options: Any,
@@ -36,13 +38,14 @@ def checked_options(
         offload: what waits in host memory; None for nothing, or for what a given plan moves.
         compiler_options: the requested options for XLA.
         gather: the order of gathers of parameters; None for `auto`, or for that of a given plan.
+        overlap: the table of `overlap=`; None for none, or for that of a given plan.
         kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
         The options, with `verify` and `measure` where they are not 0, `offload` as words, `compiler_options` as parts,
-        `gather` and `kernels` as one word each, and `microbatches` as a number.
+        `overlap` as a table, `gather` and `kernels` as one word each, and `microbatches` as a number.
 
     Raises:
         PlanError: an option is invalid; the message names it.
@@ -72,15 +75,18 @@ def checked_options(
     words, parts = read_words(offload), read_request(compiler_options)
     count = read_microbatches(microbatches)
     order, word = read_gather(gather), read_word("off" if kernels is None else kernels)
+    table = read_overlap(overlap)
     if isinstance(request, ShardingPlan):
         _check_offload(request, offload, words)
         _check_word("gather", gather, order or AUTO, request.gather or AUTO, request.chosen)
+        _check_word("overlap", overlap, overlap_text(table), overlap_text(request.overlap), request.chosen)
         _check_word("kernels", kernels, word, request.kernels_word, request.chosen)
         if count != "auto":
             _check_word("microbatches", microbatches, count, request.microbatches, request.chosen)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
-    options |= {"offload": words, "compiler_options": parts, "gather": order, "kernels": word, "microbatches": count}
+    options |= {"offload": words, "compiler_options": parts, "gather": order, "overlap": table, "kernels": word,
+                "microbatches": count}  # fmt: skip
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 

@@ -37,6 +37,16 @@ MOST_EXTRA_WORK = 1.05
 # estimate, more than twice as slow compiled.
 LEAST_GAIN_OVER_KNOWN = 0.15
 
+# --- Spread of the optimizer's state (`state_spread`)
+
+# Number of known plans, the fastest for each use of the inner mesh axes first, whose state is spread in other ways.
+# Source: chosen for the time of planning, not measured.
+SPREAD_STARTS = 2
+
+# Least relative gain of a plan with another spread over every known plan for it to be a candidate. It is smaller than
+# `LEAST_GAIN_OVER_KNOWN`, because only collectives of known plans occur in it. Source: chosen, not measured.
+LEAST_SPREAD_GAIN = 0.01
+
 # --- Padding (`padding`). Only what plans report about padding depends on these; no plan is chosen by them.
 
 # Number of other plans, the fastest ones, that are priced with padding for each logical axis and number of shards.

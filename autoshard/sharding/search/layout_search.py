@@ -4,7 +4,8 @@
     subject to peak_bytes(layout) <= limit   cost.MemoryModel
 
 Candidates are the known plans for the number of devices (`known_plans`). On a given mesh, they are all assignments of
-kinds of parallelism to its axes (`on_mesh`). The best of them are then changed word by word (`local_search`). Ties go
+kinds of parallelism to its axes (`on_mesh`). The state of the best of them is spread in other ways (`state_spread`),
+and the best are changed word by word (`local_search`). Ties go
 to the first candidate. The names of axes and parameters do not matter.
 """
 
@@ -26,6 +27,7 @@ from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_as
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
+from autoshard.sharding.search.state_spread import spread_better
 
 
 def search(
@@ -79,7 +81,13 @@ def search(
         counts.changed.append(price(name, layout, cost, memory))
         return counts.changed[-1]
 
-    known = sorted(priced, key=lambda c: (not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes))
+    def order(c: Candidate) -> tuple[bool, float]:
+        return not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes
+
+    known = sorted(priced, key=order)
+    if mesh is None and (spread := spread_better(known, price_changed, limit)):
+        priced = [*priced, *spread]
+        known = sorted(priced, key=order)
     return _best_fitting(known, priced, hill_climb(known, price_changed, limit), cost, limit)
 
 

@@ -6,9 +6,10 @@ and partial results are reduced, or reduce-scattered where the requested spec al
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ def run_on_shards(
     factor_of: Mapping[str, str],
     requested: Sequence[Any],
     *args: Any,
+    reducing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> list[Any]:
     """Runs an operator on shards. Values and gradients equal those of the operator on global operands.
 
@@ -55,6 +57,7 @@ def run_on_shards(
         requested: for each result a `PartitionSpec`, or a tuple with the mesh axes of each dimension, or None to leave
             it as the rule does.
         *args: the operands.
+        reducing: makes the context in which the partial values of a result are reduced.
 
     Returns:
         The global results.
@@ -90,7 +93,11 @@ def run_on_shards(
         index = {f: lax.axis_index(over) for f, over in axes.items()}
         shard = Shard(rule, counts, index, {f: over[0] for f, over in axes.items() if len(over) == 1})
         outs = flat_body(shard, *unify_varying_axes(shards))
-        return [_reduce_partials(*each) for each in zip(outs, places, final_specs, strict=True)]
+        reduced = []
+        for each in zip(outs, places, final_specs, strict=True):
+            with reducing():
+                reduced.append(_reduce_partials(*each))
+        return reduced
 
     in_specs = tuple(to_partition_spec(spec(dims)) for dims in rule.operands)
     out_specs = [to_partition_spec(final_spec) for final_spec in final_specs]

@@ -22,8 +22,9 @@ from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
-    "gather virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes keep_checkpoints "
-    "keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds allow_other_data".split()
+    "gather overlap virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes "
+    "keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds "
+    "allow_other_data".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
@@ -107,6 +108,10 @@ class TrainConfig:
     """The order in which stored parameters are gathered: `prefetch` gathers those that a layer needs first while the
     layer before it computes; `sequential` gathers one after another, so that at most two gathered ones are in memory;
     `auto` leaves it to the compiler, or is sequential if nothing else fits."""
+    overlap: str | None = None
+    """Which collectives of which parameters may run beside compute, as PATH:KIND=on|off separated by spaces, such as
+    'experts/*:gather=off */wq:reduce=off'. An unknown path or kind lists those that exist. Default: all that the
+    compiler runs beside compute."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 

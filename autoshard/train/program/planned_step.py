@@ -71,6 +71,7 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "plan": config.plan,
         "compiler_options": config.compiler_options,
         "gather": None if config.gather == "auto" else config.gather,
+        "overlap": config.overlap,
         "measure": config.measure or None,
     }
     return {name: value for name, value in options.items() if value is not None}

@@ -144,7 +144,7 @@ def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple
         saved, here = newest_plan(config), target_for(jax.devices(), count).name
         if saved is None or (saved.target == here and saved.mesh.size == count):
             kept = config.memory_limit_bytes is None and all(
-                getattr(config, name) == getattr(stored, name) for name in ("compiler_options", "gather")
+                getattr(config, name) == getattr(stored, name) for name in ("compiler_options", "gather", "overlap")
             )
             return place(config, saved if kept else None), None
         placed = place(config, None)

@@ -13,6 +13,7 @@ from typing import Any
 from autoshard._units import line_text
 from autoshard.errors import PlanError
 from autoshard.sharding.plan.gather_words import WORDS
+from autoshard.sharding.plan.overlap_words import overlap_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.kernel_blocks import kernel_texts
@@ -100,6 +101,8 @@ def _notes(plan: ShardingPlan) -> str:
         notes.append(
             f"The step runs on {plan.microbatches} microbatches, one after the other. Their sums are accumulated."
         )
+    if plan.overlap:
+        notes.append(f"Overlap by module: <code>{escape(overlap_text(plan.overlap))}</code>.")
     for platform, options in plan.compiler_options.items():
         listed = "".join(f"<li><code>{escape(k)}={escape(str(v))}</code></li>" for k, v in options.items())
         if listed:

@@ -1,0 +1,125 @@
+"""Collectives that are written out at some operators, as `overlap=` asks (`overlap.marks`).
+
+A collective that no product may run beside gets a scheduling group of its own. XLA's schedulers keep the instructions
+of a group together, so the collective ends before anything else starts, and no other instruction depends on it more
+than before. Unlike a barrier, a group is an attribute of the instruction: no option removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.operator_sharding import operand_spec, sharded_factors
+from autoshard.sharding.layout.operator_strategy import OperatorStrategy
+from autoshard.sharding.lower.constants import FIRST_SCHEDULING_GROUP
+from autoshard.sharding.lower.ring_products import ring_product
+from autoshard.sharding.overlap.marks import Marks, Ring, gathered_axes, marks_of
+from autoshard.sharding.overlap.module_times import scope_of
+from autoshard.sharding.overlap.modules import ModuleOverlap
+from autoshard.spmdrules.core.placement import Spec, to_partition_spec
+from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
+from autoshard.spmdrules.ir.program import Op
+
+
+class ModuleCollectives:
+    """The explicit collectives of one program.
+
+    Args:
+        layout: the layout.
+        mesh: the mesh of devices.
+        overlap: the words of `overlap=`.
+    """
+
+    def __init__(self, layout: Layout, mesh: Any, overlap: ModuleOverlap):
+        self.layout, self.mesh, self.overlap = layout, mesh, overlap
+        self._groups = FIRST_SCHEDULING_GROUP
+
+    def marks(self, op: Op, chosen: OperatorStrategy) -> Marks:
+        """Return what changes at an operator."""
+        return marks_of(self.overlap, self.layout, op, chosen)
+
+    def alone(self, is_alone: bool = True) -> contextlib.AbstractContextManager[Any]:
+        """Return a context whose collectives run alone."""
+        if not is_alone:
+            return contextlib.nullcontext()
+        self._groups += 1
+        return set_xla_metadata(_scheduling_group_id=str(self._groups))
+
+    def scope(self, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that names the module of what an operator moves, so that an audit finds its collective."""
+        name = scope_of(self.overlap, op, array)
+        return jax.named_scope(name) if name else contextlib.nullcontext()
+
+    def gathered(self, x: Any, stored: Spec, wanted: Spec, is_alone: bool) -> Any:
+        """Return an array with the wanted sharding, gathered by an explicit collective."""
+
+        def gather(shard: jax.Array) -> jax.Array:
+            for dim, axes in gathered_axes(stored, wanted):
+                with self.alone(is_alone):
+                    shard = lax.all_gather(shard, axes, axis=dim, tiled=True)
+            return shard
+
+        ins, outs = to_partition_spec(stored), to_partition_spec(wanted)
+        return jax.shard_map(gather, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)(x)
+
+    def reduced(
+        self, op: Op, chosen: OperatorStrategy, wants: Sequence[Spec], args: Sequence[Any], is_alone: bool
+    ) -> list[Any]:
+        """Return the results of an operator on shards; explicit collectives reduce them.
+
+        A result that is only transposed is reduced in its transposed form. Otherwise XLA would transpose it before the
+        collective, which then loses its attributes.
+        """
+        rule = op.rule
+        assert rule is not None
+        factors, body = sharded_factors(chosen, self.layout.mesh), body_of(op.eqn, rule)
+        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in op.eqn.outvars]
+        _, permutation = self.layout.roles.transposed_gradients.get(op.results[0], (0, ()))
+        if not permutation or len(wants) > 1:
+            return run_on_shards(
+                rule, body, avals, self.mesh, factors, wants, *args, reducing=lambda: self.alone(is_alone)
+            )
+        turned = replace(rule, results=(tuple(rule.results[0][d] for d in permutation),))
+        shape = jax.ShapeDtypeStruct(tuple(avals[0].shape[d] for d in permutation), avals[0].dtype)
+        (result,) = run_on_shards(
+            turned, lambda shard, *shards: [lax.transpose(body(shard, *shards)[0], permutation)], [shape], self.mesh,
+            factors, [tuple(wants[0][d] for d in permutation)], *args, reducing=lambda: self.alone(is_alone),
+        )  # fmt: skip
+        return [lax.transpose(result, [permutation.index(d) for d in range(len(permutation))])]
+
+    def in_parts(self, op: Op, ring: Ring, chosen: OperatorStrategy, want: Spec, args: Sequence[Any]) -> Any:
+        """Return the result of a product in parts."""
+        rule = op.rule
+        assert rule is not None
+        specs = [chosen.spec(dims) for dims in rule.operands]
+        if ring.array >= 0:
+            specs[ring.array] = operand_spec(self.layout, op.operands[ring.array])
+        result = want if ring.array < 0 else chosen.spec(rule.results[0])
+        return ring_product(op, ring, self.mesh, args, specs, result)
+
+
+def scope(modules: ModuleCollectives | None, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that names the module of what an operator moves, if there is a table of `overlap=`."""
+    return contextlib.nullcontext() if modules is None else modules.scope(op, array)
+
+
+def before_loop(lowering: Any, x: Any, value: int) -> Any:
+    """Return a stack of parameters, gathered before the loop over it.
+
+    Args:
+        lowering: the `Lowering` of the program.
+        x: the stack.
+        value: its number.
+    """
+    stored, wanted, modules = operand_spec(lowering.layout, value), lowering.layout.spec(value), lowering.modules
+    if modules is not None and modules.overlap.gathers_alone(value) and gathered_axes(stored, wanted):
+        return modules.gathered(x, stored, wanted, True)
+    return lowering.constrain(x, wanted)

@@ -1,0 +1,1 @@
+"""Which collectives may run beside compute, parameter by parameter: `overlap=`."""

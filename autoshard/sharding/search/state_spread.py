@@ -1,0 +1,94 @@
+"""How far the optimizer's state is spread, apart from how far parameters are.
+
+The known plans store the moments over the mesh axes that store parameters, over those of the batch, or over all. This
+module varies that, for the best known plans. The devices of the batch are divided into three mesh axes, and the inner
+axes that store moments too are a prefix of the others:
+
+    dp:A zero1:B fsdp:C     A x B x C devices shard the batch; C store parameters, B x C store moments
+    cp+optimizer            and the devices of cp store moments too; then those of cp and ep; then all
+
+More spreading saves memory. Less spreading can save time: a gradient is reduce-scattered over fewer devices, and the
+updated parameter is gathered over fewer, at the price of an all-reduce of the shards over the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.plan_edits import Change
+from autoshard.sharding.layout.plan_request import Request, layout_of, parse_request
+from autoshard.sharding.search.candidate import Candidate, candidate_time
+from autoshard.sharding.search.constants import LEAST_SPREAD_GAIN, SPREAD_STARTS
+
+_BATCH = ("dp", "zero1", "fsdp")
+
+
+def state_spreads(plan: Request) -> Iterator[Request]:
+    """All plans that differ from a known plan in how far the batch's devices store state, and the inner ones moments.
+
+    >>> [str(each) for each in state_spreads(parse_request("fsdp:4"))]
+    ['dp:4', 'dp:2 zero1:2', 'zero1:4', 'dp:2 fsdp:2', 'zero1:2 fsdp:2', 'fsdp:4']
+    """
+    if plan.fixed_mesh or plan.changes or "state" in plan.flags:
+        return
+    inner = {axis: n for axis, n in plan.sizes.items() if axis not in _BATCH}
+    count = plan.devices
+    for n in inner.values():
+        count //= n
+    prefixes = [(), *accumulate(((axis,) for axis in inner), lambda one, other: one + other)]
+    for fsdp in _divisors(count):
+        for zero1 in _divisors(count // fsdp):
+            batch = {"dp": count // fsdp // zero1, "zero1": zero1, "fsdp": fsdp}
+            sizes = {axis: n for axis, n in batch.items() if n > 1} | inner
+            for prefix in prefixes if sizes else []:
+                changes = tuple(Change(axis, True, "optimizer") for axis in prefix)
+                yield Request(sizes, {axis: axis for axis in sizes}, plan.flags, changes=changes)
+
+
+def spread_better(
+    known: Sequence[Candidate], price: Callable[[str, Layout], Candidate | None], limit: float
+) -> list[Candidate]:
+    """The plans with other spreads of state that gain enough over every known plan.
+
+    Args:
+        known: the known plans, best first.
+        price: prices a layout with this strategy; returns None if the layout is not allowed.
+        limit: memory of one device, in bytes.
+    """
+    seen = {c.layout.sharding_key() for c in known}
+    starts: dict[object, Candidate] = {}
+    for c in known:
+        starts.setdefault(_inner(c.name), c)
+    best = known[0]
+    found = []
+    for start in list(starts.values())[:SPREAD_STARTS]:
+        for plan in state_spreads(parse_request(start.name)):
+            layout = layout_of(start.layout.axes, start.layout.roles, plan)
+            if layout.sharding_key() in seen:
+                continue
+            seen.add(layout.sharding_key())
+            candidate = price(str(plan), layout)
+            if candidate is not None and _gains(candidate, best, limit):
+                found.append(candidate)
+    alike = {(candidate_time(c), c.peak_bytes): c for c in reversed(found)}  # where an axis has nothing left to store
+    return sorted(alike.values(), key=candidate_time)
+
+
+def _gains(candidate: Candidate, best: Candidate, limit: float) -> bool:
+    if candidate.fits(limit) != best.fits(limit):
+        return candidate.fits(limit)
+    if not best.fits(limit):
+        return candidate.peak_bytes < best.peak_bytes
+    return candidate_time(candidate) < candidate_time(best) * (1 - LEAST_SPREAD_GAIN)
+
+
+def _inner(words: str) -> object:
+    """What a plan does besides sharding the batch and storing state."""
+    plan = parse_request(words)
+    return tuple((a, n) for a, n in plan.sizes.items() if a not in _BATCH), plan.flags
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
