@@ -58,7 +58,7 @@ def table(plan: ShardingPlan) -> str:
         _memory(plan),
         _time(plan),
         _traffic(plan),
-        [f"kernels: {text}" for text in kernel_texts(plan)],
+        [f"kernel blocks: {text}" for text in kernel_texts(plan)],
         _options(plan),
         _notes(plan),
         [f"words and columns: {GLOSSARY}"],
