@@ -6,10 +6,12 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Each value counts by its shard. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place, and so are arrays to which a scatter is added (`reused_buffers`). Values in host memory
-take no memory of the device (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of
-it. Arrays that the function closes over are constants, which every device holds whole. On a TPU an activation is stored
-in tiles of 128 elements along one of its dimensions, the one with the least padding.
+of a loop are updated in place. Some values share the buffer of another one (`reused_buffers`), and values that XLA
+merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs some products run later than the program says
+(`delayed_gradients`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves each slice
+of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which every device
+holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one with the
+least padding.
 """
 
 from __future__ import annotations
@@ -56,11 +58,10 @@ class MemoryModel:
         self.birth = np.full(n, -1)  # value -> when it is made, as a place in the order of operators; -1 for inputs
         self.death = np.full(n, -1)  # value -> when it is taken last
         self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
+        # The place of each operator in the order in which they run, by its number, and by its `id`.
         self.time = points(program, self._is_delayed if self.on_gpu else lambda op: False)
+        self.point = dict(zip(map(id, program.ops()), self.time.tolist(), strict=True))
         self.points = len(self.time) - 1
-        self.point = dict(
-            zip(map(id, program.ops()), self.time.tolist(), strict=True)
-        )  # id of an operator -> its place
         self.constant_bytes = float(sum(x.nbytes for x in program.constants()))
         self.written[list(fusion.written - scattered_into_sums(program, fusion.written))] = True
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
