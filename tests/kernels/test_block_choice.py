@@ -77,7 +77,7 @@ def test_a_plan_keeps_the_blocks_of_its_kernels():
     (shape,) = made.kernel_blocks
     assert shape == "4096x4096x128x128x2" and default.kernel_blocks[shape][:3] == (1024, 1024, 512)
     assert made.kernel_blocks[shape] != default.kernel_blocks[shape]
-    assert "kernels: splash attention, 4096 queries x 4096 keys of 128 features: blocks" in str(made)
+    assert "kernel blocks: splash attention, 4096 queries x 4096 keys of 128 features: queries x keys: " in str(made)
     for before in (made, default):
         again = Plan.from_json(before.to_json()).bind(step, q, q)
         assert again.kernel_blocks == before.kernel_blocks

@@ -107,7 +107,7 @@ def test_its_memory_shrinks_with_its_shard():
         shapes += [(EXPERTS,), (EXPERTS, EMBED, units), (EXPERTS, EMBED, units), (EXPERTS, units, EMBED)]
         types = ["float32", "float32", "int32", "int32", "float32", "float32", "float32"]
         fn = operator_of(functools.partial(dropless.swiglu_experts, **OPTIONS), *operands()).eqn.params["fn"]
-        memory = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), fuses_operands=True)
+        memory = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), "tpu")
         assert memory is not None
         return memory
 

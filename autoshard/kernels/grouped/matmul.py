@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autoshard._compat import megablox
@@ -35,8 +36,9 @@ from autoshard.kernels.grouped.cost import (
 from autoshard.kernels.grouped.tiled import tiled_gradient, tiled_product
 from autoshard.kernels.grouped.tiles import gradient_tiles, padded_rows, product_tiles, tiled_rows
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
-from autoshard.spmdrules.custom_ops.opaque_primitive import stating_results
+from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands, stating_results
 from autoshard.spmdrules.custom_ops.operator import operator
+from autoshard.spmdrules.families.grouped_matmul import drawn_group_sizes
 
 
 def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -110,22 +112,36 @@ def _gradient_types(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any,
     return [jax.ShapeDtypeStruct((own.shape[0], rows.shape[1], d_out.shape[1]), rows.dtype)]
 
 
-@operator("m k, v k n, w, v, m -> m n; reduce k v; whole w", cost=product_cost)
+def _draw(rng: np.random.Generator, rows: Any, other: Any, sizes: Any, own: Any, positions: Any) -> dict[int, Any]:
+    """Draw valid sizes of groups, consecutive numbers of groups, and the positions of all rows."""
+    first = rng.integers(0, sizes.shape[0] - own.shape[0] + 1)
+    own_groups = np.arange(first, first + own.shape[0], dtype=np.int32)
+    return {
+        2: drawn_group_sizes(rng, sizes.shape, rows.shape[0]),
+        3: own_groups,
+        4: np.arange(rows.shape[0], dtype=np.int32),
+    }
+
+
+@operator("m k, v k n, w, v, m -> m n; reduce k v; whole w; linear 0; linear 1", cost=product_cost)
 @stating_results(_product_types)
+@drawing_operands(_draw)
 def grouped_rows(rows, weights, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
     """Multiply the rows of the groups `own` by their matrices."""
     return _rows(call, rows, weights, sizes, own, positions)
 
 
-@operator("m n, v k n, w, v, m -> m k; reduce n v; whole w", cost=product_cost)
+@operator("m n, v k n, w, v, m -> m k; reduce n v; whole w; linear 0; linear 1", cost=product_cost)
 @stating_results(_product_types)
+@drawing_operands(_draw)
 def grouped_rows_gradient(d_out, weights, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
     """Multiply the cotangents of the groups `own` by their transposed matrices."""
     return _rows(call, d_out, weights, sizes, own, positions)
 
 
-@operator("m k, m n, w, v, m -> v k n; reduce m; whole w", cost=gradient_cost)
+@operator("m k, m n, w, v, m -> v k n; reduce m; whole w; linear 0; linear 1", cost=gradient_cost)
 @stating_results(_gradient_types)
+@drawing_operands(_draw)
 def grouped_weights_gradient(rows, d_out, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
     """Compute the gradients of the matrices of the groups `own`."""
     return _matrices(call, rows, d_out, sizes, own, positions)

@@ -30,6 +30,11 @@ ON_CHIP_OPS = 64
 # measured.
 ON_CHIP_SHARE = 0.5
 
+# Number of operators after which two products that take the same value are in different passes. Compiled for v5e
+# (libtpu 0.0.42), steps with layers in straight code compute norms and gelu again in the products of the backward pass.
+# Source: chosen; a layer's products are closer, and its two passes are further apart.
+PASS_OPS = 64
+
 # A value with several users is written if its sources have at least this many times its bytes; otherwise each user
 # computes it again. Source: chosen, so that residual streams are written once.
 WRITTEN_SOURCES = 2

@@ -1,23 +1,26 @@
 """What XLA reads from memory and writes to it: which operators run as one kernel.
 
 A *kernel* is a contraction, a gather, a scatter, a reduction, a sort, ..., or an elementwise operator whose result must
-be written: a loop's carried or stacked results, the program's results, operands of control flow. Other elementwise
-operators, slices and other data movement run inside the kernels that take their results.
+be written: a loop's carried or stacked results, the program's results, operands of control flow and of declared
+operators. Other elementwise operators, slices and other data movement run inside the kernels that take their results.
 
     reads(kernel)  = the written values from which its operands are computed, each once
     writes(kernel) = its results that are written
 
-On TPU a contraction computes its elementwise operands itself. A value that several contractions take is written once,
-in 16 bits, because products read no more at JAX's default precision. But convolutions compute it again if its sources
+On TPU a contraction computes its elementwise operands itself. A value that several contractions of one pass take is
+written once, in 16 bits, because products read no more at JAX's default precision. A product of the backward pass that
+takes an operand of the forward pass, such as a norm, computes it again (`PASS_OPS`). So do convolutions, if its sources
 are not larger than one activation (a norm and `relu` after a convolution). A contraction does not write its result if a
-single chain of elementwise operators, with no loop on the way, leads to a value that is written instead. On other
-platforms contractions read their operands from memory.
+single chain of elementwise operators, with no loop on the way, leads to a value that is written instead. If the chain
+ends before and reads no other array but masks, its last value is written, such as scaled and masked scores in float32.
+On other platforms contractions read their operands from memory.
 
 Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
 bytes (a residual stream), unless a function of it alone, such as its `relu`, is written for products. A value that is
-broadcast from little data (a mask) is computed again in every loop and kernel. A slice is read without the rest of its
-operand. An update in place costs the bytes of the update. Moves to host memory and back write their results.
+broadcast from little data (a mask) is computed again in every kernel, and on TPU in every loop; elsewhere an operand of
+a loop is written. A slice is read without the rest of its operand. An update in place costs the bytes of the update.
+Moves to host memory and back write their results.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
 that memory: its fraction of the bytes of all such values that are live with it. It stays there if its bytes on a device
@@ -27,6 +30,7 @@ are at most its share. The shares are the same for every layout.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +38,13 @@ from typing import Any
 import numpy as np
 
 from autoshard._shown import shown
-from autoshard.sharding.cost.constants import BROADCAST_GROWTH, ON_CHIP_OPS, PRODUCT_OPERAND_BYTES, WRITTEN_SOURCES
+from autoshard.sharding.cost.constants import (
+    BROADCAST_GROWTH,
+    ON_CHIP_OPS,
+    PASS_OPS,
+    PRODUCT_OPERAND_BYTES,
+    WRITTEN_SOURCES,
+)
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
@@ -43,6 +53,7 @@ from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 _CONVOLUTION = "conv_general_dilated"
 _SLICES = ("slice", "dynamic_slice")
 _IN_PLACE = ("dynamic_update_slice",)
+_MOVES = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision")
 _WHOLE = (
     "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh",
     "svd", "pallas_call", "custom_call", "ffi_call", "rng_bit_generator", "select_and_scatter_add",
@@ -80,7 +91,8 @@ class Fusion:
     Attributes:
         kernels: its kernels, by the `id` of `Kernel.op`.
         written: values that are stored in memory.
-        narrow: value -> fraction of its bytes that is written, if it is written in a narrower dtype than its own.
+        narrow: value -> fraction of its bytes that is written, if it is written in a narrower dtype than its own, or as
+            the end of a chain in a wider one.
         on_chip: values that are read only in the same run of their block and can stay in on-chip memory: value -> its
             share of the bytes of all such values that are live with it, at their peak.
     """
@@ -91,28 +103,26 @@ class Fusion:
     on_chip: dict[int, float] = field(default_factory=dict)
 
 
-def _reads_memory(user: Op) -> bool:
+def reads_memory(user: Op) -> bool:
     """Whether an operator reads its operands from memory in any case."""
     reads = user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
-    return bool(user.blocks) or reads or is_host_transfer(user)
+    return bool(user.blocks) or reads or is_declared(user) or is_host_transfer(user)
 
 
-def fuse(program: Program, fuses_operands: bool, *, opaque_reads: bool = False) -> Fusion:
+def fuse(program: Program, fuses_operands: bool) -> Fusion:
     """Group the operators of a program into kernels.
 
     Args:
         program: the program.
         fuses_operands: whether contractions compute their elementwise operands (TPU).
-        opaque_reads: whether declared operators read their operands from memory. Otherwise, their elementwise operands
-            take none, as if they computed them.
     """
-    finder = _Finder(program, fuses_operands, opaque_reads)
+    finder = _Finder(program, fuses_operands)
     return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
 
 
 class _Finder:
-    def __init__(self, program: Program, fuses_operands: bool, opaque_reads: bool):
-        self.program, self.fuses_operands, self.opaque_reads = program, fuses_operands, opaque_reads
+    def __init__(self, program: Program, fuses_operands: bool):
+        self.program, self.fuses_operands = program, fuses_operands
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
@@ -120,6 +130,7 @@ class _Finder:
         self.chain_end_ids: set[int] = set()  # ids of the operators in `chain_ends`
         self.maker: dict[int, Op] = {}  # value -> the operator that makes it
         self.memory: set[int] = set()  # values that are stored in memory
+        self.when: dict[int, int] = {}  # id of an operator of the block in work -> its place
         self.known_sources: dict[int, frozenset[int]] = {}  # value -> the values in memory that it is computed from
         self.visit(program.block)
 
@@ -132,6 +143,7 @@ class _Finder:
                 users.setdefault(v, []).append(op)
         self.memory.update(v for v in block.inputs if v not in self.maker)
         outputs = set(block.outputs)
+        self.when = {id(op): number for number, op in enumerate(ops)}
         for op in ops:
             if op.blocks or is_kernel(op) or op.name in _SLICES or outputs & set(op.results):
                 self.memory.update(op.results)
@@ -178,18 +190,27 @@ class _Finder:
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
         convolutions = sum(u.name == _CONVOLUTION for u in taken)
-        reads = any(_reads_memory(u) or (self.opaque_reads and is_declared(u)) for u in taken)
+        reads = any(map(reads_memory, taken))
         if reads or (products and not self.fuses_operands):
-            if not self.is_broadcast(op):
+            if not self.is_broadcast(op) or (self.is_mask(op) and any(u.blocks for u in taken)):
                 self.memory.update(op.results)
         elif len(taken) > 1 and self.has_large_sources(op):
             if not any(self.is_written_instead(u, op, users) for u in taken):
                 self.memory.update(op.results)
-        elif products > 1 and not self.is_broadcast(op) and (products > convolutions or self.has_large_sources(op)):
+        elif (
+            self.products_in_one_pass(taken) > 1
+            and not self.is_broadcast(op)
+            and (products > convolutions or self.has_large_sources(op))
+        ):
             self.memory.update(op.results)
             for v in op.results:
                 if (size := itemsize(self.program.avals[v])) > PRODUCT_OPERAND_BYTES:
                     self.narrow[v] = PRODUCT_OPERAND_BYTES / size
+
+    def products_in_one_pass(self, taken: Sequence[Op]) -> int:
+        """Return how many products take a value close to each other, not in the forward and in the backward pass."""
+        when = sorted(self.when[id(u)] for u in taken if u.name in CONTRACTIONS)
+        return max((bisect_right(when, first + PASS_OPS) - n for n, first in enumerate(when)), default=0)
 
     def is_written_instead(self, user: Op, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
         """Whether a user of this result alone, such as `relu`, is written for products. XLA does not write both."""
@@ -197,13 +218,23 @@ class _Finder:
             return False
         size = op.eqn.outvars[0].aval.size
         alone = all(v in op.results or self.program.avals[v].size < size for v in user.operands if v >= 0)
-        products = sum(u.name in CONTRACTIONS for u in users.get(user.results[0], ()))
+        products = self.products_in_one_pass(users.get(user.results[0], ()))
         return alone and products > 1 and user.eqn.outvars[0].aval.size == size
 
     def is_broadcast(self, op: Op) -> bool:
         """Whether a result is broadcast from little data, such as a mask. XLA computes it again in each loop."""
         whole = sum(nbytes(v.aval) for v in op.eqn.outvars)
         return sum(nbytes(self.program.avals[v]) for v in self.sources(op.results)) * BROADCAST_GROWTH < whole
+
+    def is_constant_or_mask(self, value: int) -> bool:
+        """Whether a value is computed from masks, numbers and positions alone."""
+        avals = self.program.avals
+        return all(avals[v].dtype == bool or not avals[v].shape for v in self.sources([value]))
+
+    def is_mask(self, op: Op) -> bool:
+        """Whether a broadcast result is written where it is an operand of a loop. XLA:TPU computes it in the loop."""
+        repeats_scalar = op.name == "broadcast_in_dim" and not op.eqn.invars[0].aval.shape
+        return not self.fuses_operands and not repeats_scalar
 
     def has_large_sources(self, op: Op) -> bool:
         """Whether the sources of a result have at least twice its bytes, such as a sum of two activations."""
@@ -217,23 +248,24 @@ class _Finder:
         gives the number of loops before each operator, by its `id`.
         """
         (first,) = op.results
-        value = first
+        value, computes, widens = first, False, self.fuses_operands
         while len(taken := users.get(value, ())) == 1 and not taken[0].blocks and not is_kernel(taken[0]):
             (user,) = taken
             if loops[id(user)] != loops[id(op)]:
                 break
             if user.rule is None or [v.aval.size for v in user.eqn.outvars] != [op.eqn.outvars[0].aval.size]:
                 break
-            value = user.results[0]
+            widens = widens and all(self.is_constant_or_mask(v) for v in user.operands if v != value)
+            value, computes = user.results[0], computes or user.name not in _MOVES
             if value in self.memory:
                 if self.fuses_operands and id(user) not in self.chain_end_ids:
                     self.memory.discard(first)
                     self.chain_ends[id(op)] = user
                     self.chain_end_ids.add(id(user))
                 return
-        if value != first:  # the end of the chain is written, in its own dtype
+        if value != first:  # the end of the chain is written, in its own dtype; not if it is a mere cast to a wider one
             narrow = itemsize(self.program.avals[value]) / itemsize(op.eqn.outvars[0].aval)
-            if narrow < 1:
+            if narrow < 1 or (computes and widens):
                 self.narrow[first] = narrow
 
     def make_kernel(self, op: Op) -> Kernel:

@@ -2,7 +2,8 @@
 
 The function of a declared operator is traced with the shapes of a shard, and its operators are grouped into kernels
 (`fusion`), like those of the program around it. The operator holds the results of its kernels, except those that it
-returns. Operators inside it that declare their cost are priced by that.
+returns. Operators inside it that declare their cost are priced by that. Grouped products also write, read and hold
+their masked copies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autoshard._shown import shown
 from autoshard.sharding.cost.constants import MEMORY_CACHE_ENTRIES
 from autoshard.sharding.cost.fusion import Fusion, fuse
 from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.sharding.program.flops import Shapes, inner_program
+from autoshard.sharding.program.flops import Shapes, inner_program, masked_groups
 from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_costs
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
@@ -39,31 +40,36 @@ class OpaqueMemory:
 
 
 @functools.lru_cache(maxsize=MEMORY_CACHE_ENTRIES)
-def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, fuses_operands: bool) -> OpaqueMemory | None:
+def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, platform: str) -> OpaqueMemory | None:
     """Return the memory of a function on operands of these shapes and dtypes; None if it does not accept them."""
     program = inner_program(fn, operands)
     if program is None:
         return None
-    fusion = fuse(program, fuses_operands, opaque_reads=True)
+    fusion = fuse(program, fuses_operands=platform == "tpu")
     costs = {key: _declared(k.op) for key, k in fusion.kernels.items()}
     moved = sum(
-        k.op.trips * _bytes(program, fusion, (*k.reads, *k.writes))
+        k.op.trips * (_bytes(program, fusion, (*k.reads, *k.writes)) + 2 * _masked(k.op, platform))
         for key, k in fusion.kernels.items()
         if not costs[key]
     )
     declared = (cost.times(fusion.kernels[key].op.trips) for key, found in costs.items() for cost in found)
-    return OpaqueMemory(moved, _peak(program, fusion, program.block), tuple(declared))
+    return OpaqueMemory(moved, _peak(program, fusion, program.block, platform), tuple(declared))
 
 
 def _declared(op: Op) -> tuple[KernelCost, ...]:
     return declared_costs(op.eqn, [v.aval for v in op.eqn.invars]) if is_declared(op) else ()
 
 
+def _masked(op: Op, platform: str) -> float:
+    groups, operands = masked_groups(op, platform)
+    return float(groups * sum(nbytes(v.aval) for v in op.eqn.invars[:operands]))
+
+
 def _bytes(program: Program, fusion: Fusion, values: Iterable[int]) -> float:
     return sum(nbytes(program.avals[v]) * fusion.narrow.get(v, 1.0) for v in values)
 
 
-def _peak(program: Program, fusion: Fusion, block: Block) -> float:
+def _peak(program: Program, fusion: Fusion, block: Block, platform: str) -> float:
     """Return the peak bytes of the values that a block makes and does not return."""
     ops, last = list(inlined(block)), {}
     for number, op in enumerate(ops):
@@ -77,8 +83,9 @@ def _peak(program: Program, fusion: Fusion, block: Block) -> float:
     peak = 0.0
     for number, op in enumerate(ops):
         live |= {v for v in op.results if v in fusion.written} - not_own
-        inside = (_peak(program, fusion, inner) for inner in op.blocks)
-        nested = max((*inside, *(cost.held_bytes for cost in _declared(op))), default=0.0)
+        inside = (_peak(program, fusion, inner, platform) for inner in op.blocks)
+        held = (cost.held_bytes for cost in _declared(op))
+        nested = max((_masked(op, platform), *inside, *held))
         peak = max(peak, _bytes(program, fusion, live) + nested)
         live = {v for v in live if last.get(v, -1) > number or v in block.outputs}
     return peak

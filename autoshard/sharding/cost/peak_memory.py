@@ -6,10 +6,12 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Each value counts by its shard. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place, and so are arrays to which a scatter is added (`reused_buffers`). Values in host memory
-take no memory of the device (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of
-it. Arrays that the function closes over are constants, which every device holds whole. On a TPU an activation is stored
-in tiles of 128 elements along one of its dimensions, the one with the least padding.
+of a loop are updated in place. Some values share the buffer of another one (`reused_buffers`), and values that XLA
+merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs some products run later than the program says
+(`delayed_gradients`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves each slice
+of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which every device
+holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one with the
+least padding.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.constants import TPU_LANES
+from autoshard.sharding.cost.delayed_gradients import points
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
-from autoshard.sharding.cost.reused_buffers import scattered_into_sums
+from autoshard.sharding.cost.reused_buffers import overwritten, parts_of_stacks, scattered_into_sums
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.placement import axes_of
-from autoshard.spmdrules.ir.program import Block, inlined
+from autoshard.spmdrules.ir.merged_recomputation import merged_values
+from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 
 class MemoryModel:
@@ -44,24 +49,32 @@ class MemoryModel:
         fusion: Fusion,
         state: Sequence[tuple[int, int]] = (),
         *,
-        is_tiled: bool = False,
+        platform: str = "cpu",
     ):
-        self.axes, self.roles, self.is_tiled = axes, roles, is_tiled
+        self.axes, self.roles = axes, roles
+        self.is_tiled, self.on_gpu = platform == "tpu", platform == "cuda"
         program = axes.program
         n = len(program.avals)
-        self.birth = np.full(n, -1)  # value -> number of the operator that makes it; -1 for inputs
-        self.death = np.full(n, -1)  # value -> number of the last operator that takes it
+        self.birth = np.full(n, -1)  # value -> when it is made, as a place in the order of operators; -1 for inputs
+        self.death = np.full(n, -1)  # value -> when it is taken last
         self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
-        self.points = -1  # number of the last operator
-        self.point = {id(op): number for number, op in enumerate(program.ops())}  # id of an operator -> its number
+        # The place of each operator in the order in which they run, by its number, and by its `id`.
+        self.time = points(program, self._is_delayed if self.on_gpu else lambda op: False)
+        self.point = dict(zip(map(id, program.ops()), self.time.tolist(), strict=True))
+        self.points = len(self.time) - 1
         self.constant_bytes = float(sum(x.nbytes for x in program.constants()))
         self.written[list(fusion.written - scattered_into_sums(program, fusion.written))] = True
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
         self.slices: set[int] = set()  # values in a loop that are one iteration's slice of a stack outside of it
+        self.merged = merged_values(program)
         self._scan(program.block)
+        for v, kept in self.merged.items():
+            self.written[kept] |= self.written[v]
+        self.written[list(self.merged)] = False
         self.on_host = np.array([_compat.is_on_host(a) for a in program.avals], bool)
         self.narrow = fusion.narrow
         self.whole = self._whole()
+        self.written[list(parts_of_stacks(program, fuses_operands=self.is_tiled))] = False
         inputs = set(program.inputs)
         for out in set(program.outputs) - inputs:
             self.written[out] = True
@@ -73,12 +86,27 @@ class MemoryModel:
         self.written[self.carried] = False
         temporaries = np.flatnonzero(self.written & (self.birth >= 0) & ~self.held_throughout)
         self.keep = temporaries
+        self._free_overwritten(program, fusion)
         self.sized = [*program.inputs, *temporaries.tolist()]
         self.of_role = {
             role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
             for role in ("parameter", "optimizer", "data", "other")
         }
         self._classes: dict[frozenset[int], ValueClasses] = {}
+
+    def _free_overwritten(self, program: Program, fusion: Fusion) -> None:
+        """End the lives of values over which a result is written before the operator that writes it."""
+        own = set(self.keep.tolist())
+
+        def is_last(value: int, op: Op) -> bool:
+            return value in own and self.death[value] == self.point[id(op)] > self.birth[value]
+
+        def is_alike(one: int, other: int) -> bool:
+            same = self.whole[one] == self.whole[other] and other in own
+            return same and self.axes.of_value[one] == self.axes.of_value[other]
+
+        for v in overwritten(program, fusion, is_last, is_alike, fuses_reductions=self.on_gpu):
+            self.death[v] -= 1
 
     def resized(self, axes: LogicalAxes) -> MemoryModel:
         """Return this model for the same operators with logical axes of other sizes (`padding.with_axis_size`)."""
@@ -94,36 +122,50 @@ class MemoryModel:
             whole[v] *= fraction
         return whole
 
-    def _scan(self, block: Block) -> None:
-        ops = list(inlined(block))
+    def _is_delayed(self, op: Op) -> bool:
+        """Whether an operator is a product that sums over the batch, such as the gradient of a parameter."""
+        batch, of_value = self.roles.batch, self.axes.of_value
+        if op.name not in CONTRACTIONS or any(batch in dim for dim in of_value[op.results[0]]):
+            return False
+        return all(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands[:2])
+
+    def _scan(self, block: Block) -> int:
+        """Find the live ranges of the values of a block; return when its last operator runs."""
+        ops, end_of_block = list(inlined(block)), -1
         for op in ops:
-            start = self.points = self.point[id(op)]
+            start = end = self.point[id(op)]
+            if op.results and all(v in self.merged for v in op.results):
+                continue
             for inner in op.blocks:
                 for v in inner.inputs:
                     if self.birth[v] < 0:
-                        self.birth[v] = self.points
-                self._scan(inner)
+                        self.birth[v] = end
+                end = max(end, self._scan(inner))
                 for v in inner.outputs:
-                    self.death[v] = max(self.death[v], self.points)
+                    self.death[v] = max(self.death[v], end)
             in_place = {v for tie in op.edges if not tie.stacked for v in (tie.inner, tie.outer)}
             in_place -= {*op.operands, *op.results}
             self.slices |= {tie.inner for tie in op.edges if tie.stacked}
             if op.name == "scan" and op.eqn.params["length"] == 1:  # not compiled as a loop: the stack is its one slice
                 in_place |= {tie.inner for tie in op.edges if tie.stacked}
             self.carried += [v for v in sorted(in_place) if self.birth[v] >= start]
-            for v in op.operands:
-                if v >= 0:
-                    self.death[v] = self.points
+            for v in self._taken(op):
+                self.death[v] = max(self.death[v], end)
             for v in op.results:
                 if self.birth[v] < 0:
                     self.birth[v] = start
-                self.death[v] = max(self.death[v], self.points)
+                self.death[v] = max(self.death[v], end)
+            end_of_block = max(end_of_block, end)
         for op in reversed(ops):  # a value that is computed inside its users keeps its operands alive until then
             if not op.blocks and not any(self.written[v] for v in op.results):
                 last = max((int(self.death[v]) for v in op.results), default=-1)
-                for v in op.operands:
-                    if v >= 0:
-                        self.death[v] = max(self.death[v], last)
+                for v in self._taken(op):
+                    self.death[v] = max(self.death[v], last)
+        return end_of_block
+
+    def _taken(self, op: Op) -> list[int]:
+        """Return the values that an operator takes; of merged ones, those that are kept."""
+        return [self.merged.get(v, v) for v in op.operands if v >= 0]
 
     def __call__(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> tuple[float, dict[str, float]]:
         """Return the peak bytes on one device, in total and by kind.
@@ -206,8 +248,9 @@ class MemoryModel:
         first, last, sizes = [self.birth[self.keep]], [self.death[self.keep]], [local[self.keep]]
         for some in buffers:
             if some.nbytes:
-                first.append(some.first)
-                last.append(some.last)
+                ends = self.time[some.first], self.time[some.last]
+                first.append(np.minimum(*ends))
+                last.append(np.maximum(*ends))
                 sizes.append(np.full(len(some.first), some.nbytes))
         change = np.zeros(self.points + 2)
         np.add.at(change, np.concatenate(first), np.concatenate(sizes))

@@ -1,18 +1,25 @@
 """Which results XLA stores in the buffer of another value.
 
     zeros.at[i].add(u) + x        becomes x.at[i].add(u), in the buffer of x
+    y = f(x), elementwise         is written over x, if x has the same shape and type size and nothing takes it later
+    ys of a scan                  elementwise results are written straight into the stack of all iterations
+    xs of a scan                  slices are read from the stack, except by operators that read whole arrays from memory
 
 The gradient of a loss that picks the target's logit with a gather is such a sum: its scatter is as large as the
 logits. Compiled for v5e (jaxlib 0.10.2, libtpu 0.0.42) and for h100, the step of a language model has one such array,
-not two.
+not two; the gradient of its logits is in the place of the logits; and stacks of residuals have no copies of one layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
 
+from autoshard.sharding.cost.fusion import Fusion, is_kernel, reads_memory
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op, Program, inlined
+
+_REORDERS = ("transpose", "rev", "concatenate", "pad")
 
 
 def scattered_into_sums(program: Program, written: Set[int]) -> frozenset[int]:
@@ -45,6 +52,107 @@ def scattered_into_sums(program: Program, written: Set[int]) -> frozenset[int]:
         and _is_one_sum(users.get(op.results[0], []))
         and all(v in written or not _is_product(maker.get(v)) for v in users[op.results[0]][0].operands)
     )
+
+
+def parts_of_stacks(program: Program, fuses_operands: bool) -> frozenset[int]:
+    """Return the values of loops that are a part of a stack around the loop, and have no buffer of their own.
+
+    Args:
+        program: the program.
+        fuses_operands: whether products read slices of a stack (TPU).
+    """
+    found: set[int] = set()
+    for op in program.ops():
+        if op.name != "scan":
+            continue
+        (body,) = op.blocks
+        ops = list(inlined(body))
+        maker = {v: one for one in ops for v in one.results}
+        taken = {v for one in ops for v in one.operands if reads_memory(one) or _is_read_whole(one, fuses_operands)}
+        stacked = {tie.inner for tie in op.edges if tie.stacked}
+        found |= {v for v in stacked & {*body.inputs} if v not in taken}
+        found |= {v for v in stacked & {*body.outputs} if v in maker and _is_elementwise(maker[v])}
+    return frozenset(found)
+
+
+def _is_read_whole(op: Op, fuses_operands: bool) -> bool:
+    return op.name in CONTRACTIONS and not fuses_operands
+
+
+def _is_elementwise(op: Op) -> bool:
+    return op.rule is not None and not op.blocks and not is_kernel(op)
+
+
+def overwritten(
+    program: Program,
+    fusion: Fusion,
+    is_last: Callable[[int, Op], bool],
+    is_alike: Callable[[int, int], bool],
+    *,
+    fuses_reductions: bool,
+) -> frozenset[int]:
+    """Return the values over which the result of their last user is written.
+
+    Args:
+        program: the program.
+        fusion: its kernels.
+        is_last: whether an operator is the last one that needs a value.
+        is_alike: whether two values have the same bytes and are sharded alike.
+        fuses_reductions: whether a kernel also computes a reduction that only it takes, as of a softmax (GPU). Such a
+            kernel reads a row as a whole and writes over nothing.
+    """
+    found: set[int] = set()
+    own = _reduced_for_one(fusion) if fuses_reductions else frozenset()
+    maker = {v: op for op in program.ops() for v in op.results if not op.blocks}
+    for op in program.ops():
+        kernel = fusion.kernels.get(id(op))
+        if kernel is None or not _is_elementwise(op) or own & {*kernel.reads}:
+            continue
+        free = [v for v in kernel.reads if v not in found and is_last(v, op)]
+        for result in kernel.writes:
+            alike = (v for v in free if is_alike(v, result) and _reaches_in_place(v, maker[result], maker, fusion))
+            if (v := next(alike, None)) is not None:
+                found.add(v)
+                free.remove(v)
+    return frozenset(found)
+
+
+def _reaches_in_place(value: int, op: Op, maker: Mapping[int, Op], fusion: Fusion) -> bool:
+    """Whether each element of an operator's result depends on the same element of a value alone.
+
+    A rotary embedding does not: it reads the other half of a head, too.
+    """
+    todo, seen, size = [op], {id(op)}, op.eqn.outvars[0].aval.size
+    while todo:
+        one = todo.pop()
+        if one.name in _REORDERS or one.eqn.outvars[0].aval.size != size:
+            if _depends_on(value, one, maker, fusion):
+                return False
+            continue
+        for v in one.operands:
+            if v >= 0 and v not in fusion.written and v in maker and id(maker[v]) not in seen:
+                seen.add(id(maker[v]))
+                todo.append(maker[v])
+    return True
+
+
+def _depends_on(value: int, op: Op, maker: Mapping[int, Op], fusion: Fusion) -> bool:
+    todo, seen = [op], {id(op)}
+    while todo:
+        for v in todo.pop().operands:
+            if v == value:
+                return True
+            if v >= 0 and v not in fusion.written and v in maker and id(maker[v]) not in seen:
+                seen.add(id(maker[v]))
+                todo.append(maker[v])
+    return False
+
+
+def _reduced_for_one(fusion: Fusion) -> frozenset[int]:
+    """Return the results of reductions that a single kernel reads."""
+    reads = Counter(v for kernel in fusion.kernels.values() for v in kernel.reads)
+    reductions = (kernel for kernel in fusion.kernels.values() if kernel.op.name.startswith("reduce_"))
+    return frozenset(v for kernel in reductions for v in kernel.writes if reads[v] == 1)
 
 
 def _is_constant(op: Op | None) -> bool:

@@ -66,10 +66,11 @@ from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.sharding.program.flops import matmul_flops
+from autoshard.sharding.program.flops import masked_groups, matmul_flops
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.ir.program import Op
 
@@ -82,7 +83,7 @@ class Price:
     Attributes:
         time_us: microseconds of its kernel.
         moves: the collectives that it needs.
-        held_bytes: for a declared operator, the peak bytes of its own values.
+        held_bytes: for a declared operator, the peak bytes of its own values; for a grouped product, its masked copies.
     """
 
     time_us: float
@@ -273,20 +274,30 @@ class CostModel:
         else:
             dims_of = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
             time = self._memory_us(kernel, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
-        if flops_by_type := matmul_flops(op):
+        if flops_by_type := matmul_flops(op, self.target.platform):
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
                 shards *= filled_tile_fraction(op.rule, strategy, mesh, chip.tile)
             busy = sum(flops / chip.reached(size, integer=integer) for (size, integer), flops in flops_by_type.items())
             time = max(time, busy / shards * 1e6)
-        return Price(time, strategy.moves, opaque.peak_bytes if opaque else 0.0)
+        copied = self._masked_copies(op, strategy, mesh)
+        time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
+        return Price(time, strategy.moves, opaque.peak_bytes if opaque else copied)
+
+    def _masked_copies(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> float:
+        """Return the bytes of the masked copies that XLA stores for a grouped product on one shard."""
+        groups, operands = masked_groups(op, self.target.platform)
+        if not operands:
+            return 0.0
+        own = groups / math.prod(mesh[a] for a, f in strategy.factors.items() if f == GROUPS)
+        return own * sum(nbytes(x) for x in _shard_types(op, strategy, mesh)[:operands])
 
     def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """Return the memory of a declared operator on one shard; None for other operators."""
         if not is_declared(op):
             return None
         shapes = tuple((x.shape, x.dtype) for x in _shard_types(op, strategy, mesh))
-        return trace_opaque_memory(op.eqn.params["fn"], shapes, fuses_operands=self.target.platform == "tpu")
+        return trace_opaque_memory(op.eqn.params["fn"], shapes, self.target.platform)
 
     def _memory_us(
         self, kernel: Kernel | None, mesh: Mapping[str, int], memory: Sequence[Spec], resharded: Mapping[int, Spec]

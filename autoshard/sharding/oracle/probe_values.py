@@ -15,10 +15,11 @@ import numpy as np
 
 from autoshard.sharding.oracle.cases import Case, is_key, to_numpy
 from autoshard.sharding.oracle.constants import BOOLEAN_TRIALS, NARROWEST_TOLERANCE, TOLERANCES, TRIALS
-from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.custom_ops.opaque_primitive import drawn_operands, is_operator
+from autoshard.spmdrules.families.grouped_matmul import drawn_group_sizes
 
-# Integer operands that random values would make invalid (group sizes, pivots). Their recorded values are kept.
-_RECORDED_ONLY = {"ragged_dot_general": (2,), "lu_pivots_to_permutation": (0,), "geqp3": (1,)}
+# Integer operands that random values would make invalid (pivots). Their recorded values are kept.
+_RECORDED_ONLY = {"lu_pivots_to_permutation": (0,), "geqp3": (1,)}
 
 
 def trials(case: Case, count: int = TRIALS) -> list[list[np.ndarray]]:
@@ -34,12 +35,14 @@ def trials(case: Case, count: int = TRIALS) -> list[list[np.ndarray]]:
 
 def _operands(case: Case, trial: int) -> list[np.ndarray]:
     rng = np.random.default_rng([trial, 7])
-    ranges = index_ranges(case)
+    ranges, drawn = index_ranges(case), _drawn(case, rng)
     operands = []
     for i, operand in enumerate(case.operands):
         recorded = to_numpy(operand)
         if i in _RECORDED_ONLY.get(case.name, ()) or not recorded.size or (trial == 0 and is_key(operand.dtype)):
             operands.append(recorded)
+        elif i in drawn:
+            operands.append(recorded if trial == 0 and _informative(recorded) else drawn[i].astype(recorded.dtype))
         elif is_key(operand.dtype):
             operands.append(rng.integers(0, 2**32, recorded.shape, np.uint32).astype(recorded.dtype))
         elif i in ranges:
@@ -54,6 +57,16 @@ def _operands(case: Case, trial: int) -> list[np.ndarray]:
             values = _solvable(values) if case.name == "triangular_solve" and i == 0 else values
             operands.append(_with_nonfinite(values, rng) if case.name == "is_finite" else values)
     return operands
+
+
+def _drawn(case: Case, rng: np.random.Generator) -> dict[int, np.ndarray]:
+    """Valid random values of operands that have to fit the others: sizes of groups, and what an operator draws."""
+    if is_operator(case.eqn.primitive):
+        return drawn_operands(case.eqn.params["fn"], case.avals, rng)
+    if case.name == "ragged_dot_general":
+        (ragged,) = case.eqn.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+        return {2: drawn_group_sizes(rng, case.avals[2].shape, case.avals[0].shape[ragged])}
+    return {}
 
 
 def _solvable(matrices: np.ndarray) -> np.ndarray:

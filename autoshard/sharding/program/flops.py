@@ -1,11 +1,11 @@
 """Counts the FLOPs of one operator on whole, unsharded operands.
 
 A contraction counts 2 x (elements of one operand) x (sizes of the result's dimensions that this operand lacks). For a
-convolution this operand is the kernel, so that taps on padding count too. A contraction over a ragged dimension (the
-gradient of expert weights) counts one masked product of all rows per group, because XLA compiles it to that. A vendor's
-kernel counts the products that it computes (`spmdrules.families.cudnn`). A declared operator counts the FLOPs that it
-declares, else the contractions inside it. Every other operator, and a declared one without contractions, counts one
-FLOP for each element of its results.
+convolution this operand is the kernel, so that taps on padding count too. Of a grouped product (`lax.ragged_dot`), XLA
+makes one masked product of all rows for each group; on TPUs of the gradient of the matrices only, on other platforms
+always (`masked_groups`). A vendor's kernel counts the products that it computes (`spmdrules.families.cudnn`). A
+declared operator counts the FLOPs that it declares, else the contractions inside it. Every other operator, and a
+declared one without contractions, counts one FLOP for each element of its results.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Shapes = tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each oper
 
 
 def flops_of(op: Op) -> float:
-    """FLOPs of one operator on whole operands."""
+    """FLOPs of one operator on whole operands, of a grouped product those on a TPU."""
     if op.rule is None:
         return 0.0
     if op.name in CONTRACTIONS:
-        return _contraction_flops(op)
+        return _contraction_flops(op, "tpu")
     found = sum(matmul_flops(op).values())
     return found or float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
 
@@ -49,10 +49,10 @@ class ElementType(NamedTuple):
     integer: bool = False
 
 
-def matmul_flops(op: Op) -> Mapping[ElementType, float]:
-    """FLOPs of the contractions in an operator: what they multiply -> FLOPs."""
+def matmul_flops(op: Op, platform: str = "tpu") -> Mapping[ElementType, float]:
+    """FLOPs of the contractions in an operator on a platform: what they multiply -> FLOPs."""
     if op.name in CONTRACTIONS:
-        return {_multiplied(*(v.aval for v in op.eqn.invars[:2])): _contraction_flops(op)}
+        return {_multiplied(*(v.aval for v in op.eqn.invars[:2])): _contraction_flops(op, platform)}
     if op.name in KERNELS:
         avals = [v.aval for v in op.eqn.invars]
         return {ElementType(itemsize(avals[0])): kernel_flops(op.name, avals, op.eqn.params)}
@@ -62,7 +62,24 @@ def matmul_flops(op: Op) -> Mapping[ElementType, float]:
     if costs := declared_costs(op.eqn, operands):
         sizes = {cost.itemsize for cost in costs}
         return {ElementType(size): sum(cost.flops for cost in costs if cost.itemsize == size) for size in sizes}
-    return _inner_matmul_flops(op.eqn.params["fn"], tuple((x.shape, x.dtype) for x in operands))
+    return _inner_matmul_flops(op.eqn.params["fn"], tuple((x.shape, x.dtype) for x in operands), platform)
+
+
+def masked_groups(op: Op, platform: str) -> tuple[int, int]:
+    """How XLA computes a grouped product: by masked products of all rows, one for each group.
+
+    Returns:
+        The number of products, and the number of operands of which it stores a masked copy for each group: 1 and 0 if
+        it masks none. On TPUs the masks are applied inside the product.
+    """
+    dims = op.eqn.params.get("ragged_dot_dimension_numbers")
+    if dims is None:
+        return 1, 0
+    (contracted, _), (batch, _) = dims.dot_dimension_numbers
+    ragged, groups = set(dims.lhs_ragged_dimensions), op.eqn.invars[2].aval.shape[-1]
+    if ragged <= set(contracted):
+        return groups, 0 if platform == "tpu" else 2
+    return (1, 0) if platform == "tpu" or ragged <= set(batch) else (groups, 1)
 
 
 def _multiplied(x: Any, y: Any) -> ElementType:
@@ -76,12 +93,12 @@ def _multiplied(x: Any, y: Any) -> ElementType:
 
 
 @functools.lru_cache(maxsize=256)
-def _inner_matmul_flops(fn: Callable[..., Any], operands: Shapes) -> Mapping[ElementType, float]:
+def _inner_matmul_flops(fn: Callable[..., Any], operands: Shapes, platform: str) -> Mapping[ElementType, float]:
     total: dict[ElementType, float] = {}
     program = inner_program(fn, operands)
     for op in program.ops() if program is not None else ():
         if op.rule is not None:
-            for multiplied, flops in matmul_flops(op).items():
+            for multiplied, flops in matmul_flops(op, platform).items():
                 total[multiplied] = total.get(multiplied, 0.0) + flops * op.trips
     return total
 
@@ -102,22 +119,14 @@ def inner_program(fn: Callable[..., Any], operands: Shapes) -> Program | None:
     return build(_compat.dce(traced))
 
 
-def _contraction_flops(op: Op) -> float:
+def _contraction_flops(op: Op, platform: str) -> float:
     rule = op.rule
     assert rule is not None
     is_convolution = op.name == "conv_general_dilated"
     first, other = map(_factors, reversed(rule.operands[:2]) if is_convolution else rule.operands[:2])
     free = [f for f in _factors(rule.results[0]) if f not in first and (is_convolution or f in other)]
-    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*first, *free)) * _masked_products(op)
-
-
-def _masked_products(op: Op) -> int:
-    """The number of products that XLA computes: one for each group if a ragged dimension is contracted, else 1."""
-    dims = op.eqn.params.get("ragged_dot_dimension_numbers")
-    if dims is None:
-        return 1
-    (contracted, _), _ = dims.dot_dimension_numbers
-    return op.eqn.invars[2].aval.shape[-1] if set(dims.lhs_ragged_dimensions) <= set(contracted) else 1
+    products, _ = masked_groups(op, platform)
+    return 2.0 * math.prod(rule.factor(f).size or 1 for f in (*first, *free)) * products
 
 
 def _factors(dims: Dims) -> list[str]:

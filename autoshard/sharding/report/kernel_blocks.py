@@ -19,7 +19,7 @@ def kernel_texts(plan: ShardingPlan) -> Sequence[str]:
             for name, size in (("forward", blocks.forward), ("keys and values", blocks.dkv), ("queries", blocks.dq))
         ]
         texts.append(
-            f"splash attention, {queries} queries x {keys} keys of {features} features: blocks of queries x keys: "
+            f"splash attention, {queries} queries x {keys} keys of {features} features: queries x keys: "
             f"{', '.join(parts)}"
         )
     return texts

@@ -61,7 +61,7 @@ def table(plan: ShardingPlan) -> str:
         _time(plan),
         _traffic(plan),
         module_lines(plan.module_us, "estimated"),
-        [f"kernels: {text}" for text in kernel_texts(plan)],
+        [f"kernel blocks: {text}" for text in kernel_texts(plan)],
         _options(plan),
         _notes(plan),
         [f"words and columns: {GLOSSARY}"],

@@ -65,6 +65,25 @@ class Candidate:
         return _compat.program_line(self.scores.eqn) or _compat.program_line(self.product.eqn)
 
 
+@shown
+@dataclass(frozen=True, eq=False)
+class Unread:
+    """A product that a fault of the matcher keeps from being read.
+
+    Attributes:
+        product: the product.
+        error: the fault.
+    """
+
+    product: Value
+    error: Exception
+
+    @property
+    def line(self) -> str:
+        """The user's line of the product."""
+        return _compat.program_line(self.product.eqn)
+
+
 def dimension_numbers(product: Value, side: int) -> tuple[list[int], list[int], list[int]]:
     """Return the contracted, batch and free dimensions of an operand of a product, without those of size 1."""
     contracted, batch = product.eqn.params["dimension_numbers"]
@@ -74,13 +93,17 @@ def dimension_numbers(product: Value, side: int) -> tuple[list[int], list[int], 
     return c, b, free
 
 
-def candidates(graph: Graph) -> Iterator[Candidate]:
+def candidates(graph: Graph) -> Iterator[Candidate | Unread]:
     """Yield every attention-shaped part of the forward pass of a program."""
     for product in graph.values:
         if product.op != "dot_general" or product.is_static or product.is_backward:
             continue
         for side in (0, 1):
-            if (found := _candidate(product, side)) is not None:
+            try:
+                found = _candidate(product, side)
+            except Exception as error:  # a fault of the matcher costs this attention, not the plan
+                found = Unread(product, error)
+            if found is not None:
                 yield found
 
 

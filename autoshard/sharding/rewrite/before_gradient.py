@@ -18,7 +18,7 @@ from autoshard.errors import PlanError
 from autoshard.kernels.planned_platform import planned_platform
 from autoshard.kernels.two_passes import Kernel, differentiable_pass, kernel_of
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord, read_word
-from autoshard.sharding.rewrite.attention_forward import Candidate, candidates
+from autoshard.sharding.rewrite.attention_forward import Candidate, Unread, candidates
 from autoshard.sharding.rewrite.attention_proof import Attention
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, evaluated, rewritten
 from autoshard.sharding.rewrite.kernel_rewriting import (
@@ -85,12 +85,15 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
     graph = graph_of(closed)
     edits, records = FrameEdits(), []
     for found in candidates(graph):
+        if isinstance(found, Unread):
+            records.append(left(kernel, found, found.error))
+            continue
         try:
             one = attention_of(found, {})
             check_kernel(one, kernel)
             records.append(replaced(kernel, found, _replace(edits, graph, one, kernel)))
-        except Refused as refused:
-            records.append(left(kernel, found, refused))
+        except Exception as error:  # a fault of the matcher costs this attention, not the function
+            records.append(left(kernel, found, error))
     return edits, closed, grouped(records)
 
 
@@ -152,7 +155,7 @@ def _differentiated(frame: Frame, position: int, variables: list[Any]) -> Attent
 
     shapes = [_compat.shape_dtype_of(var) for var in (jaxpr.eqns[position].outvars[0], *variables)]
     graph = graph_of(rewritten(jax.make_jaxpr(both)(*shapes)))
-    proven = [attention_of(found, {}) for found in _all(graph)]
+    proven = [attention_of(found, {}) for found in candidates(graph) if isinstance(found, Candidate)]
     if len(proven) != 1 or proven[0].gradients is None or len(proven[0].gradients.present) != 3:
         raise Refused("its gradients are not those of attention")
     return proven[0]
@@ -167,7 +170,3 @@ def _rebuilt(value: Value, known: dict[Value, Any]) -> Any:
             operands = [_rebuilt(v, known) for v in value.operands]
             known[value] = _compat.bind(value.eqn, value.eqn.params, *operands)[value.index]
     return known[value]
-
-
-def _all(graph: Graph) -> list[Candidate]:
-    return list(candidates(graph))

@@ -14,14 +14,14 @@ from autoshard.kernels.planned_platform import Planned, planned_for, planned_pla
 from autoshard.kernels.two_passes import Kernel, kernel_of, kernel_refusals
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.program.tracing import Traced
-from autoshard.sharding.rewrite.attention_forward import Candidate, candidates
+from autoshard.sharding.rewrite.attention_forward import Candidate, Unread, candidates
 from autoshard.sharding.rewrite.attention_gradient import gradients_of
 from autoshard.sharding.rewrite.attention_proof import Attention, Proof, Region, prove
 from autoshard.sharding.rewrite.constants import MOST_CHANGES_TO_QUOTIENT
 from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
 from autoshard.sharding.rewrite.pairs import check_program
-from autoshard.sharding.rewrite.slices import Refused, cut_out, used_elsewhere
+from autoshard.sharding.rewrite.slices import Refused, cut_out, reason_of, used_elsewhere
 from autoshard.sharding.rewrite.values import Value, graph_of
 
 
@@ -76,6 +76,9 @@ def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
     proofs: dict[Any, Proof | Refused] = {}
     done: set[Value] = set()
     for number, found in enumerate(candidates(graph)):
+        if isinstance(found, Unread):
+            records.append(left(kernel, found, found.error))
+            continue
         if found.scores in done:
             continue
         try:
@@ -84,8 +87,8 @@ def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
             edit_attention(edits, graph, one, kernel, number)
             done.add(found.scores)
             records.append(replaced(kernel, found, one))
-        except Refused as refused:
-            records.append(left(kernel, found, refused))
+        except Exception as error:  # a fault of the matcher costs this attention, not the plan
+            records.append(left(kernel, found, error))
     if any(record.replaced for record in records):
         closed = rewritten(closed, edits)
         check_program(closed)
@@ -102,9 +105,9 @@ def replaced(kernel: Kernel, found: Candidate, one: Attention) -> KernelRecord:
     return KernelRecord(kernel, found.line, True, reason)
 
 
-def left(kernel: Kernel, found: Candidate, refused: Refused) -> KernelRecord:
+def left(kernel: Kernel, found: Candidate | Unread, error: Exception) -> KernelRecord:
     """Return the record of an attention that stays as it is."""
-    return KernelRecord(kernel, found.line, False, str(refused))
+    return KernelRecord(kernel, found.line, False, reason_of(error))
 
 
 def mask_text(one: Attention) -> str:

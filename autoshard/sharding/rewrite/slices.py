@@ -37,6 +37,14 @@ class Refused(Exception):
     """A match that is not replaced; the text is the reason."""
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a match is not replaced. An error other than `Refused` is a fault of the matcher."""
+    if isinstance(error, Refused):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    return f"its check failed with {type(error).__name__}: {lines[0] if lines else 'no message'}. Please report this"
+
+
 @shown
 @dataclass(eq=False)
 class Slice:

@@ -8,11 +8,12 @@ function's own operators).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -133,6 +134,27 @@ def result_types(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
         return jax.eval_shape(returning_list(fn), *plain)
 
 
+def drawn_operands(fn: Callable[..., Any], avals: Sequence[Any], rng: np.random.Generator) -> dict[int, np.ndarray]:
+    """Returns valid random values of the operands that an operator's function draws itself, by their number."""
+    fn = fn.func if isinstance(fn, functools.partial) else fn
+    return fn.draw_operands(rng, *avals) if hasattr(fn, "draw_operands") else {}
+
+
+def drawing_operands(draw: Callable[..., Mapping[int, Any]]) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator that says how `check_rule` draws operands for which most values are invalid.
+
+    Args:
+        draw: from a NumPy generator and the operands, anything with a shape and a dtype, to the values of some of the
+            operands, by their number. Examples are the sizes of groups that have to add up to the number of rows.
+    """
+
+    def decorate(fn: Any) -> Any:
+        fn.draw_operands = draw
+        return fn
+
+    return decorate
+
+
 def stating_results(types: Callable[..., Sequence[Any]]) -> Callable[[Callable[..., Any]], Any]:
     """Returns a decorator that states the result types of an operator's function. Without it they are traced.
 
@@ -192,6 +214,7 @@ def _jvp(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], 
     try:
         _, out_tangents = jax.jvp(fn_of_live, [primals[i] for i in live], [tangents[i] for i in live])
     except NotImplementedError as error:  # of a kernel; JAX's error may have no text
+        jax.eval_shape(fn_of_live, *(primals[i] for i in live))  # raises if not only the derivative is missing
         reason = f" ({error})" if str(error) else ""
         raise NotImplementedError(
             f"JAX cannot differentiate the kernel of the operator {primitive.name}{reason}. @operator(vjp=...) gives a "

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from autoshard._compat import bind_primitive, primitive
 from autoshard.spmdrules.core.registry import rule
@@ -55,6 +56,16 @@ def ragged_dot_general(x: Any, y: Any, sizes: Any, **params: Any) -> Rule:
         result = (*batch, *free, *y_free)
     counts = (*before, build.whole(sizes.shape[-1]))
     return build.rule([lhs, rhs, counts], [result], EITHER, body=_body(params, ragged, lhs, groups[0]))
+
+
+def drawn_group_sizes(rng: np.random.Generator, shape: Sequence[int], rows: int) -> np.ndarray:
+    """Returns random sizes of groups, int32 of a shape `[..., groups]`, that add up to `rows` at most.
+
+    Some groups are empty, and some rows are in no group.
+    """
+    *lead, groups = shape
+    ends = np.sort(rng.integers(0, rows + 1, (*lead, groups)), -1)
+    return np.diff(ends, axis=-1, prepend=0).astype(np.int32)
 
 
 def _before_ragged(numbers: Any, rank: int) -> list[int]:

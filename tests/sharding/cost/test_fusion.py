@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.sharding.cost.fusion import fuse
+from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.ir.program import build
 
 B, D, F = 64, 32, 128
@@ -67,6 +68,16 @@ def test_a_mask_is_computed_again_in_the_loop_that_uses_it():
     assert ("reduce_sum", [(B, D, D)], [()]) in [(n, [s for s in r if len(s) > 2], w) for n, r, w in kernels]
 
 
+def test_off_tpu_a_mask_from_outside_of_a_loop_is_written():
+    def fn(xs):
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((D, D), bool)), (B, D, D))
+        return jax.lax.scan(lambda c, x: (c + jnp.sum(jnp.where(mask, x, 0.0)), None), 0.0, xs)[0]
+
+    xs = jax.ShapeDtypeStruct((3, B, D, D), "float32")
+    assert ((B, D, D), 1) not in values_in_memory(fn, xs)
+    assert ((B, D, D), 1) in values_in_memory(fn, xs, tpu=False)
+
+
 def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
     table, ids = jax.ShapeDtypeStruct((1000, D), "float32"), jax.ShapeDtypeStruct((B,), "int32")
     kernels = dict((name, (reads, writes)) for name, reads, writes in kernel_traffic(lambda t, i: t[i], table, ids))
@@ -81,10 +92,10 @@ def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
     assert sliced == ("reduce_sum", [(7, D)], [()])
 
 
-def values_in_memory(fn, *args):
-    """(shape, written bytes per element) of values in memory on TPU, without the program's inputs."""
+def values_in_memory(fn, *args, tpu=True):
+    """(shape, written bytes per element) of values in memory, without the program's inputs."""
     program = build(jax.make_jaxpr(fn)(*args))
-    fusion = fuse(program, fuses_operands=True)
+    fusion = fuse(program, fuses_operands=tpu)
     written = sorted(fusion.written - set(program.inputs))
     return [(program.avals[v].shape, program.avals[v].dtype.itemsize * fusion.narrow.get(v, 1)) for v in written]
 
@@ -97,6 +108,38 @@ def test_a_product_is_written_at_the_end_of_its_elementwise_chain():
         return jnp.sum(logits) + jnp.max(logits)
 
     assert values_in_memory(loss, X, W)[0] == ((B, F), 2)  # several users: in their dtype
+
+
+def test_scores_that_are_scaled_and_masked_are_written_at_the_end_of_their_chain():
+    def softmax_of(x, y, change):
+        scores = change(jnp.einsum("bd,cd->bc", x, y).astype("float32"))
+        return jnp.exp(scores - jnp.max(scores, 1, keepdims=True))
+
+    x = jax.ShapeDtypeStruct((B, D), "bfloat16")
+    assert values_in_memory(lambda x, y: softmax_of(x, y, lambda s: s * 0.1), x, x)[0] == ((B, B), 4)
+    assert values_in_memory(lambda x, y: softmax_of(x, y, lambda s: s), x, x)[0] == ((B, B), 2)  # a cast alone is free
+
+
+def test_the_backward_pass_computes_the_operand_of_its_product_again():
+    """Here 70 operators lie between the two passes."""
+
+    def fn(x, w, dy):
+        y = jnp.sin(x)
+        out = y @ w
+        for _ in range(70):
+            out = jnp.sin(out)
+        return out, y.T @ dy
+
+    dy = jax.ShapeDtypeStruct((B, F), "float32")
+    assert ((B, D), 2) not in values_in_memory(fn, X, W, dy)
+
+
+def test_an_opaque_operator_reads_its_operands_from_memory():
+    @operator("b d -> b d", name="opaque")
+    def opaque(x):
+        return x + 1
+
+    assert values_in_memory(lambda x: opaque(jnp.sin(x)), X) == [((B, D), 4), ((B, D), 4)]
 
 
 def test_an_operand_of_several_products_is_written_once_in_16_bits():

@@ -88,7 +88,7 @@ def test_temporaries_of_a_loop_body_are_held_once():
         return plan(fn, *shapes, plan="dp:8", target="h100:8").estimate.memory_bytes["temporary"]
 
     carry, temporary = 4096 * 512 * 4 / 8, 4096 * 1024 * 4 / 8
-    assert run(2) == run(9) >= 2 * carry + temporary
+    assert run(2) == run(9) == carry + temporary  # as compiled for one H100: the next carry is written over the last
 
 
 def test_a_call_does_not_change_memory():

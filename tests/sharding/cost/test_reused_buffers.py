@@ -51,3 +51,59 @@ X, INDICES = jax.ShapeDtypeStruct((64, 16), "float32"), jax.ShapeDtypeStruct((64
 )
 def test_only_scatters_into_zeros_that_are_added_once(fn, expected):
     assert found(fn, X, INDICES) == expected
+
+
+def peak_bytes(fn, *shapes, target):
+    return plan(fn, *shapes, plan="dp:8", target=target).estimate.memory_bytes["temporary"]
+
+
+LARGE = jax.ShapeDtypeStruct((65_536, 256), "float32")
+BYTES = LARGE.size * 4 / 8  # of one device
+
+
+@pytest.mark.parametrize(
+    ("fn", "arrays"),
+    [
+        (lambda x: jnp.sin(jnp.cumsum(x, axis=1)), 1),  # written over the sums
+        (lambda x: jnp.sin(jnp.cumsum(x, axis=1)).astype("bfloat16"), 1.5),  # not of the same bytes
+        (lambda x: (y := jnp.cumsum(x, axis=1)) + jnp.sort(jnp.sin(y), axis=1), 3),  # the sums are needed later
+        (lambda x: jnp.roll(jnp.cumsum(x, axis=1), 128, axis=1), 2),  # it reads other elements
+    ],
+)
+def test_an_elementwise_result_is_written_over_an_operand_that_nothing_needs_later(fn, arrays):
+    assert peak_bytes(fn, LARGE, target="cpu:8") == arrays * BYTES
+
+
+def test_on_a_gpu_a_kernel_that_reduces_its_own_rows_writes_over_nothing():
+    """As the backward pass of a softmax. The maximum of `two` is read by two kernels, so it is computed before them."""
+
+    def one(x):
+        y = jnp.cumsum(x, axis=1)
+        return y - jnp.max(y, axis=1, keepdims=True)
+
+    def two(x):
+        y = jnp.cumsum(x, axis=1)
+        top = jnp.max(y, axis=1, keepdims=True)
+        return y - top, jnp.sort(jnp.sin(top), axis=0)
+
+    assert peak_bytes(one, LARGE, target="h100:8") >= 2 * BYTES
+    assert peak_bytes(two, LARGE, target="h100:8") < 1.1 * BYTES
+    assert peak_bytes(one, LARGE, target="cpu:8") < 1.1 * BYTES
+
+
+def test_parts_of_stacks_have_no_buffers_of_their_own():
+    """Elementwise results are written into the stack, and slices of it are read where they are needed."""
+
+    def stacked(x):
+        return jax.lax.scan(lambda c, _: (c, jnp.sin(c)), x, None, length=4)[1]
+
+    def summed(xs):
+        return jax.lax.scan(lambda c, x: (c + jnp.sin(x), None), jnp.zeros_like(xs[0]), xs)[0]
+
+    def sorted_slices(xs):
+        return jax.lax.scan(lambda c, x: (c + jnp.sort(x, axis=1), None), jnp.zeros_like(xs[0]), xs)[0]
+
+    stack = jax.ShapeDtypeStruct((4, *LARGE.shape), "float32")
+    assert peak_bytes(stacked, LARGE, target="cpu:8") == 4 * BYTES
+    assert peak_bytes(summed, stack, target="cpu:8") == BYTES
+    assert peak_bytes(sorted_slices, stack, target="cpu:8") == 3 * BYTES  # the carry, a slice and its sorted copy

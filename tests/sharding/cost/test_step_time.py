@@ -143,3 +143,32 @@ def test_small_values_that_are_read_soon_stay_in_on_chip_memory():
     assert compute_us(8192, "v5e:1x1") == pytest.approx(8 * compute_us(1024, "v5e:1x1"))
     assert compute_us(8192, "v5e:1x1", 3) == pytest.approx((3 + 3 + 3 + 1) / (1 + 1) * compute_us(8192, "v5e:1x1"))
     assert compute_us(1024, "v5e:1x1", 3) == pytest.approx((3 + 1) / (1 + 1) * compute_us(1024, "v5e:1x1"))
+
+
+@pytest.mark.parametrize(("target", "products"), [("v5e:1x1", (1, 1, 4)), ("h100:1", (4, 4, 4)), ("cpu:1", (4, 4, 4))])
+def test_a_grouped_product_costs_what_its_platform_computes(target, products):
+    """On GPUs and CPUs XLA multiplies a masked copy of all rows for each of the groups (compiled for an H100)."""
+    rows, inner, columns, groups = 8192, 4096, 4096, 4
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((rows, inner), (groups, inner, columns), (rows, columns))]
+    sizes = jax.ShapeDtypeStruct((groups,), "int32")
+
+    def product(x, w, d, sizes):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    def of_rows(x, w, d, sizes):
+        return jax.vjp(lambda x: jax.lax.ragged_dot(x, w, sizes), x)[1](d)
+
+    def of_matrices(x, w, d, sizes):
+        return jax.vjp(lambda w: jax.lax.ragged_dot(x, w, sizes), w)[1](d)
+
+    chip = find_target(target).chip
+    for fn, times, copied in zip(
+        (product, of_rows, of_matrices), products, (inner, columns, inner + columns), strict=True
+    ):
+        found = plan(fn, *shapes, sizes, target=target, plan="dp:1").estimate
+        copies = 0 if target == "v5e:1x1" else groups * rows * copied * 4
+        busy = times * 2.0 * rows * inner * columns / chip.reached(4)
+        assert found.compute_us == pytest.approx(
+            (busy + 2 * copies / (chip.memory_bandwidth * BANDWIDTH_REACHED)) * 1e6, rel=0.05
+        )
+        assert copies <= found.memory_bytes["temporary"] <= copies + 4 * groups * inner * columns

@@ -9,6 +9,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard.sharding.oracle import rule_check
 from autoshard.sharding.oracle.cases import collect
+from autoshard.sharding.oracle.probe_values import trials
 from autoshard.sharding.oracle.rule_check import Finding, check_rule
 from autoshard.spmdrules.core import registry
 from autoshard.spmdrules.core.rule import Factor, Rule
@@ -379,3 +380,11 @@ def test_finding_reads_as_a_sentence(replace_rule):
     assert text.startswith("wrong: reduce_sum at ")
     for part in ("b split 2 ways", "test_rule_check.py", "a b -> a; reduce b:max", "Correct the rule"):
         assert part in text
+
+
+def test_drawn_group_sizes_are_valid_and_vary():
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4), (3, 4, 6))]
+    (case,) = collect(lax.ragged_dot, (*shapes, jax.ShapeDtypeStruct((3,), jnp.int32)))
+    sizes = np.array([operands[2] for operands in trials(case, 20)])
+    assert (sizes >= 0).all() and (sizes.sum(-1) <= 8).all()
+    assert (sizes == 0).any() and sizes.max() > 2 and len(np.unique(sizes, axis=0)) > 10

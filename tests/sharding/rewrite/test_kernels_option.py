@@ -111,6 +111,24 @@ def test_require_names_the_line_and_the_condition() -> None:
         plan(tpu_step, *shapes(96), target="v5e:2x2", kernels="require")
 
 
+@pytest.mark.parametrize("broken", ["attention_forward._shapes", "kernel_rewriting.prove"])
+def test_a_fault_of_the_matcher_leaves_the_attention_and_not_the_plan(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(*_: Any) -> Any:
+        raise KeyError("cumsum")
+
+    monkeypatch.setattr(f"autoshard.sharding.rewrite.{broken}", fault)
+    made = planned(step_of(einsum_where), kernels="auto")
+    assert made.kernels and not any(record.replaced for record in made.kernels)
+    assert {record.reason for record in made.kernels} == {
+        "its check failed with KeyError: 'cumsum'. Please report this"
+    }
+    assert all("formulations.py:" in record.line for record in made.kernels)
+    loss = loss_of(einsum_where)
+    np.testing.assert_array_equal(replace_kernels(loss)(parameters(), rows()), loss(parameters(), rows()))
+
+
 def test_require_needs_attention() -> None:
     with pytest.raises(PlanError, match="kernels='require', but no attention was found"):
         plan(lambda x: x @ x, jnp.ones((8, 8)), target="cpu:8", kernels="require")

@@ -16,7 +16,7 @@ import autoshard
 from autoshard.sharding.oracle.rule_check import check_rule
 from autoshard.spmdrules import RuleError
 from autoshard.spmdrules.core import registry
-from autoshard.spmdrules.custom_ops.opaque_primitive import batched_text, is_operator
+from autoshard.spmdrules.custom_ops.opaque_primitive import batched_text, is_operator, stating_results
 from autoshard.spmdrules.custom_ops.operator import operator, run_sharded
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.propagation.propagate import propagate
@@ -440,3 +440,15 @@ def test_a_kernel_without_a_derivative_is_named():
         NotImplementedError, match="JAX cannot differentiate the kernel of the operator copies. @operator"
     ):
         jax.jvp(gradient, (x,), (x,))
+
+
+def test_a_function_that_fails_without_a_derivative_too_names_its_own_cause():
+    """Such as a kernel that a newer JAX has renamed. Its result types are stated, so only the derivative traces it."""
+
+    @stating_results(lambda x: [jax.ShapeDtypeStruct(x.shape, x.dtype)])
+    def renamed(x):
+        raise NotImplementedError("this version of JAX has no kernel named _fwd_")
+
+    op = operator("b d -> b d", name="renamed")(renamed)
+    with pytest.raises(NotImplementedError, match="^this version of JAX has no kernel named _fwd_"):
+        jax.make_jaxpr(jax.grad(lambda x: jnp.sum(op(x))))(jnp.ones((8, 128)))

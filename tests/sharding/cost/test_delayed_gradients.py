@@ -1,0 +1,90 @@
+"""When XLA:GPU runs the products that compute gradients."""
+
+import jax
+import jax.numpy as jnp
+
+from autoshard import plan
+from autoshard.sharding.cost.delayed_gradients import points
+from autoshard.spmdrules.ir.program import build
+
+ROWS, WIDTH, CLASSES = 64, 16, 32
+
+
+def order(fn, *shapes):
+    """The shapes of the results of all products, in the order in which they run."""
+    program = build(jax.make_jaxpr(fn)(*shapes))
+    ops = list(program.ops())
+    place = points(program, lambda op: op.name == "dot_general" and ROWS not in op.eqn.outvars[0].aval.shape)
+    assert sorted(place) == list(range(len(ops)))
+    products = sorted((place[n], op.results[0]) for n, op in enumerate(ops) if op.name == "dot_general")
+    return [program.avals[v].shape for _, v in products]
+
+
+X, DY = (jax.ShapeDtypeStruct((ROWS, n), "float32") for n in (WIDTH, CLASSES))
+W = jax.ShapeDtypeStruct((WIDTH, CLASSES), "float32")
+ROWS_FIRST, ROWS_LAST, GRADIENT = (ROWS, WIDTH), (ROWS, CLASSES), (WIDTH, CLASSES)
+
+
+def backward(x, dy, w):
+    return dy @ w.T, x.T @ dy
+
+
+def test_in_a_loop_a_gradient_that_is_stacked_is_computed_last():
+    def fn(x, dy, w):
+        def body(dy, _):
+            dx, dw = backward(x, dy, w)
+            return jnp.tanh(dx) @ w, dw
+
+        return jax.lax.scan(body, dy, None, length=3)
+
+    assert order(fn, X, DY, W) == [ROWS_FIRST, ROWS_LAST, GRADIENT]
+
+
+def test_a_gradient_before_a_loop_is_computed_behind_it():
+    def fn(x, dy, w):
+        dw = x.T @ dy
+        dx = jax.lax.scan(lambda c, _: (jnp.tanh(c @ (w @ w.T)), None), dy @ w.T, None, length=3)[0]
+        return dx, w - dw
+
+    assert order(fn, X, DY, W)[-1] == GRADIENT
+
+
+def test_in_straight_code_a_gradient_is_computed_a_layer_late():
+    def fn(x, dy, w):
+        for _ in range(3):
+            dw, dx = x.T @ dy, dy @ w.T
+            w, dy = w - dw, jnp.tanh(dx) @ jnp.ones_like(w)
+        return dy, w
+
+    late, last = [ROWS_FIRST, GRADIENT, ROWS_LAST], [GRADIENT, ROWS_FIRST, ROWS_LAST]
+    assert order(fn, X, DY, W) == late + late + last  # each gradient is taken before the next one is computed
+
+    def at_the_end(x, dy, w):
+        gradients = []
+        for _ in range(3):
+            gradients.append(x.T @ dy)
+            dy = jnp.tanh(dy @ w.T) @ w
+        return dy, [w - dw for dw in gradients]
+
+    found = order(at_the_end, X, DY, W)
+    assert found == [ROWS_FIRST, ROWS_LAST, GRADIENT, ROWS_FIRST, ROWS_LAST, GRADIENT, GRADIENT, ROWS_FIRST, ROWS_LAST]
+
+
+def test_operands_stay_in_memory_until_then():
+    """A layer has two blocks. The hidden values of the second one are held while the first one's are computed."""
+
+    def fn(weights, x):
+        def layer(x, weights):
+            for w, v in weights:
+                x = jnp.tanh(x @ w) @ v
+            return x, None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[0])
+
+    w, v, x = (jax.ShapeDtypeStruct(s, "bfloat16") for s in ((4, 64, 512), (4, 512, 64), (65_536, 64)))
+    gpu, cpu = (
+        plan(jax.grad(fn), [(w, v), (w, v)], x, plan="dp:8", target=target).estimate.memory_bytes["temporary"]
+        for target in ("h100:8", "cpu:8")
+    )
+    hidden = 65_536 * 512 * 2 / 8
+    assert gpu - cpu >= 0.9 * hidden
