@@ -113,7 +113,7 @@ def test_the_rules_hold_on_shards():
     """Of the product and of both gradients; the oracle draws sizes of groups that add up to the rows at most."""
 
     def step(rows, weights, sizes):
-        out, gradients = jax.vjp(lambda *operands: matmul.grouped_matmul(*operands, sizes), rows, weights)
+        out, gradients = jax.vjp(lambda a, b: matmul.grouped_matmul(a, b, sizes), rows, weights)
         return gradients(jnp.tanh(out))
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 4), (4, 4, 6))]
