@@ -82,7 +82,8 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
     """Print a warning as one line, without its source line, which does not help a user of the command."""
-    kind = "" if issubclass(category, AutoshardWarning) else f"{category.__name__}: "
+    is_for_users = issubclass(category, (AutoshardWarning, FutureWarning))
+    kind = "" if is_for_users else f"{category.__name__}: "
     print(f"autoshard: warning: {kind}{message}", file=sys.stderr)
 
 

@@ -271,7 +271,7 @@ def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         warnings.simplefilter("always")
         assert main(["rules"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["autoshard: warning: nothing is sharded", "autoshard: warning: FutureWarning: old"]
+    assert lines == ["autoshard: warning: nothing is sharded", "autoshard: warning: old"]
 
 
 def test_ctrl_c_ends_a_command_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -9,10 +9,10 @@ compiler makes its kind asynchronous (`Chip.hides`). All others are exposed. In 
     a reduction  begins after the operator that computes its operand. Reductions run one after another. Compute waits
                  for them at the end of the stretch:
                      wait = max over reductions of (time of this one and of all after it - compute after its operator)
-    sequential   with gathers one after another (`lower.gather_order`), a gather begins when the gather before it and
-                 the last use but one have ended. Its operator waits until it has ended.
-    prefetch     a gather for the next iteration (`lower.prefetched_scan`) is needed at the end of the stretch. Each
-                 time its loop starts, one more run is exposed: that for the first iteration.
+    sequential   with gathers one after another (`lower.gathers.gather_order`), a gather begins when the gather before
+                 it and the last use but one have ended. Its operator waits until it has ended.
+    prefetch     a gather for the next iteration (`lower.gathers.prefetched_scan`) is needed at the end of the stretch.
+                 Each time its loop starts, one more run is exposed: that for the first iteration.
     together     they use the same links. What exceeds the compute of the stretch is exposed, too.
 
 So the first gather of a loop body and its last reduction are exposed, however much compute there is in between.

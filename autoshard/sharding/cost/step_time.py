@@ -43,7 +43,6 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
 from autoshard.sharding.cost.collectives import Collective, LiveBuffers, StepCost, collective, step_cost
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
-from autoshard.sharding.cost.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
     SharedOperands,
@@ -53,11 +52,13 @@ from autoshard.sharding.cost.equivalence_classes import (
     value_classes,
 )
 from autoshard.sharding.cost.fusion import Fusion, Kernel
+from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
+from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
-from autoshard.sharding.cost.sequential_gathers import gathered_one_ahead
 from autoshard.sharding.cost.stretches import Stretches
+from autoshard.sharding.cost.tiles import filled_tile_fraction
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
@@ -69,7 +70,6 @@ from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import masked_groups, matmul_flops
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
-from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.ir.program import Op
@@ -389,23 +389,3 @@ def _shard_types(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) ->
         )
         for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
     ]
-
-
-def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int], tile: int) -> float:
-    """Return the fraction of the matrix unit's tiles that one shard of a contraction fills.
-
-    A product has three sizes: rows, columns, and the contracted one. The largest is streamed; the others fill tiles.
-    """
-    if tile <= 1:
-        return 1.0
-    ways: dict[str, int] = {}
-    for axis, factor in strategy.factors.items():
-        if factor is not None:
-            ways[factor] = ways.get(factor, 1) * mesh[axis]
-    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
-    out = {f for dim in rule.results[0] for f in dim}
-    sides = {"rows": (left & out) - right, "columns": (right & out) - left, "contracted": (left & right) - out}
-    sizes = sorted(
-        math.prod(max((rule.factor(f).size or 1) // ways.get(f, 1), 1) for f in side) for side in sides.values()
-    )
-    return math.prod(n / (-(-n // tile) * tile) for n in sizes[:2])

@@ -31,10 +31,10 @@ from autoshard.sharding.layout.operator_sharding import (
 )
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
-from autoshard.sharding.lower.gather_order import GatherOrder
+from autoshard.sharding.lower.gathers.gather_order import GatherOrder
+from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
+from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, scope
-from autoshard.sharding.lower.prefetched_layers import LayerPrefetch
-from autoshard.sharding.lower.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap

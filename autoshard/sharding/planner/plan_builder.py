@@ -15,7 +15,7 @@ from autoshard.sharding.cost.unserved_products import product_notes
 from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.lower.prefetch_notes import prefetch_notes
+from autoshard.sharding.lower.gathers.prefetch_notes import prefetch_notes
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.kernel_rules import written
 from autoshard.sharding.machines.option_requests import requested

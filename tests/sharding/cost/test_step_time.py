@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.cost.step_time import filled_tile_fraction
+from autoshard.sharding.cost.tiles import filled_tile_fraction
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, CHIPS, PEAK_REACHED

@@ -53,7 +53,7 @@ def test_the_command_reports_the_old_option_in_one_line(command: str, capsys: py
     """The value is wrong, so that nothing is planned: the error comes after the warning and names microbatches."""
     assert main([*command.split(), "--target", "cpu:8", "--accumulation", "3"]) == 2
     warning, error = capsys.readouterr().err.splitlines()
-    assert warning == "autoshard: FutureWarning: --accumulation is now --microbatches; the old name is removed in 0.3"
+    assert warning == "autoshard: warning: --accumulation is now --microbatches; the old name is removed in 0.3"
     assert "does not divide into 3 microbatches" in error
 
 

@@ -1,7 +1,8 @@
 """Time and memory of parameters that are gathered one layer early, as `gather="prefetch"` asks.
 
-In scans (`lower.prefetched_scan`), a layer is one iteration. In written-out layers (`lower.prefetched_layers`), it is
-the operators between two uses of the same kind of parameters (`layout.unrolled_layers`).
+In scans (`lower.gathers.prefetched_scan`), a layer is one iteration. In written-out layers
+(`lower.gathers.prefetched_layers`), it is the operators between two uses of the same kind of parameters
+(`layout.unrolled_layers`).
 
 Early are the gathers that the products of their own layer do not hide: those of the operators that run first. All
 others would take memory for a second layer, and a copy into the carry of a loop, to no use. Only products count,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import loop_gathers
-from autoshard.sharding.lower.prefetched_scan import early_gathers
+from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.ir.program import Op
 

@@ -9,7 +9,7 @@ from autoshard import plan
 from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.cost.test_overlap import straight
-from tests.sharding.lower.test_gather_order import scanned, step_of, unrolled
+from tests.sharding.lower.gathers.test_gather_order import scanned, step_of, unrolled
 
 SHAPES = {"first": (2048, 2048), "up": (2048, 4096), "down": (4096, 2048)}
 PARAMETER = 2048 * 2048 * 4  # bytes of `first`

@@ -9,7 +9,7 @@ import pytest
 from autoshard import Plan, _compat, auto_shard, plan
 from autoshard.sharding.layout.unrolled_layers import repeats
 from autoshard.sharding.planner.bound_plan import bound_or_error
-from tests.sharding.lower.test_gather_order import scanned, step_of, unrolled
+from tests.sharding.lower.gathers.test_gather_order import scanned, step_of, unrolled
 from tests.sharding.programs import assert_close
 
 LAYERS, WIDTH, HIDDEN = 3, 96, 512  # slices so large that they are not gathered before the loop

@@ -1,8 +1,8 @@
 """Written-out layers that gather parameters while the layer before them computes: `gather="prefetch"`.
 
-What is early (`cost.early_gathers`) is gathered outside of a rematerialized part of the program, because all of that
-part waits for its operands. Where no loop forces an order, compilers may gather parameters much earlier than they are
-needed, and then hold many of them. So the early gathers of a layer wait for the input of the layer before it, by a
+What is early (`cost.gathers.early_gathers`) is gathered outside of a rematerialized part of the program, because all of
+that part waits for its operands. Where no loop forces an order, compilers may gather parameters much earlier than they
+are needed, and then hold many of them. So the early gathers of a layer wait for the input of the layer before it, by a
 dependence of the data (`gather_order`), and for nothing later. What is not early is left to the compiler.
 """
 
@@ -15,7 +15,7 @@ from autoshard.sharding.layout.loop_gathers import Gather, ancestors, gathers_of
 from autoshard.sharding.layout.operator_sharding import operand_spec, result_spec
 from autoshard.sharding.layout.unrolled_layers import Stage, stages_of
 from autoshard.sharding.lower.body_lowering import BodyLowering
-from autoshard.sharding.lower.gather_order import after, has_bits
+from autoshard.sharding.lower.gathers.gather_order import after, has_bits
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.program import Op
 

@@ -10,7 +10,7 @@ import pytest
 import autoshard
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
-from autoshard.sharding.lower import gather_order
+from autoshard.sharding.lower.gathers import gather_order
 from tests.sharding.programs import assert_close
 
 LAYERS, WIDTH, HIDDEN = 4, 32, 64

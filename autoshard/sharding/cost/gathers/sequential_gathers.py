@@ -1,4 +1,4 @@
-"""Memory of parameters that are gathered one after another (`lower.gather_order`).
+"""Memory of parameters that are gathered one after another (`lower.gathers.gather_order`).
 
 A gathered parameter is held from the beginning of the use before its own until its own has ended.
 """

@@ -1,0 +1,1 @@
+"""The order in which stored parameters are gathered: `gather=`."""
