@@ -1,8 +1,8 @@
-"""Writes a step as a loop over microbatches, as a `Flow` says.
+"""Writes a step as a loop over microbatches, as a `Flow` describes.
 
-Before the loop comes what does not depend on the batch, and what is cheap to compute from it. In the loop run the
-operators on one microbatch: sums are carried, and rows that are needed later are stacked. After the loop comes what
-takes the sums, such as the update of the optimizer.
+Values that do not depend on the batch, or are cheap to compute from it, are computed before the loop. The loop runs the
+other operators on one microbatch. It carries sums, and stacks rows that are needed later. Operators that take the sums,
+such as the optimizer's update, run after the loop.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def in_microbatches(closed: Any, flow: Flow, count: int) -> Callable[..., list[A
 
     Args:
         closed: the step's closed jaxpr, with calls inlined.
-        flow: what a microbatch has of its values.
+        flow: for each value, whether a microbatch has rows of it, a term of a sum, or all of it.
         count: number of microbatches.
     """
     return lambda *args: _Writer(closed, flow, count).write(args)
 
 
 class _RowsShard(Shard):
-    """A shard with some rows of a factor that are not consecutive, so that it has no first element there."""
+    """A shard whose rows of a factor are not consecutive, so it has no offset there."""
 
     def offset(self, name: str) -> Any:
         if name in self.counts:
@@ -73,7 +73,7 @@ class _Writer:
         return [_read(known, atom) for atom in jaxpr.outvars]
 
     def taken_whole(self, ends: Iterable[tuple[Any, State]]) -> set[Any]:
-        """Return the variables that are taken whole, in the loop or after it."""
+        """Return the variables that operators in the loop or after it take whole."""
         found = {var for var, state in ends if isinstance(state, Whole)}
         for eqn, step in zip(self.jaxpr.eqns, self.flow.steps, strict=True):
             if step.phase == "each":
@@ -82,7 +82,7 @@ class _Writer:
         return found
 
     def before(self, known: dict[Any, Any], wanted: set[Any]) -> None:
-        """Compute values before the loop. Loops keep what the wanted values need; the rest is dead code."""
+        """Compute the wanted values before the loop. Results of a scan that are not wanted are dead code."""
         needed, positions = set(wanted), []
         for position in reversed(range(len(self.jaxpr.eqns))):
             eqn = self.jaxpr.eqns[position]
@@ -100,7 +100,7 @@ class _Writer:
         jaxpr, flow, count = self.jaxpr, self.flow, self.count
         rows = {var: s for var in jaxpr.invars if isinstance(s := flow.states[var], Split)}
         stacked = [parts(known[var], split, count) for var, split in rows.items()]
-        # Values that were computed on the way to early ones are split in the loop.
+        # Other known values were only needed to compute these. The loop computes them again, for its own rows.
         whole = {var: x for var, x in known.items() if isinstance(flow.states[var], Whole)}
         sums = [var for var, s in wanted.items() if isinstance(s, Partial)]
         collected = [var for var, s in wanted.items() if isinstance(s, Split)]
@@ -121,7 +121,7 @@ class _Writer:
 
 
 class _Microbatch:
-    """One microbatch: its number, and how its values are computed."""
+    """Computes the values of one microbatch."""
 
     def __init__(self, number: Any, count: int):
         self.number, self.count = number, count
@@ -141,12 +141,12 @@ class _Microbatch:
                         one = self.repeated(maker, state, env)
                     operands.append(self.taken(_read(env, atom), flow.of(atom), state) if one is None else one)
                 results = self.equation(eqn, step, operands)
-            # A loop of the step also gives results that do not depend on the batch. They are known before.
+            # A scan in the loop may have results that do not depend on the batch. These are known already.
             env |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if not (root and v in env)}
         return env
 
     def repeated(self, eqn: Any, split: Split, env: Mapping[Any, Any]) -> Any | None:
-        """Return the part of an array that repeats another one along the rows, made anew; None if rows differ."""
+        """Return a microbatch's rows of a broadcast or iota, computed directly; None if the rows are not all equal."""
         params = eqn.params
         if split.dim == params.get("dimension") or split.dim in params.get("broadcast_dimensions", ()):
             return None
@@ -157,7 +157,7 @@ class _Microbatch:
         return _compat.bind(eqn, {**params, "shape": tuple(shape)}, *(_read(env, atom) for atom in eqn.invars))[0]
 
     def taken(self, x: Any, there: State, wanted: State) -> Any:
-        """Return of an operand what a microbatch takes."""
+        """Return the part of an operand that a microbatch takes."""
         if not isinstance(there, Whole) or isinstance(wanted, (Whole, After)):
             return x
         if isinstance(wanted, Split):
@@ -198,7 +198,7 @@ class _Microbatch:
         return _compat.bind(eqn, params, *operands)
 
     def frame(self, closed: Any, flow: Flow, results: Sequence[State]) -> Callable[..., list[Any]]:
-        """Return a jaxpr within the step as a function of what a microbatch has of its inputs."""
+        """Return a nested jaxpr as a function of a microbatch's part of its inputs."""
         constants = dict(zip(flow.jaxpr.constvars, _compat.constants(closed), strict=True))
 
         def run(*args: Any) -> list[Any]:
@@ -212,7 +212,7 @@ class _Microbatch:
         params = eqn.params
         n_consts, n_carry = _compat.scan_arity(params)
         first = n_consts + n_carry
-        # The body's results have the states of the carry, and of what is stacked without the loop's dimension.
+        # The states of the body's results: those of the carry, and those of the stacks without the loop's dimension.
         stacks = [Split(s.dim - 1, s.stride) if isinstance(s, Split) else s for s in step.results[n_carry:]]
         body = self.frame(params["jaxpr"], step.inner[0], [*step.results[:n_carry], *stacks])
 
@@ -230,12 +230,12 @@ def _read(env: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def _wide(dtype: Any) -> Any:
-    """Return the type in which terms are accumulated: floats of 16 bits or fewer lose small terms."""
+    """Return the dtype in which terms are accumulated: float32 for narrower floats, which would lose small terms."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
 def _neutral(op: str, aval: Any) -> Any:
-    """Return the array that an operation combines with anything to the same, in the type of the sums."""
+    """Return an array of the identity element of an operation, in the dtype of the sums."""
     shape, dtype = aval.shape, _wide(aval.dtype)
     if op in ("sum", "or", "xor"):
         return jnp.zeros(shape, dtype)

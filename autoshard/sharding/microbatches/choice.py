@@ -1,7 +1,8 @@
 """Chooses the number of microbatches: `microbatches="auto"`.
 
-The numbers 1, 2, 4, ... are planned one after the other. More of them need less memory for activations, and often more
-time: parameters are gathered in each. So the search ends at the first number that fits and is not improved by the next.
+The numbers 1, 2, 4, ... are planned one after the other. A larger number needs less memory for activations, but often
+more time, because parameters are gathered in each microbatch. So the search ends when a number fits and the next one is
+not clearly faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds what a microbatch has of every value of a step, by the rules of the operators.
+"""Finds which part of every value of a step a microbatch has, by the rules of the operators.
 
 The batch is split at the inputs. Each operator passes the split on as its rule says: a contraction over the batch makes
 its result partial, an operator that is linear in a partial value keeps it partial. Where neither is possible, the
@@ -7,7 +7,8 @@ operator needs the whole batch. Then
 - values that are cheap to compute from the batch, such as the number of tokens that count, are computed for the whole
   batch before the loop (`early`);
 - other operators run after the loop, on values that were accumulated or collected, such as the update of the optimizer;
-- what a microbatch itself would need from after the loop prevents the cut, such as a mean over the batch in a layer.
+- the step cannot be cut if an operator of the loop needs a value that is known only after the loop, such as a mean over
+  the batch in a layer.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class Step:
     """How one equation is computed.
 
     Attributes:
-        phase: `whole`, for all microbatches at once before the loop; `each`, in the loop; `after`, behind it.
-        operands: what it takes of each operand. Where that is less than there is, it is cut out.
-        results: what it makes of each result.
+        phase: `whole`, for all microbatches at once before the loop; `each`, in the loop; `after`, after it.
+        operands: the part of each operand that it takes. It is sliced from a larger part where necessary.
+        results: the part of each result that it computes.
         rule: its rule, in the loop.
         factor: the factor of the rule that has the rows; None if it only keeps values partial.
-        inner: what the values of its jaxprs are.
+        inner: the flows of its nested jaxprs.
     """
 
     phase: str
@@ -67,13 +68,13 @@ class Step:
 @shown
 @dataclass(eq=False)
 class Flow:
-    """What a microbatch has of the values of one jaxpr.
+    """Which part of each value of one jaxpr a microbatch has.
 
     Attributes:
         jaxpr: the jaxpr.
-        states: variable -> what there is of it.
+        states: variable -> its state: rows, a term of a sum, all of it, or known only after the loop.
         steps: how each equation is computed.
-        results: what its results are.
+        results: the states of its results.
     """
 
     jaxpr: Any
@@ -82,7 +83,7 @@ class Flow:
     results: list[State] = field(default_factory=list)
 
     def of(self, atom: Any) -> State:
-        """Return what there is of an operand."""
+        """Return the state of an operand."""
         return WHOLE if isinstance(atom, _compat.Literal) else self.states[atom]
 
 
@@ -99,7 +100,7 @@ def find_flow(closed: Any, batch: Mapping[int, Split], count: int) -> Flow:
         count: number of microbatches.
 
     Raises:
-        NotCut: a microbatch would need what only the whole batch gives.
+        NotCut: a microbatch would need a value of the whole batch.
     """
     jaxpr = _compat.open_jaxpr(closed)
     inputs: list[State] = [batch.get(i, WHOLE) for i in range(len(jaxpr.invars))]
@@ -161,7 +162,7 @@ class _Finder:
         if reason is not None:
             sums, rows = ([a for a, s in zip(eqn.invars, states, strict=True) if isinstance(s, kind)]
                           for kind in (Partial, Split))  # fmt: skip
-            # First cheap sums: often the equation can be in the loop then. Else all of the equation.
+            # First try its cheap sums alone: often the equation can then stay in the loop. Else the whole equation.
             if cheap := {a for a in sums if self.are_cheap([a])}:
                 self.early |= cheap
                 raise _Restart
@@ -247,12 +248,12 @@ class _Finder:
 
 
 def _joined(a: State, b: State, eqn: Any) -> State:
-    """Return what two values have that take the same place, such as the carry of a loop before and after its body."""
+    """Return the common state of two values in one place, such as the carry of a loop before and after its body."""
     if a == b or isinstance(b, Whole):
         return a
     if isinstance(a, Whole):
         return b
-    raise NotCut(f"{_place(eqn)} carries a value that is first one row after another and then a sum over the batch")
+    raise NotCut(f"{_place(eqn)} carries a value that starts as rows of the batch and becomes a sum over the batch")
 
 
 def _by_rule(eqn: Any, rule: Rule, states: list[State], count: int) -> Step:
@@ -283,24 +284,24 @@ def _by_rule(eqn: Any, rule: Rule, states: list[State], count: int) -> Step:
         op = rule.partial(name, number)
         split = split_of(rule, dims, name, stride)
         if split is None and op is None:
-            raise NotCut(f"{_place(eqn)} has a result of which each microbatch would give another one")
+            raise NotCut(f"{_place(eqn)} has a result that would differ between microbatches")
         results.append(split or Partial(op or "sum"))
     return Step("each", operands, results, rule, name)
 
 
 def _keeping_partial(eqn: Any, rule: Rule, states: list[State], terms: set[int]) -> Step:
-    """Compute an operator on terms of sums, if it is linear in them or moves their elements only."""
+    """Compute an operator on terms of sums, if it is linear in them or only moves their elements."""
     [op, *others] = {states[n] for n in terms}
     groups = [*([set(g) for g in rule.linear] if op == Partial("sum") else []), {*rule.moves}]
     for group in groups:
-        # What is whole among them counts once: it is a term of the first microbatch, and zero in the others.
+        # A whole operand in the group counts once: it is a term of the first microbatch, and zero in the others.
         if not others and terms <= group and (terms == group or op == Partial("sum")):
             return Step("each", [op if n in group else s for n, s in enumerate(states)], [op] * len(rule.results), rule)
     raise NotCut(f"{_place(eqn)} needs a sum over the whole batch")
 
 
 def _masks(step: Step, states: list[State]) -> bool:
-    """Whether a step makes a whole operand a term of a sum. After the loop there is no need for that."""
+    """Whether a step turns a whole operand into a term of a sum, which is not needed after the loop."""
     return any(isinstance(a, Whole) and isinstance(b, Partial) for a, b in zip(states, step.operands, strict=True))
 
 
