@@ -17,14 +17,14 @@ _WINDOWED = {
     "tpu": ("xla_jf_spmd_threshold_for_windowed_einsum_mib", True),
     "cuda": ("xla_gpu_threshold_for_windowed_einsum_mib", False),
 }
-"""Platform -> the option above whose MiB products become collective matmuls, and whether they do by default."""
-_NO_PRODUCT_MIB = 100_000  # so large a threshold turns it off: XLA's own default for GPUs
+"""Platform -> the option with the MiB above which products become collective matmuls; whether they do by default."""
+_NO_PRODUCT_MIB = 100_000  # a threshold this large turns it off; it is XLA's default for GPUs
 
 
 def effect_notes(
     overlap: ModuleOverlap, layout: Layout, target: Target, *, sequential: bool, updated: tuple[int, ...] = ()
 ) -> list[str]:
-    """Return a note for each entry that changes nothing, or not all that it names.
+    """Return a note for each entry that changes nothing, or only a part of what it names.
 
     Args:
         overlap: the words of `overlap=`.
@@ -44,7 +44,7 @@ def effect_notes(
             if not (word == ON and (pattern, kind) in overlap.overriding):
                 notes.append(f"{entry} changes nothing: {reason}")
         elif (kind, word) == (MATMUL, ON):
-            notes.append(f"{entry}: the estimate does not count what the products hide of their permutes")
+            notes.append(f"{entry}: the estimate does not count how much of the permutes the products hide")
         if kind == GATHER and word == OFF and named & late:
             notes.append(f"{entry} does not concern the gathers after the update, which the compiler schedules")
     return notes
@@ -53,7 +53,12 @@ def effect_notes(
 def _changes(
     overlap: ModuleOverlap, layout: Layout, target: Target
 ) -> tuple[dict[tuple[str, str], set[int]], set[int], dict[int, set[str]]]:
-    """What an entry can change: (kind, word) -> parameters; those gathered; gradient's parameter -> its collectives."""
+    """Find what entries can change.
+
+    Returns:
+        (kind, word) -> the parameters that it changes; the parameters that are gathered; parameter -> the kinds of
+        collectives that reduce its gradient.
+    """
     changed: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     gathered: set[int] = set()
     reduced: defaultdict[int, set[str]] = defaultdict(set)
@@ -100,7 +105,7 @@ def _reason(
     """Why an entry changes nothing; empty if it changes something."""
     chip, name = target.chip, target.name
     if not named:
-        return "later entries, or paths without a glob, set all parameters that it names"
+        return "later entries, or exact paths, override it for all parameters that it names"
     if kind == GATHER:
         if not named & gathered:
             return "no operator gathers these parameters"

@@ -1,8 +1,8 @@
 """What `overlap=` changes at one operator: which of its collectives are written out, and how.
 
 alone      no product runs beside the collective (`gather` or `reduce` is "off")
-explicit   the collective stands apart from the product, so that the partitioner makes no collective matmul of them
-           (`matmul` is "off")
+explicit   the collective is written out, which keeps the partitioner from making a collective matmul of it and the
+           product (`matmul` is "off")
 ring       the product runs in parts, beside the permutes that replace the collective (`matmul` is "on")
 """
 
@@ -95,8 +95,8 @@ def gathered_axes(stored: Spec, wanted: Spec) -> list[tuple[int, tuple[str, ...]
 def ring_of(layout: Layout, op: Op, strategy: OperatorStrategy) -> Ring | None:
     """Return the product in parts that replaces a collective of a product; None if there is none.
 
-    A sum over one mesh axis that shards the result, or else the gather of one operand over one mesh axis, of a computed
-    one rather than of a parameter.
+    It replaces a sum over one mesh axis that shards the result, or else the gather of one operand over one mesh axis.
+    The gather of a computed operand is preferred to that of a parameter.
     """
     rule = op.rule
     assert rule is not None

@@ -1,4 +1,4 @@
-"""The time of the collectives of each module: what compute hides of it, and what is exposed.
+"""The time of the collectives of each module: how much of it compute hides, and how much is exposed.
 
 A module is a parameter, or the same parameter of all layers (`ModuleOverlap.module`). Its collectives are the gathers
 of the parameter, the reductions of its gradient, and those of the activations of its products.
@@ -26,7 +26,7 @@ _SHOWN = 16  # modules that a report lists; chosen
 
 
 def module_of(overlap: ModuleOverlap, op: Op, array: int) -> tuple[str, str] | None:
-    """Return the module and the kind of a collective that moves an operand, or as -1, -2, ... a result."""
+    """Return the module and the kind of a collective that moves an operand, or a result (`array` -1, -2, ...)."""
     value = op.operands[array] if array >= 0 else op.results[-1 - array]
     if array >= 0 and overlap.source(value) in overlap.paths:
         return overlap.module(overlap.source(value)), GATHER
@@ -72,7 +72,7 @@ def has_scope(name: str) -> bool:
 
 
 def gather_scope(name: str) -> str:
-    """The scope of a gather of the parameter whose module the origin of its product names; empty if it names none."""
+    """The scope of a gather whose product has an origin that names a module; empty if the origin names none."""
     scopes = _SCOPE.findall(name)
     return f"overlap[{scopes[-1][0]}:{GATHER}]" if scopes else ""
 

@@ -155,7 +155,7 @@ class ModuleOverlap:
 
     @cached_property
     def synchronous(self) -> dict[bool, np.ndarray]:
-        """Whether it is for gathers -> for each operator, in the order of the program, whether compute hides none."""
+        """For gathers (True) and reductions (False), a mask of the operators whose collectives compute cannot hide."""
         ops = list(self.axes.program.ops())
         return {
             True: np.array([bool(self.operands(op, GATHER, OFF)) for op in ops], bool),

@@ -37,7 +37,7 @@ def test_entries_with_an_effect_have_no_such_note():
 
 def test_an_entry_that_others_replace():
     (note,) = notes({"1/up": {"gather": "off"}, "*": {"gather": "off"}, "*/*": {"gather": "off"}})
-    assert note.startswith("overlap '*': gather=off changes nothing: later entries, or paths without a glob")
+    assert note.startswith("overlap '*': gather=off changes nothing: later entries, or exact paths")
 
 
 def test_gathers_after_the_update():
