@@ -1,8 +1,8 @@
-"""Collectives that are written out at some operators, as `overlap=` asks (`overlap.marks`).
+"""Collectives that are written out at some operators, as `overlap=` requests (`overlap.marks`).
 
-A collective that no product may run beside gets a scheduling group of its own. XLA's schedulers keep the instructions
-of a group together, so the collective ends before anything else starts, and no other instruction depends on it more
-than before. Unlike a barrier, a group is an attribute of the instruction: no option removes it.
+A collective beside which no product may run gets a scheduling group of its own. XLA's schedulers keep the instructions
+of a group together, so the collective ends before anything else starts. No dependence is added to other instructions.
+Unlike a barrier, a group is an attribute of the instruction, and no option removes it.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class ModuleCollectives:
             return run_on_shards(
                 rule, body, avals, self.mesh, factors, wants, *args, reducing=lambda: self.alone(is_alone)
             )
-        turned = replace(rule, results=(tuple(rule.results[0][d] for d in permutation),))
+        transposed = replace(rule, results=(tuple(rule.results[0][d] for d in permutation),))
         shape = jax.ShapeDtypeStruct(tuple(avals[0].shape[d] for d in permutation), avals[0].dtype)
         (result,) = run_on_shards(
-            turned, lambda shard, *shards: [lax.transpose(body(shard, *shards)[0], permutation)], [shape], self.mesh,
-            factors, [tuple(wants[0][d] for d in permutation)], *args, reducing=lambda: self.alone(is_alone),
+            transposed, lambda shard, *shards: [lax.transpose(body(shard, *shards)[0], permutation)], [shape],
+            self.mesh, factors, [tuple(wants[0][d] for d in permutation)], *args, reducing=lambda: self.alone(is_alone),
         )  # fmt: skip
         return [lax.transpose(result, [permutation.index(d) for d in range(len(permutation))])]
 

@@ -1,4 +1,4 @@
-"""How arrays are placed otherwise than a plan has them, path by path, for error messages."""
+"""Where the placements of arrays differ from the plan, path by path, for error messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def placement_differences(paths: Sequence[str], leaves: Sequence[Any], planned: 
 
     Args:
         paths: the path of each leaf.
-        leaves: arrays, or shapes with shardings. `jax.jit` moves arrays that are not committed to their device.
+        leaves: arrays, or shapes with shardings. Arrays that are not committed to a device are never misplaced, because
+            `jax.jit` moves them.
         planned: the planned sharding of each leaf.
     """
     return first_few(

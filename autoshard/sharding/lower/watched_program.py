@@ -1,8 +1,8 @@
-"""A jitted program whose compilations keep XLA's remarks off the terminal, the first one and later ones.
+"""A jitted program whose compilations, first and later ones, print no remarks of XLA on the terminal.
 
-JAX compiles a program again if the current mesh, a setting that changes nothing in the plan, or the kind of an argument
-(a NumPy array) is another one, or if its caches were cleared. A later call costs a thread-local flag more than the
-jitted program. Descriptor 2 is redirected only once JAX is about to compile.
+JAX compiles a program again if its caches were cleared, or if one of these changes: the current mesh, a setting that
+does not affect the plan, or the kind of an argument (a NumPy array). Later calls only set a thread-local flag. File
+descriptor 2 is redirected only when JAX is about to compile.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autoshard.sharding.lower.compiler_remarks import Redirected, kept_remarks, 
 from autoshard.sharding.lower.executable import lower_as_planned
 from autoshard.sharding.program.tracing import Traced
 
-# The call of a planned program that this thread is in: `is_later` if the program was compiled before, and `redirected`,
-# the redirection, once JAX has begun to compile.
+# This thread's current call of a planned program. `is_later`: whether the program was compiled before.
+# `redirected`: the redirection of file descriptor 2; None until JAX begins to compile.
 _CALL = threading.local()
 
 

@@ -2,13 +2,13 @@
 
 A parameter that is stored in shards is gathered where an operator uses it. Compilers may start such gathers at any
 earlier time, and then hold many whole parameters at once. `optimization_barrier` does not prevent this: some published
-sets of compiler options remove barriers. Here the order is a dependence of the data: the shard of a parameter is
-combined with one element of the result of an earlier use, so that no compiler can gather it before. The values do not
-change: the bits of the shard are xor-ed with t (t + 1) mod 2, which is 0 for every integer t, but compilers do not know
-this. It costs one read and write of the shard.
+sets of compiler options remove barriers. Here the order is a data dependence: the shard of a parameter is combined with
+one element of the result of an earlier use, so no compiler can gather it before that use. The values do not change: the
+bits of the shard are xor-ed with t (t + 1) mod 2. This is 0 for every integer t, but compilers do not know it. It costs
+one read and write of the shard.
 
-The gather for a use waits for the last use but one. So at most two gathered parameters are held: the one in use, and
-the next, whose gather runs meanwhile.
+The gather for a use waits for the end of the last use but one. So at most two gathered parameters are held: the one in
+use, and the next one, whose gather runs meanwhile.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class GatherOrder:
     def cast(self, before: Any, after: Any) -> None:
         """Let gathers wait for the cast of a result instead of the result itself.
 
-        Else the result would have a second user, and XLA could not cast a table before it gathers it for a lookup.
+        Otherwise the result would have a second user, and XLA could not cast a table before it gathers it for a lookup.
         """
         self._uses = [(after if x is before and has_bits(after) else x, spec) for x, spec in self._uses]
 
     def after_last_but_one(self, shard: Any, spec: Spec) -> Any:
-        """Return a stored parameter, with this sharding, that is not there before the last use but one."""
+        """Return a stored parameter, with this sharding, that depends on the last use but one."""
         return self._after(shard, spec, 2)
 
     def after_last(self, shard: Any, spec: Spec) -> Any:
-        """Return a stored parameter, with this sharding, that is not there before the last use."""
+        """Return a stored parameter, with this sharding, that depends on the last use."""
         return self._after(shard, spec, 1)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep the uses of a body that has a trace of its own separate: values of another trace cannot be used."""
+        """Keep the uses of a body with its own trace apart, because values of one trace cannot be used in another."""
         outside, self._uses = self._uses, []
         try:
             yield
@@ -81,14 +81,14 @@ class GatherOrder:
 
 
 def after(mesh: Any, shard: Any, spec: Spec, earlier: Any, earlier_spec: Spec) -> Any:
-    """Return a stored parameter that no device has before its shard of `earlier`.
+    """Return a stored parameter that depends, on each device, on the device's shard of `earlier`.
 
     Args:
         mesh: the mesh of devices.
         shard: the parameter.
         spec: its sharding.
         earlier: another value.
-        earlier_spec: the sharding of that.
+        earlier_spec: the sharding of `earlier`.
     """
     stored, other = to_partition_spec(spec), to_partition_spec(earlier_spec)
 
@@ -106,7 +106,7 @@ def after(mesh: Any, shard: Any, spec: Spec, earlier: Any, earlier_spec: Spec) -
 
 
 def _dependent(shard: jax.Array, earlier: jax.Array) -> jax.Array:
-    """Return `shard`, computed from one element of `earlier` too."""
+    """Return `shard`, with a data dependence on one element of `earlier`."""
     element = lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim).reshape(())
     t = _bits(element).astype(jnp.uint32)
     zero = (t * (t + 1)) & 1

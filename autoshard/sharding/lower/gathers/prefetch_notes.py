@@ -21,7 +21,7 @@ HIDDEN = "its products hide these gathers"
 def prefetch_notes(
     layout: Layout, prices: LinkPrices, early: frozenset[tuple[int, int]], path_of: Callable[[int], str]
 ) -> Iterator[str]:
-    """Yield a sentence for each scan that gathers, and one for all written-out layers; or one that nothing is early.
+    """Yield a sentence for each scan that gathers, and one for all written-out layers; or only `NOTHING`.
 
     Args:
         layout: the layout.

@@ -1,9 +1,9 @@
 """Written-out layers that gather parameters while the layer before them computes: `gather="prefetch"`.
 
-What is early (`cost.gathers.early_gathers`) is gathered outside of a rematerialized part of the program, because all of
-that part waits for its operands. Where no loop forces an order, compilers may gather parameters much earlier than they
-are needed, and then hold many of them. So the early gathers of a layer wait for the input of the layer before it, by a
-dependence of the data (`gather_order`), and for nothing later. What is not early is left to the compiler.
+Early gathers (`cost.gathers.early_gathers`) are placed outside of rematerialized parts of the program, because such a
+part starts only when it has all its operands. Where no loop forces an order, compilers may gather parameters much
+earlier than they are needed, and then hold many of them. So the early gathers of a layer have a data dependence
+(`gather_order`) on the input of the layer before it, and on nothing later. The compiler schedules all other gathers.
 """
 
 from __future__ import annotations
