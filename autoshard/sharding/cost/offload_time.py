@@ -5,11 +5,10 @@
                straight code
     exposed  = max(0, busy - compute of the same body or stretch)
 
-The link carries both directions at once. A transfer runs beside the compute of the loop body, or of the straight code,
-that it is in, since compilers start it there and wait for it there. The body of a loop within it does not count: it is
-a stretch of its own. Where a stretch holds the forward and the backward pass, as with unrolled layers, transfers of
-both directions may hide behind all of it. The compiler's own schedule of transfers is in the audit
-(`hlo.host_transfers`).
+The link carries both directions at once. Compilers start a transfer, and wait for its end, in the loop body or straight
+code that contains it. So only the compute there can hide it. A nested loop body does not count: it is a stretch of its
+own. If one stretch contains the forward and the backward pass, as with unrolled layers, all of its compute may hide
+transfers of both directions. The compiler's own schedule of transfers is in the audit (`hlo.host_transfers`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ gathered over each mesh axis that no longer shards the same logical axis. The co
 axis then shards another logical axis of the same tensor.
 
 Times are those of the device. TPU compilers estimate cycles, too. For kernels that only read and write memory, their
-estimates are two to five times as long, by a factor that follows no rule (`benchmarks/compiler_cycles.py`).
+estimates are two to five times as long, by an irregular factor (`benchmarks/compiler_cycles.py`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class CostModel:
             state: pairs (input, output) of its state.
             distinct: inputs that layouts distinguish from similar ones.
             gather: the order of gathers of parameters, see `ShardingPlan`.
-            synchronous: for gathers (True) and reductions, whether compute hides none of each operator's.
+            synchronous: for gathers (True) and reductions (False), a mask of the operators whose collectives compute
+                cannot hide.
         """
         self.axes, self.roles, self.target, self.state = axes, roles, target, tuple(state)
         self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
@@ -148,7 +149,7 @@ class CostModel:
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
         gathered: dict[Any, Gathered] = {}
         sequential = self.gather == SEQUENTIAL
-        in_order: list[LiveBuffers] = []  # of gathers one after another: each serves one operator
+        in_order: list[LiveBuffers] = []  # of sequential gathers: each serves one operator
         canonical, assignment = CanonicalLayout(layout, self.queries), self.target.assign(layout.mesh)
         for number, each in enumerate(self.classes):
             price, names = self._price(number, each, canonical)
@@ -206,7 +207,7 @@ class CostModel:
         """Add the operands that an operator class moves to `buffers`.
 
         Returns:
-            The numbers of the first operators that take those that were not there yet.
+            For each operand that was not in `buffers` yet, the number of the first operator that takes it.
         """
         new, extra = [], move.local_bytes + move.wire_bytes if move.kind == "all-gather" else 0.0
         for some in operands:
@@ -323,7 +324,7 @@ class CostModel:
     def _plain_moves(
         self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], result_specs: Sequence[Spec]
     ) -> tuple[Move, ...]:
-        """Return the reshards of activations for the result of an operator that is not a decision point."""
+        """Return the reshards of activations at an operator that is not a decision point."""
         batch, moves = self.roles.batch, []
         if not op.results or not any(batch in dim for v in op.results for dim in self.axes.of_value[v]):
             return ()

@@ -1,7 +1,7 @@
 """The stretches of a program: each loop body is one, and the code outside of all loops is one.
 
 Compilers move asynchronous transfers only within their stretch. So only the compute of the same stretch can hide them.
-Calls and branches belong to the code around them. The body of a loop within a stretch does not count to it.
+Calls and branches belong to the code around them. The body of a loop within a stretch is not a part of it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class StretchTimes:
 
     @cached_property
     def _ended(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the operators that take time: the compute of their stretch until they end, and their own."""
+        """For the operators that take time: the compute of their stretch up to their end, and their own compute."""
         _, classes, stretch = self.stretches.timed
         own = np.asarray(self.times_us, float)[classes]
         ended = np.cumsum(own)

@@ -4,16 +4,16 @@ In scans (`lower.gathers.prefetched_scan`), a layer is one iteration. In written
 (`lower.gathers.prefetched_layers`), it is the operators between two uses of the same kind of parameters
 (`layout.unrolled_layers`).
 
-Early are the gathers that the products of their own layer do not hide: those of the operators that run first. All
-others would take memory for a second layer, and a copy into the carry of a loop, to no use. Only products count,
-because XLA:TPU runs gathers beside products: with four layers of Llama-7B, compiled for v5e:2x4, the first gather of
-each loop body runs alone, although the norm before it takes half of its time. Where the compiler runs no gather beside
-compute (`machines.options.asynchronous`), none is early. A gather that the forward and the backward pass share in
-straight code is not early either: there it would run twice.
+A gather is early if the products of its own layer do not hide it, as for the operators that run first. To gather the
+others early would take memory for a second layer and a copy into the carry of a loop, and save nothing. Only products
+count, because XLA:TPU runs gathers beside products only: with four layers of Llama-7B, compiled for v5e:2x4, the first
+gather of each loop body runs alone, although the norm before it takes half of its time. Where the compiler runs no
+gather beside compute (`machines.options.asynchronous`), none is early. In straight code, a gather that the forward and
+the backward pass share is not early either, because it would then run twice.
 
-The early gathers of one iteration run beside all compute of the iteration before it. Each time a loop starts, the first
-ones have nothing beside which they can run, and the last iteration gathers once more than is needed. The loop holds the
-gathered parameters of two iterations. A compiler cannot write the next ones over those in use, so it copies them:
+The early gathers of one iteration run beside all compute of the iteration before it. Each time a loop starts, its first
+gathers are exposed. Its last iteration gathers parameters that nothing uses. The loop holds the gathered parameters of
+two iterations. A compiler cannot write the next ones over those in use, so it copies them:
 
     copy_us = 2 x gathered bytes / bandwidth in every iteration
 """
@@ -48,11 +48,11 @@ class Loop:
     """A scan, or a written-out layer.
 
     Attributes:
-        number: the number of the scan, counted as in `Program.ops`; -1 - its number among the stages for a layer.
-        first: the number of the first operator from which the early gathers are held: the scan, or the first one of
-            the stage before.
-        begin: the number of the first operator in it.
-        last: the number of the last one.
+        number: for a scan, its number in `Program.ops`; for a layer, -1 - its number among the stages.
+        first: the number of the operator from which its early gathers are held: the scan itself, or the first operator
+            of the stage before.
+        begin: the number of its first operator.
+        last: the number of its last operator.
         starts: how often it starts in a step.
     """
 
@@ -146,7 +146,7 @@ class EarlyGathers:
 
     def _in_scans(self, cost: StepCost, gathered: Sequence[Gathered], products: StretchTimes) -> frozenset[EarlyValue]:
         """Return what scans gather early, as (number of the scan, value)."""
-        waiting = None  # where compute hides nothing, everything waits
+        waiting = None  # None: compute hides nothing, so every operator waits for its gathers
         if cost.overlap is not None:
             overlap = Overlap([c.place for c in cost.collectives], products)
             waiting = overlap.waiting([c.once_us for c in cost.collectives])
@@ -192,7 +192,7 @@ class EarlyGathers:
         return replace(each, count=count, time_us=each.once_us * count, exposed_us=each.once_us * count, place=place)
 
     def _held(self, each: Gathered, values: frozenset[int], layers: frozenset[EarlyValue]) -> list[LiveBuffers]:
-        """Return the buffers of a gathered operand as they are held: through a whole scan, and for two iterations."""
+        """Return the buffers of a gathered operand; those of a scan are held for all of it, twice (two iterations)."""
         operands = [self._ops[op].operands[each.array] for op in each.ops.tolist()]
         first = each.buffers.first
         if layers:

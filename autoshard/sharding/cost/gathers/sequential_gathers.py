@@ -1,6 +1,6 @@
 """Memory of parameters that are gathered one after another (`lower.gathers.gather_order`).
 
-A gathered parameter is held from the beginning of the use before its own until its own has ended.
+A gathered parameter is held from the beginning of the previous use to the end of its own use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def gathered_one_ahead(buffers: Sequence[LiveBuffers], stretch_of: np.ndarray) -
 
     Args:
         buffers: the buffers; their ranges are the operators that use them.
-        stretch_of: for each operator, the number of its stretch. The first use of a stretch has none before it.
+        stretch_of: for each operator, the number of its stretch. The first use in a stretch has no use before it.
     """
     if not buffers:
         return []
