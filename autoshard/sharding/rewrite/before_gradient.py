@@ -1,4 +1,4 @@
-"""`replace_kernels`: puts kernels in the place of attention in a function that is differentiated later.
+"""`replace_kernels`: replaces attention by kernels in a function that is differentiated later.
 
 A region may have derivatives of its own (`stop_gradient`, `custom_jvp`). So it is differentiated alone, and the proof
 covers its result and the gradients of q, k and v, as in a step that is already differentiated.
@@ -34,11 +34,11 @@ from autoshard.sharding.rewrite.values import Frame, Graph, Value, graph_of
 
 
 def replace_kernels(fn: Callable[..., Any], *, kernels: KernelWord = "auto") -> Callable[..., Any]:
-    """Return a function with kernels in the place of its attention, to be differentiated.
+    """Return a function whose attention is replaced by kernels, to be differentiated.
 
     Use it on a loss before `jax.grad`. `auto_shard(step, kernels="auto")` does the same for a whole step that is
-    already differentiated. The kernel is that of the platform that the function is traced for. The bits of the results
-    change.
+    already differentiated. The kernel is that of the platform that the function is traced for. Results are not bitwise
+    equal to those of `fn`.
 
     Args:
         fn: a function of pytrees of arrays.
@@ -48,8 +48,8 @@ def replace_kernels(fn: Callable[..., Any], *, kernels: KernelWord = "auto") -> 
         The function. Its attribute `kernels` lists what the last trace found, replaced or left.
 
     Raises:
-        PlanError: `fn` is no function, or the word is unknown; or, when the function is called, `kernels` is "require"
-            and something is left.
+        PlanError: `fn` is not a function, or the word is unknown. Calls raise it too, if `kernels` is "require" and
+            something is left.
 
     >>> import jax.numpy as jnp
     >>> def loss(q, k, v):
@@ -92,7 +92,7 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
             one = attention_of(found, {})
             check_kernel(one, kernel)
             records.append(replaced(kernel, found, _replace(edits, graph, one, kernel)))
-        except Exception as error:  # a fault of the matcher costs this attention, not the function
+        except Exception as error:  # if the matcher fails, only this attention is left
             records.append(left(kernel, found, error))
     return edits, closed, grouped(records)
 
@@ -105,10 +105,10 @@ def _replace(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel) ->
             raise Refused("it is in a function with a derivative of its own")
         reads = [frame.places.get(value) for value in (one.found.q, one.found.k, one.found.v)]
         if any(place is None or place[0] >= position for place in reads):
-            raise Refused("its operands are not where the kernel has to stand")
+            raise Refused("its operands are not available where the kernel has to run")
         places.append((frame, position, [place[1] for place in reads if place is not None]))
     if not places:
-        raise Refused("its result is computed nowhere")
+        raise Refused("no equation computes its result")
     proven = one
     for frame, position, variables in places:
         proven = _differentiated(frame, position, variables)

@@ -1,11 +1,11 @@
-"""The edits that put a kernel's two operators in the place of a recognised attention.
+"""The edits that replace a recognised attention by the two operators of a kernel.
 
     forward    where the program computes the result: `out, log_sum = forward(q, k, v)`
     backward   where it computes the gradients: `d_q, d_k, d_v = gradients(q, k, v, out, log_sum, d_out)`
 
-If both stand in one frame (unrolled layers), the backward operator takes the variables of the forward one. In a frame
-under `remat2` the forward operator runs again, as everything else there. Otherwise the forward scan stacks `out` and
-`log_sum`, and the backward scan takes them slice by slice. What computed the weights is then dead.
+If both are in one frame (unrolled layers), the backward operator takes the variables of the forward one. In a frame
+under `remat2` the forward operator runs again, like everything else there. Otherwise the forward scan stacks `out` and
+`log_sum`, and the backward scan takes them slice by slice. The operators that computed the weights are then dead code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def edit_attention(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kern
     """Add the edits of one attention to those of a program. If it raises, `edits` are unchanged.
 
     Raises:
-        Refused: the operands are not where the operators have to stand.
+        Refused: the operands are not available where the operators are inserted.
     """
     plan = _Placement(graph, one, kernel, number)
     plan.place()
@@ -40,7 +40,7 @@ def edit_attention(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kern
 
 
 class _Placement:
-    """Where the operators of one attention stand."""
+    """Where the operators of one attention are inserted."""
 
     def __init__(self, graph: Graph, one: Attention, kernel: Kernel, number: int):
         self.graph, self.one = graph, one
@@ -55,7 +55,7 @@ class _Placement:
         one = self.one
         forward = self.graph.computing(one.out)
         if not forward:
-            raise Refused("its result is computed nowhere")
+            raise Refused("no equation computes its result")
         frames = {frame: position for frame, position in reversed(forward)}
         if any(frame.is_in_call for frame in frames):
             raise Refused("it is in a function with a derivative or shardings of its own")
@@ -76,7 +76,7 @@ class _Placement:
         self.backward(frame, first, positions)
 
     def backward_place(self) -> tuple[Frame, int, list[int]]:
-        """Return the frame of the gradients, where their operator stands, and the equations that it replaces."""
+        """Return the frame of the gradients, the position of their operator, and the equations that it replaces."""
         assert self.one.gradients is not None
         places = [self.graph.computing(value) for value in self.one.gradients.present]
         if any(len(some) != 1 for some in places) or len({some[0][0] for some in places}) != 1:
@@ -93,7 +93,7 @@ class _Placement:
         for value in values:
             place = frame.places.get(value)
             if place is None or place[0] >= before:
-                raise Refused(f"{value.aval.dtype}{list(value.shape)} is not there where the kernel has to stand")
+                raise Refused(f"{value.aval.dtype}{list(value.shape)} is not available where the kernel has to run")
             found.append(place[1])
         return found
 
@@ -118,16 +118,16 @@ class _Placement:
         self.skipped += [(frame.path, position) for position in positions]
 
     def carry_over(self, forward: dict[Frame, int], backward: Frame) -> None:
-        """Let the forward scan stack what the backward scan takes."""
+        """Make the forward scan stack `out` and `log_sum`, and the backward scan take them."""
         sources = [f for f in forward if f.kind == "scan" and f.parent is backward.parent]
         if backward.kind != "scan" or len(sources) != 1 or sources[0].path > backward.path:
-            raise Refused("its forward and backward pass do not stand in a pair of scans")
+            raise Refused("its forward and backward pass are not in a pair of scans")
         self.exports.append((sources[0].path, [*self.keys]))
         self.imports.append((backward.path, [*self.keys]))
 
 
 def _forward(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
-    """Return the result in the program's order of dimensions, and what the backward operator takes."""
+    """Return the result in the program's order of dimensions, and the two arrays that the backward operator takes."""
     folded = [one.folds[name].fold(x) for name, x in zip("qkv", (q, k, v), strict=True)]
     out, log_sum = forward_pass(kernel, one.proof.softmax, *folded)
     return one.folds["out"].unfold(out, one.out.shape).astype(one.out.aval.dtype), out, log_sum

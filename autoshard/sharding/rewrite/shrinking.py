@@ -1,7 +1,7 @@
 """Evaluates slices of a program on small arrays, in float64, through the rules' `local`.
 
-Shapes are fixed in a jaxpr. The rules of the operators join the dimensions of all values of the slices into axes, a
-small divisor is chosen for the size of each, and every operator is evaluated as on one shard of that size.
+A jaxpr has fixed shapes. The rules of the operators join the dimensions of all values of the slices into axes. Each
+axis gets a small divisor of its size, and every operator is evaluated as on one shard of these sizes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SmallShapes:
         axes: value -> the axes of each of its dimensions.
         small: axis -> its small size.
 
-    With `lenient`, operators without a rule are no error; their values cannot be evaluated.
+    With `lenient`, operators without a rule are not an error, but their values cannot be evaluated.
     """
 
     def __init__(self, inner: Sequence[Value], others: Iterable[Value] = (), *, lenient: bool = False):
@@ -57,7 +57,7 @@ class SmallShapes:
             except Refused:
                 if not lenient:
                     raise
-                # To say where something is: operators without a rule keep the dimensions of operands of their shape.
+                # Assume that the operator keeps the dimensions of operands of its shape, to locate values only.
                 for operand in value.operands:
                     if operand.shape == value.shape:
                         for a, b in zip(dims[numbers[operand]], dims[numbers[value]], strict=True):
@@ -87,10 +87,10 @@ class SmallShapes:
         return tuple(math.prod(self.small[a] for a in dim) for dim in self.axes[value])
 
     def evaluate(self, inner: Sequence[Value], known: Mapping[Value, Any]) -> dict[Value, Any]:
-        """Evaluate the values of a slice from those before it, which have their small shapes.
+        """Evaluate the values of a slice from known values, which have their small shapes.
 
         Raises:
-            Refused: an operator has another shape on a shard than its rule says.
+            Refused: on a shard, a result has another shape than the rule of its operator gives.
         """
         env = dict(known)
         for value in inner:
