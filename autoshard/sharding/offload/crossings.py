@@ -1,13 +1,13 @@
 """Finds the values that a forward pass leaves for its backward pass, and the words of `offload=` that move them.
 
     crosses(v)   = an equation of the forward pass makes v, and an equation of the backward pass takes it
-    word of v    = a name that `checkpoint_name` gave to v, or to a value of which v is a cast or another shape;
-                   `residual`, if v is the carry with which an iteration of a scan over parameters begins
+    word of v    = a name that `checkpoint_name` gave to v, or to a value that v equals up to casts and reshapes;
+                   `residual`, if v is the carry at the beginning of an iteration of a scan over parameters
 
 In straight code v is a variable of one jaxpr. In scanned code it is an output of the forward scan's body, and the stack
 of all iterations is a result of the forward scan that the backward scan takes slice by slice. The two passes stand in
-one jaxpr: the step's, or the body of a loop over microbatches. Under `jax.checkpoint` a value that is computed again
-does not cross.
+one jaxpr: the step's, or the body of a loop over microbatches. A value that `jax.checkpoint` recomputes does not
+cross.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Crossings:
         edits: the changes that move the chosen values.
         nbytes: word -> bytes of its moved values in one step, before sharding.
         reasons: word -> why some of its values that cross stay on the device.
-        in_scans: word with a slice over layers -> the scans of which it cannot select iterations.
+        in_scans: word with a slice over layers -> the scans in which it cannot select iterations.
         names: the names that `checkpoint_name` gave, anywhere in the program.
         recomputed: the names of values that `jax.checkpoint` computes again.
         has_backward: whether the program has a backward pass.
@@ -139,7 +139,7 @@ class _Level:
             if not words or self.is_small(words, source):
                 continue
             if any(not _compat.is_transposed(user) for user in self.users[var]) or var in self.jaxpr.outvars:
-                self.refuse(words, "the forward pass, or a result of the step, takes the stack of all layers too")
+                self.refuse(words, "the forward pass, or a result of the step, uses the stack of all layers too")
                 continue
             if not stored[source]:
                 self.count(words, nbytes(var.aval))
@@ -149,7 +149,7 @@ class _Level:
             edits.inner[id(eqn), 0] = Edits(canonical)
 
     def is_over_parameters(self, eqn: Any, first: int) -> bool:
-        """Whether a scan runs over stacked parameters: a floating input from outside, in another type or shape."""
+        """Whether a scan runs over stacked parameters: floating-point inputs of the jaxpr, up to casts and reshapes."""
         for atom in eqn.invars[first:]:
             while not isinstance(atom, _compat.Literal) and (made_by := self.made_by.get(atom)) is not None:
                 if made_by.primitive.name not in (*_SAME_VALUE, "name", "slice", "sharding_constraint"):
@@ -161,7 +161,7 @@ class _Level:
         return False
 
     def chosen_words(self, names: Iterable[str], var: Any) -> list[str]:
-        """The words that mean a value of straight code with these names."""
+        """The words that select a value of straight code with these names."""
         if self.words is None:
             return sorted(names)
         return [
@@ -171,7 +171,7 @@ class _Level:
         ]
 
     def stacked_words(self, names: Iterable[str], scan: Any) -> list[str]:
-        """The words that mean a value with these names in each iteration of a scan."""
+        """The words that select a value with these names in each iteration of a scan."""
         if self.words is None:
             return sorted(names)
         found = [word for word in self.words if any(map(word.names, names))]
@@ -190,7 +190,7 @@ class _Level:
         if nbytes(var.aval) >= SMALLEST_BYTES and not _compat.is_extended(var.aval.dtype):
             return False
         size = nbytes(var.aval)
-        self.refuse(words, f"it has {size} bytes, and less than {SMALLEST_BYTES} are not worth a transfer")
+        self.refuse(words, f"it has {size} bytes; fewer than {SMALLEST_BYTES} are not worth a transfer")
         return True
 
     def count(self, words: list[str], size: float) -> None:

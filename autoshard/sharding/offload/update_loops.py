@@ -1,8 +1,9 @@
-"""Turns the update of a stacked parameter into a loop over its layers, so that one layer's moments are on the device.
+"""Turns the update of a stacked parameter into a loop over its layers.
 
-Compilers start a copy from the host as early as its operands allow. In straight code all moments would come at the
-beginning of the step, and all new ones would wait for their way back: more device memory than without offload. In the
-body of a loop a slice comes when its iteration begins.
+The device then holds the moments of one layer at a time. Compilers start a copy from the host as early as its operands
+allow. In straight code, all old moments would arrive at the beginning of the step, and all new ones would wait for
+their transfer to the host. That takes more device memory than a step without offload. In a loop, a slice arrives when
+its iteration begins.
 
 The equations that make a parameter's new value become a loop if each of them works element by element on arrays of the
 parameter's shape and on scalars. Equations between scalars are evaluated before the loop.
@@ -85,7 +86,7 @@ def evaluate_slice(loop: UpdateLoop, env: dict[Any, Any]) -> None:
 
     Args:
         loop: the loop.
-        env: the scalars, and the layer's slice of each stacked variable; gets what the equations make.
+        env: the scalars, and the layer's slice of each stacked variable. The results of the equations are added.
     """
     for eqn in loop.eqns:
         args = [v.val if isinstance(v, _compat.Literal) else env[v] for v in eqn.invars]

@@ -85,7 +85,7 @@ def test_a_stack_that_the_step_returns_stays() -> None:
         return jnp.sum(x**2) + jnp.sum((stack @ w) ** 2), stack
 
     found = crossings(jax.value_and_grad(loss, has_aux=True), jnp.ones((3, 64, 64)), jnp.ones((64, 64)))
-    assert "takes the stack of all layers too" in found.reasons["h"][0]
+    assert "uses the stack of all layers too" in found.reasons["h"][0]
     # Up to JAX 0.10 the scan's own residual is another stack, which moves. Later it is the one that stays.
     assert found.nbytes["h"] in (0.0, 4.0 * 3 * 64 * 64)
 
