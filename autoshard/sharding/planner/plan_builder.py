@@ -106,7 +106,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
 
 
 def _module_times(problem: PlanningProblem, best: Candidate) -> ModuleTimes:
-    """The times of the collectives of each module, if there is a table of `overlap=`."""
+    """The times of the collectives of each module; empty without `overlap=`."""
     if problem.overlap is None:
         return {}
     stretches = problem.cost.stretches
@@ -181,7 +181,7 @@ def _gather_notes(problem: PlanningProblem, best: Candidate) -> list[str]:
 
 
 def _padding(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> tuple[Padding, ...]:
-    """What padding axes that do not divide would save, for this plan and, if plans were searched, for others."""
+    """How much padding of indivisible axes would save, for this plan and, if plans were searched, for others."""
     idle = []
     if problem.searched and not any(c.layout.fixed for c in others):
         idle = idle_layouts(problem.axes, problem.roles, problem.machine.target.devices, problem.machine.sizes)

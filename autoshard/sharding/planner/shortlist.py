@@ -33,10 +33,10 @@ class Shortlist:
     over: tuple[float, ...] = ()
 
     def beyond(self, ranked: Iterable[Ranked], limit: float, most_us: float) -> list[Ranked]:
-        """For each multiple in `over`, the fastest candidate whose bytes exceed the limit, but not that multiple of it.
+        """For each multiple in `over`, the fastest candidate between the memory limit and this multiple of it.
 
-        Candidates are tuples `(time, bytes, ...)`. Each result must be faster than `most_us` and than the results for
-        the multiples before.
+        Candidates are tuples `(time, bytes, ...)`. Each result must be faster than `most_us`, and faster than the
+        results for earlier multiples.
         """
         found: list[Ranked] = []
         every = list(ranked)
