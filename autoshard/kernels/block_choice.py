@@ -1,10 +1,10 @@
-"""Chooses the block sizes of splash attention: by shape, by what the vector memory holds, and by price.
+"""Chooses the block sizes of splash attention by shape, vector memory and estimated time.
 
     bytes of a kernel = 2 x (blocks of operands and results) + its own values + blocks of scores
     blocks            = those of the default size, or larger ones that fit, if they take less time
 
-Larger blocks need fewer steps of the grid and load keys and values less often, but cross the boundary of a causal mask
-with more pairs. They fit only if the compiler may use more vector memory than by default
+Larger blocks need fewer steps of the grid and load keys and values less often. But at the boundary of a causal mask
+they compute more masked pairs. They fit only if the compiler may use more vector memory than by default
 (`xla_tpu_scoped_vmem_limit_kib`). A plan keeps the blocks of its kernels, and a bound plan gets them again.
 """
 
@@ -38,7 +38,7 @@ Shape = tuple[int, int, int, int, int]  # queries, keys, features of a query and
 @shown
 @dataclass(frozen=True)
 class BlockRules:
-    """What decides about block sizes on the machine that a program is traced for.
+    """The figures that decide the block sizes on the machine that a program is traced for.
 
     Attributes:
         vmem_bytes: bytes of vector memory that one kernel may use.
@@ -115,7 +115,7 @@ def vmem_bytes(blocks: SplashBlocks, shape: Shape) -> Mapping[str, float]:
 
 
 def _larger(default: tuple[int, ...], shape: Shape) -> Iterator[tuple[int, ...]]:
-    """Larger blocks of queries and keys that divide the sequences; the number of keys computed at a time stays."""
+    """Larger blocks of queries and keys that divide the sequences; keys computed at a time are unchanged."""
     queries, keys = shape[:2]
     for q, k in itertools.product((default[0], *LARGER_BLOCKS), (default[1], *LARGER_BLOCKS)):
         if queries % q == 0 and keys % k == 0 and (q, k) != default[:2]:

@@ -1,4 +1,4 @@
-"""Which implementation of attention runs, by platform and by what each kernel takes."""
+"""Chooses the implementation of attention, by platform and by what each kernel supports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def choose(q: Any, k: Any, v: Any, softmax: Softmax, pairs: Pairs, sinks: Any) -
         return kernel
     warnings.warn(
         f"attention: the kernel {kernel!r} cannot run: {'; '.join(reasons)}. The {otherwise} implementation runs "
-        "instead. Change the call, or choose that implementation by impl= to silence this warning.",
+        "instead. Change the call, or choose that implementation with impl= to silence this warning.",
         AutoshardWarning,
         stacklevel=4,
     )

@@ -51,9 +51,10 @@ def planned_vector_memory() -> int:
 
 
 def runs_per_shard() -> bool:
-    """Return whether a kernel that is traced here runs on one device's shards: XLA cannot partition it.
+    """Return whether a kernel that is traced here runs on the shards of one device, as it must.
 
-    That holds in programs that are planned, under `shard_map`, and where there is one device.
+    That holds in planned programs, under `shard_map`, and on one device. Elsewhere XLA would have to partition the
+    kernel, which it cannot.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types)

@@ -1,4 +1,4 @@
-"""Which implementation of grouped products runs, by platform and by what the kernel takes."""
+"""Chooses the implementation of grouped products, by platform and by what the kernel supports."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The cost of grouped products on one device.
 
-Assumed is balanced routing: a device with a part of the groups has the same part of the rows, and all groups are of one
-size. Rows of other devices' groups cost nothing. A tile that several groups share is computed for each of them, so each
-group but one adds a visit.
+The cost assumes balanced routing: a device with a part of the groups has the same part of the rows, and all groups have
+the same size. Rows of other devices' groups cost nothing. A tile that several groups share is computed once for each of
+them, so each group after the first adds a visit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def product_cost(rows: Any, weights: Any, sizes: Any, own: Any, positions: Any, 
     Args:
         rows: `[m, k]`; anything with a shape and a dtype.
         weights: `[groups, k, n]`, or `[groups, n, k]` if transposed.
-        sizes: rows of all groups, those of other devices too.
+        sizes: number of rows of each group, including the groups of other devices.
         own: the groups that have a matrix here.
         positions: the positions of the rows.
         call: the `GroupedCall`.

@@ -99,7 +99,7 @@ def tiled_gradient(
 
 def _at(visits: Visits, number: jax.Array, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a visit's group, the first row of its tile, and which of the tile's rows are in the group, `[tile, 1]`."""
-    # Groups without a visit have the number of the next group's first one, so the last such group is the right one.
+    # A group without visits has the same `first` as the next group, so the last group with this `first` is right.
     group = jnp.sum(visits.first <= number, dtype=jnp.int32) - 1
     start, end = visits.starts[group], visits.ends[group]
     first = (start // tile + number - visits.first[group]) * tile
