@@ -48,7 +48,7 @@ def with_microbatches(traced: Traced, count: int) -> Traced:
         count: number of microbatches.
 
     Raises:
-        PlanError: the step has no batch, its rows do not divide, or an operator in the loop needs all of them.
+        PlanError: the step has no batch, `count` does not divide the batch, or an operator in the loop needs all rows.
     """
     if count == 1:
         return traced
@@ -71,14 +71,14 @@ def with_microbatches(traced: Traced, count: int) -> Traced:
 
 
 def batch_inputs(traced: Traced, count: int) -> Mapping[int, Split]:
-    """Return the input leaves that have the batch, and where.
+    """Return the input leaves that have the batch, and where its rows are.
 
     Args:
         traced: the step.
         count: number of microbatches.
 
     Raises:
-        PlanError: there is none, or its rows do not divide.
+        PlanError: no input has the batch, or `count` does not divide it.
     """
     analysis = analyse(traced)
     axes, batch = analysis.axes, analysis.roles.batch

@@ -1,4 +1,4 @@
-"""What a microbatch has of a value.
+"""Which part of a value a microbatch has.
 
     whole      the value does not depend on the batch: all of it
     split      the rows of its microbatch
@@ -7,7 +7,7 @@
 
 A microbatch is a shard in time: microbatch m of M has the rows m, m + M, m + 2 M, ... of the batch. With strided rows a
 microbatch is sharded over devices as the batch is. A dimension into which the batch was merged has `stride` elements
-for each row, so it is read as [rows / M, M, stride], from which a microbatch takes position m of the middle.
+for each row. It is read as [rows / M, M, stride], and microbatch m takes position m of the middle dimension.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class After:
     """Known when all microbatches are done.
 
     Attributes:
-        reason: why the rows were collected that it is computed from; None if it is computed from sums only.
+        reason: why it is computed from collected rows; None if it is computed from sums only.
     """
 
     reason: str | None = None
@@ -73,11 +73,11 @@ def factor_at(rule: Rule, dims: Dims, split: Split, count: int) -> tuple[str, in
     Args:
         rule: the rule of the operator.
         dims: the factors of an operand's or result's dimensions.
-        split: what a microbatch has of it.
+        split: where the rows of a microbatch are.
         count: number of microbatches.
 
     Returns:
-        None if no factor has them alone.
+        The name of the factor and the stride; None if no single factor has the rows.
     """
     after = 1
     for name in reversed(dims[split.dim]):
@@ -89,7 +89,7 @@ def factor_at(rule: Rule, dims: Dims, split: Split, count: int) -> tuple[str, in
 
 
 def split_of(rule: Rule, dims: Dims, factor: str, stride: int) -> Split | None:
-    """Return what a microbatch has of an operand or result, from what it has of a factor; None if it lacks the factor.
+    """Return where an operand or result has the rows that a factor has; None if it lacks the factor.
 
     Args:
         rule: the rule of the operator.
@@ -113,7 +113,7 @@ def parts(x: Any, split: Split, count: int) -> Any:
 
 
 def part(x: Any, split: Split, count: int, number: Any) -> Any:
-    """Return what a microbatch has of a whole array."""
+    """Return the rows of a whole array that a microbatch has."""
     before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
     spread = x.reshape(*before, x.shape[split.dim] // (count * split.stride), count, split.stride, *after)
     one = lax.dynamic_index_in_dim(spread, number, split.dim + 1, keepdims=False)

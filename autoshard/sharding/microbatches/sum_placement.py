@@ -1,4 +1,4 @@
-"""Chooses where sums over the microbatches are taken: at the operators that keep them partial, or before these.
+"""Chooses where sums over the microbatches are completed: after the operators that keep them partial, or before.
 
 An operator that only passes a sum on, such as a scale or a transpose of a gradient, runs once after the loop instead of
 once in each microbatch, unless the sum of its operands takes more memory than that of its results. So two gradients of
@@ -15,7 +15,7 @@ from autoshard.sharding.program.array_sizes import nbytes
 
 
 def sum_late(flow: Any) -> None:
-    """Move operators on sums of a step behind the loop. Changes the flow in place."""
+    """Move a step's operators on sums from the loop to after it. Changes the flow in place."""
     users: dict[Any, list[Any]] = {}
     for eqn, step in zip(flow.jaxpr.eqns, flow.steps, strict=True):
         for atom in eqn.invars:
