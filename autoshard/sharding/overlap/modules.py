@@ -64,7 +64,7 @@ class ModuleOverlap:
                 for v in found[1]:
                     if (kind, v) in owner and owner[kind, v][0] and not found[0]:
                         self.overriding.add((owner[kind, v][1], kind))
-                        continue  # one path takes precedence over globs
+                        continue  # an exact path takes precedence over globs
                     if (kind, v) in owner:
                         self.named[owner[kind, v][1], kind].remove(v)
                         self.overriding.add((pattern, kind))
@@ -73,7 +73,7 @@ class ModuleOverlap:
                     self.words[kind][v] = word
 
     def _found(self, traced: Traced) -> dict[str, tuple[bool, list[int]]]:
-        """Path of the table -> whether it is one path, and the parameters that it names."""
+        """Path of the table -> whether it is an exact path, and the parameters that it names."""
         values, forms = list(self.paths), [path_forms(path, traced.arguments) for path in self.paths.values()]
         found: dict[str, tuple[bool, list[int]]] = {}
         problems = []
@@ -125,7 +125,7 @@ class ModuleOverlap:
         return [i for i, v in enumerate(op.results) if any(words.get(p) == word for p in self.owners.get(v, ()))]
 
     def products(self, op: Op, word: str) -> list[int]:
-        """The parameters with this word for collective matmul that an operator multiplies, or whose gradient it is."""
+        """The parameters with this word for `matmul` that an operator multiplies, or whose gradient it computes."""
         words = self.words[MATMUL]
         return [p for p in self.modules_of(op, MATMUL) if words.get(p) == word] if words else []
 
@@ -164,7 +164,7 @@ class ModuleOverlap:
 
 
 def without_numbers(path: str) -> str:
-    """A path with `*` in place of the numbers of layers; the number of its argument stays.
+    """A path with `*` in place of the numbers of layers; the position of its argument stays.
 
     >>> without_numbers("0/layers/3/wq")
     '0/layers/*/wq'
@@ -174,6 +174,6 @@ def without_numbers(path: str) -> str:
 
 
 def _ending(pattern: str, forms: Iterable[Sequence[str]]) -> FoundPaths | None:
-    """The paths that end in what a glob matches, such as `experts/*`."""
+    """The paths with an end that a glob, such as `experts/*`, matches."""
     found = tuple(i for i, each in enumerate(forms) if any(fnmatch.fnmatchcase(p, f"*/{pattern}") for p in each))
     return FoundPaths(0, found, True) if found and any(c in pattern for c in "*?[") else None
