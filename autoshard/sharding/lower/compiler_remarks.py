@@ -2,7 +2,7 @@
 
 XLA's partitioner writes them to file descriptor 2. While a call of a planned program compiles it (`watched_program`),
 and while `measure` compiles candidates, the descriptor is redirected to `stderr_filter.py`, a process that is started
-once. All other lines appear as ever. The remarks of a call are counted, priced and reported in one warning. Those that
+once. All other lines appear as usual. The remarks of a call are counted, priced and reported in one warning. Those that
 cost next to nothing are left out.
 """
 
@@ -182,7 +182,7 @@ def remarks_text(name: str, remarks: list[str], arguments: tuple[str, ...], lowe
     total = bytes_text(sum(r.wire_bytes for r in costly))
     return (
         f"auto_shard({name}): XLA makes {count} whole on every device, because it cannot reshard directly (involuntary "
-        f"full rematerialization). Each device sends {total} for this, which the plan's estimate lacks:\n"
+        f"full rematerialization). Each device sends {total} for this, which the plan's estimate does not include:\n"
         f"{listing([_remark_line(r, arguments, places) for r in costly])}\n"
         "Plan.verify() shows the shardings. If you fixed one of them, try another"
     )

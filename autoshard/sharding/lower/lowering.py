@@ -1,9 +1,10 @@
 """Writes a layout into a program: evaluates its jaxpr again and adds sharding constraints at decision points.
 
-Operands and results of contractions, gathers, scatters and reductions are constrained. So is a stored parameter after
-its cast to the compute dtype, or before it if the stored dtype is narrower, so that the narrow dtype is gathered. XLA
-propagates shardings to all other values. Constraints on them too would make XLA keep gathered activations for the
-backward pass.
+Operands and results of contractions, gathers, scatters and reductions are constrained. A stored parameter is
+constrained in the narrower of its stored and its compute dtype, so the gather moves that one. If float32 is stored and
+bfloat16 computed, this is after the cast; in the opposite case, before it. XLA propagates shardings to all other values. Constraints on them too
+would make XLA keep gathered activations for the backward pass.
+
 Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
 """
 
@@ -326,7 +327,7 @@ class Lowering:
         return _compat.bind(op.eqn, {**params, inner.param: traced}, *args)
 
     def after_uses(self, op: Op, args: list[Any]) -> list[Any]:
-        """Return the operands of a body; the stored parameters among them wait for the last use of one before it."""
+        """Return the operands of a body. Stored parameters among them wait for the last use before the body."""
         if self.order is None or not self.order.has_uses:
             return args
         return [

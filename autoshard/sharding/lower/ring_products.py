@@ -1,7 +1,6 @@
-"""Products in parts, beside permutes in a ring: collective matmul.
+"""Collective matmul: products in parts, which run beside permutes in a ring.
 
-With n devices in the ring, either operand arrives in n shards, each of which is multiplied while the next one is on its
-way:
+With n devices in the ring, an operand arrives in n shards. Each shard is multiplied while the next one is on its way:
 
     gather   result[s] = shard[s] x other          if the sharded factor is in the result (slice s of the result)
              result   += shard[s] x other[s]       if it is summed, in the order in which the shards arrive
@@ -101,7 +100,7 @@ def _dim_of(factor: str, dims: Sequence[Sequence[str]]) -> int | None:
 
 
 def _sent(x: jax.Array, axis: str, count: int) -> jax.Array:
-    """What the neighbour before has."""
+    """The array of the previous device in the ring."""
     return lax.ppermute(x, axis, [(i, (i + 1) % count) for i in range(count)])
 
 

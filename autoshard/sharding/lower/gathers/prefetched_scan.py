@@ -4,10 +4,10 @@
     body      compute with the gathered parameters that the carry holds; gather the slices of the next iteration, and
               return these in the carry
 
-The gathers of the next iteration depend on nothing that the iteration computes, so that they run beside all of its
-compute, and the carry needs them at its end. That is a dependence of the data: compilers have to obey it. Whatever
-stands before a gather (a cast to a narrower type, rounding to 8 bits) is computed for the next iteration too. The last
-iteration gathers its own slices again, to no use. A device holds the gathered parameters of two layers.
+The gathers of the next iteration depend on nothing that the current one computes, so they run beside all of its
+compute. The carry needs them at its end. This is a data dependence, which compilers have to obey. Operators before a gather (a
+cast to a narrower type, rounding to 8 bits) run for the next iteration, too. The last iteration gathers its own slices
+again, without a use. A device holds the gathered parameters of two layers.
 """
 
 from __future__ import annotations
