@@ -1,8 +1,8 @@
 """When XLA:GPU runs the products that compute gradients: later than the program says.
 
-Its latency-hiding scheduler orders a block from the end. A product that sums over the batch has only a reduction and
-the update behind it. In the body of a loop it runs right before its first user, or at the end if a stack takes it. In
-straight code it runs behind the loop that comes before its first user. If there is none, it runs before the next such
+Its latency-hiding scheduler orders a block from the end. Only a reduction and the update follow a product that
+sums over the batch. In the body of a loop it runs right before its first user, or at the end if a stack takes it. In
+straight code it runs after the loop that comes before its first user. If there is none, it runs before the next such
 product of equal shapes, so about one layer late. Until then its operands stay in memory.
 
 Compiled for h100 (jaxlib 0.10.2), the step of a scanned Llama computes the gradient of its head after the loop of the

@@ -13,7 +13,8 @@ compiler makes its kind asynchronous (`Chip.hides`). All others are exposed. In 
                  it and the last use but one have ended. Its operator waits until it has ended.
     prefetch     a gather for the next iteration (`lower.gathers.prefetched_scan`) is needed at the end of the stretch.
                  Each time its loop starts, one more run is exposed: that for the first iteration.
-    together     they use the same links. What exceeds the compute of the stretch is exposed, too.
+    together     gathers and reductions use the same links. The part of their total time that exceeds the compute of
+                 the stretch is exposed, too.
 
 So the first gather of a loop body and its last reduction are exposed, however much compute there is in between.
 """
@@ -117,7 +118,7 @@ class _Found:
 
     Attributes:
         gathers: the operators need their results.
-        early: so they do, one iteration later.
+        early: the operators need their results one iteration later.
         reductions: the operators compute their operands.
     """
 
@@ -177,7 +178,12 @@ class _Stretch:
 
 
 def waits_of(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
-    """Return how long each of several collectives, one after another, takes longer than the compute until its end."""
+    """Return how long the user of each of several collectives, which run one after another, waits for it.
+
+    Args:
+        times_us: microseconds of each collective, in order.
+        compute_us: the compute beside which it and those before it can run.
+    """
     waited = np.maximum.accumulate(np.maximum(np.cumsum(times_us) - compute_us, 0.0))
     return np.diff(waited, prepend=0.0)
 

@@ -4,7 +4,7 @@
 
 A value is live from the operator that makes it to the last one that takes it. A value from outside of a loop that is
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
-their operands stay live instead. Each value counts by its shard. A result that will be scattered counts while its
+their operands stay live instead. Only one shard of a value counts. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
 of a loop are updated in place. Some values share the buffer of another one (`reused_buffers`), and values that XLA
 merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs some products run later than the program says
