@@ -135,7 +135,7 @@ class Region:
         """Read scale, cap and mask.
 
         Raises:
-            Refused: the weights are no softmax of the scores, or the mask is none that a kernel knows.
+            Refused: the weights are not a softmax of the scores, or no kernel has the mask.
         """
         visibility, found = self.visibility, self.found
         inner = cut_out([found.weights], [found.scores]).inner
@@ -154,7 +154,7 @@ class Region:
         cap = large if math.isfinite(large) else None
         scale = one if cap is None else cap * math.atanh(one / cap) if abs(one) < abs(cap) else math.nan
         if not math.isfinite(scale) or scale <= 0:
-            raise Refused("the weights are no softmax of the scores over the keys")
+            raise Refused("the weights are not a softmax of the scores over the keys")
         return Softmax(visibility, _rounded(scale), None if cap is None else _rounded(cap))
 
     def _key_dim(self, value: Value) -> int:
@@ -181,7 +181,7 @@ def prove(region: Region) -> Proof:
     """
     softmax = region.softmax()
     seen = softmax.visibility
-    # The region depends on positions through its masks alone, so a window of any length is shown by a short one.
+    # The region depends on positions only through its masks, so a short window stands for one of any length.
     proxy = Visibility(seen.causal, 2 if seen.window is not None else None)
     static = region.small_static(proxy)
     names = [name for name in ("q", "k", "v", "d_out") if name in region.arrays]
@@ -208,7 +208,7 @@ def prove(region: Region) -> Proof:
 def _reference(
     softmax: Softmax, visibility: Visibility, q: np.ndarray, k: np.ndarray, v: np.ndarray, d_out: Any = None
 ) -> dict[str, np.ndarray]:
-    """Attention and its gradients as their definition says, in the kernel's order of dimensions."""
+    """Attention and its gradients by definition, in the kernel's order of dimensions."""
     raw = np.einsum("bskgd,btkd->bkgst", q, k) * softmax.scale
     scores, slope = raw, np.full_like(raw, softmax.scale)
     if softmax.soft_cap is not None:

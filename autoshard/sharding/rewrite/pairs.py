@@ -29,7 +29,7 @@ class Residual:
 @shown
 @dataclass(frozen=True, eq=False)
 class ScanPair:
-    """A forward scan, the backward scan that takes its residuals, and these."""
+    """A forward scan, the backward scan that takes its residuals, and the residuals."""
 
     forward: Frame
     backward: Frame

@@ -1,10 +1,10 @@
-"""Cuts out of a program what computes one value from given others, and says what prevents that.
+"""Cuts out the part of a program that computes values from given others, or says what prevents that.
 
     slice(results; cut)   = the values between `cut` and the results, in order; every other leaf is static
 
 Only operators that do the same at every size may be in a slice: products, reductions, elementwise arithmetic, changes
-of shape. So two slices that agree on small arrays agree on large ones. What depends on positions (masks from `iota`) is
-static, is a leaf here, and is compared at full size (`static_masks`).
+of shape. So two slices that agree on small arrays agree on large ones. A value that depends only on positions (a mask
+from `iota`) is static. It is a leaf here, and is compared at full size (`static_masks`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STRUCTURAL = frozenset(
 )
 SIZE_FREE = ELEMENTWISE | STRUCTURAL
 _RANDOM = ("random_bits", "random_wrap", "random_unwrap", "threefry2x32", "rng_bit_generator", "random_seed")
-_DROPOUT = "it has dropout: the weights are multiplied by random values, which no kernel draws alike"
+_DROPOUT = "it has dropout: the weights are multiplied by random values, which no kernel draws in the same way"
 
 
 class Refused(Exception):
@@ -48,7 +48,7 @@ def reason_of(error: Exception) -> str:
 @shown
 @dataclass(eq=False)
 class Slice:
-    """What computes some values from others.
+    """The part of a program that computes some values from others.
 
     Attributes:
         cut: the values that it starts from.
@@ -64,7 +64,7 @@ class Slice:
 
 
 def cut_out(results: Iterable[Value], cut: Iterable[Value]) -> Slice:
-    """Return what computes values from others.
+    """Return the part of a program that computes values from others.
 
     Raises:
         Refused: something else is needed too, or an operator in between is not known to be the same at every size.
@@ -90,10 +90,10 @@ def cut_out(results: Iterable[Value], cut: Iterable[Value]) -> Slice:
 
 
 def check_smooth(value: Value) -> None:
-    """Check that a few values show what an operator does to all: it has no thresholds.
+    """Check that an operator has no thresholds, so that a few values show what it does to all.
 
     Raises:
-        Refused: it has, such as a score that is clipped or rounded.
+        Refused: it has one: a score is clipped or rounded, for example.
     """
     if value.op in ("max", "eq", "is_finite"):
         # The largest score of a row is subtracted; these occur around it.
@@ -164,7 +164,7 @@ def foreign_text(value: Value) -> str:
     line = _compat.source_line(value.eqn) if value.eqn is not None else ""
     name = value.eqn.primitive.name if value.eqn is not None else value.op
     if name == "sharding_constraint":
-        return f"a sharding constraint of yours is on the scores or weights{' at ' + line if line else ''}"
+        return f"your program has a sharding constraint on the scores or weights{' at ' + line if line else ''}"
     return f"the scores or weights also depend on the {name} of {shape}{' at ' + line if line else ''}"
 
 
@@ -196,5 +196,5 @@ def used_elsewhere(inside: Iterable[Value], cut: Iterable[Value], results: Itera
 def _is_other(user: Value, inner: set[Value]) -> bool:
     if user in inner:
         return False
-    # A dead user: what only stacks take that nothing takes.
+    # A user is dead if only a scan stacks it and nothing takes the stack.
     return user.is_used
