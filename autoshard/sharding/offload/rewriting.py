@@ -25,7 +25,7 @@ from autoshard.sharding.program.tracing import Traced
 @shown
 @dataclass(eq=False)
 class Offloader:
-    """A traced step, and what of it can be moved to the host.
+    """A traced step, and the values of it that can be moved to the host.
 
     Attributes:
         traced: the step as the user wrote it.
@@ -98,7 +98,7 @@ class Offloader:
         )
 
     def read(self, word: str) -> LayerWord:
-        """Read a word; one that is a name of the step is that name."""
+        """Read a word. If it equals a name of the step, it is that name, not a pattern."""
         return LayerWord(word, word, None) if word in self.crossings.names else read_layer_word(word)
 
     def check_known(self, words: Words) -> None:

@@ -3,9 +3,9 @@
     order of the trials:  residual and the named values, those with the most bytes first, one more each time; then the
                           optimizer's state alone, and with the first and the last of these
 
-Every value crosses the link twice, so the bytes saved per time of the link are the same for all of them. Values of the
-forward pass come first, since the passes compute while they move. The optimizer's state moves during the update, which
-is short.
+Every value crosses the link twice, so all values save the same number of bytes per microsecond on the link. Values of
+the forward pass come first, because they move while both passes compute. The optimizer's state moves during the update,
+which is short.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def offload_notes(problem: PlanningProblem) -> list[str]:
     rows = ", ".join(f"{word} {bytes_text(size)}" for word, size in moved.items())
     notes = [f"moved to host memory in each step, before sharding: {rows}"]
     if not target.chip.host_bandwidth:
-        notes.append(f"the link of {target.name} to its host is unknown, so that its transfers take no time here")
+        notes.append(f"the bandwidth between {target.name} and its host is unknown; the estimate omits transfers")
     if target.platform in ("gpu", "cuda"):
         notes.append(
             "on GPUs the values of offloaded programs were not checked, and XLA once computed wrong losses with "
