@@ -1,8 +1,8 @@
 """The cost of splash attention on one device, from the blocks that its kernels visit.
 
 A block costs its matrix products and its vector operations, which run at the same time, and the overhead of one step of
-the kernel's grid. A block that crosses the boundary of a mask costs as much as any other. Of a shard of a causal
-sequence the last one is priced: its queries see the most keys, and the other shards wait for it.
+the kernel's grid. A block that crosses the boundary of a mask costs as much as any other. If a causal sequence
+is sharded, the last shard is priced: its queries see the most keys, and the other shards wait for it.
 """
 
 from __future__ import annotations

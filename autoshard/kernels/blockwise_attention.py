@@ -74,7 +74,8 @@ class Softmax:
     def visible(self, pairs: Pairs, queries: int, keys: int, start: Any = 0) -> jax.Array | None:
         """Return which pairs are visible, broadcastable to the scores' shape; None for all.
 
-        `keys` keys from position `start` on are meant, and `pairs` has the mask and the segments of these alone.
+        The keys are `keys` consecutive ones from position `start` on. `pairs` has the mask and the segments of these
+        alone.
         """
         found = pairs.mask
         if not self.visibility.is_full:
@@ -119,7 +120,8 @@ def blockwise_attention(
 
 
 def _forward(softmax: Softmax, block_size: int, q, k, v, pairs, sinks):
-    # Named here, because the backward pass reads these two. A name on the caller's copy would not spare the scan.
+    # Named here, because the backward pass reads these two. If only the caller's copy had the name, a policy that saves
+    # it would still run the scan again.
     out, log_total = (
         checkpoint_name(x, CONTEXT) for x in blockwise_forward(softmax, block_size, q, k, v, pairs, sinks)
     )

@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear head, one chunk of the vocabulary at a time, so that logits are never whole.
+"""The cross-entropy of a linear head, one chunk of the vocabulary at a time. The full logits are never stored.
 
 With logits `z[v] = x . head[:, v]` and the target y of a token:
 
@@ -33,7 +33,7 @@ from autoshard.kernels.blockwise_attention import INVISIBLE
 def linear_cross_entropy(
     x: jax.Array, head: jax.Array, targets: jax.Array, *, chunks: int, vocab_axis: int = 1
 ) -> jax.Array:
-    """Compute `log sum_v exp(z[v]) - z[target]` of each token, for logits `z = x @ head` that are never whole.
+    """Compute `log sum_v exp(z[v]) - z[target]` of each token, for logits `z = x @ head` that are never stored in full.
 
     Logits are float32 whatever the dtype of `x`. A product `x @ head` in bfloat16 rounds them.
 

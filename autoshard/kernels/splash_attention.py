@@ -73,7 +73,7 @@ def splash_attention(
         softmax: the static part of attention.
         q: queries, `[batch, queries, kv_heads, group, head_dim]`; the number of queries is a multiple of 128.
         k: keys, `[batch, keys, kv_heads, head_dim]`; the number of keys is a multiple of 128.
-        v: values, shaped like `k`; their features may differ in number.
+        v: values, shaped like `k`; their number of features may differ.
         segments: segments of the queries `[batch, queries]` and of the keys `[batch, keys]`, or None.
         sinks: for each head the score of a key without a value, `[kv_heads, group]`, or None.
         blocks: the block sizes; chosen by shape and machine by default (`block_choice`).
