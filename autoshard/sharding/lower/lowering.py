@@ -1,9 +1,9 @@
 """Writes a layout into a program: evaluates its jaxpr again and adds sharding constraints at decision points.
 
 Operands and results of contractions, gathers, scatters and reductions are constrained. A stored parameter is
-constrained in the narrower of its stored and its compute dtype, so the gather moves that one. If float32 is stored and
-bfloat16 computed, this is after the cast; in the opposite case, before it. XLA propagates shardings to all other values. Constraints on them too
-would make XLA keep gathered activations for the backward pass.
+constrained in the narrower of its stored and its compute dtype, so the gather moves that one. If it is stored in
+float32 and computed in bfloat16, this is after the cast; in the opposite case, before it. XLA propagates shardings to
+all other values. Constraints on them too would make XLA keep gathered activations for the backward pass.
 
 Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
 """

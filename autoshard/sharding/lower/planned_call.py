@@ -1,7 +1,7 @@
-"""A plan's program as a function that is called as the user's function is, for `Plan.jit`.
+"""A plan's program as a function that is called like the user's function, for `Plan.jit`.
 
-Under `jax.jit` with shardings of its arguments, a program takes positional arguments only. Here it also takes those of
-the user's function by keyword, and refuses other arrays than those that were planned before JAX does.
+Under `jax.jit` with shardings of its arguments, a program takes positional arguments only. Here it also takes keyword
+arguments. It checks that the arrays are those that were planned before JAX does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds donated arrays that share memory with another argument, at every call of a planned program.
 
-The address of a new array's memory takes several microseconds per device, as long as JAX takes to pass the array. So
-addresses are read only of arrays that are not known to be separate. Results of a program never share memory, and most
-arguments of a train step are results of the call before.
+To read the address of a new array's memory takes several microseconds per device, as long as JAX takes to pass the
+array. So addresses are read only for arrays that are not known to be separate. Results of a program never share memory,
+and most arguments of a train step are results of the call before.
 """
 
 from __future__ import annotations

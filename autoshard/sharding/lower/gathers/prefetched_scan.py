@@ -5,9 +5,9 @@
               return these in the carry
 
 The gathers of the next iteration depend on nothing that the current one computes, so they run beside all of its
-compute. The carry needs them at its end. This is a data dependence, which compilers have to obey. Operators before a gather (a
-cast to a narrower type, rounding to 8 bits) run for the next iteration, too. The last iteration gathers its own slices
-again, without a use. A device holds the gathered parameters of two layers.
+compute. The carry needs them at its end. This is a data dependence, which compilers have to obey. Operators before a
+gather (a cast to a narrower type, rounding to 8 bits) run for the next iteration, too. The last iteration gathers its
+own slices again, without a use. A device holds the gathered parameters of two layers.
 """
 
 from __future__ import annotations
