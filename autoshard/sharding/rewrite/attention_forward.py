@@ -68,11 +68,11 @@ class Candidate:
 @shown
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A product that a fault of the matcher keeps from being read.
+    """A product that could not be matched because of an error in the matcher.
 
     Attributes:
         product: the product.
-        error: the fault.
+        error: the error.
     """
 
     product: Value
@@ -101,7 +101,7 @@ def candidates(graph: Graph) -> Iterator[Candidate | Unread]:
         for side in (0, 1):
             try:
                 found = _candidate(product, side)
-            except Exception as error:  # a fault of the matcher costs this attention, not the plan
+            except Exception as error:  # if the matcher fails, only this attention is left
                 found = Unread(product, error)
             if found is not None:
                 yield found
@@ -117,7 +117,7 @@ def _candidate(product: Value, side: int) -> Candidate | None:
     for scores in products:
         if not _descends(weights, scores, inner):
             continue
-        # Only what the scores flow through joins dimensions here: a foreign bias must not.
+        # Only operators on the path of the scores join dimensions here. Those of a bias from outside must not.
         flow = [v for v in inner if _descends(v, scores, inner)]
         shapes = _shapes([scores, *flow, product])
         if shapes is None:

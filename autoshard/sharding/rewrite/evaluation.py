@@ -1,9 +1,9 @@
 """Evaluates a jaxpr again, with calls inlined and with edits. Under `jax.make_jaxpr` that writes the changed program.
 
 An edit computes variables of a frame in another way: it reads variables of the frame and writes others, before the
-equation at its position, and the equations that it replaces are skipped. A key is a value that no variable holds: a
-frame returns the keys that it exports, and takes those that it imports. The body of a forward scan exports a key, which
-stacks it, and the body of the backward scan imports it, slice by slice.
+equation at its position, and the equations that it replaces are skipped. A key stands for a value that has no variable
+in the original program. A frame returns the keys that it exports, and takes the keys that it imports. If the body of a
+forward scan exports a key, the scan stacks it; the body of the backward scan imports it slice by slice.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from autoshard.sharding.rewrite.values import Value, graph_of
 
 
 def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
-    """Return a traced step with kernels in the place of its attention.
+    """Return a traced step with its attention replaced by kernels.
 
     Args:
         traced: the step.
@@ -50,10 +50,10 @@ def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
 
 
 def check_required(name: str, records: Sequence[KernelRecord]) -> None:
-    """Check that everything was replaced, and that there was something.
+    """Check that there is attention, and that all of it was replaced.
 
     Raises:
-        PlanError: it was not.
+        PlanError: there is none, or some of it was left.
     """
     if not records:
         raise PlanError(
@@ -69,7 +69,7 @@ def check_required(name: str, records: Sequence[KernelRecord]) -> None:
 
 
 def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
-    """Return a closed jaxpr with a kernel in the place of its attention, and what was found."""
+    """Return a closed jaxpr with its attention replaced by a kernel, and the records of what was found."""
     closed = rewritten(_compat.dce(closed))
     graph = graph_of(closed)
     edits, records = FrameEdits(), []
@@ -87,7 +87,7 @@ def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
             edit_attention(edits, graph, one, kernel, number)
             done.add(found.scores)
             records.append(replaced(kernel, found, one))
-        except Exception as error:  # a fault of the matcher costs this attention, not the plan
+        except Exception as error:  # if the matcher fails, only this attention is left
             records.append(left(kernel, found, error))
     if any(record.replaced for record in records):
         closed = rewritten(closed, edits)
@@ -165,7 +165,7 @@ def _attention(found: Candidate, out: Value, proofs: dict[Any, Proof | Refused])
 
 
 def _structure(region: Region) -> Any:
-    """Return what equal regions share: layers of an unrolled model need one proof."""
+    """Return a key that equal regions share, so that the layers of an unrolled model need one proof."""
     numbers: dict[Value, int] = {}
     rows = []
     for value in region.arrays.values():
@@ -197,10 +197,10 @@ def _results(found: Candidate) -> list[Value]:
 
 
 def check_kernel(one: Attention, kernel: Kernel) -> None:
-    """Check that a kernel runs an attention.
+    """Check that a kernel supports an attention.
 
     Raises:
-        Refused: it does not; the text has every condition that failed.
+        Refused: it does not. The text lists every condition that failed.
     """
     operands = [
         jax.ShapeDtypeStruct(one.folds[name].sizes(value.shape), value.aval.dtype)

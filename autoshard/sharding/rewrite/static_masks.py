@@ -1,4 +1,4 @@
-"""What a static array of a slice is at full size: one number, or one of two by which keys a query sees.
+"""What a static array of a slice is at full size: one number, or a mask (two numbers) of the keys that a query sees.
 
 The array is evaluated element by element from its indices, in blocks of rows, so that a mask of any size takes little
 memory. An element that depends on the batch or the heads is refused.
@@ -94,7 +94,7 @@ def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> St
         key_dim: its dimension of keys.
 
     Raises:
-        Refused: it is neither one number nor a mask that a kernel knows.
+        Refused: it is neither one number nor a mask that a kernel supports.
     """
     shape = value.shape
     if value.aval.size == 1:

@@ -1,4 +1,4 @@
-"""A program as a graph of values: what is computed twice is one value, and loops are seen through.
+"""A program as a graph of values. Equal computations are one value, also across the bodies of loops.
 
     frame        a jaxpr at one place of the program: the step, the body of a scan, of a `remat2`, of a call
     value        a variable up to equality: the same operator on the same values is the same value in every frame
@@ -6,7 +6,7 @@
 A value in the body of a scan stands for its values in all iterations. If one scan stacks a value and another one takes
 slices of the stack, each slice is the value of the same iteration, whatever the direction of the scans. So a residual
 that the backward scan takes is the value of the forward scan's body, and what `remat2` computes again is the value that
-the forward pass computed. `none`, `full` and `dots` of rematerialization differ in where a value is computed only.
+the forward pass computed. The remat policies `none`, `full` and `dots` differ only in where a value is computed.
 """
 
 from __future__ import annotations
