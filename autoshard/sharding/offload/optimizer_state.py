@@ -1,4 +1,4 @@
-"""Finds the optimizer's state of a step, and an order of its update that needs little of it at a time.
+"""Finds the optimizer's state of a step, and an order of its update that needs only a small part of it at a time.
 
     optimizer state = state of a floating type that neither the forward nor the backward pass reads, with the shape of a
                       state array that one of them reads: moments, traces, averages of parameters

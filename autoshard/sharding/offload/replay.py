@@ -1,12 +1,13 @@
 """Evaluates a jaxpr again and moves values to the host and back, as `Edits` say. Without edits it inlines calls.
 
-A kept value goes to the host where it is made, and comes back before the first equation of the backward pass that
-takes it. A barrier makes it wait for what the backward pass had computed when the value before it was taken, so that
-it comes one value ahead and not at the beginning of the backward pass. Forward equations take the value on the device.
+A kept value goes to the host where it is made, and comes back before the first equation of the backward pass that takes
+it. Without a barrier, it could come back at the beginning of the backward pass. The barrier makes it wait for what the
+backward pass had computed when the previous kept value was taken. So it comes back one value ahead. Forward equations
+take the value on the device.
 
 A stack goes to the host slice by slice in the body of the scan that makes it, and comes back slice by slice in the body
-of the scan that takes it, so that the device holds a slice at a time. An equation of another kind that takes a stack
-gets all of it at once.
+of the scan that takes it, so the device holds one slice at a time. Other equations that take a stack get all of it at
+once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Replay:
         host: canonical variable -> its value in host memory.
         back: canonical variable -> its value after it came back.
         computed: variables that the backward pass made.
-        reached: values that the backward pass has when it takes the current equation's kept value, or took the last.
+        reached: a value that the backward pass had computed when it last took a kept value.
     """
 
     def __init__(self, closed: Any, edits: Edits):
@@ -118,7 +119,7 @@ class _Replay:
                 self.reached = [self.here[var] for var in taken if var in self.here][:1] or self.reached
 
     def other(self, eqn: Any, backward: bool) -> None:
-        """Evaluate an equation that is no scan."""
+        """Evaluate an equation that is not a scan."""
         inner = call_of(eqn)
         args = [self.read(atom, backward) for atom in eqn.invars]
         if inner is not None:
@@ -197,7 +198,7 @@ class _Replay:
 
 
 def _brought(value: Any, waits: Sequence[Any]) -> Any:
-    """A value on the host in device memory, not before other values are computed."""
+    """Move a value from the host to device memory, after other values are computed."""
     if waits:
         value = lax.optimization_barrier((value, *waits))[0]
     return jax.device_put(value, _DEVICE)
