@@ -21,7 +21,7 @@ def captured_note(problem: PlanningProblem) -> str:
     largest = max(problem.program.constants(), key=lambda x: x.nbytes)
     return (
         f"the function captures {bytes_text(problem.memory.constant_bytes)} of arrays, the largest a "
-        f"{largest.dtype}{list(largest.shape)}. Every device holds them whole, and later changes of them are not seen. "
+        f"{largest.dtype}{list(largest.shape)}. Every device holds them whole, and later changes have no effect. "
         "Pass them as arguments"
     )
 

@@ -57,7 +57,7 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
 
 
 def _should_shard(problem: PlanningProblem, layout: Layout, axis: str) -> bool:
-    """Whether a mesh axis is there to shard work: the user does not use it, and what it would shard is not empty."""
+    """Whether a mesh axis should shard work: the user's code does not use it, and what it would shard is not empty."""
     if any(problem.axes.sizes[c] == 0 for c in layout.table.get(axis, ())):
         return False
     by_user = [*layout.fixed.values(), *(from_partition_spec(s.spec, len(s.spec)) for _, s in problem.constraints)]

@@ -94,7 +94,7 @@ def _plan_program(
     shortlist: Shortlist | None,
     strict: bool,
 ) -> BoundPlan:
-    """Plans a traced function in which every value is where it shall be, on the device or the host."""
+    """Plans a traced function whose values are already assigned to device or host memory."""
     keeps_existing = mesh is None and target is None and plan is None
     existing_mesh, existing = existing_placement(jax.tree.leaves(args)) if keeps_existing else (None, {})
     constraints = program_constraints(traced)
