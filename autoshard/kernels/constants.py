@@ -78,8 +78,8 @@ VECTOR_MEMORY_PART = 2
 # chosen; experts of Mixtral's sizes then compile for v4, v5p and v6e.
 VECTOR_MEMORY_SHARE = 0.85
 
-# What takes as long as the traffic of one byte, and how much traffic takes as long as one step of a kernel's grid, for
-# the choice of tiles: FLOPs, and bytes. Source: v6e, whose ratio of FLOPs to bandwidth is the largest (918 TFLOP/s,
+# For the choice of tiles: the FLOPs that take as long as the traffic of one byte, and the bytes whose traffic takes as
+# long as one step of a kernel's grid. Source: v6e, whose ratio of FLOPs to bandwidth is the largest (918 TFLOP/s,
 # 1.64 TB/s), with `STEP_OVERHEAD_US`.
 FLOPS_PER_BYTE, STEP_BYTES = 560, 574_000
 

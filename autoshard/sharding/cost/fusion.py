@@ -8,12 +8,12 @@ operators. Other elementwise operators, slices and other data movement run insid
     writes(kernel) = its results that are written
 
 On TPU a contraction computes its elementwise operands itself. A value that several contractions of one pass take is
-written once, in 16 bits, because products read no more at JAX's default precision. A product of the backward pass that
-takes an operand of the forward pass, such as a norm, computes it again (`PASS_OPS`). So do convolutions, if its sources
-are not larger than one activation (a norm and `relu` after a convolution). A contraction does not write its result if a
-single chain of elementwise operators, with no loop on the way, leads to a value that is written instead. If the chain
-ends before and reads no other array but masks, its last value is written, such as scaled and masked scores in float32.
-On other platforms contractions read their operands from memory.
+written once, in 16 bits, because at JAX's default precision products read only 16 bits. A product of the backward pass
+that takes an operand of the forward pass, such as a norm, computes it again (`PASS_OPS`). So do convolutions, if its
+sources are not larger than one activation (a norm and `relu` after a convolution). A contraction does not write its
+result if a single chain of elementwise operators, with no loop on the way, leads to a value that is written instead. If
+the chain ends before and reads no other array but masks, its last value is written, such as scaled and masked scores in
+float32. On other platforms contractions read their operands from memory.
 
 Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
@@ -208,7 +208,7 @@ class _Finder:
                     self.narrow[v] = PRODUCT_OPERAND_BYTES / size
 
     def products_in_one_pass(self, taken: Sequence[Op]) -> int:
-        """Return how many products take a value close to each other, not in the forward and in the backward pass."""
+        """Return the largest number of products that take a value within `PASS_OPS` operators: those of one pass."""
         when = sorted(self.when[id(u)] for u in taken if u.name in CONTRACTIONS)
         return max((bisect_right(when, first + PASS_OPS) - n for n, first in enumerate(when)), default=0)
 
@@ -293,7 +293,7 @@ class _Finder:
         if value in self.memory or value not in self.maker:
             return frozenset({value})
         stack = [value]
-        while stack:  # no recursion, because chains can be long
+        while stack:  # not recursive, because chains can be long
             v = stack[-1]
             unknown = [
                 u for u in self.maker[v].operands
