@@ -13,8 +13,8 @@ compiler makes its kind asynchronous (`Chip.hides`). All others are exposed. In 
                  it and the last use but one have ended. Its operator waits until it has ended.
     prefetch     a gather for the next iteration (`lower.gathers.prefetched_scan`) is needed at the end of the stretch.
                  Each time its loop starts, one more run is exposed: that for the first iteration.
-    together     gathers and reductions use the same links. The part of their total time that exceeds the compute of
-                 the stretch is exposed, too.
+    together     gathers and reductions use the same links. If the time hidden by these rules exceeds the compute of
+                 the stretch, the excess is exposed, too.
 
 So the first gather of a loop body and its last reduction are exposed, however much compute there is in between.
 """
