@@ -11,7 +11,7 @@ merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs some p
 (`delayed_gradients`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves each slice
 of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which every device
 holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one with the
-least padding.
+least padding; the result of a declared operator, along its last one (`tiles`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from autoshard.sharding.cost.constants import TPU_LANES
 from autoshard.sharding.cost.delayed_gradients import points
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
-from autoshard.sharding.cost.reused_buffers import overwritten, parts_of_stacks, scattered_into_sums
+from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, parts_of_stacks, scattered_into_sums
+from autoshard.sharding.cost.tiles import row_major_values, row_padding
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.program.array_sizes import nbytes
@@ -92,6 +93,12 @@ class MemoryModel:
             role: np.array([v for v in program.inputs if roles.inputs[v] == role], int)
             for role in ("parameter", "optimizer", "data", "other")
         }
+        of_parameters = {v: s for v, s in axes.parameter_aliases.items() if roles.inputs.get(s) == "parameter"}
+        casts = cast_stacks(program, of_parameters) if self.is_tiled else {}
+        # Parameter -> fraction of its bytes, and the points between which there is a copy in a narrower type.
+        self.casts = {v: (ratio, self.point[id(a)], self.point[id(_last(b))]) for v, (ratio, a, b) in casts.items()}
+        tiled = row_major_values(program) if self.is_tiled else ()
+        self.row_major = [v for v in temporaries.tolist() if v in tiled and program.avals[v].shape]
         self._classes: dict[frozenset[int], ValueClasses] = {}
 
     def _free_overwritten(self, program: Program, fusion: Fusion) -> None:
@@ -223,6 +230,10 @@ class MemoryModel:
         fractions = np.array([self._fraction(layout, v) for v in classes.examples])
         local = np.zeros_like(self.whole)
         local[classes.values] = self.whole[classes.values] * fractions[classes.numbers]
+        for v in self.row_major:
+            spec, shape = operand_spec(layout, v), self.axes.program.avals[v].shape
+            rows = shape[-1] // layout.shard_count(spec[-1])
+            local[v] = self.whole[v] / layout.shard_count(axes_of(spec)) * row_padding(rows)
         return local
 
     def _fraction(self, layout: Layout, value: int) -> float:
@@ -252,7 +263,18 @@ class MemoryModel:
                 first.append(np.minimum(*ends))
                 last.append(np.maximum(*ends))
                 sizes.append(np.full(len(some.first), some.nbytes))
+        if self.casts:
+            first.append(np.array([begin for _, begin, _ in self.casts.values()]))
+            last.append(np.array([end for _, _, end in self.casts.values()]))
+            sizes.append(np.array([local[v] * ratio for v, (ratio, _, _) in self.casts.items()]))
         change = np.zeros(self.points + 2)
         np.add.at(change, np.concatenate(first), np.concatenate(sizes))
         np.subtract.at(change, np.concatenate(last) + 1, np.concatenate(sizes))
         return np.cumsum(change)
+
+
+def _last(op: Op) -> Op:
+    """Return the last operator of a loop or call; the operator itself if it has no body."""
+    while op.blocks and op.blocks[-1].ops:
+        op = op.blocks[-1].ops[-1]
+    return op
