@@ -172,7 +172,8 @@ class _Finder:
         if any(isinstance(s, Split) for s in states):
             reasons.append(reason or f"{_place(eqn)} takes each row together with a value of the whole batch")
         if reasons and eqn.primitive.name in _HEAVY:
-            raise NotCut(f"{reasons[0]}, and {_place(eqn)} needs the result")
+            itself = reason is not None and reason.startswith(_place(eqn))
+            raise NotCut(reason if itself else f"{reasons[0]}, and {_place(eqn)} needs the result")
         state = After(reasons[0] if reasons else None)
         return Step("after", [state] * len(states), [state] * len(eqn.outvars))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,11 +34,11 @@ def read_microbatches(count: Any) -> int | str:
         return AUTO
     if count is None:
         return 1
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 1:
         raise PlanError(
             f"microbatches is {short_repr(count)}; give the number of parts of the batch, such as 4, or 'auto'"
         )
-    return count
+    return int(count)
 
 
 def with_microbatches(traced: Traced, count: int) -> Traced:
