@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard import Plan, auto_shard, plan
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardWarning, PlanError
 from tests.sharding.microbatches.programs import make_step, state, tokens
 
 
@@ -86,3 +86,24 @@ def test_a_plan_keeps_its_number():
     made = autoshard.plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=2)
     with pytest.raises(PlanError, match="microbatches is 4, but plan is a Plan with microbatches=2"):
         plan(make_step(), state(), tokens(), plan=made, microbatches=4)
+
+
+def test_the_batch_stays_the_one_that_was_cut():
+    # In the cut step, the features of the weights have more bytes of results than the rows of a microbatch.
+    def loss(p, x):
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["a"]) @ p["b"], None
+
+        return (jax.lax.scan(layer, x, p)[0] ** 2).mean()
+
+    def gradient(p, x):
+        return jax.grad(loss)(jax.tree.map(lambda w: w[:1], p), x)
+
+    p = {"a": jnp.ones((4, 32, 64)), "b": jnp.ones((4, 64, 32))}
+    made = plan(gradient, p, jnp.ones((48, 32)), target="cpu:2", plan="fsdp:2", microbatches=4)
+    assert {leaf.path: leaf.role for leaf in made.inputs} == {"0/a": "parameter", "0/b": "parameter", "1": "data"}
+
+
+def test_too_few_rows_in_a_microbatch_are_reported():
+    with pytest.warns(AutoshardWarning, match=r"Use fewer microbatches \(now 4, and each has 2 rows\)"):
+        plan(make_step(), state(), tokens(), target="cpu:4", plan="dp:4", microbatches=4)
