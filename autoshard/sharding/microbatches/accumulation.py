@@ -163,7 +163,7 @@ class _Microbatch:
             return x
         if isinstance(wanted, Split):
             return part(x, wanted, self.count, self.number)
-        return jnp.where(self.number == 0, x, _neutral(wanted.op, x.shape, x.dtype))
+        return jnp.where(self.number == 0, x, _neutral(wanted.op, jnp.shape(x), jnp.result_type(x)))
 
     def equation(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name

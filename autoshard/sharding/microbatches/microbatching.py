@@ -103,10 +103,11 @@ def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int,
         )
     size = axes.sizes[batch]
     if size % count:
+        leaf, split = next(iter(where.items()))
         fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise PlanError(
-            f"auto_shard({traced.name}): microbatches={count} does not divide the batch of {size} rows. Use one of "
-            f"{fits}"
+            f"auto_shard({traced.name}): microbatches={count} does not divide the batch of {size} rows, which is in "
+            f"dimension {split.dim} of {traced.in_names[leaf]}. Use one of {fits}"
         )
     return where
 

@@ -48,7 +48,7 @@ def test_offloaded_values_are_cut_too():
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        (3, "microbatches=3 does not divide the batch of 8 rows. Use one of 1, 2, 4, 8"),
+        (3, "microbatches=3 does not divide the batch of 8 rows, which is in dimension 0 of .*. Use one of 1, 2, 4, 8"),
         (0, "microbatches is 0; give the number of parts of the batch, such as 4"),
         (True, "microbatches is True; give the number"),
         ("2", "microbatches is '2'; give the number"),
@@ -102,6 +102,17 @@ def test_the_batch_stays_the_one_that_was_cut():
     p = {"a": jnp.ones((4, 32, 64)), "b": jnp.ones((4, 64, 32))}
     made = plan(gradient, p, jnp.ones((48, 32)), target="cpu:2", plan="fsdp:2", microbatches=4)
     assert {leaf.path: leaf.role for leaf in made.inputs} == {"0/a": "parameter", "0/b": "parameter", "1": "data"}
+
+
+@pytest.mark.filterwarnings("ignore:.*no rule for 'new_ref'")
+def test_reads_of_a_mutable_array_follow_its_writes():
+    def total(w, x):
+        ref = jax.new_ref(jnp.zeros(4))
+        ref[...] = (x @ w).sum(0)
+        return ref[...]
+
+    w, x = jnp.arange(16.0).reshape(4, 4), jnp.ones((8, 4))
+    np.testing.assert_allclose(auto_shard(total, target="cpu:2", microbatches=2)(w, x), (x @ w).sum(0))
 
 
 def test_too_few_rows_in_a_microbatch_are_reported():
