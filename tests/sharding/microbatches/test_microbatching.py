@@ -29,7 +29,7 @@ def test_a_sharded_step_equals_one_device(words):
 
 
 def test_the_plan_reports_them_and_keeps_them_in_json():
-    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=np.int64(4))
+    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=np.int64(4))  # type: ignore[arg-type]
     assert "microbatches: 4, one after the other" in str(made)
     read = Plan.from_json(made.to_json())
     assert read.microbatches == 4

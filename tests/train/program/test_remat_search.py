@@ -128,10 +128,8 @@ def test_the_search_takes_the_words_of_a_plan():
     """`gather` and `overlap` apply to all variants, and an unknown path is an error."""
     step, *shapes = workload_step(workload("llama-7b").with_(remat="full"))
     of = partial(StrategyPrices, step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,))
-    usual, early, alone = (
-        of(**words).of(["fsdp:8"])["fsdp:8"]
-        for words in ({}, {"gather": "prefetch"}, {"overlap": {"*": {"gather": "off"}}})
-    )
+    choices: list[dict[str, Any]] = [{}, {"gather": "prefetch"}, {"overlap": {"*": {"gather": "off"}}}]
+    usual, early, alone = (of(**words).of(["fsdp:8"])["fsdp:8"] for words in choices)
     assert early.peak_memory_bytes > usual.peak_memory_bytes
     assert alone.step_time_us > usual.step_time_us
     options: dict[str, Any] = {"target": "v5e:2x4", "overlap": {"*no": {"gather": "off"}}}
