@@ -36,7 +36,8 @@ def analyse(traced: Traced) -> Analysis:
     The seven steps run in a fixed order, because later steps read what earlier ones have changed:
 
     1. `find_axes` unifies the dimensions of all values into logical axes.
-    2. `batch_axis` chooses the batch among these axes.
+    2. `batch_axis` chooses the batch among these axes. In a step that was cut into microbatches, it is the axis that
+       was cut.
     3. `join_generated_batches` merges the axes of rows that the step generates itself into the batch, in place. It
        must run before the roles are found, because they depend on which values have the batch.
     4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
@@ -53,7 +54,8 @@ def analyse(traced: Traced) -> Analysis:
     state = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
     state_inputs = [i for i, _ in state]
     axes = find_axes(program)
-    batch = batch_axis(program, axes, frozenset(state_inputs))
+    batch = _known_batch(traced, axes)
+    batch = batch_axis(program, axes, frozenset(state_inputs)) if batch is None else batch
     join_generated_batches(axes, batch)
     roles = find_roles(program, axes, state_inputs, batch=batch)
     split_expert_axes(axes, roles)
@@ -63,3 +65,12 @@ def analyse(traced: Traced) -> Analysis:
     axes.names = name_axes(program, axes, roles, traced.in_names, graph)
     axes.computed_names = name_computed_axes(program, axes, roles)
     return Analysis(axes, roles, state)
+
+
+def _known_batch(traced: Traced, axes: LogicalAxes) -> int | None:
+    """The batch where the trace says that it is; None if it says nothing, or a microbatch is a single row."""
+    if traced.batch is None:
+        return None
+    leaf, dim, place, rows = traced.batch
+    classes = axes.of_value[traced.program.inputs[leaf]][dim]
+    return next((c for c in classes[place : place + 1] if axes.sizes[c] == rows > 1), None)

@@ -114,7 +114,8 @@ class _Writer:
             ops = [wanted[var].op for var in sums]  # type: ignore[union-attr]
             return [_COMBINE[op](a, b) for op, a, b in zip(ops, carry, made, strict=True)], kept
 
-        start = [_neutral(wanted[var].op, var.aval) for var in sums]  # type: ignore[union-attr]
+        start = [_neutral(wanted[var].op, var.aval.shape, _wide(var.aval.dtype))  # type: ignore[union-attr]
+                 for var in sums]  # fmt: skip
         totals, kept = lax.scan(step, start, (jnp.arange(count, dtype=jnp.int32), stacked))
         made = {var: x.astype(var.aval.dtype) for var, x in zip(sums, totals, strict=True)}
         return made | {var: joined(x, wanted[var]) for var, x in zip(collected, kept, strict=True)}  # type: ignore[arg-type]
@@ -162,7 +163,7 @@ class _Microbatch:
             return x
         if isinstance(wanted, Split):
             return part(x, wanted, self.count, self.number)
-        return jnp.where(self.number == 0, x, jnp.zeros_like(x))
+        return jnp.where(self.number == 0, x, _neutral(wanted.op, jnp.shape(x), jnp.result_type(x)))
 
     def equation(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -234,15 +235,16 @@ def _wide(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
-def _neutral(op: str, aval: Any) -> Any:
-    """Return an array of the identity element of an operation, in the dtype of the sums."""
-    shape, dtype = aval.shape, _wide(aval.dtype)
+def _neutral(op: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return an array of the identity element of an operation."""
     if op in ("sum", "or", "xor"):
         return jnp.zeros(shape, dtype)
     if op == "mul":
         return jnp.ones(shape, dtype)
     if op == "and":
         return ~jnp.zeros(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.full(shape, op == "min", dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.full(shape, -jnp.inf if op == "max" else jnp.inf, dtype)
     return jnp.full(shape, jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max, dtype)

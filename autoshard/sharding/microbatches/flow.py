@@ -116,6 +116,7 @@ class _Finder:
     def __init__(self, count: int, early: set[Any]):
         self.count, self.early = count, early
         self.made: dict[Any, Any] = {}  # variable of the step -> the equation that makes it
+        self.effects_later = False  # whether an equation with side effects runs after the loop
 
     def root(self, jaxpr: Any, inputs: Sequence[State]) -> Flow:
         self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -139,6 +140,8 @@ class _Finder:
     def equation(self, eqn: Any, states: list[State], is_root: bool) -> Step:
         if eqn.effects and not is_root:
             raise NotCut(f"{_place(eqn)} has side effects, which each microbatch would repeat")
+        if eqn.effects and self.effects_later:  # side effects keep their order, such as a read that follows a write
+            return self.outside(eqn, states, None)
         if all(isinstance(s, Whole) for s in states):
             return _whole(eqn)
         reason = None
@@ -173,7 +176,9 @@ class _Finder:
         if any(isinstance(s, Split) for s in states):
             reasons.append(reason or f"{_place(eqn)} takes each row together with a value of the whole batch")
         if reasons and eqn.primitive.name in _HEAVY:
-            raise NotCut(f"{reasons[0]}, and {_place(eqn)} needs the result")
+            itself = reason is not None and reason.startswith(_place(eqn))
+            raise NotCut(reason if itself else f"{reasons[0]}, and {_place(eqn)} needs the result")
+        self.effects_later |= bool(eqn.effects)
         state = After(reasons[0] if reasons else None)
         return Step("after", [state] * len(states), [state] * len(eqn.outvars))
 
@@ -207,6 +212,8 @@ class _Finder:
                 return Step("each", states, flow.results, inner=[flow])
         if name == "cond":
             return self.cond(eqn, states)
+        if name == "while":
+            raise NotCut(f"{_place(eqn)} takes the batch, and the number of its iterations may depend on all rows")
         if eqn.effects:
             raise NotCut(f"{_place(eqn)} has side effects")
         avals = tuple(_compat.shape_dtype_of(a) for a in eqn.invars)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import jax
 from autoshard import _compat
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
-from autoshard.sharding.axes.analysis import analyse
+from autoshard.sharding.axes.analysis import Analysis, analyse
 from autoshard.sharding.microbatches.accumulation import in_microbatches
 from autoshard.sharding.microbatches.flow import NotCut, find_flow
 from autoshard.sharding.microbatches.states import Split
@@ -33,11 +34,11 @@ def read_microbatches(count: Any) -> int | str:
         return AUTO
     if count is None:
         return 1
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 1:
         raise PlanError(
             f"microbatches is {short_repr(count)}; give the number of parts of the batch, such as 4, or 'auto'"
         )
-    return count
+    return int(count)
 
 
 def with_microbatches(traced: Traced, count: int) -> Traced:
@@ -52,7 +53,8 @@ def with_microbatches(traced: Traced, count: int) -> Traced:
     """
     if count == 1:
         return traced
-    rows = batch_inputs(traced, count)
+    analysis = analyse(traced)
+    rows = batch_inputs(traced, analysis, count)
     with _compat.auto_axes():
         closed = rewritten(_compat.dce(traced.closed))
         try:
@@ -67,20 +69,21 @@ def with_microbatches(traced: Traced, count: int) -> Traced:
     check_program(closed)
     jaxpr = _compat.open_jaxpr(closed)
     return replace(traced, closed=closed, in_avals=[v.aval for v in jaxpr.invars],
-                   out_avals=[v.aval for v in jaxpr.outvars], microbatches=count)  # fmt: skip
+                   out_avals=[v.aval for v in jaxpr.outvars], microbatches=count,
+                   batch=_batch_after(traced, analysis, rows, count))  # fmt: skip
 
 
-def batch_inputs(traced: Traced, count: int) -> Mapping[int, Split]:
+def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int, Split]:
     """Return the input leaves that have the batch, and where its rows are.
 
     Args:
         traced: the step.
+        analysis: its logical axes.
         count: number of microbatches.
 
     Raises:
         PlanError: no input has the batch, or `count` does not divide it.
     """
-    analysis = analyse(traced)
     axes, batch = analysis.axes, analysis.roles.batch
     where: dict[int, Split] = {}
     for leaf, value in enumerate(traced.program.inputs):
@@ -100,9 +103,21 @@ def batch_inputs(traced: Traced, count: int) -> Mapping[int, Split]:
         )
     size = axes.sizes[batch]
     if size % count:
+        leaf, split = next(iter(where.items()))
         fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise PlanError(
-            f"auto_shard({traced.name}): microbatches={count} does not divide the batch of {size} rows. Use one of "
-            f"{fits}"
+            f"auto_shard({traced.name}): microbatches={count} does not divide the batch of {size} rows, which is in "
+            f"dimension {split.dim} of {traced.in_names[leaf]}. Use one of {fits}"
         )
     return where
+
+
+def _batch_after(
+    traced: Traced, analysis: Analysis, rows: Mapping[int, Split], count: int
+) -> tuple[int, int, int, int]:
+    """Return where the batch is after the cut (`Traced.batch`). The cut may change what else looks like a batch."""
+    axes, batch = analysis.axes, analysis.roles.batch
+    assert batch is not None
+    leaf, split = next(iter(rows.items()))
+    place = axes.of_value[traced.program.inputs[leaf]][split.dim].index(batch)
+    return leaf, split.dim, place, axes.sizes[batch] // count

@@ -48,8 +48,12 @@ def _repeated_note(problem: PlanningProblem, layout: Layout) -> str:
             f"only {useful} of the {devices} devices have work of their own, and the others repeat it: "
             f"{why or f'{axes} {named} {verb} no work'}"
         )
+    cut = problem.roles.batch if problem.traced.microbatches > 1 else None
     remedies = [
-        f"pad {problem.axes.name(u.cls)} to {multiple(problem.axes.sizes[u.cls], u.wanted_shards)}" for u in found
+        f"use fewer microbatches (now {problem.traced.microbatches}, and each has {problem.axes.sizes[u.cls]} rows)"
+        if u.cls == cut
+        else f"pad {problem.axes.name(u.cls)} to {multiple(problem.axes.sizes[u.cls], u.wanted_shards)}"
+        for u in found
     ]
     remedies += [] if problem.searched else ["request another plan"]
     remedy = ", or ".join([*remedies, f"use {useful} device{'s' * (useful > 1)}"])

@@ -18,6 +18,8 @@ from autoshard.sharding.layout.fixed_shardings import program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, traced_machine
 from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.machines.option_requests import OptionRequest, read_request
+from autoshard.sharding.plan.gather_words import read_gather
+from autoshard.sharding.plan.overlap_words import OverlapRequest, read_overlap
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import trace
 from autoshard.sharding.search.candidate import Candidate
@@ -58,6 +60,8 @@ class StrategyPrices:
         memory_limit_bytes: see `autoshard.plan`.
         fixed: see `autoshard.plan`.
         compiler_options: see `autoshard.plan`.
+        gather: see `autoshard.plan`.
+        overlap: see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
     """
 
@@ -72,6 +76,8 @@ class StrategyPrices:
         memory_limit_bytes: float | None = None,
         fixed: Mapping[str, Any] | None = None,
         compiler_options: OptionRequest | None = None,
+        gather: str | None = None,
+        overlap: OverlapRequest | None = None,
         donate_argnums: Sequence[int] = (),
     ):
         self.fixed = fixed or {}
@@ -82,7 +88,8 @@ class StrategyPrices:
         if mesh is None and target is None:
             mesh = _compat.current_mesh()
         machine = find_machine(mesh, target, request)
-        self.problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints)
+        words = read_gather(gather), read_overlap(overlap)
+        self.problem = PlanningProblem(traced, machine, memory_limit_bytes, constraints, *words)
 
     @property
     def limit_bytes(self) -> float:

@@ -11,8 +11,9 @@ from autoshard.sharding.microbatches.states import Split
 from autoshard.sharding.rewrite.evaluation import rewritten
 from tests.sharding.microbatches.functions import FUNCTIONS, REFUSED, ROWS, TOKENS, WEIGHTS
 
-QUICK = ("rng rows", "merge T", "reshape split", "scan carry init", "cond", "scatter add W", "p div", "concat sums",
-         "dus sum2", "vmap rng", "tile", "repeat", "segment", *REFUSED)  # fmt: skip
+QUICK = ("rng rows", "merge T", "reshape split", "scan carry init", "cond", "cond max", "scan max init",
+         "scatter add W", "p div", "concat sums", "dus sum2", "vmap rng", "tile", "repeat", "segment",
+         *REFUSED)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FUNCTIONS])

@@ -9,7 +9,7 @@ import pytest
 
 import autoshard
 from autoshard import Plan, auto_shard, plan
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardWarning, PlanError
 from tests.sharding.microbatches.programs import make_step, state, tokens
 
 
@@ -29,7 +29,7 @@ def test_a_sharded_step_equals_one_device(words):
 
 
 def test_the_plan_reports_them_and_keeps_them_in_json():
-    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=4)
+    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=np.int64(4))  # type: ignore[arg-type]
     assert "microbatches: 4, one after the other" in str(made)
     read = Plan.from_json(made.to_json())
     assert read.microbatches == 4
@@ -48,7 +48,7 @@ def test_offloaded_values_are_cut_too():
 @pytest.mark.parametrize(
     ("count", "message"),
     [
-        (3, "microbatches=3 does not divide the batch of 8 rows. Use one of 1, 2, 4, 8"),
+        (3, "microbatches=3 does not divide the batch of 8 rows, which is in dimension 0 of .*. Use one of 1, 2, 4, 8"),
         (0, "microbatches is 0; give the number of parts of the batch, such as 4"),
         (True, "microbatches is True; give the number"),
         ("2", "microbatches is '2'; give the number"),
@@ -86,3 +86,35 @@ def test_a_plan_keeps_its_number():
     made = autoshard.plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=2)
     with pytest.raises(PlanError, match="microbatches is 4, but plan is a Plan with microbatches=2"):
         plan(make_step(), state(), tokens(), plan=made, microbatches=4)
+
+
+def test_the_batch_stays_the_one_that_was_cut():
+    # In the cut step, the features of the weights have more bytes of results than the rows of a microbatch.
+    def loss(p, x):
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["a"]) @ p["b"], None
+
+        return (jax.lax.scan(layer, x, p)[0] ** 2).mean()
+
+    def gradient(p, x):
+        return jax.grad(loss)(jax.tree.map(lambda w: w[:1], p), x)
+
+    p = {"a": jnp.ones((4, 32, 64)), "b": jnp.ones((4, 64, 32))}
+    made = plan(gradient, p, jnp.ones((48, 32)), target="cpu:2", plan="fsdp:2", microbatches=4)
+    assert {leaf.path: leaf.role for leaf in made.inputs} == {"0/a": "parameter", "0/b": "parameter", "1": "data"}
+
+
+@pytest.mark.filterwarnings("ignore:.*no rule for 'new_ref'")
+def test_reads_of_a_mutable_array_follow_its_writes():
+    def total(w, x):
+        ref = jax.new_ref(jnp.zeros(4))
+        ref[...] = (x @ w).sum(0)
+        return ref[...]
+
+    w, x = jnp.arange(16.0).reshape(4, 4), jnp.ones((8, 4))
+    np.testing.assert_allclose(auto_shard(total, target="cpu:2", microbatches=2)(w, x), (x @ w).sum(0))
+
+
+def test_too_few_rows_in_a_microbatch_are_reported():
+    with pytest.warns(AutoshardWarning, match=r"Use fewer microbatches \(now 4, and each has 2 rows\)"):
+        plan(make_step(), state(), tokens(), target="cpu:4", plan="dp:4", microbatches=4)

@@ -1,7 +1,7 @@
 """The search over what layers keep, recompute and offload: what it chooses, and that no values change."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +121,19 @@ def test_bad_requests(model, how, said):
 def test_a_requested_plan_that_is_not_possible_is_an_error_that_says_why():
     options: dict[str, Any] = {"target": "v5e:2x4", "plan": "ep:8"}
     with pytest.raises(PlanError, match="ep"):
+        plan(*workload_variants(SMALL), **options, variants=workload_search(SMALL, options), donate_argnums=0)
+
+
+def test_the_search_takes_the_words_of_a_plan():
+    """`gather` and `overlap` apply to all variants, and an unknown path is an error."""
+    step, *shapes = workload_step(workload("llama-7b").with_(remat="full"))
+    of = partial(StrategyPrices, step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,))
+    choices: list[dict[str, Any]] = [{}, {"gather": "prefetch"}, {"overlap": {"*": {"gather": "off"}}}]
+    usual, early, alone = (of(**words).of(["fsdp:8"])["fsdp:8"] for words in choices)
+    assert early.peak_memory_bytes > usual.peak_memory_bytes
+    assert alone.step_time_us > usual.step_time_us
+    options: dict[str, Any] = {"target": "v5e:2x4", "overlap": {"*no": {"gather": "off"}}}
+    with pytest.raises(PlanError, match="'\\*no' names no parameter"):
         plan(*workload_variants(SMALL), **options, variants=workload_search(SMALL, options), donate_argnums=0)
 
 
