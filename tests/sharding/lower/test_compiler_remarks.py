@@ -21,6 +21,16 @@ REMARK = (
 )
 
 
+@pytest.fixture(autouse=True)
+def no_stored_programs():
+    """Stores no compiled programs: XLA makes no remarks on one that is read."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
 def lines_written_to(capfd) -> list[str]:
     return capfd.readouterr().err.splitlines()
 
