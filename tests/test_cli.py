@@ -19,7 +19,8 @@ from autoshard.ckpt import Checkpointer
 from autoshard.cli import COMMANDS, main
 from autoshard.commands.absent_accelerators import skip_absent_accelerators
 from autoshard.commands.arguments import check_writable
-from autoshard.errors import AutoshardWarning
+from autoshard.commands.plan import show
+from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config.run_directory import CHECKPOINTS, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -420,3 +421,30 @@ def test_plan_shows_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "residuals: " in text
     assert "iterations in reverse" in text
+
+
+class _ShownPlan:
+    """A plan without a program, to be shown."""
+
+    audits = ()
+
+    def to_json(self) -> str:
+        return "{}"
+
+    def explain(self, path: str, wish: Any = None) -> str:
+        return f"explained {path}"
+
+    def to_html(self, path: Path) -> None:
+        path.write_text("<html>")
+
+    def __str__(self) -> str:
+        return "the plan"
+
+
+def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show(_ShownPlan(), Path("-"), tmp_path / "plan.html") == 0
+    assert capsys.readouterr().out == "{}\n" and (tmp_path / "plan.html").read_text() == "<html>"
+    assert show(_ShownPlan(), tmp_path / "plan.json", None, ["wq"]) == 0
+    assert capsys.readouterr().out == "the plan\n\nexplained wq\n" and (tmp_path / "plan.json").read_text() == "{}"
+    with pytest.raises(ConfigError, match="--html .*missing.* cannot be written"):
+        show(_ShownPlan(), None, tmp_path / "missing" / "plan.html")

@@ -252,6 +252,7 @@ def test_scale_replaces_the_default():
         ({"segment_ids": jnp.ones((2, 4))}, "segment_ids must be integers"),
         ({"segment_ids": jnp.ones((2, 3), int)}, r"segment_ids must be integers of queries \(2, 4\)"),
         ({"block_size": 0}, "at least 1"),
+        ({"impl": "fast"}, "impl is 'fast'; choose one of "),
         ({"mask": jnp.ones((2, 1, 4, 4))}, "mask must be boolean"),
         ({"mask": jnp.ones((2, 3, 4, 4), bool)}, "where each dimension may be 1"),
         ({"mask": jnp.ones((4, 4), bool)}, "where each dimension may be 1"),

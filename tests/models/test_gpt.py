@@ -358,6 +358,8 @@ def test_initialisation_has_gpt2_deviations():
         ({"heads": 0}, "heads is 0; it must be at least 1"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"loss_chunks": 0}, "loss_chunks is 0; it must be at least 1"),
+        ({"attention": "cudnn"}, "attention is 'cudnn', which needs dtype bfloat16 or float16, not float32"),
+        ({"attention": "splash", "dtype": "float16"}, "attention is 'splash', which needs dtype bfloat16 or float32"),
         ({"loss_chunks": 33}, "loss_chunks is 33; it must be at most vocab, 32"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
