@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.flow import Flow, NotCut, Step
 from autoshard.sharding.microbatches.states import After, Partial, Split, State, Whole, joined, part, parts
+from autoshard.sharding.rewrite.evaluation import bind_checkpoint, bind_scan
 from autoshard.spmdrules.core.rule import Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
 
@@ -102,23 +102,22 @@ class _Writer:
         stacked = [parts(known[var], split, count) for var, split in rows.items()]
         # Other known values were only needed to compute these. The loop computes them again, for its own rows.
         whole = {var: x for var, x in known.items() if isinstance(flow.states[var], Whole)}
-        sums = [var for var, s in wanted.items() if isinstance(s, Partial)]
-        collected = [var for var, s in wanted.items() if isinstance(s, Split)]
-
-        def terms(number: Any, slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            env = _Microbatch(number, count).run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
-            return [env[var].astype(_wide(var.aval.dtype)) for var in sums], [env[var] for var in collected]
+        sums = {var: s for var, s in wanted.items() if isinstance(s, Partial)}
+        collected = {var: s for var, s in wanted.items() if isinstance(s, Split)}
 
         def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            made, kept = terms(*x)
-            ops = [wanted[var].op for var in sums]  # type: ignore[union-attr]
-            return [_COMBINE[op](a, b) for op, a, b in zip(ops, carry, made, strict=True)], kept
+            number, slices = x
+            env = _Microbatch(number, count).run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
+            totals = [
+                _COMBINE[s.op](total, env[var].astype(_wide(var.aval.dtype)))
+                for total, (var, s) in zip(carry, sums.items(), strict=True)
+            ]
+            return totals, [env[var] for var in collected]
 
-        start = [_neutral(wanted[var].op, var.aval.shape, _wide(var.aval.dtype))  # type: ignore[union-attr]
-                 for var in sums]  # fmt: skip
+        start = [_neutral(s.op, var.aval.shape, _wide(var.aval.dtype)) for var, s in sums.items()]
         totals, kept = lax.scan(step, start, (jnp.arange(count, dtype=jnp.int32), stacked))
         made = {var: x.astype(var.aval.dtype) for var, x in zip(sums, totals, strict=True)}
-        return made | {var: joined(x, wanted[var]) for var, x in zip(collected, kept, strict=True)}  # type: ignore[arg-type]
+        return made | {var: joined(x, s) for (var, s), x in zip(collected.items(), kept, strict=True)}
 
 
 class _Microbatch:
@@ -128,26 +127,32 @@ class _Microbatch:
         self.number, self.count = number, count
 
     def run(self, flow: Flow, env: dict[Any, Any], root: bool = False) -> dict[Any, Any]:
-        """Compute the values of a jaxpr; `env` has its inputs and constants. Returns all values."""
+        """Evaluate a jaxpr for this microbatch. `env` holds its inputs and constants, and gets all of its values."""
         repeated = {eqn.outvars[0]: eqn for eqn in flow.jaxpr.eqns if eqn.primitive.name in _REPEATING}
         for eqn, step in zip(flow.jaxpr.eqns, flow.steps, strict=True):
             if step.phase == "after" or (root and step.phase == "whole"):
                 continue
             with _compat.source_of(eqn):
-                operands = []
-                for atom, state in zip(eqn.invars, step.operands, strict=True):
-                    maker = None if isinstance(atom, _compat.Literal) else repeated.get(atom)
-                    one = None
-                    if maker is not None and isinstance(state, Split) and isinstance(flow.of(atom), Whole):
-                        one = self.repeated(maker, state, env)
-                    operands.append(self.taken(_read(env, atom), flow.of(atom), state) if one is None else one)
+                operands = [
+                    self.operand(flow, env, atom, state, repeated)
+                    for atom, state in zip(eqn.invars, step.operands, strict=True)
+                ]
                 results = self.equation(eqn, step, operands)
             # A scan in the loop may have results that do not depend on the batch. These are known already.
             env |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if not (root and v in env)}
         return env
 
+    def operand(self, flow: Flow, env: Mapping[Any, Any], atom: Any, state: State, repeated: Mapping[Any, Any]) -> Any:
+        """Return the part of an operand that a microbatch takes; `repeated` has the makers of broadcasts and iotas."""
+        there = flow.of(atom)
+        if isinstance(state, Split) and isinstance(there, Whole) and atom in repeated:
+            made = self.repeated(repeated[atom], state, env)
+            if made is not None:
+                return made
+        return self.taken(_read(env, atom), there, state)
+
     def repeated(self, eqn: Any, split: Split, env: Mapping[Any, Any]) -> Any | None:
-        """Return a microbatch's rows of a broadcast or iota, computed directly; None if the rows are not all equal."""
+        """Compute a broadcast or an iota for the rows of one microbatch; return None if its rows differ."""
         params = eqn.params
         if split.dim == params.get("dimension") or split.dim in params.get("broadcast_dimensions", ()):
             return None
@@ -179,9 +184,7 @@ class _Microbatch:
             return lax.switch(operands[0], branches, *operands[1:])
         if name == "remat2":
             body = self.frame(eqn.params["jaxpr"], step.inner[0], step.results)
-            traced = jax.make_jaxpr(body)(*map(jax.typeof, operands))
-            changed, consts = _compat.split_constants(traced)
-            return _compat.bind(eqn, {**eqn.params, "jaxpr": changed}, *consts, *operands)
+            return bind_checkpoint(eqn, body, operands)
         if step.inner:
             inner = next(v for v in eqn.params.values() if _compat.is_jaxpr(v))
             return self.frame(inner, step.inner[0], step.results)(*operands)
@@ -210,20 +213,11 @@ class _Microbatch:
         return run
 
     def scan(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
-        params = eqn.params
-        n_consts, n_carry = _compat.scan_arity(params)
-        first = n_consts + n_carry
+        n_carry = _compat.scan_arity(eqn.params)[1]
         # The states of the body's results: those of the carry, and those of the stacks without the loop's dimension.
         stacks = [Split(s.dim - 1, s.stride) if isinstance(s, Split) else s for s in step.results[n_carry:]]
-        body = self.frame(params["jaxpr"], step.inner[0], [*step.results[:n_carry], *stacks])
-
-        def iteration(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = body(*operands[:n_consts], *carry, *slices)
-            return results[:n_carry], results[n_carry:]
-
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
-        carry, made = lax.scan(iteration, operands[n_consts:first], operands[first:], **options)
-        return [*carry, *made]
+        body = self.frame(eqn.params["jaxpr"], step.inner[0], [*step.results[:n_carry], *stacks])
+        return bind_scan(eqn, body, operands)
 
 
 def _read(env: Mapping[Any, Any], atom: Any) -> Any:

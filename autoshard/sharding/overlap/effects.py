@@ -7,7 +7,7 @@ from collections import defaultdict
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, operand_spec, state_gathers, strategy_in_layout
 from autoshard.sharding.machines.targets import Target
-from autoshard.sharding.overlap.constants import MOST_RING_DEVICES
+from autoshard.sharding.overlap.constants import MOST_RING_DEVICES, NO_PRODUCT_MIB
 from autoshard.sharding.overlap.marks import gathered_axes, marks_of
 from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.overlap_words import GATHER, MATMUL, OFF, ON, REDUCE
@@ -18,7 +18,6 @@ _WINDOWED = {
     "cuda": ("xla_gpu_threshold_for_windowed_einsum_mib", False),
 }
 """Platform -> the option with the MiB above which products become collective matmuls; whether they do by default."""
-_NO_PRODUCT_MIB = 100_000  # a threshold this large turns it off; it is XLA's default for GPUs
 
 
 def effect_notes(
@@ -137,4 +136,4 @@ def _makes_collective_matmul(target: Target) -> bool:
     """Whether the partitioner makes collective matmuls of some products under the plan's options."""
     option, default = _WINDOWED.get(target.platform, ("", False))
     given = target.chip.options.get(option)
-    return default if given is None else float(given) < _NO_PRODUCT_MIB
+    return default if given is None else float(given) < NO_PRODUCT_MIB

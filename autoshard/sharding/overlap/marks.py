@@ -79,7 +79,7 @@ def marks_of(overlap: ModuleOverlap, layout: Layout, op: Op, strategy: OperatorS
 
 
 def gathered_axes(stored: Spec, wanted: Spec) -> list[tuple[int, tuple[str, ...]]]:
-    """Return the dimensions that gathers make whole, each with its mesh axes; empty if gathers alone do not suffice.
+    """Return the dimensions to gather, each with the mesh axes to gather over; empty if that does not give `wanted`.
 
     >>> gathered_axes((("tp", "fsdp"), ()), (("tp",), ()))
     [(0, ('fsdp',))]

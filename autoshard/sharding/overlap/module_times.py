@@ -14,6 +14,7 @@ import numpy as np
 
 from autoshard._columns import INDENT, columns
 from autoshard._units import time_text
+from autoshard.sharding.overlap.constants import SHOWN_MODULES
 from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.overlap_words import GATHER, REDUCE
 from autoshard.spmdrules.ir.program import Op
@@ -22,7 +23,6 @@ ACTIVATIONS = "activations"
 ModuleTimes = dict[str, dict[str, tuple[float, float]]]  # module -> kind -> microseconds, exposed ones
 
 _SCOPE = re.compile(r"overlap\[([^\]:]*):(\w+)\]")
-_SHOWN = 16  # modules that a report lists; chosen
 
 
 def module_of(overlap: ModuleOverlap, op: Op, array: int) -> tuple[str, str] | None:
@@ -112,7 +112,7 @@ def module_lines(times: Mapping[str, Mapping[str, tuple[float, float]]], how: st
     ranked = sorted(times, key=lambda module: (-exposed[module], module))
     kinds = [kind for kind in (GATHER, REDUCE, ACTIVATIONS) if any(kind in each for each in times.values())]
     rows = [(INDENT + how, *(text for kind in kinds for text in (f"{kind}: hidden", "exposed")))]
-    for module in ranked[:_SHOWN]:
+    for module in ranked[:SHOWN_MODULES]:
         cells = [times[module].get(kind) for kind in kinds]
         texts = [
             (time_text(max(round(each[0] - each[1], 3), 0.0)), time_text(each[1])) if each else ("", "")
@@ -120,4 +120,4 @@ def module_lines(times: Mapping[str, Mapping[str, tuple[float, float]]], how: st
         ]
         rows.append((INDENT + module, *(text for pair in texts for text in pair)))
     lines = ["collectives by module:", *columns(rows, right=range(1, 2 * len(kinds) + 1))]
-    return [*lines, f"{INDENT}and {len(ranked) - _SHOWN} more modules"] if len(ranked) > _SHOWN else lines
+    return [*lines, f"{INDENT}and {len(ranked) - SHOWN_MODULES} more modules"] if len(ranked) > SHOWN_MODULES else lines

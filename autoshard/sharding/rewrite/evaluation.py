@@ -106,29 +106,35 @@ def _equation(eqn: Any, edits: FrameEdits, operands: list[Any]) -> list[Any]:
     if (called := call_of(eqn)) is not None:
         return _evaluate(called, edits, operands)
     if eqn.primitive.name == "scan":
-        return _scan(eqn, edits, operands)
+        return bind_scan(eqn, lambda *args: _evaluate(eqn.params["jaxpr"], edits, args), operands)
     if eqn.primitive.name == "remat2":
-        return _checkpoint(eqn, edits, operands)
+        return bind_checkpoint(eqn, lambda *args: _evaluate(eqn.params["jaxpr"], edits, args), operands)
     return _compat.bind(eqn, eqn.params, *operands)
 
 
-def _scan(eqn: Any, edits: FrameEdits, operands: list[Any]) -> list[Any]:
+def bind_scan(eqn: Any, body: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """Run the scan of an equation with another body and other operands; return its results.
+
+    Args:
+        eqn: the scan.
+        body: a function from constants, carry and slices to the carry and what is stacked.
+        operands: constants, initial carry and stacks.
+    """
     params = eqn.params
     n_consts, n_carry = _compat.scan_arity(params)
     first = n_consts + n_carry
-    consts, init, stacks = operands[:n_consts], operands[n_consts:first], operands[first:]
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        results = _evaluate(params["jaxpr"], edits, [*consts, *carry, *slices])
+        results = body(*operands[:n_consts], *carry, *slices)
         return results[:n_carry], results[n_carry:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, made = lax.scan(step, init, stacks, **options)
+    carry, made = lax.scan(step, [*operands[n_consts:first]], [*operands[first:]], **options)
     return [*carry, *made]
 
 
-def _checkpoint(eqn: Any, edits: FrameEdits, operands: list[Any]) -> list[Any]:
-    shapes = [jax.typeof(x) for x in operands]
-    body = jax.make_jaxpr(lambda *args: _evaluate(eqn.params["jaxpr"], edits, args))(*shapes)
-    changed, consts = _compat.split_constants(body)
+def bind_checkpoint(eqn: Any, body: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+    """Run the `remat2` of an equation with another body and other operands; return its results."""
+    traced = jax.make_jaxpr(body)(*map(jax.typeof, operands))
+    changed, consts = _compat.split_constants(traced)
     return _compat.bind(eqn, {**eqn.params, "jaxpr": changed}, *consts, *operands)

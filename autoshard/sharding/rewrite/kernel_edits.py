@@ -1,4 +1,4 @@
-"""The edits that replace a recognised attention by the two operators of a kernel.
+"""Edits that replace recognised attention with the two operators of a kernel.
 
     forward    where the program computes the result: `out, log_sum = forward(q, k, v)`
     backward   where it computes the gradients: `d_q, d_k, d_v = gradients(q, k, v, out, log_sum, d_out)`

@@ -85,7 +85,7 @@ def _gains(candidate: Candidate, best: Candidate, limit: float) -> bool:
 
 
 def _inner(words: str) -> object:
-    """What a plan does besides sharding the batch and storing state."""
+    """Return the inner mesh axes and the flags of a plan: everything but how it shards the batch and stores state."""
     plan = parse_request(words)
     return tuple((a, n) for a, n in plan.sizes.items() if a not in _BATCH), plan.flags
 

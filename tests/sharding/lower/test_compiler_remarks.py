@@ -23,7 +23,7 @@ REMARK = (
 
 @pytest.fixture(autouse=True)
 def no_stored_programs():
-    """Stores no compiled programs: XLA makes no remarks on one that is read."""
+    """Writes nothing to the compilation cache. XLA makes no remarks on a program that is read from it."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, 1e9)

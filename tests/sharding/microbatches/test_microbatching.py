@@ -1,6 +1,7 @@
 """`microbatches=` in plans and planned functions."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ def test_a_sharded_step_equals_one_device(words):
 
 
 def test_the_plan_reports_them_and_keeps_them_in_json():
-    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=np.int64(4))  # type: ignore[arg-type]
+    count: Any = np.int64(4)  # any integer will do
+    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=count)
     assert "microbatches: 4, one after the other" in str(made)
     read = Plan.from_json(made.to_json())
     assert read.microbatches == 4
@@ -89,7 +91,7 @@ def test_a_plan_keeps_its_number():
 
 
 def test_the_batch_stays_the_one_that_was_cut():
-    # In the cut step, the features of the weights have more bytes of results than the rows of a microbatch.
+    # In the cut step a weight dimension has more bytes of results than the rows, and would be taken for the batch.
     def loss(p, x):
         def layer(x, p):
             return x + jnp.tanh(x @ p["a"]) @ p["b"], None

@@ -1,4 +1,4 @@
-"""Parameters that are gathered one layer early compute the same values, and wait for no compute of the layer before."""
+"""Gathering parameters one layer early changes no value, and the gathers do not wait for the layer before."""
 
 import re
 
