@@ -129,7 +129,9 @@ def workload_steps(work: Workload) -> Callable[[str, int], tuple[TrainStep, Trai
 
 
 def _workload_program(work: Workload, microbatches: int) -> tuple[TrainStep, Program]:
-    if microbatches < 1 or work.batch_size % microbatches:
+    if microbatches < 1:
+        raise ConfigError(f"{work.name}: microbatches is {microbatches}; it must be at least 1")
+    if work.batch_size % microbatches:
         raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {microbatches} microbatches")
     settings = OptimizerConfig()
     program = make_program(work.build, make_optimizer(settings, 1000))

@@ -31,6 +31,25 @@ def test_stacks_of_results_of_opaque_operators_have_whole_tiles(size, padding):
     assert temporary(fn, (rows, size), target="h100:1x1") < 8 * rows * size * 4 * 2.5
 
 
+def test_a_cast_in_a_loop_makes_a_copy_of_the_stack_on_tpus():
+    def step(casts):
+        def loss(stack, x):
+            def layer(x, w):
+                return jnp.tanh(x @ (w.astype(jnp.bfloat16).astype(jnp.float32) if casts else w)), None
+
+            return jax.lax.scan(jax.checkpoint(layer), x, stack)[0].sum()
+
+        return lambda stack, x: (stack - jax.grad(loss)(stack, x), x.sum())
+
+    def difference(target):
+        shapes = (8, 512, 512), (16, 512)
+        return temporary(step(True), *shapes, target=target) - temporary(step(False), *shapes, target=target)
+
+    copy = 8 * 512 * 512 * 2
+    assert difference("v5e:1x1") >= 0.9 * copy
+    assert difference("h100:1x1") < 0.5 * copy
+
+
 def test_parameters_that_a_loop_casts_have_a_copy_on_tpus():
     """Compiled for v5e:2x4: 7.10 GiB with 8 layers, 14.39 with 20."""
 

@@ -61,6 +61,17 @@ def test_each_gradient_has_one_sum():
     assert shapes == sorted(x.shape for x in jax.tree.leaves(args[0][0]))
 
 
+def test_a_sum_that_is_used_twice_is_kept_once():
+    """Its scale is applied after the loop, where its square needs the sum anyway."""
+
+    def step(w, x):
+        gradient = x.T @ jnp.tanh(x @ w)
+        return gradient * 2, gradient * gradient
+
+    loop = loop_of(cut(step, (jnp.ones((4, 3)), jnp.ones((8, 4))), 4, {1: Split(0)}))
+    assert _compat.scan_arity(loop.params)[1] == 1
+
+
 def test_narrow_floats_are_summed_in_float32():
     args = (state(jnp.bfloat16), tokens())
     loop = loop_of(cut(make_step(), args, 4, rows_of(args)))
