@@ -54,16 +54,16 @@ def _latest(block: Block, op: Op, users: dict[int, list[Op]], number: dict[int, 
     (value,) = op.results
     while len(taken := users.get(value, [])) == 1 and taken[0].name in _MOVES and len(taken[0].results) == 1:
         (value,) = taken[0].results
-    first = number[id(taken[0])] if taken else number[id(_last(block))] + 1
+    first = number[id(taken[0])] if taken else number[id(last_operator(block))] + 1
     if block.loop:
         return max(first - 0.5, number[id(op)])
     loops = [one for one in inlined(block) if one.blocks and number[id(op)] < number[id(one)] < first]
     if loops:
-        return number[id(_last(loops[-1].blocks[-1]))] + 0.75  # after what is delayed in the loop
+        return number[id(last_operator(loops[-1].blocks[-1]))] + 0.75  # after what is delayed in the loop
     return number[id(op)] if following is None else max(min(first, number[id(following)]) - 0.5, number[id(op)])
 
 
-def _last(block: Block) -> Op:
+def last_operator(block: Block) -> Op:
     """Return the last operator of a block, nested ones included."""
     last = block.ops[-1]
-    return _last(last.blocks[-1]) if last.blocks and last.blocks[-1].ops else last
+    return last_operator(last.blocks[-1]) if last.blocks and last.blocks[-1].ops else last

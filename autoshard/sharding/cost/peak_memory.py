@@ -26,7 +26,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.collectives import LiveBuffers
 from autoshard.sharding.cost.constants import TPU_LANES
-from autoshard.sharding.cost.delayed_gradients import points
+from autoshard.sharding.cost.delayed_gradients import last_operator, points
 from autoshard.sharding.cost.equivalence_classes import ValueClasses, distinctly_fixed, value_classes
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, parts_of_stacks, scattered_into_sums
@@ -96,7 +96,10 @@ class MemoryModel:
         of_parameters = {v: s for v, s in axes.parameter_aliases.items() if roles.inputs.get(s) == "parameter"}
         casts = cast_stacks(program, of_parameters) if self.is_tiled else {}
         # Parameter -> fraction of its bytes, and the points between which there is a copy in a narrower type.
-        self.casts = {v: (ratio, self.point[id(a)], self.point[id(_last(b))]) for v, (ratio, a, b) in casts.items()}
+        self.casts = {
+            v: (ratio, self.point[id(a)], self.point[id(last_operator(b.blocks[-1]))])
+            for v, (ratio, a, b) in casts.items()
+        }
         tiled = row_major_values(program) if self.is_tiled else ()
         self.row_major = [v for v in temporaries.tolist() if v in tiled and program.avals[v].shape]
         self._classes: dict[frozenset[int], ValueClasses] = {}
@@ -271,10 +274,3 @@ class MemoryModel:
         np.add.at(change, np.concatenate(first), np.concatenate(sizes))
         np.subtract.at(change, np.concatenate(last) + 1, np.concatenate(sizes))
         return np.cumsum(change)
-
-
-def _last(op: Op) -> Op:
-    """Return the last operator of a loop or call; the operator itself if it has no body."""
-    while op.blocks and op.blocks[-1].ops:
-        op = op.blocks[-1].ops[-1]
-    return op
