@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,25 +21,48 @@ from autoshard.sharding.rewrite.evaluation import bind_checkpoint, bind_scan
 from autoshard.spmdrules.core.rule import Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
 
-_COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
+COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "sum": jnp.add, "mul": jnp.multiply, "max": jnp.maximum, "min": jnp.minimum,
     "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor,
 }  # fmt: skip
+"""The operations by which terms are combined."""
 
+Terms = tuple[list[Any], list[Any]]
+Runner = Callable[[Callable[[Any, list[Any]], Terms], list[Any], list[str]], Terms]
+"""Runs all microbatches.
+
+It takes the function of one microbatch, from its number and rows to its terms and results; the rows of all microbatches
+`[M, ...]`; and the operations that combine the terms. It returns the combined terms, and all results `[M, ...]`.
+"""
 
 # Operators whose result may be the same for all rows.
 _REPEATING = ("broadcast_in_dim", "iota")
 
 
-def in_microbatches(closed: Any, flow: Flow, count: int) -> Callable[..., list[Any]]:
+def in_microbatches(closed: Any, flow: Flow, count: int, run: Runner | None = None) -> Callable[..., list[Any]]:
     """Return a step in microbatches, as a function from its flat inputs to its flat results.
 
     Args:
         closed: the step's closed jaxpr, with calls inlined.
         flow: for each value, whether a microbatch has rows of it, a term of a sum, or all of it.
         count: number of microbatches.
+        run: runs the microbatches; one after another for None.
     """
-    return lambda *args: _Writer(closed, flow, count).write(args)
+    return lambda *args: _Writer(closed, flow, count, run or one_after_another).write(args)
+
+
+def one_after_another(one: Callable[[Any, list[Any]], Terms], rows: list[Any], ops: list[str]) -> Terms:
+    """Run the microbatches one after another (`Runner`)."""
+    shapes, _ = jax.eval_shape(one, jnp.int32(0), [x[0] for x in rows])
+
+    def step(totals: list[Any], x: tuple[Any, list[Any]]) -> Terms:
+        terms, kept = one(*x)
+        combined = [COMBINE[op](t, x.astype(t.dtype)) for op, t, x in zip(ops, totals, terms, strict=True)]
+        return combined, kept
+
+    start = [neutral(op, x.shape, wide(x.dtype)) for op, x in zip(ops, shapes, strict=True)]
+    totals, kept = lax.scan(step, start, (jnp.arange(len(rows[0]), dtype=jnp.int32), rows))
+    return [x.astype(shape.dtype) for x, shape in zip(totals, shapes, strict=True)], kept
 
 
 class _RowsShard(Shard):
@@ -51,8 +75,8 @@ class _RowsShard(Shard):
 
 
 class _Writer:
-    def __init__(self, closed: Any, flow: Flow, count: int):
-        self.jaxpr, self.flow, self.count = _compat.open_jaxpr(closed), flow, count
+    def __init__(self, closed: Any, flow: Flow, count: int, run: Runner):
+        self.jaxpr, self.flow, self.count, self.run = _compat.open_jaxpr(closed), flow, count, run
         self.known = dict(zip(self.jaxpr.constvars, _compat.constants(closed), strict=True))
 
     def write(self, args: Sequence[Any]) -> list[Any]:
@@ -105,18 +129,12 @@ class _Writer:
         sums = {var: s for var, s in wanted.items() if isinstance(s, Partial)}
         collected = {var: s for var, s in wanted.items() if isinstance(s, Split)}
 
-        def step(carry: list[Any], x: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
-            number, slices = x
+        def one(number: Any, slices: list[Any]) -> Terms:
             env = _Microbatch(number, count).run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
-            totals = [
-                _COMBINE[s.op](total, env[var].astype(_wide(var.aval.dtype)))
-                for total, (var, s) in zip(carry, sums.items(), strict=True)
-            ]
-            return totals, [env[var] for var in collected]
+            return [env[var] for var in sums], [env[var] for var in collected]
 
-        start = [_neutral(s.op, var.aval.shape, _wide(var.aval.dtype)) for var, s in sums.items()]
-        totals, kept = lax.scan(step, start, (jnp.arange(count, dtype=jnp.int32), stacked))
-        made = {var: x.astype(var.aval.dtype) for var, x in zip(sums, totals, strict=True)}
+        totals, kept = self.run(one, stacked, [s.op for s in sums.values()])
+        made = dict(zip(sums, totals, strict=True))
         return made | {var: joined(x, s) for (var, s), x in zip(collected.items(), kept, strict=True)}
 
 
@@ -168,7 +186,7 @@ class _Microbatch:
             return x
         if isinstance(wanted, Split):
             return part(x, wanted, self.count, self.number)
-        return jnp.where(self.number == 0, x, _neutral(wanted.op, jnp.shape(x), jnp.result_type(x)))
+        return jnp.where(self.number == 0, x, neutral(wanted.op, jnp.shape(x), jnp.result_type(x)))
 
     def equation(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -224,12 +242,12 @@ def _read(env: Mapping[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, _compat.Literal) else env[atom]
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
     """Return the dtype in which terms are accumulated: float32 for narrower floats, which would lose small terms."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
 
 
-def _neutral(op: str, shape: tuple[int, ...], dtype: Any) -> Any:
+def neutral(op: str, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return an array of the identity element of an operation."""
     if op in ("sum", "or", "xor"):
         return jnp.zeros(shape, dtype)

@@ -35,7 +35,7 @@ from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError
 from autoshard.spmdrules.ir import program as _rules_registered  # noqa: F401
 
 # Operators that are too expensive to be computed for the whole batch before the loop, and loops.
-_HEAVY = ("dot_general", "conv_general_dilated", "scan", "while", "remat2", "ragged_dot_general", "sort")
+HEAVY = ("dot_general", "conv_general_dilated", "scan", "while", "remat2", "ragged_dot_general", "sort")
 _BODIES = ("remat2", "custom_jvp_call", "custom_vjp_call", "call", "closed_call", "core_call", "jit", "pjit")
 
 
@@ -169,13 +169,13 @@ class _Finder:
             if cheap := {a for a in sums if self.are_cheap([a])}:
                 self.early |= cheap
                 raise _Restart
-            if self.are_cheap([*sums, *rows]) and eqn.primitive.name not in _HEAVY and not eqn.effects:
+            if self.are_cheap([*sums, *rows]) and eqn.primitive.name not in HEAVY and not eqn.effects:
                 self.early |= {*eqn.outvars}
                 raise _Restart
         reasons = [s.reason for s in states if isinstance(s, After) and s.reason]
         if any(isinstance(s, Split) for s in states):
             reasons.append(reason or f"{_place(eqn)} takes each row together with a value of the whole batch")
-        if reasons and eqn.primitive.name in _HEAVY:
+        if reasons and eqn.primitive.name in HEAVY:
             itself = reason is not None and reason.startswith(_place(eqn))
             raise NotCut(reason if itself else f"{reasons[0]}, and {_place(eqn)} needs the result")
         self.effects_later |= bool(eqn.effects)
@@ -191,7 +191,7 @@ class _Finder:
                 continue
             seen.add(var)
             eqn = self.made[var]
-            if eqn.primitive.name in _HEAVY or eqn.effects:
+            if eqn.primitive.name in HEAVY or eqn.effects:
                 return False
             todo += eqn.invars
         return True

@@ -14,7 +14,7 @@ from autoshard import _compat
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.analysis import Analysis, analyse
-from autoshard.sharding.microbatches.accumulation import in_microbatches
+from autoshard.sharding.microbatches.accumulation import Runner, in_microbatches
 from autoshard.sharding.microbatches.flow import NotCut, find_flow
 from autoshard.sharding.microbatches.states import Split
 from autoshard.sharding.program.tracing import Traced
@@ -41,17 +41,18 @@ def read_microbatches(count: Any) -> int | str:
     return int(count)
 
 
-def with_microbatches(traced: Traced, count: int) -> Traced:
+def with_microbatches(traced: Traced, count: int, run: Runner | None = None) -> Traced:
     """Return a traced step as a loop over microbatches. Its results are the same up to the order of sums.
 
     Args:
         traced: the step.
         count: number of microbatches.
+        run: runs the microbatches; one after another for None.
 
     Raises:
         PlanError: the step has no batch, `count` does not divide the batch, or an operator in the loop needs all rows.
     """
-    if count == 1:
+    if count == 1 and run is None:
         return traced
     analysis = analyse(traced)
     rows = batch_inputs(traced, analysis, count)
@@ -59,7 +60,7 @@ def with_microbatches(traced: Traced, count: int) -> Traced:
         closed = rewritten(_compat.dce(traced.closed))
         try:
             flow = find_flow(closed, rows, count)
-            cut = in_microbatches(closed, flow, count)
+            cut = in_microbatches(closed, flow, count, run)
             closed = _compat.dce(jax.make_jaxpr(cut)(*map(_compat.shape_dtype_of, _compat.open_jaxpr(closed).invars)))
         except NotCut as reason:
             raise PlanError(

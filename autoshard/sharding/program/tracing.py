@@ -65,6 +65,8 @@ class Traced:
         kernels: what `kernels=` found in the program, replaced or left.
         kernels_word: the word of `kernels=` with which the program was rewritten.
         microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
+        stages: the number of stages of its pipeline; 1 if it has none.
+        schedule: the word of the pipeline's schedule; empty if it has none.
         batch: where the batch is, if it is known before the analysis: an input leaf, its dimension, the place among
             the logical axes of this dimension, and the number of rows.
         moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
@@ -95,6 +97,8 @@ class Traced:
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
     microbatches: int = 1
+    stages: int = 1
+    schedule: str = ""
     batch: tuple[int, int, int, int] | None = None
 
     @cached_property

@@ -13,6 +13,7 @@ from autoshard.spmdrules.families import (
     random,
     reduction,
     sorting,
+    stages,
     window,
 )
 
@@ -30,4 +31,5 @@ FAMILIES = (
     host_callbacks,
     manual_sharding,
     cudnn,
+    stages,
 )

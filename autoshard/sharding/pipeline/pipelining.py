@@ -1,0 +1,72 @@
+"""Cuts a traced step into the stages of a pipeline: `pp:N`, `schedule=`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autoshard import _compat
+from autoshard._typed import short_repr
+from autoshard.errors import PlanError
+from autoshard.sharding.microbatches.accumulation import Runner, Terms
+from autoshard.sharding.microbatches.microbatching import with_microbatches
+from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
+from autoshard.sharding.pipeline.stage_cut import cut_stages
+from autoshard.sharding.pipeline.stage_loop import StageLoop
+from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.rewrite.evaluation import rewritten
+
+DEFAULT = "1f1b"
+
+
+def read_schedule(schedule: Any) -> str:
+    """Return the word of a schedule; the default for None.
+
+    Raises:
+        PlanError: it is none of the words.
+    """
+    if schedule is None:
+        return DEFAULT
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+        raise PlanError(f"schedule is {short_repr(schedule)}; it must be one of {', '.join(map(repr, SCHEDULES))}")
+    return schedule
+
+
+def with_stages(traced: Traced, stages: int, microbatches: int, schedule: str = DEFAULT) -> Traced:
+    """Return a traced step whose layers run in stages. Its results are the same up to the order of sums.
+
+    Args:
+        traced: the step.
+        stages: number of stages.
+        microbatches: number of microbatches.
+        schedule: the word of the schedule.
+
+    Raises:
+        PlanError: the step has no repeated part, the stages do not divide it, there are too few microbatches, or the
+            step cannot be cut into microbatches.
+    """
+    if microbatches < stages:
+        raise PlanError(
+            f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches leaves stages idle all the time; "
+            f"use at least {stages} microbatches"
+        )
+    table = SCHEDULES[schedule](stages, microbatches)
+    return replace(with_microbatches(traced, microbatches, _runner(table)), stages=stages, schedule=schedule)
+
+
+def _runner(schedule: Schedule) -> Runner:
+    def run(one: Callable[[Any, list[Any]], Terms], rows: list[Any], ops: list[str]) -> Terms:
+        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
+        closed = rewritten(jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), shapes))
+        jaxpr, whole = _compat.split_constants(closed)
+        cut = cut_stages(jaxpr, len(whole), len(ops), schedule.stages)
+        results = jaxpr.outvars
+        found = StageLoop(cut, schedule, dict(zip(results, ops, strict=False)), rows, whole).run()
+        made = [found[var] for var in results]
+        return made[: len(ops)], made[len(ops) :]
+
+    return run

@@ -1,0 +1,226 @@
+"""Cuts the computation of one microbatch at its stack of layers: what comes before, between and after the two scans.
+
+The stack is a scan over stacked parameters, with the scan that computes its gradients from its residuals. All else is
+computed where it is needed. A value that is cheap to compute from the microbatch's rows is computed again; any other
+value travels from stage to stage, with the microbatch that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard import _compat
+from autoshard._shown import shown
+from autoshard.sharding.microbatches.flow import HEAVY, NotCut
+from autoshard.sharding.program.array_sizes import nbytes
+
+
+@shown
+@dataclass(eq=False)
+class Stack:
+    """One scan over the layers.
+
+    Attributes:
+        eqn: the scan.
+        consts, carry, slices: its operands.
+        carried: its final carry.
+        stacked: what it stacks.
+    """
+
+    eqn: Any
+    consts: list[Any] = field(init=False)
+    carry: list[Any] = field(init=False)
+    slices: list[Any] = field(init=False)
+    carried: list[Any] = field(init=False)
+    stacked: list[Any] = field(init=False)
+
+    def __post_init__(self):
+        n_consts, n_carry = _compat.scan_arity(self.eqn.params)
+        operands, results = [*self.eqn.invars], [*self.eqn.outvars]
+        self.consts, self.carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
+        self.slices = operands[n_consts + n_carry :]
+        self.carried, self.stacked = results[:n_carry], results[n_carry:]
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.eqn.params["length"]
+
+    @property
+    def place(self) -> str:
+        """Where the user's program has it."""
+        line = _compat.program_line(self.eqn)
+        return f"the layers{' at ' + line if line else ''}"
+
+
+@shown
+@dataclass(eq=False)
+class StageCut:
+    """A microbatch's program, cut at its layers.
+
+    Attributes:
+        jaxpr: the program.
+        rows: its inputs that belong to the microbatch. The first one is its number.
+        whole: its other inputs.
+        sums: those of its results that are terms of a sum.
+        forward: the stack of layers.
+        backward: the stack of their gradients.
+        forth: values that travel with the forward pass, from before the layers to the middle.
+        back: values that travel with the backward pass, from the middle to what follows the gradients.
+        in_middle: results of the program that the middle computes.
+        in_after: results that are known after the gradients of the layers.
+        middle_stacks: what the forward stack stacks and the middle takes.
+        after_stacks: what the backward stack stacks and the rest takes.
+    """
+
+    jaxpr: Any
+    rows: list[Any]
+    whole: list[Any]
+    sums: set[Any]
+    forward: Stack
+    backward: Stack
+    forth: list[Any] = field(default_factory=list)
+    back: list[Any] = field(default_factory=list)
+    in_middle: list[Any] = field(default_factory=list)
+    in_after: list[Any] = field(default_factory=list)
+    middle_stacks: list[Any] = field(default_factory=list)
+    after_stacks: list[Any] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.made = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
+        self.own = {*self.rows}  # values that depend on the microbatch
+        for eqn in self.jaxpr.eqns:
+            if self.own.intersection(_variables(eqn.invars)):
+                self.own |= {*eqn.outvars}
+        self.after_forward = self.dependents(self.forward.eqn)
+        self.after_backward = self.dependents(self.backward.eqn)
+        self.inputs_of_forward = self.ancestors(self.forward.eqn.invars)
+        self._cheap: dict[Any, bool] = {}
+
+    def dependents(self, first: Any) -> set[Any]:
+        """The variables that are computed from the results of an equation, and these results."""
+        found = {*first.outvars}
+        for eqn in self.jaxpr.eqns:
+            if found.intersection(_variables(eqn.invars)):
+                found |= {*eqn.outvars}
+        return found
+
+    def ancestors(self, atoms: Iterable[Any]) -> set[Any]:
+        """The variables from which these are computed, and these."""
+        found, todo = set(), [*_variables(atoms)]
+        while todo:
+            var = todo.pop()
+            if var not in found:
+                found.add(var)
+                todo += _variables(self.made[var].invars) if var in self.made else ()
+        return found
+
+    def is_cheap(self, var: Any) -> bool:
+        """Whether a variable is an input, or computed by cheap operators from inputs and from what all rows share."""
+        if var not in self._cheap:
+            eqn = self.made.get(var)
+            self._cheap[var] = eqn is None or (
+                eqn.primitive.name not in HEAVY
+                and not eqn.effects
+                and all(self.is_cheap(v) or (var in self.own and v not in self.own) for v in _variables(eqn.invars))
+            )
+        return self._cheap[var]
+
+    @property
+    def shared(self) -> list[Any]:
+        """The variables that do not depend on the microbatch and are not cheap. They are computed once."""
+        return [v for v in self.made if v not in self.own and not self.is_cheap(v)]
+
+    def find_travellers(self) -> None:
+        """Find which values travel, and where each result is computed.
+
+        Raises:
+            NotCut: the layers take slices of a value that each microbatch has of its own.
+        """
+        forward, backward = self.forward, self.backward
+        residuals = {*forward.stacked}
+        for stack in (forward, backward):
+            for var in _variables(stack.slices):
+                if var in self.own and not (stack is backward and var in residuals):
+                    raise NotCut(f"{stack.place} take slices of an array that differs between microbatches")
+        results = [*dict.fromkeys(_variables(self.jaxpr.outvars))]
+        staged = self.sums.intersection((*forward.stacked, *backward.stacked))
+        self.in_after = [v for v in results if v in self.after_backward and v not in staged]
+        self.in_middle = [v for v in results if v not in self.after_backward and v not in staged]
+        after_needs = self.boundary(self.in_after, self.after_backward)
+        self.after_stacks = [v for v in backward.stacked if v in after_needs]
+        crossing = [v for v in (*_variables(backward.consts), *after_needs)
+                    if v in self.own and not self.is_cheap(v) and v not in self.after_backward]  # fmt: skip
+        self.back = [*dict.fromkeys(crossing)]
+        middle_wants = [*self.in_middle, *self.back, *_variables(backward.carry)]
+        middle_needs = self.boundary(middle_wants, self.after_forward)
+        self.middle_stacks = [v for v in forward.stacked if v in middle_needs]
+        sources = [*_variables(forward.consts), *middle_needs]
+        self.forth = [*dict.fromkeys(v for v in sources if self.travels_forth(v))]
+
+    def travels_forth(self, var: Any) -> bool:
+        """Whether a value is computed before the layers and is too expensive to be computed again."""
+        return var in self.own and not self.is_cheap(var) and var in self.inputs_of_forward
+
+    def boundary(self, wanted: Iterable[Any], inside: set[Any]) -> list[Any]:
+        """The variables that equations within a part take from outside, on the way to the wanted variables.
+
+        Args:
+            wanted: the variables that the part computes.
+            inside: the variables that the part may compute. Others are taken, except those that no part before makes.
+        """
+        found: dict[Any, None] = {}
+        seen, todo = set(), [*wanted]
+        stacks = {*self.forward.eqn.outvars, *self.backward.eqn.outvars}
+        while todo:
+            var = todo.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            free = inside is self.after_forward and not self.travels_forth(var)
+            if var in stacks or var not in self.made or not (var in inside or free):
+                found[var] = None
+                continue
+            todo += _variables(self.made[var].invars)
+        return [*found]
+
+
+def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
+    """Cut the program of one microbatch at its layers.
+
+    Args:
+        jaxpr: the program, as an open jaxpr without constants, with calls inlined. Its inputs are those that all
+            microbatches share, the number of the microbatch, and its rows.
+        whole: the number of inputs that all microbatches share.
+        sums: the number of its first results that are terms of a sum.
+        stages: number of stages.
+
+    Raises:
+        NotCut: it has no stack of layers, or `stages` does not divide the layers.
+    """
+    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
+    pairs = [(a, b) for a, b in pairs if {*a.stacked}.intersection(_variables(b.slices))]
+    inputs = {*jaxpr.invars[:whole]}
+    sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in inputs) for a, _ in pairs]
+    if not any(sizes):
+        raise NotCut(
+            "it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient"
+        )
+    forward, backward = pairs[sizes.index(max(sizes))]
+    if forward.layers % stages:
+        fits = [n for n in range(2, forward.layers + 1) if forward.layers % n == 0]
+        raise NotCut(
+            f"{forward.place} are {forward.layers}, which do not divide into {stages} stages; "
+            f"{', '.join(f'pp:{n}' for n in fits) or 'no number'} would do"
+        )
+    terms = {*_variables(jaxpr.outvars[:sums])}
+    found = StageCut(jaxpr, jaxpr.invars[whole:], jaxpr.invars[:whole], terms, forward, backward)
+    found.find_travellers()
+    return found
+
+
+def _variables(atoms: Iterable[Any]) -> Sequence[Any]:
+    return [atom for atom in atoms if not isinstance(atom, _compat.Literal)]

@@ -1,0 +1,347 @@
+"""Writes the loop over the ticks of a schedule.
+
+A value on stages has a leading dimension of N stages, which a mesh axis shards. The layers of all stages are one
+`jax.vmap` over it. The loop carries what each stage has computed for the next one, the slots of waiting values, and the
+sums. What is not on stages, such as the head, is computed by all devices together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autoshard import _compat
+from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
+from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, Schedule
+from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
+from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_slots
+
+Env = dict[Any, Any]
+State = dict[str, Any]
+
+
+class StageLoop:
+    """Runs the microbatches of a program through its stages.
+
+    Args:
+        cut: the program of one microbatch, cut.
+        schedule: the ticks.
+        ops: result of the program -> the operation that combines its terms; results that it lacks are rows.
+        rows: for each of the microbatch's inputs after the first, which is its number, the rows of all microbatches
+            `[M, ...]`.
+        whole: the program's other inputs.
+    """
+
+    def __init__(
+        self, cut: StageCut, schedule: Schedule, ops: Mapping[Any, str], rows: Sequence[Any], whole: Sequence[Any]
+    ):
+        self.cut, self.schedule, self.ops, self.rows = cut, schedule, ops, rows
+        self.shared: Env = dict(zip(cut.whole, whole, strict=True))
+        for var, x in zip(shared := cut.shared, self.computed(shared, self.shared), strict=True):
+            self.shared[var] = x
+        self.stages = schedule.stages
+        self.last = schedule.stages - 1
+        forward_done = schedule.ticks[FORWARD][:, self.last :]
+        self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # whether the middle runs in a later tick
+        residuals = {*cut.backward.slices}
+        self.residuals = [v for v in cut.forward.stacked if v in residuals]
+        slots = {"residuals": (FORWARD, BACKWARD), "middle_stacks": (FORWARD, MIDDLE),
+                 "after_stacks": (BACKWARD, AFTER), "outlet": (FORWARD, MIDDLE)}  # fmt: skip
+        self.slots = {name: schedule.slots(*parts) for name, parts in slots.items()}
+
+    def run(self) -> Env:
+        """Return the results of the program, over all microbatches: sums, and rows `[M, ...]`."""
+        state: State = {}
+        tables = self.tables()
+        for start, end, parts in self.schedule.phases:
+            state |= self.initial(parts, state)
+            used = [name for name in state if self.uses(name, parts)]
+
+            def tick(carry: State, row: Env, parts: Sequence[str] = parts) -> tuple[State, None]:
+                return self.tick(carry, row, parts), None
+
+            ticks = {name: jnp.asarray(table[start:end]) for name, table in tables.items()}
+            carried, _ = lax.scan(tick, {name: state[name] for name in used}, ticks)
+            state |= carried
+        found: Env = {}
+        for name in ("forward_sums", "middle", "backward_sums", "after"):
+            found |= zip(self.results_of(name), state.get(name, ()), strict=True)
+        for var in (*self.results_of("forward_sums"), *self.results_of("backward_sums")):
+            found[var] = found[var].reshape(var.aval.shape)
+        return {var: x.astype(var.aval.dtype) if var in self.ops else x for var, x in found.items()}
+
+    # --- what the loop carries ---
+
+    def results_of(self, name: str) -> list[Any]:
+        """The results of the program that an entry of the state has."""
+        results = [*dict.fromkeys(v for v in self.cut.jaxpr.outvars if not isinstance(v, _compat.Literal))]
+        if name == "forward_sums":
+            return [v for v in self.cut.forward.stacked if v in self.ops and v in results]
+        if name == "backward_sums":
+            return [v for v in self.cut.backward.stacked if v in self.ops and v in results]
+        return self.cut.in_middle if name == "middle" else self.cut.in_after
+
+    def uses(self, name: str, parts: Sequence[str]) -> bool:
+        """Whether parts read or write an entry of the state."""
+        of = {"forward": (FORWARD,), "backward": (BACKWARD,), "residuals": (FORWARD, BACKWARD),
+              "middle_stacks": (FORWARD, MIDDLE), "outlet": (FORWARD, MIDDLE), "after_stacks": (BACKWARD, AFTER),
+              "forward_sums": (FORWARD,), "middle": (MIDDLE,), "backward_sums": (BACKWARD,),
+              "after": (AFTER,)}  # fmt: skip
+        return any(part in parts for part in of[name])
+
+    def initial(self, parts: Sequence[str], state: State) -> State:
+        """Return the entries of the state that parts need and that do not exist yet."""
+        cut = self.cut
+        made: dict[str, Callable[[], Any]] = {
+            "forward": lambda: [self.zeros(v, staged=True) for v in (*cut.forward.carry, *cut.forth)],
+            "backward": lambda: [self.zeros(v, staged=True) for v in (*cut.backward.carry, *cut.back)],
+            "residuals": lambda: self.empty_slots("residuals", self.residuals),
+            "middle_stacks": lambda: self.empty_slots("middle_stacks", cut.middle_stacks),
+            "after_stacks": lambda: self.empty_slots("after_stacks", cut.after_stacks),
+            "outlet": lambda: [
+                jnp.zeros((self.slots["outlet"].count, *v.aval.shape), v.aval.dtype)
+                for v in (*cut.forward.carried, *cut.forth) if self.waits
+            ],
+        }  # fmt: skip
+        for name in ("forward_sums", "middle", "backward_sums", "after"):
+            made[name] = lambda name=name: [self.start(v, name) for v in self.results_of(name)]
+        return {name: make() for name, make in made.items() if name not in state and self.uses(name, parts)}
+
+    def zeros(self, atom: Any, staged: bool = False) -> Any:
+        return jnp.zeros((*([self.stages] if staged else []), *atom.aval.shape), atom.aval.dtype)
+
+    def empty_slots(self, name: str, variables: Sequence[Any]) -> list[Any]:
+        """Return zeros `[S, N, layers of a stage, ...]` for each stacked variable."""
+        count = self.slots[name].count
+        return [jnp.zeros((count, *self.by_stage_shape(v.aval.shape)), v.aval.dtype) for v in variables]
+
+    def start(self, var: Any, name: str) -> Any:
+        shape = self.by_stage_shape(var.aval.shape) if name.endswith("_sums") else var.aval.shape
+        if var in self.ops:
+            return neutral(self.ops[var], shape, wide(var.aval.dtype))
+        return jnp.zeros((self.schedule.microbatches, *shape), var.aval.dtype)
+
+    # --- one tick ---
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """The tables of a tick's numbers: microbatches by part, and slots by entry of the state and part."""
+        schedule, found = self.schedule, {}
+        for part in schedule.ticks:
+            found[part] = schedule.working(part)
+        reads = [("residuals", FORWARD, BACKWARD), ("middle_stacks", FORWARD, MIDDLE), ("after_stacks", BACKWARD, AFTER),
+                 ("outlet", FORWARD, MIDDLE)]  # fmt: skip
+        for name, made, taken in reads:
+            for part in (made, taken):
+                found[f"{name} {part}"] = schedule.slot_table(self.slots[name], made, part)
+        return found
+
+    def tick(self, state: State, row: Env, parts: Sequence[str]) -> State:
+        """Run some parts; return the new state."""
+        state = dict(state)
+        at_end: Env = {}  # the results of the last stage's layers, and what travels with them
+        if FORWARD in parts:
+            at_end = self.forward_part(state, row)
+        start: Env = {}  # what the gradients of the last stage start from
+        if MIDDLE in parts:
+            start = self.middle_part(state, row, at_end)
+        if BACKWARD in parts:
+            self.backward_part(state, row, start)
+            self.after_part(state, row)
+        return state
+
+    def forward_part(self, state: State, row: Env) -> Env:
+        cut, stack = self.cut, self.cut.forward
+        variables = [*stack.carry, *cut.forth]
+        first = self.computed(variables, self.inputs_of(row[BEFORE][0]))
+        moved = list(map(shift_stages, state["forward"], first))
+        known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
+        carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {})
+        state["forward"] = [*carried, *moved[len(stack.carry) :]]
+        made = dict(zip(stack.stacked, stacked, strict=True))
+        for name, kept in (("residuals", self.residuals), ("middle_stacks", cut.middle_stacks)):
+            index = row[f"{name} {FORWARD}"]
+            state[name] = [write_slots(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
+        self.add_on_stages(state, "forward_sums", made, row[FORWARD])
+        at_end = dict(zip((*stack.carried, *cut.forth), (self.of_stage(x, self.last) for x in state["forward"]),
+                          strict=True))  # fmt: skip
+        if self.waits:
+            index = row[f"outlet {FORWARD}"][self.last]
+            state["outlet"] = [_put(s, x, index) for s, x in zip(state["outlet"], at_end.values(), strict=True)]
+        return at_end
+
+    def middle_part(self, state: State, row: Env, at_end: Env) -> Env:
+        cut, number = self.cut, row[MIDDLE][0]
+        if self.waits:
+            index = row[f"outlet {MIDDLE}"][self.last]
+            taken = [lax.dynamic_index_in_dim(s, jnp.maximum(index, 0), 0, keepdims=False) for s in state["outlet"]]
+            at_end = dict(zip((*cut.forward.carried, *cut.forth), taken, strict=True))
+        known = {**self.inputs_of(number), **at_end}
+        known |= self.gathered(state, "middle_stacks", cut.middle_stacks, row[f"middle_stacks {MIDDLE}"])
+        wanted = [*cut.backward.carry, *cut.back, *cut.in_middle]
+        made = self.computed(wanted, known)
+        starts = len(cut.backward.carry) + len(cut.back)
+        self.add(state, "middle", made[starts:], number)
+        return {"start": made[:starts]}
+
+    def backward_part(self, state: State, row: Env, start: Env) -> None:
+        cut, stack = self.cut, self.cut.backward
+        variables = [*stack.carry, *cut.back]
+        edges = start.get("start") or [self.zeros(v) for v in variables]
+        moved = [shift_stages(x, edge, backward=True) for x, edge in zip(state["backward"], edges, strict=True)]
+        index = row[f"residuals {BACKWARD}"]
+        slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
+        known = dict(zip(cut.back, moved[len(stack.carry) :], strict=True))
+        carried, stacked = self.layers(stack, row[BACKWARD], known, moved[: len(stack.carry)], slices)
+        state["backward"] = [*carried, *moved[len(stack.carry) :]]
+        made = dict(zip(stack.stacked, stacked, strict=True))
+        written = row[f"after_stacks {BACKWARD}"]
+        state["after_stacks"] = [
+            write_slots(s, made[v], written) for s, v in zip(state["after_stacks"], cut.after_stacks, strict=True)
+        ]
+        self.add_on_stages(state, "backward_sums", made, row[BACKWARD])
+
+    def after_part(self, state: State, row: Env) -> None:
+        cut, number = self.cut, row[AFTER][0]
+        at_start = [self.of_stage(x, 0) for x in state["backward"]]
+        known = self.inputs_of(number) | dict(zip((*cut.backward.carried, *cut.back), at_start, strict=True))
+        known |= self.gathered(state, "after_stacks", cut.after_stacks, row[f"after_stacks {AFTER}"])
+        self.add(state, "after", self.computed(cut.in_after, known), number)
+
+    # --- stages ---
+
+    def layers(
+        self, stack: Stack, numbers: Any, known: Env, carry: Sequence[Any], slices: Env
+    ) -> tuple[list[Any], list[Any]]:
+        """Run each stage's layers.
+
+        Args:
+            stack: the scan over all layers.
+            numbers: the microbatch of each stage, `[N]`.
+            known: values on stages that the layers take, besides those that are computed from the microbatch's rows.
+            carry: the carry of each stage, `[N, ...]`.
+            slices: variable -> what each stage's layers take slices of, `[N, layers of a stage, ...]`, for those that
+                differ between microbatches.
+
+        Returns:
+            The final carry `[N, ...]`, and what each stage stacks, `[N, layers of a stage, ...]`.
+        """
+        eqn, own = stack.eqn, self.cut.own
+        varying = [v for v in stack.consts if v in own and v not in known]
+        sides = {**known, **dict(zip(varying, self.on_stages(varying, numbers), strict=True))}
+        whole = [v for v in stack.slices if v not in slices]
+        slices = {**slices, **{v: self.by_stage(self.of_shared(v)) for v in whole}}
+        names = [*dict.fromkeys(v for v in stack.consts if v in sides)]
+        shared = {v: self.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)}
+        options = {name: eqn.params[name] for name in ("reverse", "unroll")}
+        bare, held = _compat.split_constants(eqn.params["jaxpr"])
+        n_carry = len(carry)
+
+        def stage(of_stage: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
+            known = {**shared, **dict(zip(names, of_stage, strict=True))}
+            consts = [*held, *(v.val if isinstance(v, _compat.Literal) else known[v] for v in stack.consts)]
+
+            def layer(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+                results = jax.core.eval_jaxpr(bare, (), *consts, *carry, *x)
+                return results[:n_carry], results[n_carry:]
+
+            return lax.scan(layer, [*carry], [*xs], length=stack.layers // self.stages, **options)
+
+        with _compat.source_of(eqn):
+            carried, made = jax.vmap(stage)(
+                [sides[v] for v in names], [*carry], [slices[v] for v in stack.slices]
+            )
+        return list(carried), list(made)
+
+    def on_stages(self, variables: Sequence[Any], numbers: Any) -> list[Any]:
+        """Compute variables at each stage, for its microbatch."""
+        if not variables:
+            return []
+        numbers = jnp.maximum(numbers, 0)
+        taken = [jnp.take(stack, numbers, axis=0) for stack in self.rows]
+        first, *others = self.cut.rows
+        return jax.vmap(
+            lambda number, rows: self.computed(variables, {first: number, **dict(zip(others, rows, strict=True))})
+        )(numbers.astype(first.aval.dtype), taken)
+
+    def by_stage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (self.stages, shape[0] // self.stages, *shape[1:])
+
+    def by_stage(self, x: Any) -> Any:
+        """Split the layers of a stack into stages: `[L, ...]` to `[N, L / N, ...]`."""
+        return x.reshape(self.by_stage_shape(x.shape))
+
+    def of_stage(self, x: Any, stage: int) -> Any:
+        """Return what one stage has, as a sum over the stages in which the others are zero."""
+        mine = (jnp.arange(self.stages) == stage).reshape(-1, *[1] * (x.ndim - 1))
+        if x.dtype == jnp.bool_:
+            return (x & mine).any(axis=0)
+        return jnp.where(mine, x, jnp.zeros_like(x)).sum(axis=0, dtype=x.dtype)
+
+    def gathered(self, state: State, name: str, variables: Sequence[Any], index: Any) -> Env:
+        """Return stacks over all layers of one microbatch, from the slots of all stages."""
+        return {v: read_slots(s, index).reshape(v.aval.shape) for v, s in zip(variables, state[name], strict=True)}
+
+    # --- values ---
+
+    def inputs_of(self, number: Any) -> Env:
+        """Return the inputs of one microbatch; those of the first one for a negative number."""
+        number = jnp.maximum(number, 0)
+        first, *others = self.cut.rows
+        rows = [lax.dynamic_index_in_dim(stack, number, 0, keepdims=False) for stack in self.rows]
+        return {first: number.astype(first.aval.dtype), **dict(zip(others, rows, strict=True))}
+
+    def of_shared(self, atom: Any) -> Any:
+        return self.computed([atom], {})[0]
+
+    def computed(self, atoms: Iterable[Any], known: Env) -> list[Any]:
+        """Compute variables from known ones and from those that all microbatches share."""
+        atoms, env = [*atoms], {**self.shared, **known}
+        needed = {a for a in atoms if not isinstance(a, _compat.Literal) and a not in env}
+        eqns = []
+        for eqn in reversed(self.cut.jaxpr.eqns):
+            if needed.intersection(eqn.outvars):
+                eqns.append(eqn)
+                needed.difference_update(eqn.outvars)
+                needed |= {a for a in eqn.invars if not isinstance(a, _compat.Literal) and a not in env}
+        assert not needed, f"a part of the pipeline lacks {needed}"
+        for eqn in reversed(eqns):
+            operands = [a.val if isinstance(a, _compat.Literal) else env[a] for a in eqn.invars]
+            with _compat.source_of(eqn):
+                results = _compat.bind(eqn, eqn.params, *operands)
+            env |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if v not in env}
+        return [a.val if isinstance(a, _compat.Literal) else env[a] for a in atoms]
+
+    # --- sums and rows ---
+
+    def add(self, state: State, name: str, terms: Sequence[Any], number: Any) -> None:
+        """Add a microbatch's terms to sums, and its rows to the rows of all; nothing for an idle part."""
+        variables, active = self.results_of(name), number != IDLE
+        new = []
+        for var, total, x in zip(variables, state[name], terms, strict=True):
+            if var in self.ops:
+                op = self.ops[var]
+                new.append(COMBINE[op](total, jnp.where(active, x, neutral(op, x.shape, x.dtype)).astype(total.dtype)))
+            else:
+                new.append(_put(total, x, number))
+        state[name] = new
+
+    def add_on_stages(self, state: State, name: str, made: Env, numbers: Any) -> None:
+        """Add the terms of each stage's layers to sums `[N, layers of a stage, ...]`."""
+        new = []
+        for var, total in zip(self.results_of(name), state[name], strict=True):
+            x, op = made[var], self.ops[var]
+            active = (numbers != IDLE).reshape(-1, *[1] * (x.ndim - 1))
+            new.append(COMBINE[op](total, jnp.where(active, x, neutral(op, x.shape, x.dtype)).astype(total.dtype)))
+        state[name] = new
+
+
+def _put(stack: Any, x: Any, index: Any) -> Any:
+    """Write one element of a stack; nothing for a negative index."""
+    place = jnp.maximum(index, 0)
+    kept = lax.dynamic_index_in_dim(stack, place, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(stack, jnp.where(index >= 0, x, kept), place, 0)

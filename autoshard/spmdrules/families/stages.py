@@ -1,0 +1,144 @@
+"""Operators on the stages of a pipeline. Each stage runs its own part of an array's dimension of stages.
+
+`shift_stages` is the only operator that lets a value move to another stage. On shards it is a collective-permute.
+`read_slots` and `write_slots` address another slot at each stage, without a gather or scatter over the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from autoshard.spmdrules.core.registry import rule
+from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
+from autoshard.spmdrules.core.rule_builder import RuleBuilder
+
+STAGE = "s"  # the factor of the stages in the rules of these operators
+
+
+def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[int, ...]]) -> Primitive:
+    """Creates a primitive with one result, which is lowered as `fn`; its result has the dtype of its first operand."""
+    made = Primitive(name)
+    made.def_impl(lambda *args, **params: jax.jit(fn, static_argnames=tuple(params))(*args, **params))
+    made.def_abstract_eval(lambda *avals, **params: ShapedArray(shape_of(*avals), avals[0].dtype))
+    mlir.register_lowering(made, mlir.lower_fun(fn, multiple_results=False))
+    return made
+
+
+def _shifted(x: Any, edge: Any, *, backward: bool) -> Any:
+    new = edge[None]
+    return jnp.concatenate([x[1:], new] if backward else [new, x[:-1]])
+
+
+def _read(slots: Any, index: Any) -> Any:
+    def one(of_stage: Any, at: Any) -> Any:
+        return lax.dynamic_index_in_dim(of_stage, jnp.maximum(at, 0), 0, keepdims=False)
+
+    if slots.shape[1] == 1:  # one stage on a shard: a slice, not a gather
+        return one(slots[:, 0], index[0])[None]
+    return jax.vmap(one, in_axes=(1, 0))(slots, index)
+
+
+def _written(slots: Any, x: Any, index: Any) -> Any:
+    def one(of_stage: Any, new: Any, at: Any) -> Any:
+        place = jnp.maximum(at, 0)
+        kept = lax.dynamic_index_in_dim(of_stage, place, 0, keepdims=False)
+        return lax.dynamic_update_index_in_dim(of_stage, jnp.where(at >= 0, new, kept), place, 0)
+
+    if slots.shape[1] == 1:
+        return one(slots[:, 0], x[0], index[0])[:, None]
+    return jax.vmap(one, in_axes=(1, 0, 0), out_axes=1)(slots, x, index)
+
+
+shift_p = _primitive("shift_stages", _shifted, lambda x, edge: x.shape)
+read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
+write_p = _primitive("write_slots", _written, lambda slots, x, index: slots.shape)
+STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, write_p))
+"""Their names. XLA's partitioner would gather the stages, so they run on shards."""
+
+
+def shift_stages(x: Any, edge: Any, *, backward: bool = False) -> Any:
+    """Moves a value of each stage to the next one.
+
+    Args:
+        x: `[N, ...]`, one value for each stage.
+        edge: `[...]`, what the first stage gets; with `backward`, the last one.
+        backward: whether values move to the stage before instead.
+
+    Returns:
+        `[N, ...]`. Stage s has what stage s - 1 had.
+
+    Example:
+        >>> shift_stages(jnp.arange(3), jnp.array(9)).tolist()
+        [9, 0, 1]
+    """
+    return shift_p.bind(x, edge, backward=backward)
+
+
+def read_slots(slots: Any, index: Any) -> Any:
+    """Returns one slot of each stage.
+
+    Args:
+        slots: `[S, N, ...]`, S slots for each of N stages.
+        index: `[N]`, the slot of each stage. A negative number reads the first slot.
+
+    Returns:
+        `[N, ...]`.
+    """
+    return read_p.bind(slots, index)
+
+
+def write_slots(slots: Any, x: Any, index: Any) -> Any:
+    """Returns slots in which each stage has written one.
+
+    Args:
+        slots: `[S, N, ...]`, S slots for each of N stages.
+        x: `[N, ...]`, what each stage writes.
+        index: `[N]`, the slot of each stage. A stage with a negative number writes nothing.
+    """
+    return write_p.bind(slots, x, index)
+
+
+@rule(shift_p)
+def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
+    """``s d, d -> s d``: the neighbouring shards exchange the values of their border stages."""
+    build = RuleBuilder()
+    stage, dims = build.dim(STAGE, x.shape[0]), tuple(build.next(n) for n in edge.shape)
+
+    def body(shard: Shard, own: Any, new: Any) -> Any:
+        n = shard.count(STAGE)
+        if n == 1:
+            return _shifted(own, new, backward=backward)
+        if STAGE not in shard.axes:
+            raise RuleError("'shift_stages' over several mesh axes: shard the stages over one")
+        axis, at = shard.axes[STAGE], shard.index[STAGE]
+        pairs = [(i + 1, i) if backward else (i, i + 1) for i in range(n - 1)]
+        border = lax.ppermute(own[0] if backward else own[-1], axis, pairs)
+        return _shifted(own, jnp.where(at == (n - 1 if backward else 0), new, border), backward=backward)
+
+    return build.rule([(stage, *dims), dims], [(stage, *dims)]).where(body=body)
+
+
+@rule(read_p)
+def _read_rule(slots: Any, index: Any) -> Rule:
+    """``n s d, s -> s d; whole n``: every stage reads its own slots."""
+    build = RuleBuilder()
+    number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
+    dims = tuple(build.next(n) for n in slots.shape[2:])
+    return build.rule([(number, stage, *dims), (stage,)], [(stage, *dims)])
+
+
+@rule(write_p)
+def _write_rule(slots: Any, x: Any, index: Any) -> Rule:
+    """``n s d, s d, s -> n s d; whole n``: every stage writes its own slots."""
+    build = RuleBuilder()
+    number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
+    dims = tuple(build.next(n) for n in slots.shape[2:])
+    return build.rule([(number, stage, *dims), (stage, *dims), (stage,)], [(number, stage, *dims)])
