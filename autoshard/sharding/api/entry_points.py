@@ -41,6 +41,7 @@ def auto_shard(
     overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
+    schedule: str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -69,6 +70,7 @@ def auto_shard(
         overlap: which collectives of which parameters may run beside compute, see `autoshard.plan`.
         kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
         microbatches: the number of parts of the batch over which sums are accumulated, see `autoshard.plan`.
+        schedule: in which order the stages of a pipeline work, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -92,13 +94,13 @@ def auto_shard(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              strict=strict)  # fmt: skip
+                              schedule=schedule, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         # None has a meaning of its own beside a Plan.
         options |= {"offload": offload, "gather": gather, "overlap": overlap, "kernels": kernels,
-                    "microbatches": microbatches}  # fmt: skip
+                    "microbatches": microbatches, "schedule": schedule}  # fmt: skip
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -125,6 +127,7 @@ def plan(
     overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
+    schedule: str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -185,7 +188,11 @@ def plan(
             batch, such as gradients, is accumulated, floats of 16 bits or fewer in float32. So activations take less
             memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the
             rows m, m + microbatches, ... "auto" plans with 1, 2, 4, ... and takes the first number that fits, or
-            the next if it is clearly faster. By default 1, or the number of a given `Plan`.
+            the next if it is clearly faster. By default 1, or the number of a given `Plan`. In a pipeline, "auto" is
+            the default and begins with the number of stages.
+        schedule: for a plan with the word `pp:N`, the order in which its N stages work on the microbatches: "gpipe",
+            all forward passes and then all backward passes; "1f1b", the default, in which a stage runs the backward
+            pass of a microbatch as soon as it can, and holds the residuals of at most 2 N - 1 microbatches.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -227,5 +234,5 @@ def plan(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              strict=strict)  # fmt: skip
+                              schedule=schedule, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

@@ -46,6 +46,13 @@ class AxisUses:
     indexed: set[int] = field(default_factory=set)
     windows: set[int] = field(default_factory=set)
 
+    def discard(self, axis: int) -> None:
+        """Forget an axis, such as that of a pipeline's stages, which only its own kind of parallelism shards."""
+        for found in (self.weights, self.produced, self.contracted):
+            found.pop(axis, None)
+        for found in (self.reduced, self.inner, self.kept, self.heads, self.experts, self.indexed, self.windows):
+            found.discard(axis)
+
 
 def find_uses(
     program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]

@@ -27,6 +27,7 @@ from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.spmdrules.families.stages import STAGE, shift_p
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -56,6 +57,7 @@ class Roles:
         gradients: values that are sums over the batch, and values computed from them without the batch.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
+        stages: the axis of a pipeline's stages, if there is one.
     """
 
     inputs: dict[int, Role]
@@ -71,6 +73,7 @@ class Roles:
     head_dims: tuple[int, ...] = ()
     gradients: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    stages: int | None = None
 
 
 def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *, batch: int | None = None) -> Roles:
@@ -91,6 +94,9 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             parameter_bytes[c] += axis_weight(program.avals[v])
     use = find_uses(program, axes, batch, in_parameters, owner)
+    stages = _stage_axis(program, axes)
+    if stages is not None:
+        use.discard(stages)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1} - use.windows
     data = [v for v, role in inputs.items() if role == "data"]
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
@@ -127,7 +133,16 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         head_dims=_head_dims(axes, use, parameters, use.heads | groups, {residual, *parallel, *axes.stacked}),
         gradients=(gradients := _gradients(program, axes, batch)),
         transposed_gradients=_transposed_gradients(program, gradients),
+        stages=stages,
     )
+
+
+def _stage_axis(program: Program, axes: LogicalAxes) -> int | None:
+    """The axis of a pipeline's stages: the one along which values are shifted."""
+    for op, factors in zip(program.ops(), axes.of_op, strict=True):
+        if op.name == shift_p.name:
+            return factors[STAGE][0]
+    return None
 
 
 def _head_dims(

@@ -48,11 +48,12 @@ from autoshard.sharding.cost.constants import (
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
+from autoshard.spmdrules.families.stages import read_p, write_p
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"
 _SLICES = ("slice", "dynamic_slice")
-_IN_PLACE = ("dynamic_update_slice",)
+_IN_PLACE = ("dynamic_update_slice", write_p.name)
 _MOVES = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision")
 _WHOLE = (
     "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh",
@@ -272,7 +273,7 @@ class _Finder:
         operands, writes = op.operands, op.results
         if op.name in _IN_PLACE:
             operands, writes = op.operands[1:2], op.operands[1:2]
-        elif op.name == "gather":
+        elif op.name in ("gather", read_p.name):
             operands = (*op.operands[1:], *op.results)  # it reads as many rows as it returns
         elif op.name.startswith("scatter"):
             operands, writes = (*op.operands[1:], op.operands[2]), (op.operands[2],)

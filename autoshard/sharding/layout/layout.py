@@ -244,7 +244,8 @@ class Layout:
                 slices.append((leaves[1:], spec[1:]))  # the slice of one iteration, or one layer of a group
                 if len(leaves[0]) > 1:
                     slices.append(((leaves[0][1:], *leaves[1:]), ((), *spec[1:])))
-                    slices.append(((leaves[0][:1], leaves[0][1:], *leaves[1:]), ((), (), *spec[1:])))
+                    outer = self._leading(leaves[0], 1, spec[0])
+                    slices.append(((leaves[0][:1], leaves[0][1:], *leaves[1:]), (outer, (), *spec[1:])))
             slices += self._chunks(leaves, spec)
             for key, slice_spec in slices:
                 if role == "optimizer":  # the moments consume the gradient, and the parameter follows them

@@ -13,13 +13,14 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_strategy import OperandSpecs, OperatorStrategy, choose_strategy
+from autoshard.sharding.layout.operator_strategy import Move, OperandSpecs, OperatorStrategy, choose_strategy
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
-from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte
+from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.spmdrules.families.stages import STAGE, STAGE_OPERATORS, shift_p
 from autoshard.spmdrules.ir.program import Op
 
 AFTER_UPDATE = "after the update"
@@ -146,7 +147,18 @@ def strategy_for_specs(
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
     operands = OperandSpecs(op.rule.operands, moved, specs, op.rule, mesh)
     results = OperandSpecs(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], result_specs, op.rule, mesh)
-    return choose_strategy(op.rule, operands, results, mesh, flops_of(op), prices)
+    chosen = choose_strategy(op.rule, operands, results, mesh, flops_of(op), prices)
+    return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
+
+
+def _with_shift(op: Op, chosen: OperatorStrategy, mesh: Mapping[str, int]) -> OperatorStrategy:
+    """The strategy of a shift between stages, with the permute that moves the values of border stages."""
+    assert op.rule is not None
+    axes = tuple(axis for axis, factor in sharded_factors(chosen, mesh).items() if factor == STAGE)
+    if not axes:
+        return chosen
+    local = nbytes(op.eqn.invars[1].aval) / shard_count(chosen.spec(op.rule.operands[1]), mesh)
+    return OperatorStrategy(chosen.factors, (*chosen.moves, Move("collective-permute", axes, -1, local, local)))
 
 
 def sharded_factors(strategy: OperatorStrategy, mesh: Mapping[str, int]) -> dict[str, str]:
@@ -158,7 +170,10 @@ def runs_on_shards(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) 
     """Whether an operator runs on shards by its rule, because XLA's partitioner has a known fault with it.
 
     The partitioner computes some strategies wrongly, aborts on some, and gathers operands that the rule leaves sharded.
+    Operators on the stages of a pipeline always run on shards.
     """
+    if op.name in STAGE_OPERATORS:
+        return bool(sharded_factors(strategy, mesh))
     return _has_known_fault(op, list(sharded_factors(strategy, mesh).values()), mesh)
 
 

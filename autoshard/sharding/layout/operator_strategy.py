@@ -28,7 +28,7 @@ from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
 
-MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce"]
+MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "collective-permute"]
 
 
 @shown

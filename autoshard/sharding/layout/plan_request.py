@@ -2,6 +2,7 @@
 
 Words of a strategy, such as `fsdp:8 tp:4 seq`:
 
+    pp:N      layers over N groups of devices, the stages of a pipeline
     dp:N      batch over N devices, state replicated
     zero1:N   dp, and optimizer state over N devices
     fsdp:N    dp, and parameters and optimizer state over N devices (ZeRO-3)
@@ -34,9 +35,10 @@ from autoshard.sharding.axes.roles import STATE, Role, Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, usable_devices
 
-KINDS = ("dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp communicates most, so its devices are nearest
+KINDS = ("pp", "dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp communicates most, so its devices are nearest
 FLAGS = ("seq", "state")
 SHARDS = {
+    "pp": "the layers",
     **dict.fromkeys(("dp", "zero1", "fsdp"), "the batch"),
     "cp": "sequences",
     "ep": "experts",
@@ -157,12 +159,21 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     """The logical axes that a kind of parallelism shards, in order of preference."""
     if kind in ("dp", "zero1", "fsdp"):
         return () if roles.batch is None else (roles.batch,)
+    if kind == "pp":
+        return _for_stages(roles)
     if kind == "cp":
         return roles.context
     if kind == "ep":
         return (*roles.experts, roles.batch) if roles.experts and roles.batch is not None else roles.experts
     listed = tuple(c for c in roles.parallel if c not in roles.experts)
     return listed + (roles.sequence if "seq" in flags else ())
+
+
+def _for_stages(roles: Roles) -> tuple[int, ...]:
+    """The logical axes that a pipeline shards: its stages, and in the head, which is on no stage, the classes."""
+    if roles.stages is None:
+        return ()
+    return (roles.stages, *dict.fromkeys((*roles.output_classes, *roles.vocabulary)))
 
 
 def storage_for(kinds: Mapping[str, str], everything: bool) -> dict[Role, tuple[str, ...]]:
@@ -193,7 +204,8 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
     for axis, size in requested.sizes.items():
         kind = requested.kinds[axis]
         classes = classes_for(kind, roles, requested.flags)
-        parts = [size] if requested.fixed_mesh else axis_parts(size, usable_devices(axes, classes, size))
+        whole = requested.fixed_mesh or kind == "pp"
+        parts = [size] if whole else axis_parts(size, usable_devices(axes, classes, size))
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes

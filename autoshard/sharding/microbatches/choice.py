@@ -19,25 +19,35 @@ from autoshard.sharding.microbatches.microbatching import AUTO, with_microbatche
 from autoshard.sharding.program.tracing import Traced
 
 
-def plan_in_microbatches(traced: Traced, count: int | str, planned: Callable[[Traced], Any]) -> Any:
+def plan_in_microbatches(
+    traced: Traced,
+    count: int | str,
+    planned: Callable[[Traced], Any],
+    cut: Callable[[Traced, int], Traced] = with_microbatches,
+    least: int = 1,
+) -> Any:
     """Plan a step in microbatches.
 
     Args:
         traced: the step.
         count: the number of microbatches, or "auto".
         planned: makes a bound plan of a step that is already rewritten.
+        cut: cuts a step into a number of microbatches.
+        least: the smallest number that "auto" tries. The others are its products with powers of 2.
 
     Raises:
         PlanError: the step cannot be cut into this number.
     """
     if count != AUTO:
-        return planned(with_microbatches(traced, int(count)))
+        return planned(cut(traced, int(count)))
     made: list[tuple[int, Any, list[Any]]] = []
     reason = ""
-    for number in (2**n for n in range(MOST_TRIALS)):
+    for number in (least * 2**n for n in range(MOST_TRIALS)):
         try:
-            step = with_microbatches(traced, number)
+            step = cut(traced, number)
         except PlanError as error:
+            if not made:
+                raise
             reason = str(error).partition("): ")[2]
             break
         with warnings.catch_warnings(record=True) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from autoshard import _compat
 from autoshard._typed import short_repr
 from autoshard.errors import PlanError
+from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
@@ -36,13 +38,21 @@ def read_schedule(schedule: Any) -> str:
     return schedule
 
 
-def with_stages(traced: Traced, stages: int, microbatches: int, schedule: str = DEFAULT) -> Traced:
+def stages_of(plan: Any) -> int:
+    """Return the number of stages that a requested plan asks for: N of its word `pp:N`, else 1."""
+    if not isinstance(plan, str):
+        return 1
+    request = parse_request(plan)
+    return math.prod(n for axis, n in request.sizes.items() if request.kinds[axis] == "pp")
+
+
+def with_stages(traced: Traced, microbatches: int, *, stages: int, schedule: str = DEFAULT) -> Traced:
     """Return a traced step whose layers run in stages. Its results are the same up to the order of sums.
 
     Args:
         traced: the step.
-        stages: number of stages.
         microbatches: number of microbatches.
+        stages: number of stages.
         schedule: the word of the schedule.
 
     Raises:

@@ -32,6 +32,8 @@ _ABSENT_IF_EMPTY = (
     "host_limit_bytes",
     "kernel_blocks",
     "microbatches",
+    "stages",
+    "schedule",
 )  # absent from the plans of older versions
 _OPTIONAL = ("padding", "arguments", *_ABSENT_IF_EMPTY)  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults
@@ -49,7 +51,7 @@ Spec = tuple[str | None | tuple[str, ...], ...]
 def plan_data(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as lists, tables, text and numbers. Numbers that are not finite become None: JSON has none."""
     off = ("kernels", "kernels_word") if plan.kernels_word == "off" else ()
-    off += ("microbatches",) if plan.microbatches == 1 else ()
+    off += tuple(name for name in ("microbatches", "stages") if getattr(plan, name) == 1)
     names = [name for name in _names() if name not in off and (name not in _ABSENT_IF_EMPTY or getattr(plan, name))]
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in names}
 

@@ -93,6 +93,8 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         offload=dict(problem.traced.offloaded),
         gather=problem.gather,
         microbatches=problem.traced.microbatches,
+        stages=problem.traced.stages,
+        schedule=problem.traced.schedule,
         overlap=problem.overlap.table if problem.overlap else {},
         module_us=_module_times(problem, best),
         kernel_blocks=_kernel_blocks(problem),

@@ -14,11 +14,13 @@ from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
-from autoshard.sharding.layout.unrolled_layers import stages_of
+from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
+from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import Words
+from autoshard.sharding.pipeline.pipelining import DEFAULT, stages_of, with_stages
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -56,6 +58,7 @@ def plan_traced(
     overlap: Overlap | None = None,
     kernels: KernelWord = "off",
     microbatches: int | str = 1,
+    schedule: str = DEFAULT,
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -76,7 +79,13 @@ def plan_traced(
                                    plan=plan, compiler_options=compiler_options, gather=gather, overlap=table,
                                    shortlist=shortlist, strict=strict)  # fmt: skip
     planned = partial(_plan_program, args=args, **options)
-    return plan_with_offload(traced, words, lambda rewritten: plan_in_microbatches(rewritten, count, planned))
+    stages, schedule = (plan.stages, plan.schedule) if isinstance(plan, ShardingPlan) else (stages_of(plan), schedule)
+    cut, least = with_microbatches, 1
+    if stages > 1 and traced.stages == 1:  # a program that is cut already may be planned again
+        cut, least = partial(with_stages, stages=stages, schedule=schedule), stages
+    return plan_with_offload(
+        traced, words, lambda rewritten: plan_in_microbatches(rewritten, count, planned, cut, least)
+    )
 
 
 def _plan_program(
@@ -117,7 +126,7 @@ def _plan_program(
         return rebind(problem, plan)
     wanted = plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {}
     candidate, others = problem.choose(*wanted)
-    if not gather and not candidate.fits(problem.limit) and stages_of(problem.axes, problem.roles):
+    if not gather and not candidate.fits(problem.limit) and unrolled_layers.stages_of(problem.axes, problem.roles):
         lean = problem.gathering(SEQUENTIAL)
         found = lean.choose(*wanted)
         if found[0].fits(lean.limit):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
+from autoshard.spmdrules.families.stages import STAGE_OPERATORS
 from autoshard.spmdrules.ir.program import Op
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -21,7 +22,7 @@ def is_decision_point(op: Op) -> bool:
         return False
     if op.name in REDUCTIONS:
         return any(f.kind == "reduce" and f.size != 1 for f in op.rule.factors)
-    return constrained(op) or op.name in MISPARTITIONED or is_declared(op)
+    return constrained(op) or op.name in MISPARTITIONED or op.name in STAGE_OPERATORS or is_declared(op)
 
 
 def constrained(op: Op) -> bool:

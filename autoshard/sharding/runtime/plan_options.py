@@ -13,6 +13,7 @@ from autoshard.sharding.machines.option_requests import read_request
 from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.microbatches.microbatching import read_microbatches
 from autoshard.sharding.offload.words import Words, read_words
+from autoshard.sharding.pipeline.pipelining import read_schedule, stages_of
 from autoshard.sharding.plan.gather_words import AUTO, read_gather
 from autoshard.sharding.plan.overlap_words import overlap_text, read_overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -28,6 +29,7 @@ def checked_options(
     overlap: Any = None,
     kernels: Any = None,
     microbatches: Any = None,
+    schedule: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Check the types and values of a plan's options.
@@ -41,6 +43,7 @@ def checked_options(
         overlap: the table of `overlap=`; None for none, or for that of a given plan.
         kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
+        schedule: the schedule of the pipeline that the plan asks for; None for the default, or for that of a given plan.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
@@ -73,7 +76,12 @@ def checked_options(
             "such as 4 * 2**30"
         )
     words, parts = read_words(offload), read_request(compiler_options)
-    count = read_microbatches(microbatches)
+    count, ticks = read_microbatches(microbatches), read_schedule(schedule)
+    stages = request.stages if isinstance(request, ShardingPlan) else stages_of(request)
+    if stages == 1 and schedule is not None:
+        raise PlanError(f"schedule is {ticks!r}, but the plan has no pipeline; give one, such as plan='pp:4'")
+    if stages > 1 and microbatches is None:
+        count = "auto"
     order, word = read_gather(gather), read_word("off" if kernels is None else kernels)
     table = read_overlap(overlap)
     if isinstance(request, ShardingPlan):
@@ -81,12 +89,13 @@ def checked_options(
         _check_word("gather", gather, order or AUTO, request.gather or AUTO, request.chosen)
         _check_word("overlap", overlap, overlap_text(table), overlap_text(request.overlap), request.chosen)
         _check_word("kernels", kernels, word, request.kernels_word, request.chosen)
+        _check_word("schedule", schedule, ticks, request.schedule, request.chosen)
         if count != "auto":
             _check_word("microbatches", microbatches, count, request.microbatches, request.chosen)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options |= {"offload": words, "compiler_options": parts, "gather": order, "overlap": table, "kernels": word,
-                "microbatches": count}  # fmt: skip
+                "microbatches": count, "schedule": ticks}  # fmt: skip
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 

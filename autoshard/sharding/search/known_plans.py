@@ -8,13 +8,23 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.plan_request import Request, request
 
 
-def known_plans(roles: Roles, devices: int) -> Iterator[Request]:
-    """The known plans for a number of devices, simplest first."""
-    plans = list(_without_state(roles, devices))
-    yield from plans
+def known_plans(roles: Roles, devices: int, stages: int = 1) -> Iterator[Request]:
+    """The known plans for a number of devices, simplest first.
+
+    Args:
+        roles: the roles of the program's axes.
+        devices: the number of devices.
+        stages: the number of stages of the program's pipeline, each of which takes the same number of devices.
+    """
+    if devices % stages:
+        return
+    plans = list(_without_state(roles, devices // stages))
+    plans += [
+        request(plan.sizes, *plan.flags, "state") for plan in plans if len(plan.sizes) > 1 or "fsdp" not in plan.sizes
+    ]
     for plan in plans:
-        if len(plan.sizes) > 1 or "fsdp" not in plan.sizes:
-            yield request(plan.sizes, *plan.flags, "state")
+        sizes = {axis: n for axis, n in plan.sizes.items() if n > 1 or stages == 1}
+        yield plan if stages == 1 else request({"pp": stages, **sizes}, *plan.flags)
 
 
 def _without_state(roles: Roles, devices: int) -> Iterator[Request]:

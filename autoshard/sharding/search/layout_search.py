@@ -135,7 +135,8 @@ def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
 
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
-    for plan in list(known_plans(roles, devices)) or [request({"dp": devices})]:
+    stages = 1 if roles.stages is None else axes.sizes[roles.stages]
+    for plan in list(known_plans(roles, devices, stages)) or [request({"dp": devices})]:
         yield str(plan), layout_of(axes, roles, plan)
 
 
@@ -143,6 +144,9 @@ def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterabl
     """The layouts of all assignments to a mesh's axes of the kinds of parallelism that the program can use."""
     useful = [k for k in KINDS if classes_for(k, roles, frozenset())] or ["dp"]
     for kinds in product(useful, repeat=len(mesh)):
+        of_stages = [n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "pp"]
+        if of_stages != ([] if roles.stages is None else [axes.sizes[roles.stages]]):
+            continue
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]
         for flags in [[*seq, *state] for seq in sequences for state in ([], ["state"])]:
             plan = Request(mesh, dict(zip(mesh, kinds, strict=True)), frozenset(flags), fixed_mesh=True)
