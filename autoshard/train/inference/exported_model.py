@@ -380,7 +380,7 @@ def _codec(folder: Path, inference: Inference) -> Codec:
 
 
 def _other_parts(description: Description) -> dict[str, str]:
-    """Map the other parts of the train state that belong to the model (`frozen`, `variables`) to `params`."""
+    """Map the parts `frozen` and `variables` of a train state, if it has them, to `params`, where they are restored."""
     return {part: "params" for part in MODEL_PARTS if part != "params" and _has(description, part)}
 
 
