@@ -88,7 +88,7 @@ class ShardingPlan:
         gather: the order in which stored parameters are gathered: `prefetch` or `sequential`; empty if the compiler
             chooses it.
         microbatches: the number of parts of the batch over which the planned step accumulates. `bind` cuts the function
-            alike.
+            in the same way.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
