@@ -277,7 +277,7 @@ class Checkpointer:
         Args:
             step: the number of the step.
             folder: a new folder on this machine.
-            use_ema: whether to export the moving average of the parameters. None: if the run evaluated it.
+            use_ema: whether to export the moving average of the parameters. None: do so if the run evaluated it.
             dtype: dtype of floating-point tensors; by default the saved one.
             shard_bytes: largest number of bytes of tensors in one file. A larger model is written as several files
                 and an index.

@@ -146,7 +146,7 @@ def _run_named(arguments: Sequence[str]) -> int:
         work = workload(given.model).with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
     except AutoshardError:
         raise
-    except ValueError as error:  # its message names the wrong fields
+    except ValueError as error:  # its message says which fields are wrong
         raise ConfigError(f"{given.model}: {error}") from error
     options = {
         "target": given.target,
