@@ -91,7 +91,7 @@ def _fit_one_of(value: Any, kinds: Sequence[Any], where: str, problems: list[str
         if not wrong:
             return found
     inner = [kind for kind in kinds if kind is not types.NoneType]
-    if len(inner) == 1:  # a problem inside of the value says more than one about the whole value
+    if len(inner) == 1:  # a problem within the value is more specific than a problem of the whole value
         return convert(value, inner[0], where, problems, readers)
     return _report(value, Union[tuple(kinds)], where, problems)  # noqa: UP007  from a tuple
 

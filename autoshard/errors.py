@@ -7,7 +7,7 @@ from collections.abc import Sequence
 class AutoshardError(ValueError):
     """Something that the caller can mend; the command line prints it as one line and exits with code 2."""
 
-    def __reduce__(self):  # copied and sent as it is: not all of them are made from their text
+    def __reduce__(self):  # for copies and pickles: not every error is made from its text alone
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -48,7 +48,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class RemovedStepError(CheckpointError):
-    """A step that was removed while it was read, as a run does that keeps some of its steps; nothing is damaged.
+    """A step that was removed while it was read, by a run that keeps only some of its steps. Nothing is damaged.
 
     Attributes:
         step: the removed step.
@@ -56,8 +56,8 @@ class RemovedStepError(CheckpointError):
 
     def __init__(self, step: int, directory: object) -> None:
         super().__init__(
-            f"step {step} in {directory} was removed while it was read: a run that saves there keeps other steps. "
-            "Take a newer one, or have the run keep more."
+            f"step {step} in {directory} was removed while it was read, by a run that saves there and keeps only some "
+            "steps. Read a newer step, or let the run keep more steps."
         )
         self.step = step
 

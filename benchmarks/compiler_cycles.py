@@ -5,7 +5,7 @@
 Each program is one elementwise kernel on 512 MiB or 1 GiB a device. Its bandwidth is the bytes that it reads and writes
 over the seconds of the compiler's cycles, shown relative to the chip's bandwidth. A kernel that does more work on the
 same bytes cannot be faster, and a kernel on half the bytes cannot take as long. Where the figures claim that, the
-cycles are no measure of memory-bound work, and agreement with them proves nothing.
+cycles do not measure memory-bound work, and agreement with them proves nothing.
 """
 
 from __future__ import annotations

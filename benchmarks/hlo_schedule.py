@@ -207,7 +207,7 @@ class Schedule:
 
 
 def _repeat(device: Device, before: Device, times: int) -> None:
-    """Repeat the time since `before`. Operations that started since then end later by as much."""
+    """Add the time since `before` again, `times` times. Operations that started since then end later by that time."""
     now, spare = times * (device.now - before.now), times * (device.spare - before.spare)
     for link, end in device.busy_until.items():
         if before.busy_until.get(link) != end:

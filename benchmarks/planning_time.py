@@ -1,4 +1,4 @@
-"""Measure the time of planning without the trace, which planning and lowering share.
+"""Measure the time of planning. The trace does not count, because lowering needs it, too.
 
     python benchmarks/planning_time.py
 

@@ -29,7 +29,7 @@ TOLERANCE = 5e-4
 
 
 def predicted(settings: Settings, chip: str, name: str, efficiency: float) -> float:
-    """Return the predicted seconds of a recipe's own plan, if the chip's efficiency of this name has this value."""
+    """Return the predicted seconds of a recipe's own plan if the chip's field `name` has this value."""
     with mock.patch.dict(CHIPS, {chip: dataclasses.replace(CHIPS[chip], **{name: efficiency})}):  # pyright: ignore[reportArgumentType]
         seconds = own_plan(settings)[0].seconds
     assert seconds is not None

@@ -1,4 +1,4 @@
-"""A GPT's train step, written for one device. The module changes no import path, so it serves any checkout."""
+"""A GPT's train step, written for one device. The module does not change `sys.path`, so every checkout can use it."""
 
 from __future__ import annotations
 

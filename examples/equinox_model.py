@@ -1,4 +1,4 @@
-"""An Equinox model, unchanged in the state of the train step: `python examples/equinox_model.py`."""
+"""An Equinox model in the state of a train step, used as it is: `python examples/equinox_model.py`."""
 
 import os
 

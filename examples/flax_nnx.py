@@ -1,4 +1,4 @@
-"""A Flax NNX module and its train step, sharded by a decorator each: `python examples/flax_nnx.py`."""
+"""A Flax NNX module and its train step, each sharded by a decorator: `python examples/flax_nnx.py`."""
 
 import os
 

@@ -225,7 +225,7 @@ class Checkpointer:
         steps only if that one is damaged.
 
         Raises:
-            CheckpointError: no step is intact, another run writes to it, it cannot be written, or `keep` is no policy.
+            CheckpointError: no step is intact, another run writes to it, it cannot be written, or `keep` is invalid.
         """
         self._directory.claim()
         removable = self.would_prune(keep)
@@ -245,7 +245,7 @@ class Checkpointer:
         return expired_steps(keep, self.steps(), self._reader.metrics_of, self._saved)
 
     def copy(self, step: int | None, directory: Any) -> None:
-        """Copy a step unchanged to another directory, by default the newest, and compare the copy with its digests.
+        """Copy a step, by default the newest, unchanged to another directory, and compare the copy with its digests.
 
         Raises:
             CheckpointError: the step does not exist, or the other directory has it already, was not created by a
@@ -277,7 +277,7 @@ class Checkpointer:
         Args:
             step: the number of the step.
             folder: a new folder on this machine.
-            use_ema: whether to export the moving average of the parameters. None: what the run evaluated.
+            use_ema: whether to export the moving average of the parameters. None: do so if the run evaluated it.
             dtype: dtype of floating-point tensors; by default the saved one.
             shard_bytes: largest number of bytes of tensors in one file. A larger model is written as several files
                 and an index.
@@ -374,8 +374,8 @@ class Checkpointer:
         Raises:
             MismatchError: the step is of another model; lists every difference.
             DamagedCheckpointError: the values differ from the saved ones; names the newest intact step.
-            RemovedStepError: the step was removed while it was read. All readers raise this for a given step; without
-                one they read the step that is newest then.
+            RemovedStepError: the given step was removed while it was read. If no step is given, the step that is newest
+                after the removal is read instead.
             CheckpointError: the step does not exist, or the state cannot be placed.
         """
         self.wait()

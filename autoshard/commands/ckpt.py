@@ -70,7 +70,9 @@ def _diff(options: Parser) -> None:
 
 
 def _prune(options: Parser) -> None:
-    options.description = f"{options.description} The newest intact step is never removed; the newest steps are read."
+    options.description = (
+        f"{options.description} The newest intact step is never removed; to find it, the newest steps are read."
+    )
     options.add_argument("place", metavar="DIR", help="folder of a run or of checkpoints")
     options.add_argument("--last", type=int, required=True, help="number of newest steps to keep")
     options.add_argument("--best", type=int, default=0, help="number of best steps to keep, by --metric")

@@ -189,7 +189,7 @@ def _prune(given: argparse.Namespace) -> int:
 
 
 def _check_metric(checkpoints: Checkpointer, metric: str) -> None:
-    """Refuse a metric that no step has, because no step would be the best by it."""
+    """Refuse a metric that no step has: no step would be the best."""
     known: set[str] = set()
     for step in checkpoints.steps():
         with contextlib.suppress(CheckpointError):  # a damaged step has no readable metrics

@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         "--model",
         metavar="MODULE:FACTORY",
         help="package.module:function that makes the model of a run that was trained with --model. It is imported and "
-        "called; the name in inference.json never is",
+        "called. The name in inference.json alone never is",
     )
     options.add_argument("--show-plan", action="store_true", help="also print the plan")
     given = options.parse_args(arguments)

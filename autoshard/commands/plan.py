@@ -146,7 +146,7 @@ def _run_named(arguments: Sequence[str]) -> int:
         work = workload(given.model).with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
     except AutoshardError:
         raise
-    except ValueError as error:  # its message names the wrong fields
+    except ValueError as error:  # its message says which fields are wrong
         raise ConfigError(f"{given.model}: {error}") from error
     options = {
         "target": given.target,
@@ -279,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
         "Show the plan of a named model's train step (AdamW, clipped gradients) for this machine or another.",
         "autoshard plan mixtral-8x7b --target v5p:4x4x4 --batch-size 128 --verify 2 --html plan.html",
     )
-    options.add_argument("model", help="name of a model; an unknown name lists the known ones")
+    options.add_argument("model", help="name of a model; the error for an unknown name lists them")
     options.add_argument("--target", help="machine to plan for: v5p:4x4x4, h100:4x8, cpu:8, or a .toml file")
     options.add_argument("--mesh", help="mesh to plan for, such as data=4,model=2")
     options.add_argument("--plan", help="plan to use, such as 'fsdp:8 tp:4 seq'")
@@ -294,9 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     options.add_argument(
         "--offload", default="auto", metavar="auto|none|NAMES",
-        help="values of a layer that wait in the host's memory: the best (auto, the default), none, or those with "
-        "these names, such as residual+qkv, while the rest is searched (residual@::2: of every second layer; nothing "
-        "is searched); an unknown name lists the known ones",
+        help="values of a layer that wait in the host's memory: the best (auto, the default), none, or names, such as "
+        "residual+qkv; what happens to the other values is searched. residual@::2 selects every second layer, and then "
+        "nothing is searched. The error for an unknown name lists the known ones",
     )  # fmt: skip
     options.add_argument(
         "--allow-numerics", action="store_true",
@@ -315,28 +315,28 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--explain", action="append", default=[], metavar="PATH[=AXES]",
-        help="explain the sharding of a path, a glob or the only end of a path; with mesh axes for each dimension "
-        "(-,fsdp+tp), price that sharding",
+        help="explain how an array is sharded: its path, a glob, or the end of a path that only one array has. With "
+        "mesh axes for each dimension (-,fsdp+tp), price that sharding",
     )  # fmt: skip
     options.add_argument(
         "--fixed", action="append", default=[], metavar="PATH=AXES",
-        help="fix the sharding of a path, a glob or the only end of a path: mesh axes for each dimension, "
-        "'*/wq=-,fsdp,tp,-'",
+        help="fix the sharding of an array: its path, a glob, or the end of a path that only one array has, and the "
+        "mesh axes of each dimension, '*/wq=-,fsdp,tp,-'",
     )  # fmt: skip
     options.add_argument(
         "--compiler-options", action="append", default=[], metavar="SET|NAME=VALUE",
         help="option set, such as scoped-vmem, or XLA option, such as xla_tpu_host_transfer_overlap_limit=24, which "
-        "takes precedence over the planner's own; several are joined by +; an unknown set lists the known ones",
+        "takes precedence over the planner's own; several are joined by +. The error for an unknown set lists them",
     )  # fmt: skip
     options.add_argument(
         "--gather", choices=["auto", "prefetch", "sequential"],
-        help="order in which stored parameters are gathered: the compiler's, or one after another if nothing else fits "
-        "(auto, the default); a layer's while the layer before it computes (prefetch); one after another (sequential)",
+        help="order in which stored parameters are gathered. auto (default): the compiler's order, or sequential if "
+        "nothing else fits; prefetch: while the layer before theirs computes; sequential: one after another",
     )  # fmt: skip
     options.add_argument(
         "--overlap", action="append", default=[], metavar="PATH:KIND=on|off",
         help="whether collectives of some parameters may run beside compute, such as 'experts/*:gather=off' or "
-        "'*/wq:gather=off,reduce=off,matmul=on'; an unknown path or kind lists those that exist",
+        "'*/wq:gather=off,reduce=off,matmul=on'. The error for an unknown path or kind lists those that exist",
     )  # fmt: skip
     options.add_argument(
         "--show", choices=["program"],

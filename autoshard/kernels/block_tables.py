@@ -1,8 +1,8 @@
 """Which blocks of keys a block of queries has to visit, as the tables that splash attention reads.
 
 The tables are computed from the positions of the queries that a shard holds, so a kernel runs unchanged on a shard of
-the sequence. Blocks without a visible pair are skipped. Where a window bounds the number of blocks that can be visited,
-the tables, and with them the kernel's grid, are that narrow.
+the sequence. Blocks without a visible pair are skipped. A window bounds the number of blocks that can be visited. The
+tables, and with them the kernel's grid, have no more columns than that.
 
     visits[0, i, j]  the block of keys that the j-th visit of the i-th block of queries reads
     active[0, i, j]  1 if the visit has a visible pair, 0 if it is skipped

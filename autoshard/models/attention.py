@@ -57,19 +57,19 @@ def attention(
         v: values, shaped like `k`.
         causal: position i sees positions up to i; needs `keys == seq`.
         impl: `plain`; `blockwise`; `splash`, JAX's kernel for TPUs; `cudnn`, for 16-bit arrays on NVIDIA GPUs; or
-            `auto`. Other platforms compute a kernel's values as `blockwise` does. `auto` is the kernel of the platform
-            that the program is planned for, if it takes this call and there are at least
+            `auto`. On other platforms, `splash` and `cudnn` run as `blockwise`, with the same values. `auto` is the
+            kernel of the platform that the program is planned for, if it takes this call and there are at least
             `kernels.constants.KERNEL_KEYS` keys. If the kernel does not take the call, a warning says why. Otherwise
             `auto` is blockwise for at least `BLOCKWISE_KEYS` keys, else plain. Kernels run in planned programs, under
             `shard_map` and on one device: XLA does not partition them. They have no second derivative.
         block_size: number of keys in a block of the blockwise implementation; need not divide `keys`.
         mask: booleans, True where a query sees a key, `[batch, heads, seq, keys]`; each dimension may be 1.
         scale: factor of the scores; defaults to `1 / sqrt(head_dim)`.
-        window: position i sees the `window` positions up to its own, and without `causal` as many from it on; needs
-            `keys == seq`.
+        window: position i sees the `window` positions that end at its own and, without `causal`, also the `window`
+            positions that start there; needs `keys == seq`.
         soft_cap: scores are `soft_cap * tanh(score / soft_cap)` (Gemma 2, arXiv:2408.00118).
-        segment_ids: the document of each position, `[batch, seq]`: a query sees the keys of its own. A pair of arrays
-            is for queries and keys apart.
+        segment_ids: the document of each position, `[batch, seq]`: a query sees the keys of its own document. A pair of
+            arrays gives the documents of queries and of keys separately.
         sinks: for each head the score of one more key that has no value, `[heads]` (gpt-oss, arXiv:2508.10925).
         dropout: rate at which attention weights would be dropped; must be 0, because no kernel supports it.
 

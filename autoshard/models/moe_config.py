@@ -15,8 +15,8 @@ class MoEConfig:
     """Shape and numerics of a `MoE`.
 
     Args:
-        gpt: everything except the experts: sizes, attention, dense layers, numerics. Its `quantization` includes the
-            experts of `capacity`, except in generation with a cache, and needs that `dispatch`.
+        gpt: everything except the experts: sizes, attention, dense layers, numerics. Its `quantization` needs the
+            dispatch `capacity`. It includes the experts, except in generation with a cache.
         experts: number of experts in a layer.
         top_k: number of experts per token.
         expert_ffn: hidden size of an expert; defaults to `gpt.hidden`.

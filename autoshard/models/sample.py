@@ -84,8 +84,9 @@ def sample_tokens(
 ) -> jax.Array:
     """Return the prompt and its continuation, `[batch, length + n]`. This is the part of `generate` that JAX traces.
 
-    Another model than `GPT` and `MoE` maps tokens `[batch, seq]` to logits `[batch, seq, vocab]`, those of a position
-    from the tokens up to it. It is called on at most `context` tokens, once for each new token.
+    A model other than `GPT` and `MoE` maps tokens `[batch, seq]` to logits `[batch, seq, vocab]`. The logits of a
+    position may depend only on the tokens up to it. The model is called once for each new token, on at most `context`
+    tokens.
     """
     batch, length = prompt.shape
     tokens = jnp.concatenate([prompt, jnp.zeros((batch, n), prompt.dtype)], axis=1)

@@ -52,8 +52,8 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
     count = len(policies)
 
     def run(graph: Any, index: int | None, params: Any, carry: Any, key: jax.Array | None) -> Any:
-        # Slice a layer out of its group inside the rematerialized function, so that the group is saved and no copies of
-        # its layers are.
+        # Slice a layer out of its group inside the rematerialized function. Then the group is saved, not copies of its
+        # layers.
         if index is not None:
             params, key = jax.tree.map(lambda leaf: lax.index_in_dim(leaf, index, keepdims=False), (params, key))
         return nnx.merge(graph, params)(carry, key)

@@ -132,8 +132,9 @@ def step_model(path: Any, step: int, *, use_ema: bool | None = False, dtype: str
     Args:
         path: the path of the step.
         step: the number of the step.
-        use_ema: whether to use the moving average of the parameters, divided by its weight. None: as the evaluations of
-            the run, of which `inference.json` says so; before the first update of the average they use the parameters.
+        use_ema: whether to use the moving average of the parameters, divided by its weight. None: as the run's
+            evaluations, whose choice `inference.json` records. Before the first update of the average, they use the
+            parameters.
         dtype: the dtype of floating-point tensors; by default the saved one.
 
     Raises:

@@ -83,7 +83,7 @@ class Change:
         return jax.device_put(changed, sharding)
 
     def changed(self, library: Any, array: Any) -> Any:
-        """Return the changed values of an array of NumPy or `jax.numpy`, the `library`."""
+        """Return the changed values of an array. `library` is that of the array: NumPy or `jax.numpy`."""
         if self.numbers is not None:
             return library.take(array, np.array(self.numbers), axis=self.dim)
         return library.repeat(library.expand_dims(array, self.dim), self.count, axis=self.dim)

@@ -126,7 +126,7 @@ def _match_leaves(manifest: Manifest, request: RestoreRequest, where: str) -> Ma
 @shown
 @dataclass(frozen=True)
 class _Pack:
-    """A pack of which leaves are requested.
+    """A pack that contains requested leaves.
 
     Attributes:
         leaves: index in the pack -> requested path.

@@ -188,12 +188,12 @@ def _leaf_batches(leaves: Sequence[Any]) -> list[list[int]]:
 
 
 def _is_one_program(leaves: Sequence[Any], packs: Sequence[Any], batches_of_leaves: Sequence[Sequence[int]]) -> bool:
-    """Return whether one program computes the whole row. On virtual devices each further one waits for that before."""
+    """Return whether one program computes the whole row. On virtual devices, programs wait for each other."""
     return len(batches_of_leaves) == 1 and not packs and all(on_device(leaf.sharding) for leaf in leaves)
 
 
 def _row_order(batches_of_leaves: Sequence[Sequence[int]], packs: Sequence[Any]) -> tuple[int, ...]:
-    """Return where the digest of each leaf is among those of all programs, one after the other."""
+    """Return the position of each leaf's digest in the results of all programs, one after the other."""
     order = [number for numbers in batches_of_leaves for number in numbers]
     for pack in packs:
         order += range(len(order), len(order) + pack.shape[0])

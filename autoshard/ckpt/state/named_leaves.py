@@ -21,7 +21,8 @@ from autoshard.errors import CheckpointError
 
 Key = tuple[str, ...]
 TEXTS = {"str": str, "bytes": bytes}  # types of leaves that are saved as their bytes, a str as UTF-8
-PACKS = "%packs"  # the first level of the paths of packs; in escaped names a '%' always precedes two hex digits
+# The first level of the paths of packs. No escaped name equals it: there, two hex digits follow every '%'.
+PACKS = "%packs"
 
 
 @shown

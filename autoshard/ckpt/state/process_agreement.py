@@ -19,7 +19,8 @@ def in_all_processes(what: str, action: Callable[[], T], otherwise: Callable[[st
     Args:
         what: the name of the action and its step, for errors.
         action: the action; other processes learn only of its `CheckpointError`s.
-        otherwise: makes the error of a process whose own action succeeded, from a text that names the failed ones.
+        otherwise: makes the error for a process whose own action succeeded; called with a text that names the failed
+            processes.
 
     Raises:
         CheckpointError: the action failed in some process.

@@ -123,7 +123,7 @@ def savable_leaves(state: Any) -> list[tuple[LeafSpec, Any]]:
 
 
 def _no_value_reason(leaf: Any) -> str:
-    """Return why a leaf with a dtype has no values to save; an empty string if it has."""
+    """Return why a leaf with a dtype has no values to save; empty if it has values."""
     if _compat.is_tracer(leaf):
         return "is being traced: save the result of the compiled function"
     if isinstance(leaf, np.ma.MaskedArray):

@@ -63,7 +63,8 @@ def with_shardings(template: Any, shardings: Any) -> Any:
         return placed
 
     placed = jax.tree_util.tree_map_with_path(place, template, by_leaf, is_leaf=lambda node: node is None)
-    if impossible:  # sizes that do not divide are reported later: the state may be of another model, a better message
+    # Sizes that do not divide are reported later. If the state is of another model, that message is the better one.
+    if impossible:
         raise CheckpointError(f"the state cannot be placed on its shardings:\n{listing(wrong)}")
     return placed
 

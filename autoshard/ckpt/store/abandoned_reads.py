@@ -77,7 +77,7 @@ def _is_of_abandoned_read(unraisable: Any) -> bool:
 
 
 def _keep_record(record: logging.LogRecord) -> bool:
-    """Keep a record of asyncio that does not come from Orbax's reads. Only the error names TensorStore's futures."""
+    """Keep a record of asyncio unless it is of a read of Orbax. A future of TensorStore is named only in the error."""
     error = record.exc_info[1] if record.exc_info else None
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if error is not None else []
     return not any(map(_is_of_orbax, [record.getMessage(), *files]))

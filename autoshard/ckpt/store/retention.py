@@ -139,7 +139,7 @@ def expired_steps(
             step, they have lower numbers than steps that were saved before.
 
     Raises:
-        CheckpointError: `keep` is no policy.
+        CheckpointError: `keep` is not a policy.
     """
     if not isinstance(keep, RetentionPolicy):
         raise CheckpointError(f"keep is {short_repr(keep)}; give a policy such as RetentionPolicy(last=2).")

@@ -1,9 +1,9 @@
 """Locks on single steps: a step that is being read is not removed.
 
-A reader shares a lock of the step's folder, whoever removes the step takes it alone. The system releases the locks of a
-process that ends, so a lock never outlives its reader. Nothing is written, so steps on a read-only disk are locked too.
-Object stores, Windows and some network file systems have no such locks. There a step can be removed while it is read,
-and the reader has to try again.
+A reader takes a shared lock on the step's folder. A process that removes the step takes an exclusive one. The system
+releases the locks of a process that ends, so a lock never outlives its reader. Nothing is written, so steps on a
+read-only disk are locked too. Object stores, Windows and some network file systems have no such locks. There a step can
+be removed while it is read, and the reader has to try again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ReadLock:
             raise FileNotFoundError(f"{path} was removed")
 
     def release(self) -> None:
-        """Allow to remove the step."""
+        """Release the lock, so that the step may be removed."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             _close(descriptor)
@@ -56,7 +56,7 @@ class ReadLock:
 
 @contextlib.contextmanager
 def unread(path: Any) -> Iterator[bool]:
-    """Keep readers out of a step and yield True, or yield False if it is being read. Where nothing can be locked: True.
+    """Keep readers out of a step and yield True; yield False if it is being read. If nothing can be locked, yield True.
 
     Raises:
         FileNotFoundError: the step does not exist.

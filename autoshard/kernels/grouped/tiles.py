@@ -73,7 +73,7 @@ class Shape(NamedTuple):
     def gradient_bytes(self, tiles: Tiles) -> float:
         """Return the bytes that the kernel of the gradient of the matrices reads and writes: rows x rows -> matrices.
 
-        The operands are read for each tile of the other one's elements, and each gradient is written once.
+        Each operand is read once for every tile of the other operand's elements. Each gradient is written once.
         """
         rows = self.visits(tiles.rows) * tiles.rows
         read = rows * self.inner * math.ceil(self.columns / tiles.columns)

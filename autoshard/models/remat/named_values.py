@@ -1,8 +1,8 @@
 """The named values of a decoder layer, which a remat policy keeps, moves to the host or recomputes one by one.
 
-A name is of use only on a value that the backward pass of its layer reads. The result of a layer is no such value: the
-next layer reads it as its own `residual`. For this reason `mlp_out` moves nothing in a layer whose MLP ends in the
-residual stream. It does in experts with a capacity, where the gates' gradient reads the experts' results.
+A name only has an effect if the backward pass of its layer reads the value. It does not read the result of the layer:
+the next layer reads that as its own `residual`. For this reason `mlp_out` moves nothing in a layer whose MLP ends in
+the residual stream. It does in experts with a capacity, where the gates' gradient reads the experts' results.
 
 The experts of `dispatch="dropless"` are one operator that recomputes its hidden values. They have no named values.
 """

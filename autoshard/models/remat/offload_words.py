@@ -64,7 +64,7 @@ def offload_remat(offload: str, layers: int = 1, *, scan: bool = False) -> str:
         scan: whether the layers are stacked, and one scan runs over them.
 
     Raises:
-        ValueError: a name is unknown, a slice is not one, or stacked layers cannot differ as the slices say.
+        ValueError: a name is unknown, a slice is invalid, or stacked layers cannot differ as the slices say.
 
     >>> offload_remat("residual+qkv")
     'host:residual+qkv'
@@ -112,7 +112,7 @@ def _layers_of(word: str, written: str | None, layers: int) -> range:
 
 
 def _period(policies: Sequence[str]) -> int:
-    """The length of the shortest part of which the policies of all layers are repetitions."""
+    """The period of the policies: the smallest number of layers after which they repeat."""
     return next(
         n for n in range(1, len(policies) + 1)
         if len(policies) % n == 0 and all(p == policies[k % n] for k, p in enumerate(policies))

@@ -98,7 +98,7 @@ def auto_shard(
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
-        # None has a meaning of its own beside a Plan.
+        # Keep None: beside a Plan it means the plan's own word, not the default.
         options |= {"offload": offload, "gather": gather, "overlap": overlap, "kernels": kernels,
                     "microbatches": microbatches, "schedule": schedule}  # fmt: skip
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
@@ -152,33 +152,35 @@ def plan(
         variants: `{static keyword: values}`; all combinations are tried and the best is planned. Or a function from the
             `Attempt`s so far (at first none) to the keywords to try next.
         offload: what waits in host memory, without a change of `fn`: words joined by `+`, or a list of them. `residual`
-            is the input of each layer of a scan over stacked layers. A name that `fn` gives with
-            `jax.ad_checkpoint.checkpoint_name` is a value that the backward pass reads; a glob (`blocks.*.residual`)
-            means several names, and a slice (`residual@::2`) some of the values of a name, in the order in which the
-            forward pass computes them. A slice cannot select iterations of a scan. `optimizer` is the state that
-            the update alone reads, such as moments. "none" moves nothing. "auto" plans without offload, keeps that plan
-            if it fits and none with offload is estimated to be at least 10 % faster, and otherwise takes the fastest
-            plan that fits, or the one with the least memory. By default nothing, or what a given `Plan` moves.
+            is the input of each layer of a scan over stacked layers. Other words are names that `fn` gives with
+            `jax.ad_checkpoint.checkpoint_name`: the values with that name move, if the backward pass reads them. A glob
+            (`blocks.*.residual`) selects several names. A slice (`residual@::2`) selects some of the values with a
+            name, counted in the order in which the forward pass computes them. It cannot select iterations of a scan.
+            `optimizer` is the state that only the update reads, such as moments. "none" moves nothing. "auto" plans
+            without offload first. It keeps that plan if it fits, unless a plan with offload is estimated to be at least
+            10 % faster. If it does not fit, "auto" takes the fastest plan that fits, or, if none does, the one that
+            needs the least memory. By default, nothing moves, or what a given `Plan` moves.
         compiler_options: options for XLA, which take precedence over those that the planner chooses: a mapping
             `{option: value}`, the name of an option set such as "scoped-vmem", a list of these, or text in which `+`
             joins names and `option=value`. The estimate, `Plan.verify` and `Plan.jit` use them. An option that the
             installed compiler refuses is left out with a warning; `Plan.verify` names those that change nothing.
         gather: the order in which stored parameters are gathered. "auto", the default, leaves it to the compiler, which
             may gather many of them early; if no plan fits that way and the layers are written out, it is "sequential".
-            With "prefetch", a layer's parameters are gathered while the layer before it computes: in scans those that
-            the products of their own iteration would not hide, in written-out layers all. `Plan.notes` lists them. With
-            "sequential", a device holds at most two gathered parameters of one stretch of code: one in use, and the
-            next, which is gathered meanwhile. Each use has a gather of its own. Under a given `Plan`, its order is the
-            default.
+            With "prefetch", parameters are gathered while the layer before theirs computes. In written-out layers,
+            these are all parameters; in a scan, only those whose gathers the products of their own iteration would not
+            hide. `Plan.notes` lists them. With "sequential", a device holds at most two gathered parameters of one
+            stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
+            Under a given `Plan`, its order is the default.
         overlap: which collectives may run beside compute, as a table `{path: {kind: "on" or "off"}}`, such as
             `{"experts/*": {"gather": "off"}}`, or as text, "experts/*:gather=off". A path names parameters as in
             `fixed`; a glob may also match the end of a path, and of several globs the last one counts. With `gather`
             or `reduce` "off", nothing runs beside the gathers of these parameters or the reductions of their gradients.
-            With `gather` "on", their gathers wait for no earlier use under `gather="sequential"`. With `matmul` "on", a
+            With `gather` "on", their gathers may start early, even under `gather="sequential"`. With `matmul` "on", a
             product with them runs in parts, beside permutes that replace a gather of an operand or a sum of the result
-            over one mesh axis; sums may then have another order. With "off", the compiler makes no such product of it.
-            By default empty, which leaves all to the compiler, or the table of a given `Plan`. Reports then have a line
-            for each module, and a note for each entry that changes nothing.
+            over one mesh axis; sums may then have another order. With `matmul` "off", the compiler does not split a
+            product with them in this way. By default, the table is empty, which leaves everything to the compiler, or
+            it is that of a given `Plan`. Reports then have a line for each module, and a note for each entry that
+            changes nothing.
         kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
             kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
             same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.
@@ -212,7 +214,7 @@ def plan(
     Raises:
         PlanError: the request is invalid, `offload` has a word of which `fn` has no value, `compiler_options` names a
             set that the target does not have, `kernels="require"` cannot replace something, `microbatches` does not
-            divide the batch, an operator needs all of its rows in the loop, or no plan fits.
+            divide the batch, an operator in the loop over microbatches needs the rows of all of them, or no plan fits.
 
     Example:
         >>> import jax, autoshard

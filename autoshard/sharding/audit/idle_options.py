@@ -1,6 +1,7 @@
 """Options that change nothing in a compiled program.
 
-All of them, if the program without them is the same; else each option without which the program is the same.
+If the program without any of the options is the same, all of them change nothing. Otherwise each option is left out
+alone, and it changes nothing if the program stays the same.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The axes of graphs in the data: edges, nodes and graphs, whose numbers other data contain.
+"""The axes of graphs in the data: edges, nodes and graphs. Other data refer to nodes and graphs by number.
 
 A graph network gathers the features of nodes by the numbers that each edge has, and sums messages into nodes by such
 numbers. So an axis of nodes is indexed by gathers and scatters whose indices run over the edges. Nodes are summed into
 graphs in the same way, but no feature of a graph is gathered first.
 
-Both axes occur in inputs that are not state. So the rows of an embedding are no nodes: a table that is trained is
-state, and nothing is scattered into a table that is not.
+Both axes occur in inputs that are not state. So the rows of an embedding do not count as nodes: a trained table is
+state, and nothing is scattered into an untrained one.
 """
 
 from __future__ import annotations

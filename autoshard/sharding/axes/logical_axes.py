@@ -110,7 +110,7 @@ class LogicalAxes:
 
     @cached_property
     def key_words(self) -> frozenset[int]:
-        """The classes of the words of random keys that the program takes as arrays of integers. They are no axes.
+        """The classes of the words of random keys that the program takes as integers. They are not logical axes.
 
         These are keys that an operator wraps, and unsigned integers of a key's size that no operator reads.
         """

@@ -1,10 +1,10 @@
 """Axes for tensor parallelism in weights that have none of the usual ones, such as those of recurrent cells.
 
-The usual axes are hidden units, heads, classes, vocabulary and experts (`roles`). Sharding them leaves the weights
-whole that have none of them: square weights of the residual stream, gates that the program concatenates, a weight that
-is used twice (`tanh(x @ w) @ w.T`), and the kernels of depthwise convolutions. Any axis of such a weight can be sharded
-too. If these weights are a large part of all weights, axes are added one by one: each time the one that shards the most
-bytes of weights that are still whole.
+The usual axes are hidden units, heads, classes, vocabulary and experts (`roles`). Weights that have none of them stay
+whole: square weights of the residual stream, gates that the program concatenates, a weight that is used twice (`tanh(x
+@ w) @ w.T`), and the kernels of depthwise convolutions. Any axis of such a weight can be sharded too. If these weights
+are a large part of all weights, axes are added one by one: each time the one that shards the most bytes of weights that
+are still whole.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def cover_weights(
 ) -> list[int]:
     """The axes to shard besides `shardable`, in the order in which they are added.
 
-    Of axes that shard the same bytes, one that a weight produces comes before one that weights only contract, because
-    products then are not partial sums; and one that only hidden layers have before one of the data.
+    Axes that shard equally many bytes are added in this order: an axis that a weight produces before one that weights
+    only contract, because its products are not partial sums; then an axis that only hidden layers have before one of
+    the data.
 
     Args:
         axes: the logical axes.

@@ -50,7 +50,7 @@ class HostTime:
 
 
 class HostTraffic:
-    """The transfers of a program. What layouts have in common is found once.
+    """The transfers of a program. What does not depend on the layout is found once.
 
     Args:
         axes: the program's logical axes.

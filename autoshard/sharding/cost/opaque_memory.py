@@ -2,7 +2,7 @@
 
 The function of a declared operator is traced with the shapes of a shard, and its operators are grouped into kernels
 (`fusion`), like those of the program around it. The operator holds the results of its kernels, except those that it
-returns. Operators inside it that declare their cost are priced by that. Grouped products also write, read and hold
+returns. Operators inside it that declare a cost have that cost. Grouped products also write, read and hold
 their masked copies.
 """
 

@@ -9,8 +9,8 @@ compiler makes its kind asynchronous (`Chip.hides`). All others are exposed. In 
     a reduction  begins after the operator that computes its operand. Reductions run one after another. Compute waits
                  for them at the end of the stretch:
                      wait = max over reductions of (time of this one and of all after it - compute after its operator)
-    sequential   with gathers one after another (`lower.gathers.gather_order`), a gather begins when the gather before
-                 it and the last use but one have ended. Its operator waits until it has ended.
+    sequential   with gathers one after another (`lower.gathers.gather_order`), a gather begins when two things have
+                 ended: the gather before it, and the second to last of the uses before it. Its operator waits for it.
     prefetch     a gather for the next iteration (`lower.gathers.prefetched_scan`) is needed at the end of the stretch.
                  Each time its loop starts, one more run is exposed: that for the first iteration.
     together     gathers and reductions use the same links. If the time hidden by these rules exceeds the compute of
@@ -54,7 +54,7 @@ class Overlap:
     Args:
         places: for each collective, where it runs; None if compute cannot hide it.
         times: the compute time of each stretch.
-        sequential: whether each gather waits for the last use but one.
+        sequential: whether each gather waits for the second to last use.
         copies_us: stretch -> microseconds that one run of it copies gathered parameters; collectives run beside these.
     """
 
@@ -134,7 +134,7 @@ class _Stretch:
         number: the number of the stretch.
         found: the collectives.
         times: the compute time of each stretch.
-        sequential: whether each gather waits for the last use but one.
+        sequential: whether each gather waits for the second to last use.
         copies_us: microseconds of copies at its end.
     """
 
@@ -189,7 +189,9 @@ def waits_of(times_us: np.ndarray, compute_us: np.ndarray) -> np.ndarray:
 
 
 def sequential_waits(times_us: np.ndarray, before_us: np.ndarray, until_us: np.ndarray) -> np.ndarray:
-    """Return how long each use waits for its gather, which begins after the gather before it and the last use but one.
+    """Return how long each use waits for its gather.
+
+    A gather begins after the gather before it and after the second to last use before its own.
 
     Args:
         times_us: microseconds of each gather, in the order of the uses.

@@ -157,7 +157,7 @@ def _choose_joins(subject: Subject, outcome: Outcome, errors: Sequence[Mapping[W
         return _with(outcome, reason=f"results are joined in different ways, which no rule can express: {listed}")
     for r in unsplit:
         if common[0] != "sum" and not subject.independent[r] and subject.is_constant(r):
-            return _with(outcome, reason=f"result {r} is the same on all sets of values, which is no evidence")
+            return _with(outcome, reason=f"result {r} is the same on all sets of values, so it proves nothing")
     joins = tuple(
         common[0] if r in unsplit else min(w for w in ways if isinstance(w, Place)) for r, ways in enumerate(errors)
     )

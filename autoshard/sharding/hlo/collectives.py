@@ -6,7 +6,7 @@
     a fusion with a custom call AsyncCollective...  an asynchronous fusion of XLA:TPU. One fusion starts the collective,
                                                     others continue it, one ends it; each contains the instruction
     a fusion of a computation all-reduce-scatter    a reduce-scatter, although it contains an all-reduce
-    send, recv                                      a permute that starts at the send; between the slices of a TPU, the
+    send, recv                                      a permute that starts at the send. Between slices of a TPU: the
                                                     collective that the attributes name, over all slices
 
 The payload of an all-gather is its result. That of any other collective is the operands of one device. A combined
@@ -227,7 +227,7 @@ def _frontend_attribute(i: Instruction, name: str) -> str:
 
 
 def _operand_bytes(computation: Computation, i: Instruction) -> float:
-    """Bytes of each device's operands, of those that are sent."""
+    """Bytes of the operands, or parts of operands, that each device sends."""
     operands = computation.operands_of(i)
     if i.base in ("ragged-all-to-all", *SENDS):
         operands = operands[:1]
@@ -239,7 +239,7 @@ def _operand_bytes(computation: Computation, i: Instruction) -> float:
 
 
 def _related(computation: Computation, i: Instruction) -> Iterator[Instruction]:
-    """Yields instructions that may know the source line of one without: its operands, their operands, and its users."""
+    """Yields instructions whose source line can stand for a missing one: operands, their operands, and users."""
     operands = [i]
     for _ in range(SOURCE_SEARCH_DEPTH):
         operands = [o for value in operands for o in computation.operands_of(value)[:SOURCE_SEARCH_DEPTH]][

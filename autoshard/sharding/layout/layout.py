@@ -153,7 +153,7 @@ class Layout:
         return tuple(of_dim.get(dim, leading.get(dim, ())) for dim in own)
 
     def _leading(self, dim: tuple[int, ...], parts: int, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The mesh axes that shard the leading parts of a dimension that is sharded over `axes`: all or none."""
+        """The mesh axes that shard the first parts of a dimension: none, or all of `axes`, which shard all of it."""
         size = math.prod(self.axes.sizes[c] for c in dim[:parts])
         return axes if size % self.shard_count(axes) == 0 else ()
 

@@ -73,7 +73,7 @@ def changed(layout: Layout, change: Change) -> Layout:
 def usable_devices(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:
     """For each logical axis, over how many of `size` devices it can be sharded.
 
-    Devices that shard an earlier logical axis which occurs in all of its values do not count.
+    Devices do not count if they already shard an earlier logical axis that occurs in all values of this one.
     """
     usable: dict[int, int] = {}
     for c in classes:

@@ -66,7 +66,7 @@ def stages_of(axes: LogicalAxes, roles: Roles) -> list[Stage]:
         for first, size, count in runs
         for k in range(count)
     ]
-    # The backward pass of the first layer may lack gradients that others have, so that it is no part of a run.
+    # The backward pass of the first layer may lack gradients that others have. Then it is not part of a run.
     of_layers = {v for stage, repeats in stages if repeats for site in stage for v in site.parameters}
     return [Stage(stage, any(site.parameters & of_layers for site in stage)) for stage, _ in stages]
 

@@ -3,7 +3,7 @@
     options of a plan = default options of the chip + the parts of the request, in order
 
 A set replaces the options of the sets that it excludes, and a single option replaces one of the same name. Thus what is
-requested takes precedence over the defaults. An option of which wrong numbers were reported is on if it is requested.
+requested takes precedence over the defaults. An option for which wrong numbers were reported is on if it is requested.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def requested(request: Sequence[Part], target: Target, layer_bytes: int = 0) -> 
         layer_bytes: bytes of the weights of one layer, which some sets depend on; 0 if unknown.
 
     Raises:
-        PlanError: there is no such set for the target's chip. The message lists those that there are.
+        PlanError: the target's chip has no set of a requested name. The message lists its sets.
     """
     chip = chip_word(target)
     facts = ProgramFacts(chip, layer_bytes=layer_bytes)

@@ -163,7 +163,7 @@ def _undeclared_kinds(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
     wholes = [case.run(x) for x in operands]
     informative = sum(any(len(np.unique(np.asarray(x, np.complex128))) > 1 for x in whole) for whole in wholes)
     if informative < INFORMATIVE_SHARE * len(wholes):
-        return  # constant results are no evidence
+        return  # constant results prove nothing
     for f in candidates:
         positions = all(((x >= 0) & (x < f.size)).all() for whole in wholes for x in whole)
         for other in others:

@@ -13,7 +13,7 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def gradient_owners(axes: LogicalAxes, roles: Roles, state: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
-    """Return, for each result of an operator that is a gradient, the parameters whose update it is part of.
+    """Return a mapping from each gradient, a result of an operator, to the parameters whose updates use it.
 
     The search goes back from each updated parameter, through values without the batch, to the operators that sum over
     the batch. A scalar, such as the norm of all gradients, is not followed.

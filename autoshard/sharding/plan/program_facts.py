@@ -17,7 +17,7 @@ GATHER = "all-gather"
 
 
 def program_facts(plan: ShardingPlan) -> ProgramFacts | None:
-    """The facts of a plan; None if its target is no named chip with option sets."""
+    """The facts of a plan; None if its target is not a named chip with option sets."""
     word = plan.target.strip().lower().partition(":")[0]
     chip = ALIASES.get(word, word)
     if plan.target.endswith(".toml") or not set_names(chip):

@@ -88,8 +88,8 @@ class ShardingPlan:
         gather: the order in which stored parameters are gathered: `prefetch` or `sequential`; empty if the compiler
             chooses it.
         microbatches: the number of parts of the batch over which the planned step accumulates. `bind` cuts the function
-            alike.
-        stages: the number of stages of the pipeline; 1 if there is none. `bind` cuts the function alike.
+            in the same way.
+        stages: the number of stages of the pipeline; 1 if there is none. `bind` cuts the function in the same way.
         schedule: the word of the pipeline's schedule; empty if there is none.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.

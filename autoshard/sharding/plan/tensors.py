@@ -18,7 +18,8 @@ NO_AXIS = (SIZE_ONE, KEY_WORDS)
 class Leaf:
     """One input or result of the planned function: path, shape, dtype, sharding, logical axes, role and memory.
 
-    A dimension of several logical axes has their names, joined by `*`. A dimension that is none has one of `NO_AXIS`.
+    A dimension of several logical axes has their names, joined by `*`. A dimension without a logical axis has a word of
+    `NO_AXIS`.
 
     Attributes:
         memory_kind: `device`, or `pinned_host` for host memory.
@@ -63,7 +64,7 @@ class Padding:
     Attributes:
         axis: the logical axis.
         size: its size.
-        ways: the number of devices that does not divide it.
+        ways: the number of shards that was wanted, which does not divide it.
         padded: the padded size.
         words: the strategy that would be best with padding.
         step_time_us: its step time, in microseconds.

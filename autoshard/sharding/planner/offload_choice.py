@@ -1,7 +1,9 @@
 """Plans a step with what `offload=` moves to the host, and chooses it for `offload="auto"`.
 
-    order of the trials:  residual and the named values, those with the most bytes first, one more each time; then the
-                          optimizer's state alone, and with the first and the last of these
+The trials are, in this order:
+
+    values of the forward pass   the residual first, then named values by bytes; each trial adds one value
+    the optimizer's state        alone, then with the values of the first trial, then with those of the last trial
 
 Every value crosses the link twice, so all values save the same number of bytes per microsecond on the link. Values of
 the forward pass come first, because they move while both passes compute. The optimizer's state moves during the update,

@@ -86,7 +86,7 @@ def checked_variants(variants: Any, fn: Callable[..., Any]) -> Variants | None:
 
 
 def _check_keywords(fn: Callable[..., Any], names: Iterable[Any]) -> None:
-    """Raise a `PlanError` if a function does not take these keywords. One without a signature may take any."""
+    """Raise a `PlanError` if a function does not take these keywords. A function without a signature may take any."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -52,7 +52,7 @@ class Alternative:
 
 
 def neighbouring_specs(bound: BoundPlan, leaves: Sequence[Leaf]) -> list[Alternative]:
-    """Alternatives for inputs with equal shardings, the best that fits first; each is priced under the plan.
+    """Alternatives for inputs with equal shardings, priced under the plan: those that fit first, each by time.
 
     In each, one mesh axis shards another dimension or none. Moments with the sharding of their parameter follow it.
     """
@@ -97,8 +97,8 @@ def best_without(bound: BoundPlan) -> Alternative:
 def moments_of(plan: ShardingPlan, leaves: Sequence[Leaf]) -> list[Leaf]:
     """The moments of the parameters among `leaves`.
 
-    These are, of the optimizer inputs with the shape and axes of a parameter, those whose paths share the longest end
-    with the path of the parameter.
+    Candidates are the inputs of the optimizer that have the shape and the axes of the parameter. Its moments are those
+    candidates whose paths end most like its own path.
     """
     found: dict[str, Leaf] = {}
     for leaf in leaves:

@@ -35,7 +35,7 @@ def differences_text(planned: Mapping[str, Any], given: Mapping[str, Any]) -> st
 
 
 def _text(leaf: Any) -> str:
-    """`float32[8,16]`, or the value itself if it is no array."""
+    """`float32[8,16]`, or the value itself if it is not an array."""
     if not hasattr(leaf, "shape"):
         if not isinstance(leaf, bool | int | float | complex):
             return f"{leaf!r:.60}"

@@ -2,9 +2,9 @@
 
 One rule for `fixed=`, `--fixed`, `explain` and `--explain`:
 
-1. A path is that input.
-2. A glob means all paths that it matches.
-3. The end of a path (`wq` for `0/layers/wq`) is the one input that ends so. If several do, it is an error.
+1. A complete path names that input.
+2. A glob names all inputs whose paths it matches.
+3. The end of a path (`wq` for `0/layers/wq`) names the one input whose path ends so. Several such inputs are an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_paths(text: str, *groups: Sequence[Forms]) -> FoundPaths | None:
 
     Args:
         text: a path, a glob, or the end of a path.
-        *groups: lists of paths, each with its forms. Of lists that match in the same way, the first counts.
+        *groups: lists of paths, each with its forms. If several lists match by the same rule, the first one counts.
 
     Raises:
         AmbiguousPathError: the text is the end of several paths of one list.

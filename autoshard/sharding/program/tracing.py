@@ -211,8 +211,9 @@ def trace(
         annotations: for each input leaf the `PartitionSpec` with which its module is annotated, or None.
         static_numbers: whether Python numbers among the results are static.
         arguments: names of the positional arguments; by default, those of the function's parameters.
-        donate_from: if given, the positional arguments from this index on are donated as well, and so are keyword
-            arguments if there are that many positional ones: else one of them may be an argument before it.
+        donate_from: if given, the positional arguments from this index on are donated as well. Keyword arguments are
+            donated, too, if all arguments before the index are given by position; otherwise one of those may be among
+            them.
         machine: the machine to trace for, which decides between kernels; by default the platform of JAX's default
             backend.
         block_rules: what decides about the block sizes of kernels; None for the defaults.
@@ -254,7 +255,8 @@ def trace(
         if owner >= 0:
             leaves_of.setdefault(owner, {})[tuple(map(str, k[2:]))] = i
     found = match(leaves_of, in_avals, [k for k, _ in out_keys], out_shapes, frozenset(donate_argnums))
-    # `input_paths` is given for nnx objects. Calling them may add and drop leaves (sown values), which is no mismatch.
+    # `input_paths` is given for nnx objects. Calling them may add and drop leaves (sown values), which does not count
+    # as a mismatch.
     mismatches = [d for d in found.mismatches if input_paths is None or d.same_paths]
     return Traced(
         name=name,

@@ -161,7 +161,8 @@ def _reasons(plan: ShardingPlan, leaf: Leaf, axis: str, names: AxisNames) -> lis
     what = names.short(winner or (leaf.axes[place] if place < len(leaf.axes) else "?"))
     start = f"shards dimension {place} ({what}) {n} ways"
     if winner is None and stored:
-        return [f"{start} in storage only (ZeRO): the largest that it divides; in compute it shards {order}"]
+        why = "the largest dimension that the mesh axis divides; in compute the mesh axis shards"
+        return [f"{start} in storage only (ZeRO): {why} {order}"]
     if winner is None:
         return [f"{start}: fixed by the user, or as the array was already sharded; by its rule it shards {order}"]
     before = [_refusal(plan, leaf, axis, name, names) for name in candidates[: candidates.index(winner)]]

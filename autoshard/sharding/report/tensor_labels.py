@@ -50,7 +50,7 @@ def _distinct(groups: Sequence[Sequence[str]], levels: Sequence[Callable[[Sequen
 
 
 def _end(path: str, count: int, numbers: bool) -> str:
-    """The last `count` components of a path that are no numbers, with or without the numbers among them."""
+    """The last `count` components of a path that are not numbers, with or without the numbers among them."""
     parts = path.split("/")
     names = [i for i, part in enumerate(parts) if not part.isdecimal()]
     if not names:

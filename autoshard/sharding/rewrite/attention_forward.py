@@ -101,7 +101,7 @@ def candidates(graph: Graph) -> Iterator[Candidate | Unread]:
         for side in (0, 1):
             try:
                 found = _candidate(product, side)
-            except Exception as error:  # of any type: programs that nobody foresaw are read here
+            except Exception as error:  # any error: the program may have an unforeseen form
                 found = Unread(product, error)
             if found is not None:
                 yield found

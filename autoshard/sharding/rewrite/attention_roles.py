@@ -5,8 +5,9 @@
     v, d_v        [batch, keys, kv_heads, features]
     out, d_out    [batch, queries, kv_heads, group, features]
 
-A dimension of size 1 is in no group. Of several batch dimensions the last is `kv_heads`. Of several dimensions that
-only q has, the one that the mask depends on, else the largest, is `queries`, and the rest is `group`.
+A dimension of size 1 is in no group. If there are several batch dimensions, the last one is `kv_heads`. If only q has
+several further dimensions, `queries` is the one on which the mask depends, or without such a mask the largest; the
+others are `group`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
             one = attention_of(found, {})
             check_kernel(one, kernel)
             records.append(replaced(kernel, found, _replace(edits, graph, one, kernel)))
-        except Exception as error:  # of any type: programs that nobody foresaw are read here
+        except Exception as error:  # any error: the program may have an unforeseen form
             records.append(left(kernel, found, error))
     return edits, closed, grouped(records)
 

@@ -5,8 +5,8 @@
 # epsilon of 1e-6 in a denominator about 1e-7. Every proof depends on it.
 PROOF_TOLERANCE = 1e-9
 
-# Standard deviations of the values with which a region is evaluated. Larger ones drive the scores into a soft cap and
-# to weights of next to 0 and 1. Source: chosen.
+# Standard deviations of the values with which a region is evaluated. The larger one drives scores into a soft cap, and
+# weights close to 0 and 1. Source: chosen.
 PROBE_SCALES = (1.0, 3.0)
 
 # Factors by which raw scores are multiplied to read scale and cap: `g(1)` and `g(LARGE)`. A cap of up to 1e6 is seen.
@@ -16,7 +16,8 @@ LARGE_SCORE = 1e9
 # of megabytes. Only time and memory of the analysis depend on it.
 MASK_BLOCK = 2**22
 
-# Divisors that a small shape may have, in order of preference. Different ones show confused dimensions.
+# Small sizes for an axis, in order of preference; the size must divide that of the axis. Axes get different sizes where
+# possible, so that a confusion of two axes is seen.
 SMALL_SIZES = (4, 2, 3, 6, 8, 5, 7, 12, 16, 9, 10, 14)
 
 # Shown in a printed program: characters of one line.

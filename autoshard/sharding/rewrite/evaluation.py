@@ -58,7 +58,7 @@ class FrameEdits:
     children: dict[int, FrameEdits] = field(default_factory=dict)
 
     def at(self, path: Sequence[int]) -> FrameEdits:
-        """Return the changes of the frame at a path below this one, which are made if there are none."""
+        """Return the changes of the frame at a path below this one; create them if there are none."""
         found = self
         for position in path:
             found = found.children.setdefault(position, FrameEdits())

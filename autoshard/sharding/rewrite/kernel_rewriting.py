@@ -87,7 +87,7 @@ def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
             edit_attention(edits, graph, one, kernel, number)
             done.add(found.scores)
             records.append(replaced(kernel, found, one))
-        except Exception as error:  # of any type: programs that nobody foresaw are read here
+        except Exception as error:  # any error: the program may have an unforeseen form
             records.append(left(kernel, found, error))
     if any(record.replaced for record in records):
         closed = rewritten(closed, edits)

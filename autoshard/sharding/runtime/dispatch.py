@@ -53,7 +53,7 @@ class GraphArguments(Exception):
 
 
 class PureFunction:
-    """A function of pytrees that plans each signature once. Leaves that are no arrays or numbers are static."""
+    """A function of pytrees that plans each signature once. Leaves that are neither arrays nor numbers are static."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Calls with arguments that the user's function has on the device and the plan on the host: the optimizer's state."""
+"""Calls of plans that keep the optimizer's state on the host, although the user's function expects it on the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.sharding.runtime.planned_signature import PlannedSignature
 
 
 def trace_for_offload(words: Words, fn: Callable[..., Any], args: Any, kwargs: Any, *options: Any) -> Traced:
-    """Trace a function, which may get its optimizer's state from the host where a plan with offload left it.
+    """Trace a function. Its optimizer's state may be on the host, if an earlier call under `offload=` left it there.
 
     Args:
         words: what the plan moves to the host.
@@ -43,7 +43,10 @@ def _on_device(x: Any) -> Any:
 
 
 def signatures_in_other_memory(signature: Any, traced: Traced) -> list[Any]:
-    """The signatures that differ in the memory of moved arguments alone: before the first call, and after it."""
+    """The signatures of a plan that moves arguments to the host: before its first call, and after it.
+
+    They differ only in the memory of these arguments.
+    """
     if not traced.moved_inputs:
         return []
     tree, types, *rest = signature
@@ -54,7 +57,7 @@ def signatures_in_other_memory(signature: Any, traced: Traced) -> list[Any]:
 
 
 def run_under_trace(entry: PlannedSignature, leaves: Sequence[Any]) -> list[Any]:
-    """Evaluate the planned program inside another transformation, which decides where arguments and results are."""
+    """Evaluate the planned program inside another transformation, which sets the memory of arguments and results."""
     run = entry.bound.executable.constrained_program(entry.mesh)
     moved = {i for i in entry.traced.moved_inputs if not _compat.is_on_host(leaves[i])}
     if not moved:

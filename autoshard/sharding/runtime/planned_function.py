@@ -218,7 +218,7 @@ def _without_static_positions(donated: Sequence[int], statics: Sequence[int]) ->
 
 
 def _below(numbers: Sequence[int], limit: int | None) -> list[int]:
-    """The numbers of positional arguments; a partial makes those after a keyword that it binds keyword-only."""
+    """The numbers below the limit: if a partial binds a keyword, arguments after it cannot be given by position."""
     return [n for n in numbers if limit is None or n < limit]
 
 

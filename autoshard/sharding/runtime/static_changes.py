@@ -33,7 +33,7 @@ class StaticChanges:
 
         Args:
             arguments: positional and keyword arguments, with `StaticLeaf`s.
-            types: the types of its arrays. Values are counted among signatures of the same types.
+            types: the types of its arrays. Signatures with other types are counted separately.
         """
         flat, tree = jax.tree_util.tree_flatten_with_path(arguments, is_leaf=_is_static)
         names = argument_names(self.fn)

@@ -1,11 +1,11 @@
-"""How far the optimizer's state is spread, apart from how far parameters are.
+"""Over how many devices the optimizer's state is spread, independently of the parameters.
 
 The known plans store the moments over the mesh axes that store parameters, over those of the batch, or over all. This
-module varies that, for the best known plans. The devices of the batch are divided into three mesh axes, and the inner
-axes that store moments too are a prefix of the others:
+module varies that, for the best known plans. The devices of the batch are divided into three mesh axes. Of the inner
+axes, the first few may store moments, too:
 
     dp:A zero1:B fsdp:C     A x B x C devices shard the batch; C store parameters, B x C store moments
-    cp+optimizer            and the devices of cp store moments too; then those of cp and ep; then all
+    cp+optimizer            the devices of cp store moments, too; next, those of cp and ep; then those of all inner axes
 
 More spreading saves memory. Less spreading can save time: a gradient is reduce-scattered over fewer devices, and the
 updated parameter is gathered over fewer, at the price of an all-reduce of the shards over the others.
@@ -26,7 +26,7 @@ _BATCH = ("dp", "zero1", "fsdp")
 
 
 def state_spreads(plan: Request) -> Iterator[Request]:
-    """All plans that differ from a known plan in how far the batch's devices store state, and the inner ones moments.
+    """All plans that differ from a known plan only in the devices that store state.
 
     >>> [str(each) for each in state_spreads(parse_request("fsdp:4"))]
     ['dp:4', 'dp:2 zero1:2', 'zero1:4', 'dp:2 fsdp:2', 'zero1:2 fsdp:2', 'fsdp:4']

@@ -243,8 +243,9 @@ def alibi(scores: jax.Array) -> jax.Array:
 def relative_position_bias(table: jax.Array, *, seq: int, farthest: int = 16) -> jax.Array:
     """Looks up a bias `[1, heads, seq, seq]` by distance in a table `[buckets, heads]`, as in T5 (arXiv:1910.10683).
 
-    Half of the buckets are for keys after the query. In each half, the first half of the buckets is for one distance
-    each; the ranges of the others grow by a constant factor up to `farthest`.
+    Half of the buckets are for keys after the query. In each half, the first half of the buckets has one distance per
+    bucket. Each further bucket covers a range of distances that is larger by a constant factor than the one before, up
+    to `farthest`.
     """
     buckets = table.shape[0] // 2
     exact = buckets // 2

@@ -82,7 +82,7 @@ def bytes_of(aval: Any) -> float:
 
 
 def bytes_sent_per_byte(kind: ReshardKind, n: int) -> float:
-    """What each of `n` devices sends in one step, in bytes for each byte that it holds before the step.
+    """The bytes that each of `n` devices sends in one step, per byte that it holds before the step.
 
     The module docstring has the table.
     """
@@ -160,7 +160,7 @@ def cost(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int])
 
 
 def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) -> Placement:
-    """The one of `places` that all of them can move to for the fewest bytes. Ties go to the first.
+    """The placement to which all of `places` can be moved with the fewest bytes: one of them; the first of equal ones.
 
     The result is partial only if all of them are partial in the same way.
     """
@@ -170,7 +170,7 @@ def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) ->
 
 
 def extend(old: Spec, requested: Spec, taken: Iterable[str] = ()) -> Spec:
-    """Adds the mesh axes of another spec to a spec, where they are unused and minor to its own axes.
+    """Adds the further mesh axes of another spec to a spec, in dimensions where both begin with the same axes.
 
     Args:
         old: the spec.

@@ -41,7 +41,7 @@ class KernelCost:
 _SUMS = ("flops", "moved_bytes", "held_bytes", "vector_ops", "overhead_us")
 
 Cost = Callable[..., KernelCost | tuple[KernelCost, ...]]
-"""From the operands of one shard, anything with a shape and a dtype, to the cost of one run.
+"""A function from the operands of one shard, which have a shape and a dtype, to the cost of one run.
 
 A tuple has the costs of several kernels that run one after another.
 """

@@ -40,7 +40,7 @@ def place_dims(
         build: names the factors.
         stem: the name of a created dimension.
         shape: the operand's shape.
-        placed: `(positions, dimensions)` of those that are given; the others are created.
+        placed: pairs (positions, dimensions) of the dimensions that are given; all others are created.
     """
     known = {d: dim for where, dims in placed for d, dim in zip(where, dims, strict=True)}
     free = {d: build.dim(stem, size) for d, size in enumerate(shape) if d not in known}

@@ -1,7 +1,8 @@
 """Parse command-line arguments into a config: a preset or a stored run, then the TOML file, then the options.
 
-A resumed run starts from its stored settings. If its preset is named, the settings that may change on resume are the
-preset's. The others are not: some of them, such as the warm-up, were fitted to the run when it started.
+A resumed run starts from its stored settings. If the command line names the run's preset again, the settings that may
+change on resume are taken from the preset. All others stay as stored: some of them, such as the warm-up, were fitted to
+the run when it started.
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
 def _of_stored_run(named: TrainConfig, stored: TrainConfig) -> TrainConfig:
     """Return the named preset. A resumed run keeps its stored values, except of settings that may change.
 
-    If the run was started from another preset, the named one is returned as it is: its settings are requested ones.
+    If the run was started from another preset, the named one is returned as it is, because all of its settings are new
+    requests.
     """
     if named.preset != stored.preset:
         return named

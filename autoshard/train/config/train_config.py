@@ -36,7 +36,7 @@ class TrainConfig:
     """The settings of a training run: model, data, optimizer, plan, evaluation and checkpoints."""
 
     preset: str = "quick"
-    """Named settings to start from. An unknown name lists the known ones."""
+    """Named settings to start from. The error for an unknown name lists the known ones."""
     config: Path | None = None
     """TOML file. Its settings override the preset's, and the command line overrides both."""
     run_dir: Path | None = None
@@ -96,22 +96,22 @@ class TrainConfig:
     """`given` uses --gpt.remat and --microbatches as they are; `search` lets the planner choose them. A resumed run
     keeps its choice."""
     offload: str = "none"
-    """Values of a layer that wait in the host's memory between forward and backward pass: names such as residual+qkv
-    (an unknown name lists the known ones), which set --gpt.remat; residual@::2 selects every second layer. `auto` lets
-    the planner choose what layers keep, recompute and offload. Or `none`. Only for the built-in model. A resumed run
-    keeps its choice."""
+    """Values of a layer that wait in the host's memory between forward and backward pass. Names such as residual+qkv
+    set --gpt.remat; residual@::2 selects every second layer. The error for an unknown name lists the known ones. `auto`
+    lets the planner choose what layers keep, recompute and offload; `none` offloads nothing. Only for the built-in
+    model. A resumed run keeps its choice."""
     compiler_options: str | None = None
     """Options for XLA, which take precedence over the planner's own: option sets and NAME=VALUE, joined by +, such as
-    scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. An unknown set lists the known ones. A resumed run keeps them
-    unless others are given."""
+    scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. The error for an unknown set lists the known ones. A resumed run
+    keeps them unless others are given."""
     gather: Literal["auto", "prefetch", "sequential"] = "auto"
     """The order in which stored parameters are gathered: `prefetch` gathers those that a layer needs first while the
     layer before it computes; `sequential` gathers one after another, so that at most two gathered ones are in memory;
     `auto` leaves it to the compiler, or is sequential if nothing else fits."""
     overlap: str | None = None
     """Which collectives of which parameters may run beside compute, as PATH:KIND=on|off separated by spaces, such as
-    'experts/*:gather=off */wq:reduce=off'. An unknown path or kind lists those that exist. Default: all that the
-    compiler runs beside compute."""
+    'experts/*:gather=off */wq:reduce=off'. The error for an unknown path or kind lists those that exist. Default: all
+    that the compiler runs beside compute."""
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 

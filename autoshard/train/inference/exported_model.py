@@ -325,8 +325,8 @@ def open_generator(
         folder: folder of checkpoints, or of a run that has them.
         step: step to load; by default the newest intact one.
         use_ema: whether to use the moving average of the parameters; by default as the file says.
-        factory: `package.module:function` that makes the model, if it is not built in. It is imported and called; a
-            name in the file never is.
+        factory: `package.module:function` that makes the model, if it is not built in. It is imported and called. A
+            name that only the file gives is never imported.
 
     Raises:
         AutoshardError: There is no model, it cannot generate text, or the step does not exist.
@@ -380,7 +380,7 @@ def _codec(folder: Path, inference: Inference) -> Codec:
 
 
 def _other_parts(description: Description) -> dict[str, str]:
-    """Map the other parts of the train state that belong to the model (`frozen`, `variables`) to `params`."""
+    """Map the parts `frozen` and `variables` of a train state, if it has them, to `params`, where they are restored."""
     return {part: "params" for part in MODEL_PARTS if part != "params" and _has(description, part)}
 
 

@@ -12,34 +12,36 @@ SEARCHED_REMAT_MIXES = ((3, 4), (1, 2), (1, 4))
 Chosen, not measured."""
 
 SCREENED_STRATEGIES = 40
-"""The fastest strategies with full recomputation that are priced for each further number of microbatches.
+"""How many of the fastest strategies with full recomputation are priced for each further number of microbatches.
 Chosen, not measured."""
 
 PROBED_STRATEGIES = 3
-"""The fastest strategies of each number of microbatches under which named values are priced. Chosen, not measured."""
+"""Under how many of the fastest strategies of each number of microbatches named values are priced. Chosen, not
+measured."""
 
 MOST_PRICED = 6
-"""Variants without, and with, values on the host that are priced after the probes, at most. Chosen, not measured."""
+"""How many variants without values on the host are priced after the probes at most, and how many with such values.
+Chosen, not measured."""
 
 PRICED_FITTING = 2
-"""Of these, how many have to fit until the search plans the best. Chosen, not measured."""
+"""How many of these have to fit before the search plans the best of them. Chosen, not measured."""
 
 WORTH_PRICING = 1.005
 """A variant is priced if its additive price is at most this many times the best price so far. Chosen, not measured."""
 
 PLANNED = 2
-"""Variants that are planned at once. Chosen, not measured."""
+"""How many variants are planned in one round at most. Chosen, not measured."""
 
 WORTH_PLANNING = 1.01
-"""A further variant is planned at once if its price is at most this many times that of the first. Chosen, not
-measured."""
+"""A further variant is planned in the same round if its price is at most this many times that of the first. Chosen,
+not measured."""
 
 MOST_PLANNED = 6
-"""Variants that are planned at most, if none fits. Chosen, not measured."""
+"""How many variants are planned at most, if none fits. Chosen, not measured."""
 
 HOST_DOUBT = 0.1
-"""The part of the time on the link to the host that counts, in the ranking of variants, as if compute did not hide it.
-Chosen, not measured."""
+"""The fraction of the time on the link to the host that the ranking of variants adds to the step time, although compute
+may hide it. Chosen, not measured."""
 
 OFFLOADING_PLATFORMS = ("tpu",)
 """The platforms on which a search moves values to the host. On others it does so only for names that are given: on GPUs

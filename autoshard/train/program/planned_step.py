@@ -125,8 +125,8 @@ def with_offload(config: TrainConfig) -> TrainConfig:
 def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
     """Search what the layers keep, recompute or offload, and the number of microbatches, of the fastest step that fits.
 
-    Values are offloaded only as `config.offload` says. With `variants="given"`, the number of microbatches stays as
-    configured. Dropout masks are drawn per microbatch, so it stays with dropout, too.
+    Values are offloaded only as `config.offload` says. The number of microbatches stays as configured in two cases:
+    with `variants="given"`, and with dropout, because dropout masks are drawn per microbatch.
 
     Args:
         config: The run.

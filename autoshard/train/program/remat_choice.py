@@ -1,4 +1,4 @@
-"""What a layer does with each of its named values, as a choice, and the price of a choice from those of its parts.
+"""A choice of what a layer does with each of its named values, and its price, computed from the prices of its parts.
 
 The price is additive. With `full` recomputation as the base, for one strategy and one number of microbatches:
 
@@ -89,7 +89,7 @@ class Part:
 @shown
 @dataclass(frozen=True)
 class Parts:
-    """The prices under one strategy from which those of choices follow.
+    """The prices under one strategy from which the price of any choice is computed.
 
     Attributes:
         full_us: microseconds of a step with full recomputation.

@@ -36,7 +36,7 @@ from autoshard.train.program import constants
 from autoshard.train.program.remat_choice import Choice, Part, Parts, choices
 
 MakeStep = Callable[[str, int], tuple[Any, ...]]
-"""From a remat policy and a number of microbatches to a step with stacked layers and its arguments' shapes."""
+"""A function from a remat policy and a number of microbatches to a step with stacked layers and its argument shapes."""
 
 
 @shown
@@ -282,7 +282,7 @@ def _figures(each: Priced) -> tuple[float, float, float]:
 
 
 def _front(pure: Iterable[Priced]) -> list[Priced]:
-    """Those variants than which no other has both a better score and a smaller peak."""
+    """The Pareto front: the variants for which no other has both a better score and a smaller peak."""
     front: list[Priced] = []
     for each in sorted(pure, key=lambda each: (each.score_us, each.peak_bytes)):
         if not front or each.peak_bytes < front[-1].peak_bytes:

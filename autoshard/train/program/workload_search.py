@@ -37,7 +37,7 @@ def workload_search(
         offload: `auto`, `none`, or the names of the values that wait on the host.
         remat: the policy of the layers; None to search for it.
         microbatches: the number of microbatches; None to search for it.
-        numerics: whether to try numbers of microbatches that change the numbers.
+        numerics: whether to try numbers of microbatches that change the results.
 
     Raises:
         ConfigError: `offload` and `remat` contradict each other, a name is unknown, or the model has no named values.
@@ -71,10 +71,10 @@ def workload_search(
 
 
 def _selective_remat(work: Workload, offload: str) -> str:
-    """Return the policies of the layers that `offload` with slices over layers means.
+    """Return the policies of the layers for an `offload` with slices over layers.
 
     Raises:
-        ConfigError: a slice is none, or stacked layers cannot differ as the slices say.
+        ConfigError: a slice is not valid, or the layers are stacked and cannot differ as the slices say.
     """
     scan = getattr(getattr(work.config, "gpt", work.config), "scan_layers", False)
     try:

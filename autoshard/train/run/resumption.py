@@ -2,9 +2,9 @@
 
 If the run had other devices, its plan is made anew:
 
-    the plan and the mesh that it requested     scaled in their own words, `fsdp:8` to `fsdp:4`
-    if no scaling divides, or fits in memory    searched
-    a plan that it searched                     searched
+    the run requested a plan or a mesh    it is scaled in its own words, `fsdp:8` to `fsdp:4`. If no scaled plan divides
+                                          the batch and fits in memory, a plan is searched
+    the run searched its plan             a plan is searched
 """
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def place_again(place: Place, config: TrainConfig, stored: TrainConfig) -> tuple
         stored: The settings that it had.
 
     Returns:
-        The planned step, and one line on why the plan is another one than the run had; None if it is not.
+        The planned step, and one line that says why its plan differs from the one that the run had; None if it does
+        not.
     """
     count = jax.device_count()
     if config.plan is None and config.mesh is None and config.target is None:

@@ -107,7 +107,7 @@ def _as_stored(value: jax.Array) -> jax.Array:
     """Return a value in float32, rounded to the dtype in which it is stored.
 
     With `xla_allow_excess_precision`, the default, XLA drops the rounding of a value that is cast to bfloat16 and back:
-    the mean would be of parameters that exist nowhere. XLA keeps a `reduce_precision`.
+    the mean would then be taken over values that no parameter has. XLA keeps a `reduce_precision`.
     """
     if jnp.issubdtype(value.dtype, jnp.floating) and jnp.finfo(value.dtype).bits == 16:
         info = jnp.finfo(value.dtype)

@@ -9,8 +9,8 @@ from autoshard.sharding.machines.targets import find_target
 @pytest.mark.parametrize(
     ("target", "devices", "weight"),
     [
-        ("v5e:2x4", 8, 16 / 7),  # 1 link of the line of 4, against 2 links at 7/8 of the bytes
-        ("v5e:16x16", 256, 4 / (255 / 256) * 2),  # 16/4 shares of a device over one ring, against both rings
+        ("v5e:2x4", 8, 16 / 7),  # 1 link: the line of 4. Others: 2 links, 7/8 of the bytes
+        ("v5e:16x16", 256, 4 / (255 / 256) * 2),  # 16/4 shards of a device on one ring. Others: both rings
         ("v5e:16x16", 16, 4 / (15 / 16)),
         ("h100:1x8", 8, 1.0),
         ("cpu:8", 8, 1.0),

@@ -127,7 +127,7 @@ def test_the_average_is_that_of_the_stored_parameters(plan: str | None, dtype: s
 
 @pytest.mark.slow
 def test_each_microbatch_has_its_own_dropout() -> None:
-    """Two microbatches of the same rows have the loss of one of them only without dropout."""
+    """Two microbatches of the same rows have the same loss as one of them without dropout, but not with dropout."""
     half = jax.tree.map(lambda rows: rows[:4], batch())
     twice = jax.tree.map(lambda rows: jnp.repeat(rows, 2, axis=0), half)  # row i goes to microbatch i % 2
     for dropout, same in ((0.0, True), (0.3, False)):

@@ -7,8 +7,8 @@ one element of the result of an earlier use, so no compiler can gather it before
 bits of the shard are xor-ed with t (t + 1) mod 2. This is 0 for every integer t, but compilers do not know it. It costs
 one read and write of the shard.
 
-The gather for a use waits for the end of the last use but one. So at most two gathered parameters are held: the one in
-use, and the next one, whose gather runs meanwhile.
+The gather for a use waits for the second to last of the uses before it. So at most two gathered parameters are held:
+the one in use, and the next one, whose gather runs meanwhile.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GatherOrder:
         self._uses = [(after if x is before and has_bits(after) else x, spec) for x, spec in self._uses]
 
     def after_last_but_one(self, shard: Any, spec: Spec) -> Any:
-        """Return a stored parameter, with this sharding, that depends on the last use but one."""
+        """Return a stored parameter, with this sharding, that depends on the second to last use."""
         return self._after(shard, spec, 2)
 
     def after_last(self, shard: Any, spec: Spec) -> Any:

@@ -1,6 +1,7 @@
 """Selects option sets for a program, and merges them.
 
-options of a plan = its options without those of the sets that the new set excludes + the options of the new set
+A new set replaces options: those of the sets that it excludes are removed from the plan's options, then its own are
+added.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _ON = ("true", "1")
 
 
 class UnknownSetError(AutoshardError):
-    """A set of options that does not exist, or not for a chip."""
+    """A set of options that does not exist, or does not exist for a chip."""
 
 
 def default_options(chip: str) -> Options:
@@ -36,7 +37,7 @@ def named_set(name: str, chip: str) -> OptionSet:
     """Return a set of a chip.
 
     Raises:
-        UnknownSetError: there is no such set for the chip. The message lists those that there are.
+        UnknownSetError: the chip has no set of this name. The message lists its sets.
     """
     if name in SETS and chip in SETS[name].options:
         return SETS[name]
@@ -74,16 +75,16 @@ def with_set(options: Options, chosen: OptionSet, facts: ProgramFacts) -> Option
 def sets_in(chip: str, options: Options) -> tuple[list[str], list[str]]:
     """Return the names of the sets that `options` contain, and the names of options in none of these."""
     found = [each for each in SETS.values() if chip in each.options and _contains(options, each.options[chip])]
-    # A set that is part of another one in `options` goes without saying.
+    # Leave out a set that is a part of another set in `options`.
     found = [each for each in found if not any(_is_part(chip, each, other) for other in found)]
     rest = [name for name in options if not any(name in each.options[chip] for each in found)]
     return [each.name for each in found], rest
 
 
 def reported_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
-    """Sets for which wrong numbers were reported on this chip and of which `options` has a part, with the report.
+    """Sets with a report of wrong numbers on this chip that `options` turns on in part, each with its report.
 
-    A part is an option that is on and that no set without such a report has.
+    Options that a set without such a report turns on, too, do not count.
     """
     harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
     found = []
@@ -95,7 +96,7 @@ def reported_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
 
 
 def without_reported(chip: str, options: Options) -> Options:
-    """Return `options` with those turned off by name that `reported_numerics` is about."""
+    """Return `options` in which the options that `reported_numerics` reports are turned off by name."""
     harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
     reported = {name for each in SETS.values() if chip in each.numerics for name in _turned_on(each, chip)} - harmless
     off = {name for name, value in options.items() if name in reported and _is_on(value)}

@@ -10,15 +10,21 @@ asynchronous; reduce-scatters are asynchronous only with `sparse-core-reductions
 has all-gathers alone. For tpu7x this compiler runs reduce-scatters on the SparseCores unless told not to, so
 `no-sparse-core-reductions` turns that off by name.
 
-Step time over that of the default sets, two products a layer, `fsdp:8` on v6e:2x4, same compiler: 0.924 with
-`sparse-core-reductions`, 0.996 with `scoped-vmem`, 1.067 with `gather-fusion-overlap`, 1.142 with `gather-fusion` and
-without `sparse-core-gathers`, 1.567 without `no-collective-matmul`; `host-transfers` and `reduction-layout` change
-nothing. Thus continuation fusion without overlap on the TensorCore hides nothing there, and `gather-fusion` is tried
-last. On tpu7x:2x2x1 the step takes 0.798 of that time without `no-sparse-core-reductions`.
+Step time divided by that under the default sets (two products a layer, `fsdp:8`, same compiler):
 
-`host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published host-offload sets have, because it
-undoes rematerialization. `layer-scheduler` leaves out the reduce-scatters on the SparseCores of its recipes, for the
-reason of `sparse-core-reductions`.
+    v6e:2x4       0.924   with `sparse-core-reductions`
+                  0.996   with `scoped-vmem`
+                  1       with `host-transfers` or `reduction-layout`, which change nothing
+                  1.067   with `gather-fusion-overlap`
+                  1.142   with `gather-fusion` and without `sparse-core-gathers`
+                  1.567   without `no-collective-matmul`
+    tpu7x:2x2x1   0.798   without `no-sparse-core-reductions`
+
+So continuation fusion without overlap on the TensorCore hides nothing on v6e, and `gather-fusion` is tried last.
+
+`host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published sets for host offload have: it
+undoes rematerialization. The recipes of `layer-scheduler` also run reduce-scatters on the SparseCores. The set leaves
+that out, because wrong numbers were reported for it.
 """
 
 from __future__ import annotations
@@ -65,7 +71,7 @@ class OptionSet:
         name: its name, as in `Plan.verify(options=NAME)`.
         effect: what it does.
         options: chip -> its options there.
-        pays: the programs for which it pays, in words.
+        pays: the programs that it is likely to make faster, in words.
         applies: whether a program is one of these.
         excludes: names of sets whose options it replaces.
         default: chips whose plans have it.

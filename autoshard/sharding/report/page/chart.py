@@ -107,7 +107,7 @@ def _chart_key(points: Sequence[Point], omitted: str) -> str:
 
 
 def _dots(points: Sequence[Point], across: Scale, up: Scale) -> Iterator[str]:
-    """Yield the points, the chosen one last and so on top, without points that cover another of their kind."""
+    """Yield the points. The chosen one comes last, so it is on top. Of equal points at one place, only one is drawn."""
     taken = set()
     for p in sorted(points, key=lambda p: p.classes.startswith("won")):
         x, y = across.at(p.nbytes), up.at(p.time_us)
