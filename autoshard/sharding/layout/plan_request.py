@@ -35,7 +35,15 @@ from autoshard.sharding.axes.roles import STATE, Role, Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, usable_devices
 
-KINDS = ("pp", "dp", "zero1", "fsdp", "cp", "ep", "tp")  # outermost first: tp communicates most, so its devices are nearest
+KINDS = (
+    "pp",
+    "dp",
+    "zero1",
+    "fsdp",
+    "cp",
+    "ep",
+    "tp",
+)  # outermost first: tp communicates most, so its devices are nearest
 FLAGS = ("seq", "state")
 SHARDS = {
     "pp": "the layers",

@@ -17,7 +17,7 @@ from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
-from autoshard.sharding.pipeline.stage_cut import cut_stages
+from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
@@ -65,7 +65,11 @@ def with_stages(traced: Traced, microbatches: int, *, stages: int, schedule: str
             f"use at least {stages} microbatches"
         )
     table = SCHEDULES[schedule](stages, microbatches)
-    return replace(with_microbatches(traced, microbatches, _runner(table)), stages=stages, schedule=schedule)
+    try:
+        cut = with_microbatches(traced, microbatches, _runner(table))
+    except NotStaged as reason:
+        raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
+    return replace(cut, stages=stages, schedule=schedule)
 
 
 def _runner(schedule: Schedule) -> Runner:

@@ -2,7 +2,8 @@
 
 In each tick, every stage runs at most one forward and one backward part, each for one microbatch. All stages run the
 same program, so a tick takes as long as the parts that some stage runs in it. A schedule is the table of ticks of its
-parts. All else follows from this table: which ticks run which parts, how long values wait, and how many slots hold them.
+parts. All else follows from this table: which ticks run which parts, how long values wait, and how many slots there
+are.
 
     before      what comes before the stack of layers, for one microbatch
     forward     the layers of one stage
@@ -87,7 +88,7 @@ class Schedule:
         return tuple((a, b, parts[a]) for a, b in zip(starts, [*starts[1:], self.length], strict=True))
 
     def slots(self, made: str, taken: str | Sequence[str]) -> Slots:
-        """The slots of values that one part makes and other parts take. A slot is free after the last tick that reads it.
+        """The slots of values that one part makes and other parts take. A slot is free after it was read last.
 
         Args:
             made: the part that makes them.

@@ -13,8 +13,12 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.microbatches.flow import HEAVY, NotCut
+from autoshard.sharding.microbatches.flow import HEAVY
 from autoshard.sharding.program.array_sizes import nbytes
+
+
+class NotStaged(Exception):
+    """A program cannot be cut into stages; the text is the reason."""
 
 
 @shown
@@ -137,14 +141,14 @@ class StageCut:
         """Find which values travel, and where each result is computed.
 
         Raises:
-            NotCut: the layers take slices of a value that each microbatch has of its own.
+            NotStaged: the layers take slices of a value that each microbatch has of its own, or pass on a typed key.
         """
         forward, backward = self.forward, self.backward
         residuals = {*forward.stacked}
         for stack in (forward, backward):
             for var in _variables(stack.slices):
                 if var in self.own and not (stack is backward and var in residuals):
-                    raise NotCut(f"{stack.place} take slices of an array that differs between microbatches")
+                    raise NotStaged(f"{stack.place} take slices of an array that differs between microbatches")
         results = [*dict.fromkeys(_variables(self.jaxpr.outvars))]
         staged = self.sums.intersection((*forward.stacked, *backward.stacked))
         self.in_after = [v for v in results if v in self.after_backward and v not in staged]
@@ -159,6 +163,9 @@ class StageCut:
         self.middle_stacks = [v for v in forward.stacked if v in middle_needs]
         sources = [*_variables(forward.consts), *middle_needs]
         self.forth = [*dict.fromkeys(v for v in sources if self.travels_forth(v))]
+        carried = _variables([*forward.carry, *backward.carry, *forward.stacked, *self.forth, *self.back])
+        if any(_compat.is_extended(v.aval.dtype) for v in carried):
+            raise NotStaged(f"{forward.place} pass on a typed random key; pass its jax.random.key_data instead")
 
     def travels_forth(self, var: Any) -> bool:
         """Whether a value is computed before the layers and is too expensive to be computed again."""
@@ -198,7 +205,7 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
         stages: number of stages.
 
     Raises:
-        NotCut: it has no stack of layers, or `stages` does not divide the layers.
+        NotStaged: it has no stack of layers, or `stages` does not divide the layers.
     """
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
@@ -206,13 +213,11 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     inputs = {*jaxpr.invars[:whole]}
     sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in inputs) for a, _ in pairs]
     if not any(sizes):
-        raise NotCut(
-            "it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient"
-        )
+        raise NotStaged("it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient")
     forward, backward = pairs[sizes.index(max(sizes))]
     if forward.layers % stages:
         fits = [n for n in range(2, forward.layers + 1) if forward.layers % n == 0]
-        raise NotCut(
+        raise NotStaged(
             f"{forward.place} are {forward.layers}, which do not divide into {stages} stages; "
             f"{', '.join(f'pp:{n}' for n in fits) or 'no number'} would do"
         )

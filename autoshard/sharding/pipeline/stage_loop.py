@@ -17,9 +17,25 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
-from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, Schedule
-from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
+from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, WEIGHTS, Schedule
+from autoshard.sharding.pipeline.split_backward import Body, split_backward
+from autoshard.sharding.pipeline.stage_cut import NotStaged, Stack, StageCut
 from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_slots
+
+WAITING = {
+    "residuals": (FORWARD, (BACKWARD, WEIGHTS)),
+    "middle_stacks": (FORWARD, (MIDDLE,)),
+    "outlet": (FORWARD, (MIDDLE,)),
+    "for_weights": (BACKWARD, (WEIGHTS,)),
+    "after_stacks": (BACKWARD, (AFTER,)),
+}
+"""Values that wait in slots: the part that makes them, and the parts that take them."""
+USED_BY = {
+    **{name: (made, *taken) for name, (made, taken) in WAITING.items()},
+    "forward": (FORWARD,), "backward": (BACKWARD,), "forward_sums": (FORWARD,), "middle": (MIDDLE,),
+    "backward_sums": (BACKWARD, WEIGHTS), "after": (AFTER,),
+}  # fmt: skip
+"""What the loop carries, and the parts that read or write it."""
 
 Env = dict[Any, Any]
 State = dict[str, Any]
@@ -50,9 +66,16 @@ class StageLoop:
         self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # whether the middle runs in a later tick
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
-        slots = {"residuals": (FORWARD, BACKWARD), "middle_stacks": (FORWARD, MIDDLE),
-                 "after_stacks": (BACKWARD, AFTER), "outlet": (FORWARD, MIDDLE)}  # fmt: skip
-        self.slots = {name: schedule.slots(*parts) for name, parts in slots.items()}
+        self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
+        if self.halves and cut.after_stacks:
+            raise NotStaged(
+                f"schedule {schedule.name!r} computes gradients of weights last, but another operator takes those of "
+                f"{cut.backward.place} in each microbatch; use '1f1b'"
+            )
+        self.waiting = {
+            name: (made, [p for p in taken if p in schedule.ticks]) for name, (made, taken) in WAITING.items()
+        }
+        self.slots = {name: schedule.slots(made, taken) for name, (made, taken) in self.waiting.items() if taken}
 
     def run(self) -> Env:
         """Return the results of the program, over all microbatches: sums, and rows `[M, ...]`."""
@@ -88,11 +111,7 @@ class StageLoop:
 
     def uses(self, name: str, parts: Sequence[str]) -> bool:
         """Whether parts read or write an entry of the state."""
-        of = {"forward": (FORWARD,), "backward": (BACKWARD,), "residuals": (FORWARD, BACKWARD),
-              "middle_stacks": (FORWARD, MIDDLE), "outlet": (FORWARD, MIDDLE), "after_stacks": (BACKWARD, AFTER),
-              "forward_sums": (FORWARD,), "middle": (MIDDLE,), "backward_sums": (BACKWARD,),
-              "after": (AFTER,)}  # fmt: skip
-        return any(part in parts for part in of[name])
+        return any(part in parts for part in USED_BY[name])
 
     def initial(self, parts: Sequence[str], state: State) -> State:
         """Return the entries of the state that parts need and that do not exist yet."""
@@ -103,6 +122,7 @@ class StageLoop:
             "residuals": lambda: self.empty_slots("residuals", self.residuals),
             "middle_stacks": lambda: self.empty_slots("middle_stacks", cut.middle_stacks),
             "after_stacks": lambda: self.empty_slots("after_stacks", cut.after_stacks),
+            "for_weights": lambda: self.empty_slots("for_weights", self.halves.waiting) if self.halves else [],
             "outlet": lambda: [
                 jnp.zeros((self.slots["outlet"].count, *v.aval.shape), v.aval.dtype)
                 for v in (*cut.forward.carried, *cut.forth) if self.waits
@@ -113,14 +133,17 @@ class StageLoop:
         return {name: make() for name, make in made.items() if name not in state and self.uses(name, parts)}
 
     def zeros(self, atom: Any, staged: bool = False) -> Any:
+        """Return zeros for a value, `[N, ...]` if it is on stages."""
         return jnp.zeros((*([self.stages] if staged else []), *atom.aval.shape), atom.aval.dtype)
 
     def empty_slots(self, name: str, variables: Sequence[Any]) -> list[Any]:
-        """Return zeros `[S, N, layers of a stage, ...]` for each stacked variable."""
-        count = self.slots[name].count
-        return [jnp.zeros((count, *self.by_stage_shape(v.aval.shape)), v.aval.dtype) for v in variables]
+        """Return zeros `[S, N, layers of a stage, ...]` for stacked variables, or for those of a layer (`for_weights`)."""
+        count, layers = self.slots[name].count, (self.cut.backward.layers,) * (name == "for_weights")
+        shapes = [self.by_stage_shape((*layers, *v.aval.shape)) for v in variables]
+        return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]
 
     def start(self, var: Any, name: str) -> Any:
+        """Return what a sum starts from, or zeros for the rows of all microbatches."""
         shape = self.by_stage_shape(var.aval.shape) if name.endswith("_sums") else var.aval.shape
         if var in self.ops:
             return neutral(self.ops[var], shape, wide(var.aval.dtype))
@@ -133,28 +156,29 @@ class StageLoop:
         schedule, found = self.schedule, {}
         for part in schedule.ticks:
             found[part] = schedule.working(part)
-        reads = [("residuals", FORWARD, BACKWARD), ("middle_stacks", FORWARD, MIDDLE), ("after_stacks", BACKWARD, AFTER),
-                 ("outlet", FORWARD, MIDDLE)]  # fmt: skip
-        for name, made, taken in reads:
-            for part in (made, taken):
+        for name, (made, taken) in self.waiting.items():
+            for part in (made, *taken) if taken else ():
                 found[f"{name} {part}"] = schedule.slot_table(self.slots[name], made, part)
         return found
 
     def tick(self, state: State, row: Env, parts: Sequence[str]) -> State:
         """Run some parts; return the new state."""
         state = dict(state)
-        at_end: Env = {}  # the results of the last stage's layers, and what travels with them
+        at_end: Env = {}
         if FORWARD in parts:
             at_end = self.forward_part(state, row)
-        start: Env = {}  # what the gradients of the last stage start from
+        start: list[Any] = []
         if MIDDLE in parts:
             start = self.middle_part(state, row, at_end)
         if BACKWARD in parts:
             self.backward_part(state, row, start)
             self.after_part(state, row)
+        if WEIGHTS in parts:
+            self.weights_part(state, row)
         return state
 
     def forward_part(self, state: State, row: Env) -> Env:
+        """Run a forward part on each stage; return what leaves the last one."""
         cut, stack = self.cut, self.cut.forward
         variables = [*stack.carry, *cut.forth]
         first = self.computed(variables, self.inputs_of(row[BEFORE][0]))
@@ -174,7 +198,14 @@ class StageLoop:
             state["outlet"] = [_put(s, x, index) for s, x in zip(state["outlet"], at_end.values(), strict=True)]
         return at_end
 
-    def middle_part(self, state: State, row: Env, at_end: Env) -> Env:
+    def middle_part(self, state: State, row: Env, at_end: Env) -> list[Any]:
+        """Run the head and its gradient; return what the gradients of the last stage start from.
+
+        Args:
+            state: what the loop carries.
+            row: the tick's numbers.
+            at_end: what left the last stage in this tick. If the middle waits, it takes what left earlier instead.
+        """
         cut, number = self.cut, row[MIDDLE][0]
         if self.waits:
             index = row[f"outlet {MIDDLE}"][self.last]
@@ -186,18 +217,26 @@ class StageLoop:
         made = self.computed(wanted, known)
         starts = len(cut.backward.carry) + len(cut.back)
         self.add(state, "middle", made[starts:], number)
-        return {"start": made[:starts]}
+        return made[:starts]
 
-    def backward_part(self, state: State, row: Env, start: Env) -> None:
+    def backward_part(self, state: State, row: Env, start: Sequence[Any]) -> None:
+        """Run a backward part on each stage; the last one begins with `start`."""
         cut, stack = self.cut, self.cut.backward
         variables = [*stack.carry, *cut.back]
-        edges = start.get("start") or [self.zeros(v) for v in variables]
+        edges = start or [self.zeros(v) for v in variables]
         moved = [shift_stages(x, edge, backward=True) for x, edge in zip(state["backward"], edges, strict=True)]
         index = row[f"residuals {BACKWARD}"]
         slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
         known = dict(zip(cut.back, moved[len(stack.carry) :], strict=True))
-        carried, stacked = self.layers(stack, row[BACKWARD], known, moved[: len(stack.carry)], slices)
+        half = self.halves.inputs if self.halves else None
+        carried, stacked = self.layers(stack, row[BACKWARD], known, moved[: len(stack.carry)], slices, half)
         state["backward"] = [*carried, *moved[len(stack.carry) :]]
+        if self.halves:
+            index = row[f"for_weights {BACKWARD}"]
+            state["for_weights"] = [
+                write_slots(s, x, index) for s, x in zip(state["for_weights"], stacked, strict=True)
+            ]
+            return
         made = dict(zip(stack.stacked, stacked, strict=True))
         written = row[f"after_stacks {BACKWARD}"]
         state["after_stacks"] = [
@@ -205,7 +244,17 @@ class StageLoop:
         ]
         self.add_on_stages(state, "backward_sums", made, row[BACKWARD])
 
+    def weights_part(self, state: State, row: Env) -> None:
+        """Compute the gradients of each stage's weights, where the backward part has left them out."""
+        assert self.halves is not None
+        stack, index = self.cut.backward, row[f"residuals {WEIGHTS}"]
+        slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
+        waited = [read_slots(s, row[f"for_weights {WEIGHTS}"]) for s in state["for_weights"]]
+        stacked = self.layers(stack, row[WEIGHTS], {}, [], slices, self.halves.weights, waited)[1]
+        self.add_on_stages(state, "backward_sums", dict(zip(stack.stacked, stacked, strict=True)), row[WEIGHTS])
+
     def after_part(self, state: State, row: Env) -> None:
+        """Compute what needs the gradient of the first stage's input."""
         cut, number = self.cut, row[AFTER][0]
         at_start = [self.of_stage(x, 0) for x in state["backward"]]
         known = self.inputs_of(number) | dict(zip((*cut.backward.carried, *cut.back), at_start, strict=True))
@@ -215,7 +264,14 @@ class StageLoop:
     # --- stages ---
 
     def layers(
-        self, stack: Stack, numbers: Any, known: Env, carry: Sequence[Any], slices: Env
+        self,
+        stack: Stack,
+        numbers: Any,
+        known: Env,
+        carry: Sequence[Any],
+        slices: Env,
+        body: Body | None = None,
+        waited: Sequence[Any] = (),
     ) -> tuple[list[Any], list[Any]]:
         """Run each stage's layers.
 
@@ -226,6 +282,8 @@ class StageLoop:
             carry: the carry of each stage, `[N, ...]`.
             slices: variable -> what each stage's layers take slices of, `[N, layers of a stage, ...]`, for those that
                 differ between microbatches.
+            body: what runs instead of the scan's body.
+            waited: further slices that it takes.
 
         Returns:
             The final carry `[N, ...]`, and what each stage stacks, `[N, layers of a stage, ...]`.
@@ -238,22 +296,22 @@ class StageLoop:
         names = [*dict.fromkeys(v for v in stack.consts if v in sides)]
         shared = {v: self.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)}
         options = {name: eqn.params[name] for name in ("reverse", "unroll")}
-        bare, held = _compat.split_constants(eqn.params["jaxpr"])
+        run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
         n_carry = len(carry)
 
         def stage(of_stage: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
             known = {**shared, **dict(zip(names, of_stage, strict=True))}
-            consts = [*held, *(v.val if isinstance(v, _compat.Literal) else known[v] for v in stack.consts)]
+            consts = [v.val if isinstance(v, _compat.Literal) else known[v] for v in stack.consts]
 
             def layer(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-                results = jax.core.eval_jaxpr(bare, (), *consts, *carry, *x)
+                results = run(*consts, *carry, *x)
                 return results[:n_carry], results[n_carry:]
 
             return lax.scan(layer, [*carry], [*xs], length=stack.layers // self.stages, **options)
 
         with _compat.source_of(eqn):
             carried, made = jax.vmap(stage)(
-                [sides[v] for v in names], [*carry], [slices[v] for v in stack.slices]
+                [sides[v] for v in names], [*carry], [*(slices[v] for v in stack.slices), *waited]
             )
         return list(carried), list(made)
 
@@ -262,13 +320,14 @@ class StageLoop:
         if not variables:
             return []
         numbers = jnp.maximum(numbers, 0)
-        taken = [jnp.take(stack, numbers, axis=0) for stack in self.rows]
+        taken = [jnp.take(stack, numbers, axis=0, mode="clip") for stack in self.rows]
         first, *others = self.cut.rows
         return jax.vmap(
             lambda number, rows: self.computed(variables, {first: number, **dict(zip(others, rows, strict=True))})
         )(numbers.astype(first.aval.dtype), taken)
 
     def by_stage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of a stack of layers after `by_stage`."""
         return (self.stages, shape[0] // self.stages, *shape[1:])
 
     def by_stage(self, x: Any) -> Any:
@@ -296,6 +355,7 @@ class StageLoop:
         return {first: number.astype(first.aval.dtype), **dict(zip(others, rows, strict=True))}
 
     def of_shared(self, atom: Any) -> Any:
+        """Return a value that all microbatches share."""
         return self.computed([atom], {})[0]
 
     def computed(self, atoms: Iterable[Any], known: Env) -> list[Any]:

@@ -13,8 +13,8 @@ import jax
 from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
-from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.layout import unrolled_layers
+from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches

@@ -43,7 +43,7 @@ def checked_options(
         overlap: the table of `overlap=`; None for none, or for that of a given plan.
         kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
-        schedule: the schedule of the pipeline that the plan asks for; None for the default, or for that of a given plan.
+        schedule: the schedule of the plan's pipeline; None for the default, or for that of a given plan.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
