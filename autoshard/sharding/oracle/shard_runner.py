@@ -14,6 +14,7 @@ from autoshard.sharding.oracle.cases import Case, from_numpy, to_numpy
 from autoshard.sharding.oracle.shards import Disagreement, Grid, shard_indices, split_shards
 from autoshard.spmdrules.core.rule import Rule, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import returning_list
+from autoshard.spmdrules.families.stages import shift_p
 
 # The oracle compiles many programs and runs each of them once.
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
@@ -35,7 +36,8 @@ def run_strategies(
     """
     outcomes: list[list[list[Grid]] | Exception | None] = []
     for counts in strategies:
-        mapped = rule.body is not None and any(rule.factor(f).kind == "halo" for f in counts)
+        moves = any(rule.factor(f).kind == "halo" for f in counts) or case.eqn.primitive is shift_p
+        mapped = rule.body is not None and moves
         try:
             outcomes.append(
                 _run_mapped(case, rule, trials, counts) if mapped else _check_traceable(case, rule, trials[0], counts)

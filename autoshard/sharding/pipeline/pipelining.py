@@ -69,7 +69,34 @@ def with_stages(traced: Traced, microbatches: int, *, stages: int, schedule: str
         cut = with_microbatches(traced, microbatches, _runner(table))
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
-    return replace(cut, stages=stages, schedule=schedule)
+    return replace(cut, closed=_without_layer_maps(cut.closed), stages=stages, schedule=schedule)
+
+
+def _without_layer_maps(closed: Any) -> Any:
+    """Run loops that carry nothing, such as casts of the weights layer by layer, for all layers at once.
+
+    A loop over all layers would take the layers of other stages, too.
+    """
+    jaxpr = _compat.open_jaxpr(closed)
+
+    def run(*args: Any) -> list[Any]:
+        env = dict(zip(jaxpr.constvars, _compat.constants(closed), strict=True))
+        env |= zip(jaxpr.invars, args, strict=True)
+        for eqn in jaxpr.eqns:
+            operands = [a.val if isinstance(a, _compat.Literal) else env[a] for a in eqn.invars]
+            with _compat.source_of(eqn):
+                env |= zip(eqn.outvars, _mapped_or_bound(eqn, operands), strict=True)
+        return [a.val if isinstance(a, _compat.Literal) else env[a] for a in jaxpr.outvars]
+
+    return _compat.dce(jax.make_jaxpr(run)(*map(_compat.shape_dtype_of, jaxpr.invars)))
+
+
+def _mapped_or_bound(eqn: Any, operands: list[Any]) -> list[Any]:
+    if eqn.primitive.name != "scan" or not eqn.outvars or _compat.scan_arity(eqn.params)[1]:
+        return _compat.bind(eqn, eqn.params, *operands)
+    consts = _compat.scan_arity(eqn.params)[0]
+    body = _compat.jaxpr_as_function(eqn.params["jaxpr"])
+    return jax.vmap(body, in_axes=(*[None] * consts, *[0] * (len(operands) - consts)))(*operands)
 
 
 def _runner(schedule: Schedule) -> Runner:

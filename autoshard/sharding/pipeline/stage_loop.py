@@ -137,7 +137,7 @@ class StageLoop:
         return jnp.zeros((*([self.stages] if staged else []), *atom.aval.shape), atom.aval.dtype)
 
     def empty_slots(self, name: str, variables: Sequence[Any]) -> list[Any]:
-        """Return zeros `[S, N, layers of a stage, ...]` for stacked variables, or for those of a layer (`for_weights`)."""
+        """Return zeros `[S, N, layers of a stage, ...]` for stacked variables; `for_weights` has those of one layer."""
         count, layers = self.slots[name].count, (self.cut.backward.layers,) * (name == "for_weights")
         shapes = [self.by_stage_shape((*layers, *v.aval.shape)) for v in variables]
         return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]

@@ -23,6 +23,7 @@ from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
 from autoshard.sharding.report.kernel_blocks import kernel_texts
+from autoshard.sharding.report.pipeline_texts import pipeline_texts
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import (
     AxisNames,
@@ -76,7 +77,9 @@ def _head(plan: ShardingPlan) -> list[str]:
         lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in reason.rivals])
     if plan.gather:
         lines.append(f"gather: {plan.gather}: {WORDS[plan.gather]}")
-    if plan.microbatches > 1:
+    if plan.stages > 1:
+        lines += wrap("pipeline: ", pipeline_texts(plan))
+    elif plan.microbatches > 1:
         lines.append(f"microbatches: {plan.microbatches}, one after the other; their sums are accumulated")
     if plan.overlap:
         lines.append(f"overlap: {overlap_text(plan.overlap)}")

@@ -108,7 +108,7 @@ def write_slots(slots: Any, x: Any, index: Any) -> Any:
 
 @rule(shift_p)
 def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
-    """``s d, d -> s d``: the neighbouring shards exchange the values of their border stages."""
+    """``s d, d -> s d; linear 0 1``: the neighbouring shards exchange the values of their border stages."""
     build = RuleBuilder()
     stage, dims = build.dim(STAGE, x.shape[0]), tuple(build.next(n) for n in edge.shape)
 
@@ -123,22 +123,23 @@ def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
         border = lax.ppermute(own[0] if backward else own[-1], axis, pairs)
         return _shifted(own, jnp.where(at == (n - 1 if backward else 0), new, border), backward=backward)
 
-    return build.rule([(stage, *dims), dims], [(stage, *dims)]).where(body=body)
+    return build.rule([(stage, *dims), dims], [(stage, *dims)], linear=((0, 1),), body=body)
 
 
 @rule(read_p)
 def _read_rule(slots: Any, index: Any) -> Rule:
-    """``n s d, s -> s d; whole n``: every stage reads its own slots."""
+    """``n s d, s -> s d; whole n; linear 0``: every stage reads its own slots."""
     build = RuleBuilder()
     number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
     dims = tuple(build.next(n) for n in slots.shape[2:])
-    return build.rule([(number, stage, *dims), (stage,)], [(stage, *dims)])
+    return build.rule([(number, stage, *dims), (stage,)], [(stage, *dims)], linear=((0,),))
 
 
 @rule(write_p)
 def _write_rule(slots: Any, x: Any, index: Any) -> Rule:
-    """``n s d, s d, s -> n s d; whole n``: every stage writes its own slots."""
+    """``n s d, s d, s -> n s d; whole n; linear 0 1``: every stage writes its own slots."""
     build = RuleBuilder()
     number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
     dims = tuple(build.next(n) for n in slots.shape[2:])
-    return build.rule([(number, stage, *dims), (stage, *dims), (stage,)], [(number, stage, *dims)])
+    operands = [(number, stage, *dims), (stage, *dims), (stage,)]
+    return build.rule(operands, [(number, stage, *dims)], linear=((0, 1),))

@@ -26,6 +26,7 @@ from autoshard.sharding.report.page.script import DIGEST, SCRIPT
 from autoshard.sharding.report.page.search import search_section
 from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.page.tensors import tensors_section
+from autoshard.sharding.report.pipeline_texts import pipeline_texts
 from autoshard.sharding.report.summary import padding_texts, title, unknown_text
 
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}'; base-uri 'none'; form-action 'none'"
@@ -97,7 +98,9 @@ def _notes(plan: ShardingPlan) -> str:
     if plan.gather:
         notes.append(f"Parameters are gathered in the order <code>{escape(plan.gather)}</code>: "
                      f"{escape(WORDS[plan.gather])}.")  # fmt: skip
-    if plan.microbatches > 1:
+    if plan.stages > 1:
+        notes.append(f"Pipeline: {', '.join(pipeline_texts(plan))}.")
+    elif plan.microbatches > 1:
         notes.append(
             f"The step runs on {plan.microbatches} microbatches, one after the other. Their sums are accumulated."
         )

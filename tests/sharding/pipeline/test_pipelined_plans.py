@@ -1,0 +1,103 @@
+"""The word `pp:N` in plans: parity on 8 devices, what the compiled program moves, and what cannot be."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import Plan, auto_shard, plan
+from autoshard.errors import PlanError
+from tests.sharding.pipeline.programs import LAYERS, make_step, state, tokens
+
+F32 = jnp.float32
+
+
+def shapes():
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, F32), state(F32)), tokens()
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize(
+    ("words", "schedule"),
+    [
+        ("pp:2 fsdp:2 tp:2", "1f1b"),
+        ("pp:4 dp:2", "zb"),
+        pytest.param("pp:2 dp:4", "gpipe", marks=pytest.mark.slow),
+        pytest.param("pp:4 fsdp:2 state", "1f1b", marks=pytest.mark.slow),
+        pytest.param("pp:2 tp:4 seq", "zb", marks=pytest.mark.slow),
+    ],
+)
+def test_a_planned_pipeline_equals_one_device(words, schedule):
+    fn = make_step("auxiliary", remat=True)
+    expected = jax.tree.leaves(jax.device_get(jax.jit(fn)(state(F32), tokens())))
+    step = auto_shard(fn, plan=words, microbatches=4, schedule=schedule)
+    made = jax.tree.leaves(jax.device_get(step(state(F32), tokens())))
+    found = step.plan(state(F32), tokens())
+    assert (found.stages, found.schedule, found.microbatches) == (int(words[3]), schedule, 4)
+    for one, other in zip(made, expected, strict=True):
+        assert np.linalg.norm(one - other) <= 5e-6 * max(np.linalg.norm(other), 1e-30)
+
+
+def test_stages_hold_their_layers_and_pass_activations_on():
+    made = plan(make_step(), *shapes(), target="cpu:8", plan="pp:4 dp:2", microbatches=4)
+    layers = [leaf for leaf in made.inputs if "/layers/" in leaf.path]
+    assert layers and all(leaf.spec[0] == "pp" and leaf.shape[0] == LAYERS for leaf in layers)
+    assert ("collective-permute", "pp") in {(kind, axes) for kind, axes, *_ in made.traffic}
+    text = made.jit().lower(*shapes()).compile().as_text()
+    assert "collective-permute" in text
+    gathered = re.findall(r"= (\S+) all-gather\(", text)
+    assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
+
+
+def test_the_plan_keeps_its_stages_in_json():
+    made = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, schedule="zb")
+    assert "pipeline: 2 stages, schedule zb, 4 microbatches" in str(made)
+    read = Plan.from_json(made.to_json())
+    assert (read.stages, read.schedule) == (2, "zb")
+    bound = read.bind(make_step(), *shapes())
+    assert (bound.stages, bound.schedule, bound.fingerprint) == (2, "zb", made.fingerprint)
+    alone = plan(make_step(), *shapes(), target="cpu:4", plan="fsdp:4")
+    assert '"stages"' not in alone.to_json() and '"schedule"' not in alone.to_json()
+
+
+def test_the_number_of_microbatches_is_chosen():
+    made = plan(make_step(), *shapes(), target="cpu:2", plan="pp:2")
+    assert made.microbatches in (2, 4, 8) and made.schedule == "1f1b"
+    assert "microbatches='auto' compared 2 (" in made.notes[-1]
+
+
+def test_memory_is_flat_in_the_number_of_microbatches():
+    def growing(schedule, count):
+        made = plan(
+            make_step(remat=True), *shapes(), target="cpu:2", plan="pp:2", microbatches=count, schedule=schedule
+        )
+        return made.estimate.memory_bytes["temporary"] * count  # the rows of a microbatch shrink with their number
+
+    assert growing("1f1b", 8) < growing("gpipe", 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "pp:3", "target": "cpu:3", "microbatches": 4}, r"pp:3, but the function cannot be cut: the layers at .* are 4, which do "
+         r"not divide into 3 stages; pp:2, pp:4 would do"),
+        ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
+         "time; use at least 4 microbatches"),
+        ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
+        ({"plan": "dp:2", "target": "cpu:2", "schedule": "zb"}, "schedule is 'zb', but the plan has no pipeline"),
+        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 3}, "microbatches=3 does not divide the batch of 8 rows"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(options, message):
+    with pytest.raises(PlanError, match=message):
+        plan(make_step(), *shapes(), **options)
+
+
+def test_a_program_without_layers():
+    def step(w, x):
+        return jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+
+    with pytest.raises(PlanError, match=r"pp:2, but the function cannot be cut: it has no repeated part"):
+        plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")

@@ -1,0 +1,88 @@
+"""Tables of schedules: what runs when, how long values wait, and what idle stages cost."""
+
+import numpy as np
+import pytest
+
+from autoshard.sharding.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    IDLE,
+    MIDDLE,
+    ON_STAGES,
+    SCHEDULES,
+    WEIGHTS,
+    Schedule,
+)
+
+SIZES = [(2, 2), (2, 5), (4, 4), (4, 8), (3, 16)]
+
+
+@pytest.fixture(params=[(name, *size) for name in SCHEDULES for size in SIZES], ids=str)
+def schedule(request):
+    """Every schedule in several sizes."""
+    name, stages, microbatches = request.param
+    return SCHEDULES[name](stages, microbatches)
+
+
+def test_every_stage_runs_every_microbatch_once(schedule):
+    for part in schedule.ticks:
+        ran = schedule.working(part)
+        assert ran.shape == (schedule.length, schedule.stages if part in ON_STAGES else 1)
+        for stage in ran.T:
+            assert sorted(stage[stage != IDLE]) == list(range(schedule.microbatches))
+
+
+def test_phases_run_the_parts_of_their_ticks(schedule):
+    assert [a for a, _, _ in schedule.phases] == [0, *(b for _, b, _ in schedule.phases[:-1])]
+    assert schedule.phases[-1][1] == schedule.length
+    for part in ON_STAGES + (MIDDLE,):
+        if part in schedule.ticks:
+            busy = (schedule.working(part) != IDLE).any(axis=1)
+            assert [part in parts for a, b, parts in schedule.phases for _ in range(a, b)] == busy.tolist()
+
+
+def test_no_slot_is_overwritten_before_it_is_read(schedule):
+    last = WEIGHTS if WEIGHTS in schedule.ticks else BACKWARD
+    slots = schedule.slots(FORWARD, (BACKWARD, last))
+    write, read = (schedule.slot_table(slots, FORWARD, part) for part in (FORWARD, last))
+    held = np.full((slots.count, schedule.stages), IDLE)
+    for tick in range(schedule.length):
+        for stage in range(schedule.stages):
+            if write[tick, stage] != IDLE:
+                held[write[tick, stage], stage] = schedule.working(FORWARD)[tick, stage]
+            if read[tick, stage] != IDLE:
+                assert held[read[tick, stage], stage] == schedule.working(last)[tick, stage]
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_residuals_that_a_stage_holds(stages, microbatches):
+    count = {name: make(stages, microbatches).slots(FORWARD, BACKWARD).count for name, make in SCHEDULES.items()}
+    assert count["gpipe"] == microbatches
+    assert count["1f1b"] == min(microbatches, 2 * stages - 1)
+    assert SCHEDULES["1f1b"](stages, microbatches).live(FORWARD, BACKWARD).max(axis=0).tolist() == [
+        min(microbatches, 2 * (stages - 1 - stage) + 1) for stage in range(stages)
+    ]
+
+
+def test_fewer_slots_would_be_wrong():
+    made = SCHEDULES["1f1b"](4, 16)
+    assert made.slots(FORWARD, BACKWARD).count == 7
+    stage = made.slots(FORWARD, BACKWARD).of[:, 0]
+    assert len({*stage[:7].tolist()}) == 7  # seven microbatches wait at once
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_what_idle_stages_cost(stages, microbatches):
+    costs, n, m = {FORWARD: 1.0, BACKWARD: 2.0}, stages, microbatches
+    for name in ("gpipe", "1f1b"):
+        assert SCHEDULES[name](n, m).ideal(costs) == ((m + n - 1) * 3.0, m * 3.0)
+    # The gradients of the weights are half of the backward pass, and no stage is idle while they are computed.
+    split = SCHEDULES["zb"](n, m).ideal({FORWARD: 1.0, BACKWARD: 1.0, WEIGHTS: 1.0})
+    assert split == ((m + n - 1) * 2.0 + m, m * 3.0)
+
+
+def test_a_table_that_skips_a_tick_is_refused():
+    made = SCHEDULES["1f1b"](2, 4)
+    late = {**made.ticks, FORWARD: made.ticks[FORWARD] * 2}
+    with pytest.raises(AssertionError, match="forward moves one stage in each tick"):
+        Schedule("late", 2, 4, late)

@@ -1,0 +1,46 @@
+"""The table of operators on the stages of a pipeline."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_slots
+from tests.spmdrules.rows import Row, f32
+
+X, SLOTS, INDEX = f32(4, 8), f32(3, 4, 8), np.array([2, 0, -1, 1], np.int32)
+
+ROWS = [
+    Row("shift_stages", shift_stages, (X, f32(8)), "s a, a -> s a; linear 0 1"),
+    Row(
+        "shift_stages",
+        lambda x, y: shift_stages(x, y, backward=True),
+        (X, f32(8)),
+        "s a, a -> s a; linear 0 1",
+        "backward",
+    ),
+    Row("read_slots", read_slots, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
+    Row("write_slots", write_slots, (SLOTS, X, INDEX), "n s a, s a, s -> n s a; whole n; linear 0 1"),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_expected_map(row):
+    assert row.rule().text == row.expected
+
+
+def test_values_move_to_the_next_stage():
+    x, edge = jnp.arange(4.0), jnp.float32(9)
+    assert shift_stages(x, edge).tolist() == [9, 0, 1, 2]
+    assert shift_stages(x, edge, backward=True).tolist() == [1, 2, 3, 9]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_each_stage_writes_and_reads_its_own_slot(stages):
+    slots = jnp.zeros((2, stages, 2))
+    index = jnp.arange(stages) % 2
+    x = 1 + jnp.arange(2.0 * stages).reshape(stages, 2)
+    written = jax.jit(write_slots)(slots, x, index)
+    np.testing.assert_array_equal(read_slots(written, index), x)
+    np.testing.assert_array_equal(read_slots(written, 1 - index), jnp.zeros_like(x))
+    np.testing.assert_array_equal(write_slots(written, x + 1, jnp.full(stages, -1)), written)  # idle stages
