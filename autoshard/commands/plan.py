@@ -133,8 +133,10 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     import autoshard
     from autoshard.models.workloads import workload
+    from autoshard.sharding.pipeline.pipelining import stages_of
     from autoshard.sharding.rewrite.printed_program import function_text
     from autoshard.train.program.build import workload_variants
+    from autoshard.train.program.constants import REMATS
     from autoshard.train.program.planned_step import parse_mesh
     from autoshard.train.program.workload_search import workload_search
 
@@ -158,16 +160,21 @@ def _run_named(arguments: Sequence[str]) -> int:
         "gather": given.gather,
         "overlap": given.overlap or None,
     }
+    step, *shapes = workload_variants(work)
+    options["schedule"] = given.schedule
+    pipelined = stages_of(given.plan) > 1
+    if pipelined:  # the planner cuts the step into microbatches
+        options["microbatches"] = given.microbatches
+        step = partial(step, microbatches=1)
     given_options = {name: value for name, value in options.items() if value is not None}
-    search = workload_search(
+    search = {"remat": [given.remat] if given.remat else list(REMATS)} if pipelined else workload_search(
         work,
         given_options,
         offload=given.offload,
         remat=settings.get("remat") if given.remat is None else given.remat,
         microbatches=given.microbatches,
         numerics=given.allow_numerics,
-    )
-    step, *shapes = workload_variants(work)
+    )  # fmt: skip
     if given.explain:
         _check_explain(given.explain, partial(step, remat="none", microbatches=1), shapes, options["mesh"], given.plan)
     if given.show:
@@ -287,6 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--batch-size", type=int, help="sequences or images per batch")
     options.add_argument("--context", type=int, help="tokens per sequence")
     options.add_argument("--microbatches", type=int, help="microbatches per batch; default: the best of 1, 2, 4")
+    options.add_argument(
+        "--schedule", help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default) or zb, see docs/planning.md"
+    )
     options.add_argument(
         "--remat",
         help="remat policy of the layers: none, dots, full, named values such as 'host:residual+qkv keep:out_proj', or "

@@ -20,6 +20,7 @@ from autoshard.sharding.layout.plan_request import KINDS, Request
 
 _BATCH_ONLY = ("dp", "zero1", "fsdp")
 _SHARDS_BATCH = (*_BATCH_ONLY, "ep")
+_ORDER = (*(kind for kind in KINDS if kind != "pp"), "pp")  # the last one changes least: stages divide the layers
 
 
 def scaled_requests(requested: Request, devices: int, rows: int) -> list[Request]:
@@ -34,7 +35,7 @@ def scaled_requests(requested: Request, devices: int, rows: int) -> list[Request
     """
     # Of several axes of one kind, the last is the innermost. Sorting is stable, with `reverse` too.
     by_place = list(reversed(list(requested.sizes)))
-    innermost_first = sorted(by_place, key=lambda axis: KINDS.index(requested.kinds[axis]), reverse=True)
+    innermost_first = sorted(by_place, key=lambda axis: _ORDER.index(requested.kinds[axis]), reverse=True)
     allowed, grows = [], devices > requested.devices
     for sizes in _factorizations(devices, list(requested.sizes)):
         batch_parts = math.prod(n for a, n in sizes.items() if requested.kinds[a] in _SHARDS_BATCH)

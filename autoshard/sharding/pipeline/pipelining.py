@@ -92,9 +92,9 @@ def _without_layer_maps(closed: Any) -> Any:
 
 
 def _mapped_or_bound(eqn: Any, operands: list[Any]) -> list[Any]:
-    if eqn.primitive.name != "scan" or not eqn.outvars or _compat.scan_arity(eqn.params)[1]:
+    consts, carries = _compat.scan_arity(eqn.params) if eqn.primitive.name == "scan" else (0, 1)
+    if carries or len(operands) == consts:
         return _compat.bind(eqn, eqn.params, *operands)
-    consts = _compat.scan_arity(eqn.params)[0]
     body = _compat.jaxpr_as_function(eqn.params["jaxpr"])
     return jax.vmap(body, in_axes=(*[None] * consts, *[0] * (len(operands) - consts)))(*operands)
 

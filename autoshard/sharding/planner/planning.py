@@ -118,6 +118,7 @@ def _plan_program(
     problem.target_given = target is not None
     problem.check_rules_known(strict)
     problem.check_effects()
+    problem.check_stages()
     problem.warn_of_unmoved_names()
     check_state_kept(traced, problem.axes)
     warn_of_state_left_on_device(traced)

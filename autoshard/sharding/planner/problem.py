@@ -144,6 +144,22 @@ class PlanningProblem:
                 stacklevel=4,
             )
 
+    def check_stages(self) -> None:
+        """Check that no loop outside of the pipeline runs over its stages.
+
+        Raises:
+            PlanError: one does, such as an optimizer that updates layer by layer. Each device would need all layers.
+        """
+        stages = self.roles.stages
+        if stages is None or stages not in self.axes.stacked:
+            return
+        edges = ((op, edge.outer) for op in self.program.ops() for edge in op.edges if edge.stacked)
+        lines = [_compat.source_line(op.eqn) for op, v in edges if stages in self.axes.of_value[v][0]]
+        raise PlanError(
+            f"auto_shard({self.traced.name}): pp:{self.axes.sizes[stages]}, but a loop{_place(lines)} runs over the "
+            "layers outside of the pipeline. Use jax.vmap there, or request a plan without pp"
+        )
+
     def check_effects(self) -> None:
         """Check that every device can run the program's effects.
 

@@ -17,12 +17,13 @@ from autoshard._typed import convert
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
 from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, selects_layers
+from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
-    "gather overlap virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes "
+    "gather overlap schedule virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes "
     "keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds "
     "allow_other_data".split()
 )
@@ -62,7 +63,8 @@ class TrainConfig:
     batch_size: int = 64
     """Sequences per step, over all devices and microbatches."""
     microbatches: int = 1
-    """Microbatches per step. A batch is split into them and their gradients are accumulated."""
+    """Microbatches per step. A batch is split into them and their gradients are accumulated. With a plan such as
+    'pp:4', the stages work on them in turn, and 1 lets the planner choose their number."""
     seed: int = 0
     """Seed of the initial parameters, the batches and dropout."""
     freeze: tuple[str, ...] = ()
@@ -84,6 +86,8 @@ class TrainConfig:
     plan: str | None = None
     """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses. A run that is resumed with fewer or
     more devices scales the plan that it was started with."""
+    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
+    """With a plan such as 'pp:4 dp:2': the order in which the stages of the pipeline work. Default: 1f1b."""
     mesh: str | None = None
     """Mesh to plan for, such as 'data=4,model=2'. Default: the planner chooses."""
     target: str | None = None
@@ -201,6 +205,15 @@ class TrainConfig:
             return [f"offload is {self.offload!r} and gpt.remat is {self.gpt.remat!r}: both say what a layer keeps; "
                     f"give one of them, such as gpt.remat '{remat} keep:NAMES'"]  # fmt: skip
         return []
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline that the plan asks for; 1 without one.
+
+        Raises:
+            PlanRequestError: The plan has an unknown word.
+        """
+        return stages_of(self.plan)
 
     @property
     def searches_variants(self) -> bool:

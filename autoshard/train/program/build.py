@@ -100,8 +100,9 @@ def make_program_of(config: TrainConfig) -> Program:
 
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
-    """Make the train step of a run."""
-    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), config.microbatches)
+    """Make the train step of a run. If its plan is a pipeline, the planner cuts the step into microbatches."""
+    count = 1 if config.stages > 1 else config.microbatches
+    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), count)
 
 
 @accepts_old_keywords

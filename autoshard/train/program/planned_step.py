@@ -73,6 +73,8 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "gather": None if config.gather == "auto" else config.gather,
         "overlap": config.overlap,
         "measure": config.measure or None,
+        "schedule": config.schedule,
+        "microbatches": config.microbatches if config.stages > 1 and config.microbatches > 1 else None,
     }
     return {name: value for name, value in options.items() if value is not None}
 
