@@ -7,7 +7,7 @@ sums. What is not on stages, such as the head, is computed by all devices togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
+from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, WEIGHTS, Schedule
 from autoshard.sharding.pipeline.split_backward import Body, split_backward
 from autoshard.sharding.pipeline.stage_cut import NotStaged, Stack, StageCut
@@ -37,7 +38,6 @@ USED_BY = {
 }  # fmt: skip
 """What the loop carries, and the parts that read or write it."""
 
-Env = dict[Any, Any]
 State = dict[str, Any]
 
 
@@ -56,10 +56,8 @@ class StageLoop:
     def __init__(
         self, cut: StageCut, schedule: Schedule, ops: Mapping[Any, str], rows: Sequence[Any], whole: Sequence[Any]
     ):
-        self.cut, self.schedule, self.ops, self.rows = cut, schedule, ops, rows
-        self.shared: Env = dict(zip(cut.whole, whole, strict=True))
-        for var, x in zip(shared := cut.shared, self.computed(shared, self.shared), strict=True):
-            self.shared[var] = x
+        self.cut, self.schedule, self.ops = cut, schedule, ops
+        self.values = MicrobatchValues(cut, rows, whole)
         self.stages = schedule.stages
         self.last = schedule.stages - 1
         forward_done = schedule.ticks[FORWARD][:, self.last :]
@@ -181,7 +179,7 @@ class StageLoop:
         """Run a forward part on each stage; return what leaves the last one."""
         cut, stack = self.cut, self.cut.forward
         variables = [*stack.carry, *cut.forth]
-        first = self.computed(variables, self.inputs_of(row[BEFORE][0]))
+        first = self.values.computed(variables, self.values.inputs_of(row[BEFORE][0]))
         moved = list(map(shift_stages, state["forward"], first))
         known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
         carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {})
@@ -211,10 +209,10 @@ class StageLoop:
             index = row[f"outlet {MIDDLE}"][self.last]
             taken = [lax.dynamic_index_in_dim(s, jnp.maximum(index, 0), 0, keepdims=False) for s in state["outlet"]]
             at_end = dict(zip((*cut.forward.carried, *cut.forth), taken, strict=True))
-        known = {**self.inputs_of(number), **at_end}
+        known = {**self.values.inputs_of(number), **at_end}
         known |= self.gathered(state, "middle_stacks", cut.middle_stacks, row[f"middle_stacks {MIDDLE}"])
         wanted = [*cut.backward.carry, *cut.back, *cut.in_middle]
-        made = self.computed(wanted, known)
+        made = self.values.computed(wanted, known)
         starts = len(cut.backward.carry) + len(cut.back)
         self.add(state, "middle", made[starts:], number)
         return made[:starts]
@@ -257,9 +255,9 @@ class StageLoop:
         """Compute what needs the gradient of the first stage's input."""
         cut, number = self.cut, row[AFTER][0]
         at_start = [self.of_stage(x, 0) for x in state["backward"]]
-        known = self.inputs_of(number) | dict(zip((*cut.backward.carried, *cut.back), at_start, strict=True))
+        known = self.values.inputs_of(number) | dict(zip((*cut.backward.carried, *cut.back), at_start, strict=True))
         known |= self.gathered(state, "after_stacks", cut.after_stacks, row[f"after_stacks {AFTER}"])
-        self.add(state, "after", self.computed(cut.in_after, known), number)
+        self.add(state, "after", self.values.computed(cut.in_after, known), number)
 
     # --- stages ---
 
@@ -290,11 +288,13 @@ class StageLoop:
         """
         eqn, own = stack.eqn, self.cut.own
         varying = [v for v in stack.consts if v in own and v not in known]
-        sides = {**known, **dict(zip(varying, self.on_stages(varying, numbers), strict=True))}
+        sides = {**known, **dict(zip(varying, self.values.on_stages(varying, numbers), strict=True))}
         whole = [v for v in stack.slices if v not in slices]
-        slices = {**slices, **{v: self.by_stage(self.of_shared(v)) for v in whole}}
+        slices = {**slices, **{v: self.by_stage(self.values.of_shared(v)) for v in whole}}
         names = [*dict.fromkeys(v for v in stack.consts if v in sides)]
-        shared = {v: self.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)}
+        shared = {
+            v: self.values.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)
+        }
         options = {name: eqn.params[name] for name in ("reverse", "unroll")}
         run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
         n_carry = len(carry)
@@ -315,17 +315,6 @@ class StageLoop:
             )
         return list(carried), list(made)
 
-    def on_stages(self, variables: Sequence[Any], numbers: Any) -> list[Any]:
-        """Compute variables at each stage, for its microbatch."""
-        if not variables:
-            return []
-        numbers = jnp.maximum(numbers, 0)
-        taken = [jnp.take(stack, numbers, axis=0, mode="clip") for stack in self.rows]
-        first, *others = self.cut.rows
-        return jax.vmap(
-            lambda number, rows: self.computed(variables, {first: number, **dict(zip(others, rows, strict=True))})
-        )(numbers.astype(first.aval.dtype), taken)
-
     def by_stage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a stack of layers after `by_stage`."""
         return (self.stages, shape[0] // self.stages, *shape[1:])
@@ -344,37 +333,6 @@ class StageLoop:
     def gathered(self, state: State, name: str, variables: Sequence[Any], index: Any) -> Env:
         """Return stacks over all layers of one microbatch, from the slots of all stages."""
         return {v: read_slots(s, index).reshape(v.aval.shape) for v, s in zip(variables, state[name], strict=True)}
-
-    # --- values ---
-
-    def inputs_of(self, number: Any) -> Env:
-        """Return the inputs of one microbatch; those of the first one for a negative number."""
-        number = jnp.maximum(number, 0)
-        first, *others = self.cut.rows
-        rows = [lax.dynamic_index_in_dim(stack, number, 0, keepdims=False) for stack in self.rows]
-        return {first: number.astype(first.aval.dtype), **dict(zip(others, rows, strict=True))}
-
-    def of_shared(self, atom: Any) -> Any:
-        """Return a value that all microbatches share."""
-        return self.computed([atom], {})[0]
-
-    def computed(self, atoms: Iterable[Any], known: Env) -> list[Any]:
-        """Compute variables from known ones and from those that all microbatches share."""
-        atoms, env = [*atoms], {**self.shared, **known}
-        needed = {a for a in atoms if not isinstance(a, _compat.Literal) and a not in env}
-        eqns = []
-        for eqn in reversed(self.cut.jaxpr.eqns):
-            if needed.intersection(eqn.outvars):
-                eqns.append(eqn)
-                needed.difference_update(eqn.outvars)
-                needed |= {a for a in eqn.invars if not isinstance(a, _compat.Literal) and a not in env}
-        assert not needed, f"a part of the pipeline lacks {needed}"
-        for eqn in reversed(eqns):
-            operands = [a.val if isinstance(a, _compat.Literal) else env[a] for a in eqn.invars]
-            with _compat.source_of(eqn):
-                results = _compat.bind(eqn, eqn.params, *operands)
-            env |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if v not in env}
-        return [a.val if isinstance(a, _compat.Literal) else env[a] for a in atoms]
 
     # --- sums and rows ---
 

@@ -58,7 +58,7 @@ def make_step(kind: str = "plain", remat: bool = False) -> Any:
         gates = jax.nn.softmax(x @ weights["router"])
         experts = range(2) if kind == "experts" else [0]
         hidden = [jax.nn.gelu(x @ weights["up"][i]) @ weights["down"][i] for i in experts]
-        y = sum(gates[..., i : i + 1] * h for i, h in enumerate(hidden))
+        y: Any = sum(gates[..., i : i + 1] * h for i, h in enumerate(hidden))
         if kind == "dropout":
             y = y * jax.random.bernoulli(key, 0.8, y.shape) / 0.8
         if kind == "mask":
