@@ -21,9 +21,9 @@ COMPUTE = jnp.bfloat16
 OPTIMIZER = optax.adamw(1e-3)
 
 
-def llama(remat: str, rows: int = 16, seq: int = 2048, layers: int = 4) -> Made:
-    """Llama-3 8B's widths with a vocabulary of 32,768; the layers are a scan."""
-    width, ffn, heads, shared, vocab = 4096, 14336, 32, 8, 32768
+def llama(remat: str, rows: int = 16, seq: int = 2048, layers: int = 4, vocab: int = 32768) -> Made:
+    """Llama-3 8B's widths with a smaller vocabulary; the layers are a scan."""
+    width, ffn, heads, shared = 4096, 14336, 32, 8
     size = width // heads
     layer = {"wq": (width, heads, size), "wk": (width, shared, size), "wv": (width, shared, size)}
     layer |= {"wo": (heads, size, width), "gate": (width, ffn), "up": (width, ffn), "down": (ffn, width)}

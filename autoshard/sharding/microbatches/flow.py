@@ -300,11 +300,21 @@ def _keeping_partial(eqn: Any, rule: Rule, states: list[State], terms: set[int])
     """Compute an operator on terms of sums, if it is linear in them or only moves their elements."""
     [op, *others] = {states[n] for n in terms}
     groups = [*([set(g) for g in rule.linear] if op == Partial("sum") else []), {*rule.moves}]
+    if _is_float_cast(eqn):  # linear up to rounding; the terms are rounded in place of their sum
+        groups.append({0})
     for group in groups:
         # A whole operand in the group counts once: it is a term of the first microbatch, and zero in the others.
         if not others and terms <= group and (terms == group or op == Partial("sum")):
             return Step("each", [op if n in group else s for n, s in enumerate(states)], [op] * len(rule.results), rule)
     raise NotCut(f"{_place(eqn)} needs a sum over the whole batch")
+
+
+def _is_float_cast(eqn: Any) -> bool:
+    """Whether an equation casts a float to one of at least 16 bits. Narrower ones have a scale of the whole value."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    dtypes = [a.aval.dtype for a in (*eqn.invars, *eqn.outvars)]
+    return all(map(_compat.is_floating, dtypes)) and dtypes[1].itemsize >= 2
 
 
 def _masks(step: Step, states: list[State]) -> bool:

@@ -29,6 +29,7 @@ from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
 from autoshard.sharding.planner.offload_choice import plan_with_offload, warn_of_host_memory
+from autoshard.sharding.planner.pipeline_choice import plan_with_pipelines, stage_counts
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
@@ -80,11 +81,22 @@ def plan_traced(
                                    shortlist=shortlist, strict=strict)  # fmt: skip
     planned = partial(_plan_program, args=args, **options)
     stages, schedule = (plan.stages, plan.schedule) if isinstance(plan, ShardingPlan) else (stages_of(plan), schedule)
-    cut, least = with_microbatches, 1
-    if stages > 1 and traced.stages == 1:  # a program that is cut already may be planned again
-        cut, least = partial(with_stages, stages=stages, schedule=schedule), stages
+    if traced.stages > 1:  # a program that is cut already may be planned again
+        return plan_with_offload(traced, words, planned)
+    counts: list[int] = []
+    if plan is None and count != 1 and mesh is None:
+        counts = stage_counts(find_machine(mesh, target, compiler_options).target)
+
+    def staged(rewritten: Traced, number: int) -> BoundPlan:
+        cut = partial(with_stages, stages=number, schedule=schedule) if number > 1 else with_microbatches
+        return plan_in_microbatches(rewritten, count, planned, cut, number)
+
     return plan_with_offload(
-        traced, words, lambda rewritten: plan_in_microbatches(rewritten, count, planned, cut, least)
+        traced,
+        words,
+        lambda rewritten: plan_with_pipelines(
+            counts, partial(staged, rewritten, stages), lambda number: staged(rewritten, number)
+        ),
     )
 
 

@@ -120,3 +120,24 @@ def test_reads_of_a_mutable_array_follow_its_writes():
 def test_too_few_rows_in_a_microbatch_are_reported():
     with pytest.warns(AutoshardWarning, match=r"Use fewer microbatches \(now 4, and each has 2 rows\)"):
         plan(make_step(), state(), tokens(), target="cpu:4", plan="dp:4", microbatches=4)
+
+
+def test_gradients_in_16_bits_of_a_scale_in_float32():
+    # The gradient of the scale is a sum over the batch in float32, which is cast to bfloat16 within the layers.
+    def loss(p, x):
+        def layer(x, w):
+            w = jax.tree.map(lambda a: a.astype(jnp.bfloat16), w)
+            wide = x.astype(jnp.float32)
+            return (wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True)) * w["scale"]).astype(x.dtype) @ w["a"], None
+
+        return (jax.lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), p)[0].astype(jnp.float32) ** 2).mean()
+
+    draw = functools.partial(jax.random.normal, dtype=jnp.float32)
+    p = {"scale": draw(jax.random.key(0), (2, 16)), "a": draw(jax.random.key(1), (2, 16, 16)) / 4}
+    x = draw(jax.random.key(2), (8, 16))
+    made, expected = (
+        auto_shard(jax.grad(loss), plan="fsdp:2", target="cpu:2", microbatches=4)(p, x),
+        jax.grad(loss)(p, x),
+    )
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(one - other) < 0.02 * np.linalg.norm(other)

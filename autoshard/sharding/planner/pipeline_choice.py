@@ -1,0 +1,67 @@
+"""Compares pipelines with plans that have none, where groups of devices are joined by slow links.
+
+Stages exchange only activations, so a pipeline pays most across slices and hosts. It needs microbatches. So the search
+tries pipelines if the user asks for microbatches, and leaves plans without them as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from autoshard._units import bytes_text, time_text
+from autoshard.errors import PlanError
+from autoshard.sharding.machines.targets import Target
+from autoshard.sharding.microbatches.constants import GAIN
+from autoshard.sharding.planner.bound_plan import BoundPlan
+
+
+def stage_counts(target: Target) -> list[int]:
+    """The numbers of stages to try: divisors of the outermost dimension, if its links are slower than inner ones."""
+    dims = target.topology.dims
+    if len(dims) < 2 or dims[0].bandwidth >= dims[-1].bandwidth:
+        return []
+    return [n for n in range(2, dims[0].size + 1) if dims[0].size % n == 0]
+
+
+def plan_with_pipelines(
+    counts: list[int], plain: Callable[[], BoundPlan], staged: Callable[[int], BoundPlan]
+) -> BoundPlan:
+    """Return the best of a plan without a pipeline and of plans with one.
+
+    Args:
+        counts: the numbers of stages to try.
+        plain: makes the plan without a pipeline.
+        staged: makes the plan with a pipeline of a number of stages.
+    """
+    best = first = plain()
+    tried: list[str] = []
+    for count in counts:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a plan that may not be chosen
+                made = staged(count)
+        except PlanError as error:
+            tried.append(f"pp:{count} is not possible: {str(error).partition('): ')[2] or error}")
+            continue
+        tried.append(f"{made.plan.chosen} ({_figures(made)})")
+        best = made if _is_better(made, best) else best
+    if not tried:
+        return best
+    text = f"compared {first.plan.chosen} ({_figures(first)}) with pipelines: {'; '.join(tried)}"
+    return best.where(notes=(*best.plan.notes, text))
+
+
+def _figures(made: Any) -> str:
+    found = made.plan.estimate
+    return f"{time_text(found.step_time_us)}, {bytes_text(found.peak_memory_bytes)}"
+
+
+def _is_better(one: BoundPlan, other: BoundPlan) -> bool:
+    """Whether a plan with a pipeline is to be preferred: it alone fits, or it is faster by a clear margin."""
+    if one.plan.fits != other.plan.fits:
+        return one.plan.fits
+    if not one.plan.fits:
+        return one.plan.estimate.peak_memory_bytes < other.plan.estimate.peak_memory_bytes
+    return one.plan.estimate.step_time_us < (1 - GAIN) * other.plan.estimate.step_time_us

@@ -1,0 +1,158 @@
+"""Pipelines that the planner cuts out of a step: memory and idle time as compiled, against the schedule's table.
+
+    python benchmarks/pipelines.py [--schedules gpipe 1f1b zb] [--microbatches 8 16] [--layers 8] [--seq 1024]
+
+A Llama in plain JAX is planned for v5e:4x4 with `pp:4 dp:4` and compiled. Beside it, what one stage does is
+compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2 with `dp:4`, the same microbatches in turn. Its
+time is the ideal of a pipeline. The table says how much longer a pipeline takes. `step / table` divides the
+compiled step by the ideal times this factor. Times are the two measures of `estimate.py`. `temporaries` are those of
+the compiled program. Nothing runs. Results are stored in `results/pipelines.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import plain_models
+from common import RESULTS, Console, Table
+from estimate import estimate
+
+from autoshard import plan
+from autoshard.errors import AutoshardWarning
+from autoshard.sharding.audit import compile_job, export_plan, missing_compiler
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WEIGHTS
+from autoshard.sharding.planner.bound_plan import bound_or_error
+
+PATH = RESULTS / "pipelines.json"
+STAGES, DEVICES, VOCAB, ROWS = 4, "v5e:4x4", 32768, 4  # rows of a microbatch, one for each device of a stage
+ALONE = "v5e:2x2"
+# The work of the parts of a stage under full rematerialization, in forward passes: its products and their gradients.
+COSTS = {FORWARD: 1.0, BACKWARD: 3.0}
+SPLIT_COSTS = {FORWARD: 1.0, BACKWARD: 2.0, WEIGHTS: 1.0}
+TIMEOUT_S = 1800.0  # chosen: seconds after which the compiler is stopped
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compiled step. Bytes and seconds are of one device.
+
+    Attributes:
+        schedule: the schedule, or `alone` for one stage alone.
+        microbatches: number of microbatches.
+        kind: the compiler's result.
+        temp_bytes: temporaries of the compiled program.
+        predicted_bytes: the predicted peak.
+        cycles, roofline: seconds of a step by the two measures of `estimate.py`; None where it has none.
+        predicted: predicted seconds of a step.
+        factor: how much longer than its work a pipeline takes, by the schedule's table.
+    """
+
+    schedule: str
+    microbatches: int
+    kind: str
+    temp_bytes: float | None
+    predicted_bytes: float
+    cycles: float | None
+    roofline: float | None
+    predicted: float
+    factor: float
+
+
+def row_of(given: Any, schedule: str, count: int) -> Row:
+    """Plan, compile and judge one step; `alone` is one stage without a pipeline."""
+    alone = schedule == "alone"
+    part = STAGES if alone else 1
+    step, state, batch = plain_models.llama(
+        "full", rows=ROWS * count, seq=given.seq, layers=given.layers // part, vocab=VOCAB // part
+    )
+    target, words = (ALONE, "dp:4") if alone else (DEVICES, f"pp:{STAGES} dp:4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)
+        made = plan(step, state, *batch, target=target, plan=words, microbatches=count, donate_argnums=0,
+                    schedule=None if alone else schedule, memory_limit_bytes=1e12)  # fmt: skip
+    options = made.compiler_options.get(find_target(target).platform, {})
+    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    found: Any = {}
+    if result.kind == "ok":
+        found = estimate(result.text, target, result.coordinates or None, result.memory).step
+    return Row(
+        schedule, count, result.kind, result.memory.get("temp"), made.estimate.peak_memory_bytes, found.get("cycles"),
+        found.get("roofline"), made.estimate.step_time_us / 1e6, factor_of(schedule, count),
+    )  # fmt: skip
+
+
+def factor_of(schedule: str, count: int) -> float:
+    """The time of all ticks over that of a stage's work; 1 without a pipeline."""
+    if schedule == "alone":
+        return 1.0
+    table = SCHEDULES[schedule](STAGES, count)
+    total, work = table.ideal(SPLIT_COSTS if WEIGHTS in table.ticks else COSTS)
+    return total / work
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile the steps and print the table."""
+    given = _parser().parse_args(arguments)
+    if missing := missing_compiler("tpu"):
+        print(missing, file=sys.stderr)
+        return 1
+    rows: list[Row] = []
+    for count in given.microbatches:
+        for schedule in ("alone", *given.schedules):
+            rows.append(row_of(given, schedule, count))
+            print(line(rows[-1], rows), flush=True)
+            PATH.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    Console(width=160).print(table(rows))
+    return 0
+
+
+def over_table(row: Row, rows: Sequence[Row], measure: str) -> float | None:
+    """The compiled step over the ideal times the factor of the schedule's table."""
+    ideal = next(r for r in rows if r.schedule == "alone" and r.microbatches == row.microbatches)
+    here, alone = getattr(row, measure), getattr(ideal, measure)
+    return here / (alone * row.factor) if here and alone else None
+
+
+def line(row: Row, rows: Sequence[Row]) -> str:
+    """One line of a row."""
+    ratios = [f"{name} {ratio:.3f}" for name in ("cycles", "roofline") if (ratio := over_table(row, rows, name))]
+    size = "-" if row.temp_bytes is None else f"{row.temp_bytes / 2**20:.0f} MiB"
+    return f"{row.schedule} {row.microbatches}: {row.kind}, temporaries {size}, step / table: {', '.join(ratios)}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All rows."""
+    found = Table(title="pipelines")
+    for name in ("schedule", "microbatches", "result", "temporaries MiB", "predicted peak MiB", "ms cycles",
+                 "ms roofline", "ms predicted", "table", "cycles / table", "roofline / table"):  # fmt: skip
+        found.add_column(name)
+    for row in rows:
+        sizes = [_text(size, 2**-20) for size in (row.temp_bytes, row.predicted_bytes)]
+        times = [_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
+        ratios = [_text(over_table(row, rows, name), 1.0, 3) for name in ("cycles", "roofline")]
+        found.add_row(row.schedule, str(row.microbatches), row.kind, *sizes, *times, f"{row.factor:.3f}", *ratios)
+    return found
+
+
+def _text(value: float | None, factor: float, digits: int = 1) -> str:
+    return "-" if value is None else f"{value * factor:.{digits}f}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES])
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=1024)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
