@@ -109,6 +109,8 @@ class Lowering:
         the gradient of its convolution) is resharded before it is reversed, so that all its convolutions share one
         gather. With `alone`, an explicit collective gathers it, which may have to run alone (`overlap.marks`).
         """
+        if not getattr(x, "ndim", 0):  # a literal may be a number of Python, which has no dtype
+            return x
         narrow = self.layout.axes.transfer_dtype.get(value)
         if operand_spec(self.layout, value) == spec or Gather(value, spec) in self.held:
             return self.constrain(x, spec)

@@ -90,7 +90,8 @@ def _variants(plan: ShardingPlan) -> list[str]:
     limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
     others = sorted((v for v in plan.variants if dict(v[0]) != dict(plan.variant)), key=lambda v: v[2])
     fitting = [v for v in others if v[3] <= limit]
-    lines = [f"variant: {variant_text(plan.variant)}, of {len(plan.variants)}"]
+    compared = f"of {len(plan.variants)}" if len(plan.variants) > 1 else "the only one that was tried"
+    lines = [f"variant: {variant_text(plan.variant)}, {compared}"]
     if too_large := len(others) - len(fitting):
         lines[0] += f" ({too_large} do{'es' if too_large == 1 else ''} not fit)"
     if fitting:
