@@ -66,14 +66,9 @@ def _buffers(array: Any) -> list[Hashable]:
         return [id(array)]
 
 
-def has_donated(arguments: Any) -> bool:
-    """Whether an array among the arguments was donated, or deleted."""
-    return _compat.has_deleted(jax.tree.leaves(arguments))
-
-
 def donated_error(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> PlanError:
     """The error that names the arrays among the arguments of `name` that were donated."""
-    found = [f"'{path}'" for path, leaf in zip(paths, leaves, strict=True) if has_donated(leaf)]
+    found = [f"'{path}'" for path, leaf in zip(paths, leaves, strict=True) if _compat.has_deleted([leaf])]
     what, was, its = ("argument", "was", "its") if len(found) == 1 else ("arguments", "were", "their")
     return PlanError(
         f"auto_shard({name}): {what} {first_few(found)} {was} donated to an earlier call, which reused {its} memory. "
