@@ -96,7 +96,7 @@ class Floor:
 
 
 def _parts(array: np.ndarray) -> Iterator[memoryview]:
-    flat = memoryview(array.reshape(-1).view(np.uint8))
+    flat = array.reshape(-1).view(np.uint8).data
     return (flat[start : start + FLOOR_FILE_BYTES] for start in range(0, len(flat), FLOOR_FILE_BYTES))
 
 
