@@ -103,7 +103,9 @@ def _variants(plan: ShardingPlan) -> list[str]:
 def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
     """The axis table."""
     traffic = axis_traffic(plan)
-    rows = [("mesh axis", "size", "traffic per step", "shards state of", "shards the first of these that a tensor has")]
+    ordered = any(len(plan.axis_rules.get(axis, ())) > 1 for axis in mesh_sizes(plan))
+    shards = "shards the first of these that a tensor has" if ordered else "shards"
+    rows = [("mesh axis", "size", "traffic per step", "shards state of", shards)]
     for axis, size in mesh_sizes(plan).items():
         ruled = ", ".join(names.sized(c) for c in plan.axis_rules.get(axis, ())) or "-"
         stored = ", ".join(storage_roles(plan, axis)) or "-"
