@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.program.donated_arrays import without_repeated, without_shared_memory
 
 Known = dict[int, weakref.ref[Any]]
@@ -29,6 +30,7 @@ def is_shared_memory_error(error: BaseException) -> bool:
     return any(message in str(error) for message in MESSAGES)
 
 
+@shown
 @dataclass(frozen=True)
 class Places:
     """Which leaves of the arguments were which results of the call before. A train step repeats this at every call.
