@@ -380,9 +380,9 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("lama-tiny", "did you mean llama-tiny"),
+        ("lama-tiny", "Did you mean llama-tiny"),
         ("gpt-tiny --target v5pp:4x4x4", "Did you mean 'v5p:4x4x4'?"),
-        ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer' (did you mean layers"),
+        ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer'. Did you mean layers"),
         ("gpt-tiny --set layers", "such as layers=4"),
         ("gpt-tiny --microbatches 3", "a batch of 16 does not divide into 3 microbatches"),
         ("gpt-tiny --verify -1", "verify is -1"),

@@ -132,7 +132,7 @@ def _run_named(arguments: Sequence[str]) -> int:
     import jax
 
     import autoshard
-    from autoshard.models.workloads import workload
+    from autoshard.models.workloads import WORKLOADS, known_names, workload
     from autoshard.sharding.pipeline.pipelining import stages_of
     from autoshard.sharding.rewrite.printed_program import function_text
     from autoshard.train.program.build import workload_variants
@@ -142,6 +142,10 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no attached accelerator is needed
+    if given.model not in WORKLOADS:
+        names = known_names(given.model, WORKLOADS).partition("? ")  # all of them only if none is similar
+        own = "For a model of your own, give --model package.module:factory instead of a name"
+        raise ConfigError(f"unknown model {given.model!r}{names[0]}{'?' if names[1] else '.'} {own}")
     named = {"context": given.context, "batch_size": given.batch_size}
     remat = {"remat": given.remat} if given.remat is not None else {}
     try:

@@ -169,7 +169,7 @@ def with_fixed_shardings(
     raise FixedError(
         nearest.name,
         nearest.problems,
-        f". Without mesh= a plan names its own mesh axes; those tried have {used}",
+        f". Without mesh=, the planner names the mesh axes: the plans that it tried have {used}",
     )
 
 

@@ -240,7 +240,7 @@ class Table:
         read = {k: (v,) if isinstance(v, str) else v for k, v in table.items()}
         columns = convert(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
         if not problems and not (columns and all(columns)):
-            problems.append(f"plan is {short_repr(table)}; it must have mesh axes as keys")
+            problems.append(f"plan is {short_repr(table)}, which has no mesh axis, or one without logical axes")
         if problems:
             raise PlanRequestError(
                 f"{'; '.join(problems)}: give the logical axes of each mesh axis, such as "

@@ -103,14 +103,14 @@ class Lowering:
         return NamedSharding(self.mesh, spec, memory_kind=_compat.memory_kind(x))
 
     def resharded(self, x: Any, spec: Spec, value: int, alone: bool | None = None) -> Any:
-        """Return an operand constrained to `spec`.
+        """Return an operand constrained to `spec`. Scalars stay as they are; a number of Python has no dtype.
 
         A parameter that was cast to a wider dtype is resharded in the narrower one. A reversed parameter (a kernel in
         the gradient of its convolution) is resharded before it is reversed, so that all its convolutions share one
         gather. With `alone`, an explicit collective gathers it, which may have to run alone (`overlap.marks`).
         """
         narrow = self.layout.axes.transfer_dtype.get(value)
-        if operand_spec(self.layout, value) == spec or Gather(value, spec) in self.held:
+        if not getattr(x, "ndim", 0) or operand_spec(self.layout, value) == spec or Gather(value, spec) in self.held:
             return self.constrain(x, spec)
         if value in self._reversed:
             op, original = self._reversed[value]

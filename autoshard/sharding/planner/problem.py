@@ -257,9 +257,11 @@ class PlanningProblem:
         request = plan_request.parse_request(text)
         sizes = self.machine.sizes
         if sizes is not None and dict(request.sizes) != dict(sizes):
-            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}; say what each axis of the mesh is "
-                            f"for, such as plan='{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or leave out "
-                            "mesh=")  # fmt: skip
+            example = " ".join(f"{axis}=dp:{size}" for axis, size in sizes.items())
+            raise PlanError(
+                f"plan '{text}' has the mesh axes {dict(request.sizes)}, but mesh is {dict(sizes)}. Say "
+                f"what each axis of the mesh is for, such as plan='{example}', or leave out mesh="
+            )
         if sizes is not None:
             request = replace(request, sizes=sizes, fixed_mesh=True)
         if request.devices != self.machine.target.devices:

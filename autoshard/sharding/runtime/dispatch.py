@@ -32,7 +32,6 @@ from autoshard.sharding.planner.variants import Attempt, attempt, fastest, varia
 from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.donated_arrays import (
     donated_error,
-    has_donated,
     without_shared_memory,
 )
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
@@ -146,7 +145,7 @@ class PureFunction:
             PlanError: some were.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        if has_donated(leaves):
+        if _compat.has_deleted(leaves):
             raise donated_error(name_of(self.fn), self.paths(args, kwargs), leaves) from None
         return leaves
 

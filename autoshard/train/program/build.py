@@ -73,8 +73,8 @@ def factory_builder(name: str, *, vocab: int, context: int) -> Callable[[nnx.Rng
     offered = ("rngs", "vocab", "context")
     if missing := _required(factory, offered):
         raise ConfigError(
-            f"--model {name} needs {', '.join(missing)}, but a factory is called with {', '.join(offered)} only: give "
-            "its other parameters default values"
+            f"--model {name}: its parameter {', '.join(missing)} has no default value, and a factory is called with "
+            f"{', '.join(offered)} only. Give its other parameters default values"
         )
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
