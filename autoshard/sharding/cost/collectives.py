@@ -102,13 +102,15 @@ def collective(
     count: float,
     line: str,
     place: Place | None = None,
+    ops: np.ndarray | None = None,
+    array: int = 0,
 ) -> Collective:
     """Return a collective as XLA emits it on the devices of its mesh axes."""
     kind, factor, devices = assignment.compiled(requested, axes)
     local = local_bytes * factor
     wire = bytes_sent_per_byte(kind, devices) * local
     time = assignment.time_us(kind, axes, local) * count
-    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, exposed_us=time)
+    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, ops, array, exposed_us=time)
 
 
 def step_cost(
@@ -147,7 +149,8 @@ def _step_cost(
         once = [c.once_us if hides else 0.0 for c, hides in zip(collectives, can_hide, strict=True)]
         waits = overlap.exposed_us(once).tolist()
         collectives = [
-            replace(c, exposed_us=us) if hides else c for c, hides, us in zip(collectives, can_hide, waits, strict=True)
+            replace(c, exposed_us=us) if hides and c.exposed_us != us else c
+            for c, hides, us in zip(collectives, can_hide, waits, strict=True)
         ]
     # An all-reduce sends each byte twice.
     reduced = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested)
@@ -160,11 +163,7 @@ def _step_cost(
 def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> StepCost:
     """Return the cost of the same step under another device assignment."""
     moved = [
-        replace(
-            collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place),
-            ops=c.ops,
-            array=c.array,
-        )
+        collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place, c.ops, c.array)
         for c in cost.collectives
     ]
     new = _step_cost(cost.kernels_us, moved, chip, cost.host, cost.overlap)

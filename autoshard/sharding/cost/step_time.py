@@ -174,8 +174,8 @@ class CostModel:
                 if len(new):
                     for ops, place in self._places(each.op, move, new):
                         runs, size = float(self.stretches.trips[ops].sum()), move.local_bytes
-                        made = collective(assignment, move.kind, axes, size, runs, each.line, place)
-                        collectives.append(replace(made, ops=ops, array=move.array))
+                        some = assignment, move.kind, axes, size, runs, each.line, place, ops, move.array
+                        collectives.append(collective(*some))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
@@ -221,9 +221,10 @@ class CostModel:
 
     def _places(self, op: Op, move: Move, ops: np.ndarray) -> list[tuple[np.ndarray, Place | None]]:
         """Return the operators of a class that need a collective, and where it runs if compute can hide it."""
-        is_before, hides = move.array >= 0, np.full(len(ops), self._is_prefetchable(op, move))
-        if self.synchronous is not None:
-            hides &= ~self.synchronous[is_before][ops]
+        is_before, hidden = move.array >= 0, self._is_prefetchable(op, move)
+        if not hidden or self.synchronous is None:
+            return [(ops, Place(ops, is_before) if hidden else None)]
+        hides = ~self.synchronous[is_before][ops]
         parts = (ops[~hides], None), (ops[hides], Place(ops[hides], is_before))
         return [part for part in parts if len(part[0])]
 
@@ -372,6 +373,8 @@ class CostModel:
                 after_update[move.value] = gather
             else:
                 before_loops.append(replace(gather, place=Place(np.array([self.stretches.first_loop]), True)))
+        if not after_update:
+            return before_loops
         of_class = [after_update.get(v) for v in updated.examples]
         return before_loops + [
             replace(gather, place=Place(np.array([self.stretches.of_result.get(result, 0)]), False))

@@ -12,8 +12,9 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.layout.known_strategies import known_strategy
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_strategy import Move, OperandSpecs, OperatorStrategy, choose_strategy
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
@@ -145,9 +146,8 @@ def strategy_for_specs(
     assert op.rule is not None
     avals = [v.aval for v in op.eqn.invars]
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
-    operands = OperandSpecs(op.rule.operands, moved, specs, op.rule, mesh)
-    results = OperandSpecs(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], result_specs, op.rule, mesh)
-    chosen = choose_strategy(op.rule, operands, results, mesh, flops_of(op), prices)
+    results = [nbytes(v.aval) for v in op.eqn.outvars]
+    chosen = known_strategy(op.rule, moved, specs, results, result_specs, mesh, flops_of(op), prices)
     return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._gc import paused
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.kernels.block_choice import BlockRules
@@ -248,6 +249,7 @@ class PureFunction:
         """Return the entry of a signature; None if it is new."""
         return self.entries.get(signature) or self.by_memory.get(signature)
 
+    @paused()
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
         made, errors, warnings_of = [], [], {}

@@ -150,7 +150,7 @@ def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, d
     @accepts_old_keywords
     def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
         if (remat, microbatches) not in steps:
-            steps[remat, microbatches] = workload_step(work.with_(remat=remat), microbatches)[0]
+            steps[remat, microbatches] = _workload_program(work.with_(remat=remat), microbatches)[0]
         return steps[remat, microbatches](state, batch)
 
     _, state, batch = workload_step(work)
