@@ -41,6 +41,7 @@ def auto_shard(
     overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
+    allow_numerics: bool | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -69,6 +70,7 @@ def auto_shard(
         overlap: which collectives of which parameters may run beside compute, see `autoshard.plan`.
         kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
         microbatches: the number of parts of the batch over which sums are accumulated, see `autoshard.plan`.
+        allow_numerics: whether `microbatches` may change the results, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -92,13 +94,13 @@ def auto_shard(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              strict=strict)  # fmt: skip
+                              allow_numerics=allow_numerics, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         # None has a meaning of its own beside a Plan.
         options |= {"offload": offload, "gather": gather, "overlap": overlap, "kernels": kernels,
-                    "microbatches": microbatches}  # fmt: skip
+                    "microbatches": microbatches, "allow_numerics": allow_numerics}  # fmt: skip
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -125,6 +127,7 @@ def plan(
     overlap: OverlapRequest | None = None,
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
+    allow_numerics: bool | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -186,6 +189,10 @@ def plan(
             memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the
             rows m, m + microbatches, ... "auto" plans with 1, 2, 4, ... and takes the first number that fits, or
             the next if it is clearly faster. By default 1, or the number of a given `Plan`.
+        allow_numerics: whether `microbatches` may change the results. An operator of the loop that needs a sum over the
+            whole batch, as a batch norm and the load-balance loss of experts do, is an error by default. With True it
+            takes the sum over each microbatch, times the number of microbatches, and losses are averaged. The plan's
+            notes name these lines.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -227,5 +234,5 @@ def plan(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              strict=strict)  # fmt: skip
+                              allow_numerics=allow_numerics, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

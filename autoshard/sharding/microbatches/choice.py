@@ -19,24 +19,27 @@ from autoshard.sharding.microbatches.microbatching import AUTO, with_microbatche
 from autoshard.sharding.program.tracing import Traced
 
 
-def plan_in_microbatches(traced: Traced, count: int | str, planned: Callable[[Traced], Any]) -> Any:
+def plan_in_microbatches(
+    traced: Traced, count: int | str, planned: Callable[[Traced], Any], *, numerics: bool = False
+) -> Any:
     """Plan a step in microbatches.
 
     Args:
         traced: the step.
         count: the number of microbatches, or "auto".
         planned: makes a bound plan of a step that is already rewritten.
+        numerics: whether the results may change, see `with_microbatches`.
 
     Raises:
         PlanError: the step cannot be cut into this number.
     """
     if count != AUTO:
-        return planned(with_microbatches(traced, int(count)))
+        return planned(with_microbatches(traced, int(count), numerics=numerics))
     made: list[tuple[int, Any, list[Any]]] = []
     reason = ""
     for number in (2**n for n in range(MOST_TRIALS)):
         try:
-            step = with_microbatches(traced, number)
+            step = with_microbatches(traced, number, numerics=numerics)
         except PlanError as error:
             reason = str(error).partition("): ")[2]
             break

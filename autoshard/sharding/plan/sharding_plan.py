@@ -89,6 +89,8 @@ class ShardingPlan:
             chooses it.
         microbatches: the number of parts of the batch over which the planned step accumulates. `bind` cuts the function
             alike.
+        allow_numerics: whether operators take sums over each microbatch in place of those over the batch. The notes
+            name them.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
@@ -135,6 +137,7 @@ class ShardingPlan:
     offload: Mapping[str, float] = field(default_factory=dict)
     gather: str = ""
     microbatches: int = 1
+    allow_numerics: bool = False
     overlap: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     module_us: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -56,6 +56,7 @@ def plan_traced(
     overlap: Overlap | None = None,
     kernels: KernelWord = "off",
     microbatches: int | str = 1,
+    allow_numerics: bool = False,
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -69,6 +70,7 @@ def plan_traced(
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
     traced = with_kernels(traced, word, traced_machine(mesh, target))
     count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
+    numerics = plan.allow_numerics if isinstance(plan, ShardingPlan) else allow_numerics
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
     table = plan.overlap if isinstance(plan, ShardingPlan) else overlap
@@ -76,7 +78,9 @@ def plan_traced(
                                    plan=plan, compiler_options=compiler_options, gather=gather, overlap=table,
                                    shortlist=shortlist, strict=strict)  # fmt: skip
     planned = partial(_plan_program, args=args, **options)
-    return plan_with_offload(traced, words, lambda rewritten: plan_in_microbatches(rewritten, count, planned))
+    return plan_with_offload(
+        traced, words, lambda rewritten: plan_in_microbatches(rewritten, count, planned, numerics=numerics)
+    )
 
 
 def _plan_program(

@@ -65,6 +65,7 @@ class Traced:
         kernels: what `kernels=` found in the program, replaced or left.
         kernels_word: the word of `kernels=` with which the program was rewritten.
         microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
+        own_sums: the operators, with their lines, that take the sums of each microbatch in place of those of the batch.
         batch: where the batch is, if it is known before the analysis: an input leaf, its dimension, the place among
             the logical axes of this dimension, and the number of rows.
         moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
@@ -95,6 +96,7 @@ class Traced:
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
     microbatches: int = 1
+    own_sums: tuple[str, ...] = ()
     batch: tuple[int, int, int, int] | None = None
 
     @cached_property

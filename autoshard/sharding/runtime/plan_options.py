@@ -28,6 +28,7 @@ def checked_options(
     overlap: Any = None,
     kernels: Any = None,
     microbatches: Any = None,
+    allow_numerics: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Check the types and values of a plan's options.
@@ -41,6 +42,7 @@ def checked_options(
         overlap: the table of `overlap=`; None for none, or for that of a given plan.
         kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
+        allow_numerics: whether microbatches may change the results; None for no, or for what a given plan does.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
@@ -74,6 +76,8 @@ def checked_options(
         )
     words, parts = read_words(offload), read_request(compiler_options)
     count = read_microbatches(microbatches)
+    if not isinstance(allow_numerics, bool | None):
+        raise PlanError(f"allow_numerics is {short_repr(allow_numerics)}; give True or False")
     order, word = read_gather(gather), read_word("off" if kernels is None else kernels)
     table = read_overlap(overlap)
     if isinstance(request, ShardingPlan):
@@ -81,12 +85,14 @@ def checked_options(
         _check_word("gather", gather, order or AUTO, request.gather or AUTO, request.chosen)
         _check_word("overlap", overlap, overlap_text(table), overlap_text(request.overlap), request.chosen)
         _check_word("kernels", kernels, word, request.kernels_word, request.chosen)
+        if allow_numerics and not request.allow_numerics:
+            _check_word("allow_numerics", allow_numerics, allow_numerics, request.allow_numerics, request.chosen)
         if count != "auto":
             _check_word("microbatches", microbatches, count, request.microbatches, request.chosen)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options |= {"offload": words, "compiler_options": parts, "gather": order, "overlap": table, "kernels": word,
-                "microbatches": count}  # fmt: skip
+                "microbatches": count, "allow_numerics": bool(allow_numerics)}  # fmt: skip
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 
