@@ -13,39 +13,11 @@ from autoshard import Plan, plan
 from autoshard.errors import PlanError
 from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.hlo.replica_groups import groups_of
+from tests.parity.mixed_parameters import arguments, shapes, step
 
 # Sizes with different odd factors, by which gradients and activations are told apart in the compiled program.
-BATCH, SEQ, WIDTH, HIDDEN, VOCAB, EXPERTS = 8 * 17, 8 * 11, 8 * 3, 8 * 5, 8 * 7, 8 * 13
-SHAPES = {
-    "embed": (VOCAB, WIDTH), "position": (SEQ, WIDTH), "scale": (WIDTH,), "gate": (WIDTH, EXPERTS),
-    "up": (EXPERTS, WIDTH, HIDDEN), "bias": (HIDDEN,), "down": (EXPERTS, 3 * HIDDEN, WIDTH), "frozen": (8 * 19,),
-}  # fmt: skip
-
-
-def loss(p, tokens):
-    """Soft experts between a tied embedding."""
-    x = p["embed"][tokens]
-    x = x + p["position"]
-    h = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * p["scale"]
-    weight = jax.nn.softmax(h @ p["gate"])
-    h = jnp.einsum("bsd,edf->bsef", h, p["up"])
-    h = jnp.tanh(h + p["bias"])
-    h = jnp.concatenate([h, h * h, h**3], -1)
-    x = x + jnp.einsum("bsef,bse,efd->bsd", h, weight, p["down"]) * p["frozen"].mean()
-    logits = x @ p["embed"].T
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
-
-
-def step(p, tokens):
-    trained = {k: v for k, v in p.items() if k != "frozen"}
-    gradients = jax.grad(lambda t: loss({**t, "frozen": p["frozen"]}, tokens))(trained)
-    return {**jax.tree.map(lambda w, g: w - 0.1 * g, trained, gradients), "frozen": p["frozen"]}
-
-
-def arguments():
-    rng = np.random.default_rng(0)
-    params = {k: (rng.normal(size=s) * 0.1).astype(np.float32) for k, s in SHAPES.items()}
-    return params, rng.integers(0, VOCAB, (BATCH, SEQ)).astype(np.int32)
+SHAPES = shapes(seq=8 * 11, width=8 * 3, hidden=8 * 5, vocab=8 * 7, experts=8 * 13, frozen=8 * 19)
+ARGUMENTS = arguments(SHAPES, batch=8 * 17)
 
 
 def odd(dims):
@@ -73,7 +45,7 @@ def reduced_axes(made, args):
 
 @pytest.mark.parametrize("words", ["dp:2 fsdp:4", "dp:2 tp:4 seq", "fsdp:2 cp:4", "dp:2 ep:2 tp:2"])
 def test_each_gradient_is_reduced_once_over_the_axes_that_it_names(words):
-    args = arguments()
+    args = ARGUMENTS
     made = plan(step, *args, plan=words)
     said = {name: [*made.reduce_axes(name)] for name in SHAPES}
     said["embed"] *= 2  # tied: the lookup and the head each have a gradient
@@ -82,7 +54,7 @@ def test_each_gradient_is_reduced_once_over_the_axes_that_it_names(words):
 
 
 def test_it_says_why():
-    made = plan(step, *arguments(), plan="dp:2 tp:4 seq")
+    made = plan(step, *ARGUMENTS, plan="dp:2 tp:4 seq")
     found = made.reduce_axes("p/scale")
     assert found["dp"].startswith("dp shards batch, which the parameter lacks: all-reduce after 'reduce_sum' at ")
     assert found["tp"].startswith("tp shards seq, which the parameter lacks: all-reduce after 'reduce_sum' at ")
@@ -121,7 +93,7 @@ def test_statistics_of_an_optimizer_are_no_reduction_of_the_gradient():
 
 
 def test_paths_that_it_refuses():
-    made = plan(step, *arguments(), plan="fsdp:8")
+    made = plan(step, *ARGUMENTS, plan="fsdp:8")
     for path, message in (
         (3, "reduce_axes: 3 is not a path"),
         ("1", "reduce_axes: no parameter is called '1'"),
