@@ -108,6 +108,7 @@ def own_sums(flow: Flow) -> list[str]:
     return [*found]
 
 
+@shown
 @dataclass(eq=False)
 class _OwnSums:
     """Where operators of the loop take the microbatch's own sums.
