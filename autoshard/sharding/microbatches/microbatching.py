@@ -126,12 +126,11 @@ def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int,
 def _advice(closed: Any, rows: Mapping[int, Split], count: int, numerics: bool) -> str:
     """Say what to do about a step that cannot be cut."""
     otherwise = "Leave microbatches out, or accumulate gradients in the function"
-    if not numerics:
-        try:
-            in_microbatches(closed, find_flow(closed, rows, count, numerics=True), count)
-        except NotCut:
-            return otherwise
-        return f"{otherwise}, or take these sums over each microbatch, which changes the numbers: allow_numerics=True"
+    try:
+        if not numerics and find_flow(closed, rows, count, numerics=True):
+            return f"{otherwise}, or allow_numerics=True: each microbatch takes its own sums, which changes the numbers"
+    except NotCut:
+        pass
     return otherwise
 
 

@@ -92,6 +92,6 @@ def _parameter(plan: ShardingPlan, path: str) -> int:
     if found is None:
         hint = suggestions(path.strip("/"), [last_form(each) for each in forms]) if forms else "The plan has none"
         raise PlanError(f"reduce_axes: no parameter is called '{path.strip('/')}'. {hint}")
-    if len(found.indices) > 1:
+    if len(found.indices) != 1:
         raise PlanError(f"reduce_axes: '{path}' names {len(found.indices)} parameters; give the path of one")
     return numbers[found.indices[0]]

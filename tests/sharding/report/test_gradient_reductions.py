@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,9 +95,9 @@ def test_statistics_of_an_optimizer_are_no_reduction_of_the_gradient():
 
 
 def test_paths_that_it_refuses():
-    made = plan(step, *ARGUMENTS, plan="fsdp:8")
+    made, number = plan(step, *ARGUMENTS, plan="fsdp:8"), cast(Any, 3)
     for path, message in (
-        (3, "reduce_axes: 3 is not a path"),
+        (number, "reduce_axes: 3 is not a path"),
         ("1", "reduce_axes: no parameter is called '1'"),
         ("wq", "no parameter is called 'wq'"),
         ("p/*", r"'p/\*' names 8 parameters; give the path of one"),
