@@ -385,6 +385,7 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
         ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer'. Did you mean layers"),
         ("gpt-tiny --set layers", "such as layers=4"),
         ("gpt-tiny --microbatches 3", "a batch of 16 does not divide into 3 microbatches"),
+        ("gpt-tiny --microbatches some", "--microbatches: 'some' is neither auto nor a number"),
         ("gpt-tiny --verify -1", "verify is -1"),
     ],
 )

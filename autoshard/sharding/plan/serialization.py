@@ -34,6 +34,7 @@ _ABSENT_IF_EMPTY = (
     "microbatches",
     "stages",
     "schedule",
+    "allow_numerics",
 )  # absent from the plans of older versions
 _OPTIONAL = ("padding", "arguments", *_ABSENT_IF_EMPTY)  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults

@@ -60,6 +60,7 @@ def plan_traced(
     kernels: KernelWord = "off",
     microbatches: int | str = 1,
     schedule: str = DEFAULT,
+    allow_numerics: bool = False,
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -73,6 +74,7 @@ def plan_traced(
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
     traced = with_kernels(traced, word, traced_machine(mesh, target))
     count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
+    numerics = plan.allow_numerics if isinstance(plan, ShardingPlan) else allow_numerics
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
     table = plan.overlap if isinstance(plan, ShardingPlan) else overlap
@@ -88,7 +90,9 @@ def plan_traced(
         counts = stage_counts(find_machine(mesh, target, compiler_options).target)
 
     def staged(rewritten: Traced, number: int) -> BoundPlan:
-        cut = partial(with_stages, stages=number, schedule=schedule) if number > 1 else with_microbatches
+        cut = partial(with_microbatches, numerics=numerics)
+        if number > 1:
+            cut = partial(with_stages, stages=number, schedule=schedule, numerics=numerics)
         return plan_in_microbatches(rewritten, count, planned, cut, number)
 
     return plan_with_offload(
