@@ -31,6 +31,7 @@ _ABSENT_IF_EMPTY = (
     "requested_options",
     "host_limit_bytes",
     "kernel_blocks",
+    "sequence",
     "microbatches",
 )  # absent from the plans of older versions
 _OPTIONAL = ("padding", "arguments", *_ABSENT_IF_EMPTY)  # fields that a plan of this format may lack

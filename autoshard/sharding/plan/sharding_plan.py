@@ -55,6 +55,8 @@ class ShardingPlan:
     Attributes:
         mesh: the abstract mesh: axis names and sizes.
         axis_rules: mesh axis -> the logical axes that it shards, in order of preference.
+        sequence: mesh axis -> how attention runs over the sequence that it shards, `ulysses` or `ring`; without the mesh
+            axes over which keys are gathered.
         storage: role (parameter, optimizer) -> further mesh axes over which it is stored, besides `axis_rules`.
         inputs: the function's inputs, in flat order.
         outputs: its results, in flat order.
@@ -138,6 +140,7 @@ class ShardingPlan:
     overlap: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     module_us: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sequence: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)

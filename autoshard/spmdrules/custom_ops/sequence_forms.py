@@ -3,8 +3,8 @@
 The rule of attention shards the queries' sequence and needs all keys. Two other forms keep keys in shards:
 
     heads   the mesh axis shards heads inside the operator. Operands are exchanged by all-to-alls (Ulysses)
-    ring    keys travel around a ring of devices. A second rule, in which keys are sharded as queries are, says what each
-            device holds; `run` computes the results of a shard
+    ring    keys travel around a ring of devices. In a second rule, keys are sharded as queries are; `run` computes the
+            results of a shard
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+"""The strategy of attention over a sequence that mesh axes shard: gathered keys, all-to-alls over heads, or a ring.
+
+    gather   the mesh axis shards the queries, and keys are gathered: what the operator's rule says
+    ulysses  inside the operator, the mesh axis shards heads, and where these run out, the queries of a key-value head
+    ring     keys travel around the devices of the mesh axis, see `kernels.sequence`
+
+Sources: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Liu et al. 2023, arXiv:2310.01889 (ring).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import jax
+
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, RingPlan
+from autoshard.spmdrules.core.placement import shard_count
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops.sequence_forms import RingForm, SequenceForms, ring_rule
+from autoshard.spmdrules.ir.program import Op
+
+ULYSSES, RING = "ulysses", "ring"
+
+Choose = Callable[[Rule, Mapping[str, Sequence[str]]], OperatorStrategy]
+
+
+def over_sequence(
+    op: Op, forms: SequenceForms, mesh: Mapping[str, int], sequence: Mapping[str, str], choose: Choose
+) -> OperatorStrategy:
+    """The strategy of attention.
+
+    Args:
+        op: the operator.
+        forms: its forms.
+        mesh: mesh axis -> size.
+        sequence: see `Layout`.
+        choose: returns the strategy by a rule, in which some mesh axes may shard only some factors.
+    """
+    assert op.rule is not None
+    forced = {a: forms.heads for a in mesh if sequence.get(a) == ULYSSES}
+    rings = [a for a in mesh if sequence.get(a) == RING and mesh[a] > 1]
+    if not rings or forms.ring is None:
+        return choose(op.rule, forced)
+    rule = ring_rule(forms.ring, [v.aval for v in op.eqn.invars])
+    chosen = choose(rule, {**forced, **{a: (forms.sequence,) for a in rings}})
+    axes = tuple(a for a, f in chosen.factors.items() if f == forms.sequence and mesh[a] > 1)
+    return chosen if not axes else _on_ring(op, forms, forms.ring, rule, mesh, chosen, axes)
+
+
+def _on_ring(
+    op: Op,
+    forms: SequenceForms,
+    form: RingForm,
+    rule: Rule,
+    mesh: Mapping[str, int],
+    chosen: OperatorStrategy,
+    axes: tuple[str, ...],
+) -> OperatorStrategy:
+    devices = math.prod(mesh[a] for a in axes)
+    shards = [
+        jax.ShapeDtypeStruct(
+            tuple(n // shard_count((over,), mesh) for n, over in zip(v.aval.shape, chosen.spec(dims), strict=True)),
+            v.aval.dtype,
+        )
+        for v, dims in zip(op.eqn.invars, rule.operands, strict=True)
+    ]
+    cost = form.cost(devices, *shards)
+    moves = list(chosen.moves)
+    if cost.hops:
+        moves.append(
+            Move("collective-permute", axes, forms.keys[0], cost.hop_bytes, cost.hops * cost.hop_bytes, cost.hops)
+        )
+    if cost.exchange_bytes:
+        moves.append(Move("collective-permute", axes, -1, cost.exchange_bytes, cost.exchange_bytes))
+    return replace(chosen, moves=tuple(moves), ring=RingPlan(form, rule, axes, cost))

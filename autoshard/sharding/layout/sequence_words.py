@@ -1,0 +1,38 @@
+"""The ways in which a plan with `cp` can run attention, as plans with other words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.layout.plan_request import KINDS, Request
+from autoshard.sharding.layout.sequence_operators import sequence_operators, usable_heads
+from autoshard.sharding.layout.sequence_strategy import RING, ULYSSES
+
+
+def sequence_variants(axes: LogicalAxes, requested: Request) -> Iterator[str]:
+    """Yield plans like one with `cp`, with the words `ulysses` and `ring` for it; none where there is no attention.
+
+    On a given mesh the axis has one word. Otherwise the heads may be fewer than the devices: then `ulysses` takes as
+    many devices as divide the heads, and `ring` the others.
+    """
+    axis = next((a for a, kind in requested.kinds.items() if kind == "cp"), None)
+    if axis is None or not any(True for _ in sequence_operators(axes)):
+        return
+    size = requested.sizes[axis]
+    if requested.fixed_mesh:
+        for way in (ULYSSES, RING):
+            yield str(replace(requested, kinds={**requested.kinds, axis: way}))
+        return
+    heads = min(usable_heads(axes, size, requested.taking_heads), default=1)
+    splits: list[Mapping[str, int]] = [{ULYSSES: size}, {RING: size}]
+    if 1 < heads < size:
+        splits.append({RING: size // heads, ULYSSES: heads})
+    for split in splits:
+        sizes = {k: n for a, n in requested.sizes.items() for k, n in (split.items() if a == axis else [(a, n)])}
+        sizes = dict(sorted(sizes.items(), key=lambda item: KINDS.index(item[0])))
+        assert math.prod(sizes.values()) == requested.devices
+        changes = tuple(c for c in requested.changes if c.axis != axis)
+        yield str(replace(requested, sizes=sizes, kinds={k: k for k in sizes}, changes=changes))
