@@ -18,7 +18,7 @@ Sources: Liu et al. 2023, arXiv:2310.01889 (the ring); Brandon et al. 2023, arXi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +59,10 @@ class Keys(NamedTuple):
 class Kernel(Protocol):
     """Attention of some queries over some keys, on one device."""
 
-    lanes: int
+    @property
+    def lanes(self) -> int:
+        """The number of positions of which it takes multiples."""
+        ...
 
     def forward(self, softmax: Softmax, rows: Rows, keys: Keys, positions: jax.Array | None) -> Partial:
         """Return the result over these keys; `positions` of the queries count from the first key."""
@@ -226,13 +229,12 @@ class _Balanced:
         self.positions = jnp.arange(plan.length // 2, dtype=jnp.int32)
 
     def rows(self, rows: Rows) -> list[Rows]:
-        dims = Rows(QUERIES_DIM, SEGMENTS_DIM, QUERIES_DIM, QUERIES_DIM, QUERIES_DIM)
-        return self._split(rows, dims)
+        return self._split(rows, (QUERIES_DIM, SEGMENTS_DIM, QUERIES_DIM, QUERIES_DIM, QUERIES_DIM))
 
     def keys(self, keys: Keys) -> list[Keys]:
-        return self._split(keys, Keys(KEYS_DIM, KEYS_DIM, SEGMENTS_DIM))
+        return self._split(keys, (KEYS_DIM, KEYS_DIM, SEGMENTS_DIM))
 
-    def _split(self, arrays: Any, dims: Any) -> list[Any]:
+    def _split(self, arrays: Any, dims: Sequence[int]) -> list[Any]:
         pairs = [None if x is None else exchanged(x, d, self.ring.axes) for x, d in zip(arrays, dims, strict=True)]
         return [type(arrays)(*(None if pair is None else pair[n] for pair in pairs)) for n in range(2)]
 

@@ -158,6 +158,15 @@ def is_request(words: str) -> bool:
         return False
 
 
+def moves_keys(words: str) -> bool:
+    """Whether a strategy says how attention runs over a sharded sequence, other than by gathers.
+
+    >>> moves_keys("fsdp:8 ring:4"), moves_keys("cp:4")
+    (True, False)
+    """
+    return is_request(words) and any(kind in (RING, ULYSSES) for kind in parse_request(words).kinds.values())
+
+
 def may_be_mesh_axis(axis: str, mesh: Mapping[str, int] | None, words: str | None = None) -> bool:
     """Whether the mesh of a plan may have an axis of this name.
 

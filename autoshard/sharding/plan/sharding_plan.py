@@ -55,8 +55,6 @@ class ShardingPlan:
     Attributes:
         mesh: the abstract mesh: axis names and sizes.
         axis_rules: mesh axis -> the logical axes that it shards, in order of preference.
-        sequence: mesh axis -> how attention runs over the sequence that it shards, `ulysses` or `ring`; without the mesh
-            axes over which keys are gathered.
         storage: role (parameter, optimizer) -> further mesh axes over which it is stored, besides `axis_rules`.
         inputs: the function's inputs, in flat order.
         outputs: its results, in flat order.
@@ -97,6 +95,8 @@ class ShardingPlan:
             the planner moves nothing there. `bind` moves the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
             plan has, too.
+        sequence: mesh axis -> how attention runs over the sequence that it shards, `ulysses` or `ring`. Over other mesh
+            axes keys are gathered.
         kernels: the operators that `kernels=` found in the function, replaced or left.
         kernels_word: the word of `kernels=`. `bind` replaces the same operators.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.

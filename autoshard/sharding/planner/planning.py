@@ -14,6 +14,7 @@ from autoshard import _compat
 from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
+from autoshard.sharding.layout.plan_request import moves_keys
 from autoshard.sharding.layout.unrolled_layers import stages_of
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
@@ -67,6 +68,8 @@ def plan_traced(
     `report_infeasible`.
     """
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
+    if word == "off" and isinstance(plan, str) and moves_keys(plan):
+        word = "auto"  # ulysses and ring are ways to run the operators of attention
     traced = with_kernels(traced, word, traced_machine(mesh, target))
     count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
