@@ -1,5 +1,7 @@
 """Attention on a ring of devices: values and gradients equal those of one device."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from autoshard.kernels.blockwise_attention import Pairs, Softmax
 from autoshard.kernels.plain_attention import plain_attention
 from autoshard.kernels.sequence.exchange import exchanged, restored
 from autoshard.kernels.sequence.ring import Keys, Ring, Rows, ring_backward, ring_forward
+from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.kernels.splash_passes import OnDevice, SplashCall
 from autoshard.kernels.visibility import Visibility
 
@@ -77,3 +80,34 @@ def test_values_and_gradients_equal_one_device(case):
     out, pull = jax.vjp(plain, q, k, v)
     for name, a, b in zip(("out", "d_q", "d_k", "d_v"), found, (out, *pull(d_out)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("visibility", [Visibility(causal=True), Visibility(causal=True, window=200), Visibility()])
+def test_the_kernels_of_tpus_run_on_a_ring(visibility):
+    """Pallas interprets them. The last device has rows without a visible key, those of a segment of their own."""
+    length, blocks = 512, SplashBlocks((128, 128, 128), (128, 128, 128), (128, 128))
+    draw = np.random.default_rng(0).normal
+    q = jnp.asarray(draw(size=(1, 1, 2, length, 32)) * 0.3, jnp.float32)
+    k, v = (jnp.asarray(draw(size=(1, 1, length, 32)), jnp.float32) for _ in range(2))
+    d_out = jnp.asarray(draw(size=q.shape), jnp.float32)
+    of_queries = (jnp.arange(length) // 200)[None]
+    segments = of_queries, jnp.where(of_queries == 2, 7, of_queries)
+
+    def run(call, q, k, v, d_out, *segments):
+        ring = Ring(("ring",), call.softmax, OnDevice(call))
+        rows, keys = Rows(q, segments[0]), Keys(k, v, segments[1])
+        out, log_sum = ring_forward(ring, rows, keys, None)
+        return out, *ring_backward(ring, rows._replace(out=out, log_sum=log_sum, d_out=d_out), keys)
+
+    rows, keys = P(None, None, None, "ring"), P(None, None, "ring")
+    specs = (rows, keys, keys, rows, P(None, "ring"), P(None, "ring"))
+    found, expected = (
+        on_ring(partial(run, call), 2, specs, (rows, rows, keys, keys))(q, k, v, d_out, *segments)
+        for call in (
+            SplashCall(Softmax(visibility, 1.0), blocks, interpret=True),
+            SplashCall(Softmax(visibility, 1.0), None),
+        )
+    )
+    for name, a, b in zip(("out", "d_q", "d_k", "d_v"), found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4, err_msg=name)
