@@ -29,8 +29,9 @@ from autoshard.kernels.attention_cost import backward_cost, forward_cost
 from autoshard.kernels.block_choice import choose_blocks
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, sink_gradient
 from autoshard.kernels.constants import CONTEXT
+from autoshard.kernels.sequence.gathered import gathered_backward, gathered_forward
 from autoshard.kernels.sequence.ring import Keys, Ring, Rows, ring_backward, ring_forward
-from autoshard.kernels.sequence.ring_cost import ring_cost
+from autoshard.kernels.sequence.ring_cost import gathered_cost, ring_cost
 from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.kernels.splash_passes import OnDevice, SplashCall, backward_on_device, forward_on_device
 from autoshard.spmdrules.custom_ops.operator import operator
@@ -173,28 +174,48 @@ class _Operands:
             return f"{q}, {k}, {v}, {out}, {rows}, {out}{extras} -> {q}, {k}, {v}; {'; '.join(ends)}"
         return f"{q}, {k}, {v}{extras}{', h g' if self.sinks else ''} -> {out}, {rows}; {'; '.join(ends)}"
 
-    def forms(self, q: Any, k: Any, *, backward: bool, ring: Callable[..., Any], cost: Callable[..., Any]) -> Any:
-        """The forms of a call besides its rule."""
+    def forms(
+        self, call: SplashCall, q: Any, k: Any, *, backward: bool, run: Callable[..., Any], cost: Callable[..., Any]
+    ) -> SequenceForms:
+        """The forms of a call besides its rule.
+
+        Args:
+            call: the static part of the call.
+            q: the queries.
+            k: the keys.
+            backward: whether it is the backward pass.
+            run: `run(is_ring, call, axes, *shards)` returns the results of a shard.
+            cost: the cost of this pass on one device.
+        """
+
+        def form(is_ring: bool) -> RingForm:
+            priced = functools.partial(ring_cost if is_ring else gathered_cost, cost, call)
+            return RingForm(
+                self.rule(backward=backward, in_ring=is_ring), functools.partial(run, is_ring, call), priced
+            )
+
         first = 6 if backward else 3
         keys = (1, 2, *([first + self.positions + 1] if self.segments else []))
-        forms = SequenceForms(self.sequence, ("h", "g"), keys)
+        visibility = call.softmax.visibility
+        balances = visibility.causal and visibility.window is None
+        forms = SequenceForms(self.sequence, ("h", "g"), keys, form(False) if balances else None)
         if q.shape[3] != k.shape[2]:
             return replace(
                 forms, no_ring=f"it has {q.shape[3]} queries and {k.shape[2]} keys; a ring needs equally many"
             )
-        return replace(forms, ring=RingForm(self.rule(backward=backward, in_ring=True), ring, cost))
+        return replace(forms, ring=form(True))
 
 
 @functools.cache
 def _forward_operator(given: _Operands) -> Callable[..., Any]:
-    def ring(call: SplashCall, axes: tuple[str, ...], q: Any, k: Any, v: Any, *others: Any) -> Any:
+    def run(is_ring: bool, call: SplashCall, axes: tuple[str, ...], q: Any, k: Any, v: Any, *others: Any) -> Any:
         segments = others[given.positions :][:2] if given.segments else (None, None)
         rows, keys = Rows(q, segments[0]), Keys(k, v, segments[1])
-        return ring_forward(_ring(call, axes), rows, keys, others[-1] if given.sinks else None)
+        forward = ring_forward if is_ring else gathered_forward
+        return forward(_ring(call, axes), rows, keys, others[-1] if given.sinks else None)
 
     def forms(q: Any, k: Any, v: Any, *others: Any, call: SplashCall) -> SequenceForms:
-        cost = functools.partial(ring_cost, forward_cost, call)
-        return given.forms(q, k, backward=False, ring=functools.partial(ring, call), cost=cost)
+        return given.forms(call, q, k, backward=False, run=run, cost=forward_cost)
 
     @operator(given.rule(backward=False), name=_name(given), cost=forward_cost)
     @with_sequence_forms(forms)
@@ -207,13 +228,13 @@ def _forward_operator(given: _Operands) -> Callable[..., Any]:
 
 @functools.cache
 def _backward_operator(given: _Operands) -> Callable[..., Any]:
-    def ring(call: SplashCall, axes: tuple[str, ...], q, k, v, out, log_sum, d_out, *others: Any) -> Any:
+    def run(is_ring: bool, call: SplashCall, axes: tuple[str, ...], q, k, v, out, log_sum, d_out, *others: Any) -> Any:
         segments = others[given.positions :] if given.segments else (None, None)
-        return ring_backward(_ring(call, axes), Rows(q, segments[0], out, log_sum, d_out), Keys(k, v, segments[1]))
+        backward = ring_backward if is_ring else gathered_backward
+        return backward(_ring(call, axes), Rows(q, segments[0], out, log_sum, d_out), Keys(k, v, segments[1]))
 
     def forms(q: Any, k: Any, v: Any, *others: Any, call: SplashCall) -> SequenceForms:
-        cost = functools.partial(ring_cost, backward_cost, call)
-        return given.forms(q, k, backward=True, ring=functools.partial(ring, call), cost=cost)
+        return given.forms(call, q, k, backward=True, run=run, cost=backward_cost)
 
     @operator(given.rule(backward=True), name=f"{_name(given)}_gradient", cost=backward_cost)
     @with_sequence_forms(forms)

@@ -23,7 +23,15 @@ CASES = {  # visibility, length, key-value heads, query heads of each, segments
     "causal, long": (Visibility(causal=True), 4096, 4, 2, True),
 }
 FAST = {("ring:2 ulysses:4", "causal, segments"), ("dp:2 ulysses:2 tp:2", "causal, one key-value head")}
-WORDS = ["gather:8", "ulysses:8", "ring:8", "ring:2 ulysses:4", "dp:2 ring:2 ulysses:2", "dp:2 ulysses:2 tp:2"]
+WORDS = [
+    "gather:8",
+    "gather:2 ulysses:4",
+    "ulysses:8",
+    "ring:8",
+    "ring:2 ulysses:4",
+    "dp:2 ring:2 ulysses:2",
+    "dp:2 ulysses:2 tp:2",
+]
 
 
 def attention_step(case):
@@ -127,5 +135,5 @@ def test_what_cannot_run_says_what_would(fn, words, length, message):
 def test_cp_takes_the_fastest_way_that_fits():
     step, params, batch = attention_step("window")
     plan = autoshard.plan(step, params, batch, target="cpu:8", plan="cp:8")
-    assert {name for name, *_ in plan.candidates} == {"cp:8", "ulysses:8", "ring:8", "ring:2 ulysses:4"}
+    assert {name for name, *_ in plan.candidates} == {"cp:8", "gather:8", "ulysses:8", "ring:8", "ring:2 ulysses:4"}
     assert plan.chosen == min(plan.candidates, key=lambda one: one[1])[0]

@@ -54,13 +54,34 @@ def ring_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any,
     size = q.dtype.itemsize
     moving = _elements(k) + _elements(v)
     segments = sum(_bytes(x) for x in others if len(x.shape) == 2)
-    hop_bytes = moving * (size + FLOAT32 * is_backward) + segments / 2
+    hops = plan.hops + (is_backward and plan.hops > 0)  # gradients travel home
+    sent = plan.hops * (moving * size + segments / 2) + hops * moving * FLOAT32 * is_backward
+    hop_bytes = sent / max(hops, 1)
     accumulated = math.prod(q.shape[:4]) * (q.shape[4] if is_backward else v.shape[3]) + moving * is_backward
     combining = KernelCost(0.0, size, accumulated * (2 * FLOAT32 + size) * plan.hops, held_bytes=2 * hop_bytes)
     exchanged = [q, k, v, *others, *((q, k, v) if is_backward else (q,))] if plan.balanced else []
-    hops = plan.hops + (is_backward and plan.hops > 0)  # gradients travel home
     hidden = plan.hops / (plan.hops + 1)
     return RingCost((*found, combining), hops, hop_bytes, hidden, sum(map(_bytes, exchanged)))
+
+
+def gathered_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any, v: Any, *others: Any) -> RingCost:
+    """Return the cost of a pass over gathered keys with balanced work (`gathered`).
+
+    The arguments are those of `ring_cost`, but keys and values are whole. The first chunk of queries sees one chunk of
+    keys, the last one all; the kernels step over all keys for both.
+    """
+    half = q.shape[3] // 2
+    chunk = _resized(q, 3, half)
+
+    def of(keys: int) -> tuple[KernelCost, ...]:
+        found = cost(chunk, _resized(k, 2, keys), _resized(v, 2, keys), call=call)
+        return found if isinstance(found, tuple) else (found,)
+
+    late = of(k.shape[2])
+    early = [replace(e, overhead_us=each.overhead_us) for e, each in zip(of(half), late, strict=True)]
+    rows = [q, *(x for x in others if len(x.shape) >= 4 and x.shape[3] == q.shape[3])]
+    exchanged = [*rows, q]  # the result, or the gradient of the queries
+    return RingCost((*early, *late), 0, 0.0, 0.0, sum(map(_bytes, exchanged)))
 
 
 def _resized(x: Any, dim: int, size: int) -> Any:

@@ -37,8 +37,8 @@ class Layout:
         table: mesh axis -> logical axes (by number), in order of preference.
         storage: role -> mesh axes over which inputs of that role are stored, in addition to the table.
         fixed: value -> spec that the user fixed.
-        sequence: mesh axis -> how attention runs over the sequence that it shards, `ulysses` or `ring`
-            (`sequence_strategy`). On other mesh axes keys are gathered.
+        sequence: mesh axis -> how attention runs over the sequence that it shards: `gather`, `ulysses` or `ring`
+            (`sequence_strategy`). Over other mesh axes keys are gathered as the rule of attention says.
     """
 
     axes: LogicalAxes

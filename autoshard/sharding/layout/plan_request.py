@@ -8,7 +8,7 @@ Words of a strategy, such as `fsdp:8 tp:4 seq`:
     tp:N      heads, ffn, vocab, ... over N devices
     seq       with tp: tp also shards the sequence, in values where it shards nothing else
     cp:N      sequence over N devices. For attention, one of the next three is chosen
-    gather:N  cp: each device gathers the keys and values that its queries need
+    gather:N  cp: each device gathers keys and values; under a causal mask devices exchange queries, to balance the work
     ulysses:N cp: inside attention, heads over N devices instead; the exchange is an all-to-all
     ring:N    cp: keys and values travel around a ring of N devices, beside the compute of attention
     ep:N      experts over N devices, and the batch where there are no experts
@@ -37,7 +37,7 @@ from autoshard.sharding.axes.roles import STATE, Role, Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, usable_devices
 from autoshard.sharding.layout.sequence_operators import usable_heads
-from autoshard.sharding.layout.sequence_strategy import RING, ULYSSES
+from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 
 # Outermost first: tp communicates most, so its devices are nearest. A ring is outside of Ulysses, so that a sequence is
 # sharded over the ring first and each of its shards is whole after the all-to-all.
@@ -159,12 +159,12 @@ def is_request(words: str) -> bool:
 
 
 def moves_keys(words: str) -> bool:
-    """Whether a strategy says how attention runs over a sharded sequence, other than by gathers.
+    """Whether a strategy says how attention runs over a sharded sequence.
 
     >>> moves_keys("fsdp:8 ring:4"), moves_keys("cp:4")
     (True, False)
     """
-    return is_request(words) and any(kind in (RING, ULYSSES) for kind in parse_request(words).kinds.values())
+    return is_request(words) and any(kind in (GATHER, RING, ULYSSES) for kind in parse_request(words).kinds.values())
 
 
 def may_be_mesh_axis(axis: str, mesh: Mapping[str, int] | None, words: str | None = None) -> bool:
@@ -228,7 +228,7 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes
-    sequence = {a: kind for a, kind in kinds.items() if kind in (ULYSSES, RING)}
+    sequence = {a: kind for a, kind in kinds.items() if kind in (GATHER, ULYSSES, RING)}
     stored = storage_for(kinds, "state" in requested.flags)
     layout = Layout(axes, roles, mesh, table, stored, sequence=sequence)
     for change in requested.changes:

@@ -10,7 +10,7 @@ from autoshard._units import line_text
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
-from autoshard.sharding.layout.sequence_strategy import RING
+from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForms, ring_rule, sequence_forms_of
 from autoshard.spmdrules.ir.program import Op
 
@@ -52,7 +52,7 @@ def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrate
     sizes: dict[str, int] = {}  # word -> devices; its mesh axis may have been split
     for axis, way in layout.sequence.items():
         sizes[way] = sizes.get(way, 1) * layout.mesh[axis]
-    sizes = {way: n for way, n in sizes.items() if n > 1}
+    sizes = {way: n for way, n in sizes.items() if n > 1 and way != GATHER}
     operators = list(sequence_operators(layout.axes)) if sizes else []
     if sizes and not operators:
         words = " ".join(f"{way}:{n}" for way, n in sizes.items())
@@ -85,7 +85,7 @@ def _ring_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: Operator
 
 
 def _heads_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: OperatorStrategy, size: int) -> str:
-    axes = {a for a, way in layout.sequence.items() if way != RING and layout.mesh[a] > 1}
+    axes = {a for a, way in layout.sequence.items() if way == ULYSSES and layout.mesh[a] > 1}
     if all(chosen.factors.get(a) in forms.heads for a in axes):
         return ""
     heads = dict(_heads(op, forms))

@@ -1,6 +1,7 @@
 """The strategy of attention over a sequence that mesh axes shard: gathered keys, all-to-alls over heads, or a ring.
 
-    gather   the mesh axis shards the queries, and keys are gathered: what the operator's rule says
+    gather   the mesh axis shards the queries, and keys are gathered, as the operator's rule says. Under a causal mask
+             devices exchange queries first, so that all have the same work
     ulysses  inside the operator, the mesh axis shards heads, and where these run out, the queries of a key-value head
     ring     keys travel around the devices of the mesh axis, see `kernels.sequence`
 
@@ -21,7 +22,7 @@ from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import RingForm, SequenceForms, ring_rule
 from autoshard.spmdrules.ir.program import Op
 
-ULYSSES, RING = "ulysses", "ring"
+GATHER, ULYSSES, RING = "gather", "ulysses", "ring"
 
 Choose = Callable[[Rule, Mapping[str, Sequence[str]]], OperatorStrategy]
 
@@ -41,15 +42,27 @@ def over_sequence(
     assert op.rule is not None
     forced = {a: forms.heads for a in mesh if sequence.get(a) == ULYSSES}
     rings = [a for a in mesh if sequence.get(a) == RING and mesh[a] > 1]
-    if not rings or forms.ring is None:
+    form = forms.ring if rings else forms.gathered
+    if form is None:
         return choose(op.rule, forced)
-    rule = ring_rule(forms.ring, [v.aval for v in op.eqn.invars])
+    rule = ring_rule(form, [v.aval for v in op.eqn.invars]) if rings else op.rule
     chosen = choose(rule, {**forced, **{a: (forms.sequence,) for a in rings}})
     axes = tuple(a for a, f in chosen.factors.items() if f == forms.sequence and mesh[a] > 1)
-    return chosen if not axes else _on_ring(op, forms, forms.ring, rule, mesh, chosen, axes)
+    if not axes or (not rings and not _balances(op, forms, mesh, sequence, axes)):
+        return chosen
+    return _on_shards(op, forms, form, rule, mesh, chosen, axes)
 
 
-def _on_ring(
+def _balances(
+    op: Op, forms: SequenceForms, mesh: Mapping[str, int], sequence: Mapping[str, str], axes: Sequence[str]
+) -> bool:
+    """Whether devices exchange queries: all mesh axes of the sequence have the word, and shards have two halves."""
+    assert op.rule is not None
+    blocks = (op.rule.by_name[forms.sequence].size or 1) // math.prod(mesh[a] for a in axes)
+    return blocks % 2 == 0 and all(sequence.get(a) == GATHER for a in axes)
+
+
+def _on_shards(
     op: Op,
     forms: SequenceForms,
     form: RingForm,

@@ -9,11 +9,11 @@ from dataclasses import replace
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.plan_request import KINDS, Request
 from autoshard.sharding.layout.sequence_operators import sequence_operators, usable_heads
-from autoshard.sharding.layout.sequence_strategy import RING, ULYSSES
+from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 
 
 def sequence_variants(axes: LogicalAxes, requested: Request) -> Iterator[str]:
-    """Yield plans like one with `cp`, with the words `ulysses` and `ring` for it; none where there is no attention.
+    """Yield plans like one with `cp`, with `gather`, `ulysses` and `ring` for it; none where there is no attention.
 
     On a given mesh the axis has one word. Otherwise the heads may be fewer than the devices: then `ulysses` takes as
     many devices as divide the heads, and `ring` the others.
@@ -23,11 +23,11 @@ def sequence_variants(axes: LogicalAxes, requested: Request) -> Iterator[str]:
         return
     size = requested.sizes[axis]
     if requested.fixed_mesh:
-        for way in (ULYSSES, RING):
+        for way in (GATHER, ULYSSES, RING):
             yield str(replace(requested, kinds={**requested.kinds, axis: way}))
         return
     heads = min(usable_heads(axes, size, requested.taking_heads), default=1)
-    splits: list[Mapping[str, int]] = [{ULYSSES: size}, {RING: size}]
+    splits: list[Mapping[str, int]] = [{GATHER: size}, {ULYSSES: size}, {RING: size}]
     if 1 < heads < size:
         splits.append({RING: size // heads, ULYSSES: heads})
     for split in splits:

@@ -232,7 +232,8 @@ class Lowering:
         """Return the results of an operator for which the layout has a strategy; `marks` says what is gathered."""
         assert (rule := op.rule) is not None
         if is_declared(op):
-            return run_declared(op, chosen, self.mesh, wants, args)
+            stored = [operand_spec(self.layout, v) if v >= 0 else () for v in op.operands]
+            return run_declared(op, chosen, self.mesh, stored, wants, args, self.constrain)
         if runs_on_shards(op, chosen, self.layout.mesh):
             factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
             return run_on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, factors, wants, *args)

@@ -95,8 +95,7 @@ class ShardingPlan:
             the planner moves nothing there. `bind` moves the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
             plan has, too.
-        sequence: mesh axis -> how attention runs over the sequence that it shards, `ulysses` or `ring`. Over other mesh
-            axes keys are gathered.
+        sequence: mesh axis -> how attention runs over the sequence that it shards: `gather`, `ulysses` or `ring`.
         kernels: the operators that `kernels=` found in the function, replaced or left.
         kernels_word: the word of `kernels=`. `bind` replaces the same operators.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.

@@ -1,10 +1,11 @@
 """Further ways to run an operator over a sequence that is sharded: what attention declares besides its rule.
 
-The rule of attention shards the queries' sequence and needs all keys. Two other forms keep keys in shards:
+The rule of attention shards the queries' sequence and needs all keys. Other forms:
 
-    heads   the mesh axis shards heads inside the operator. Operands are exchanged by all-to-alls (Ulysses)
-    ring    keys travel around a ring of devices. In a second rule, keys are sharded as queries are; `run` computes the
-            results of a shard
+    gathered  keys are gathered, and devices exchange queries so that all have the same causal work
+    heads     the mesh axis shards heads inside the operator. Operands are exchanged by all-to-alls (Ulysses)
+    ring      keys travel around a ring of devices. In a second rule, keys are sharded as queries are; `run` computes
+              the results of a shard
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 @shown
 @dataclass(frozen=True)
 class RingCost:
-    """What one device of a ring does in one run of an operator.
+    """What one device does in one run of an operator on shards of a sequence.
 
     Attributes:
         kernels: its kernels, those of all hops together.
@@ -44,10 +45,10 @@ class RingCost:
 @shown
 @dataclass(frozen=True)
 class RingForm:
-    """An operator on a ring.
+    """How an operator runs on shards of a sequence.
 
     Attributes:
-        text: the rule, in which keys are sharded as queries are.
+        text: the rule. On a ring, keys are sharded as queries are.
         run: `run(axes, *shards)` returns the results of a shard; the mesh axes `axes` shard the sequence.
         cost: `cost(devices, *shards)` returns a `RingCost`; shards are anything with a shape and a dtype.
     """
@@ -66,6 +67,8 @@ class SequenceForms:
         sequence: the factor of the rule that shards the queries' sequence.
         heads: the factors of heads, in order of preference.
         keys: the operands that have the keys' sequence.
+        gathered: the operator over gathered keys, by its own rule, but with balanced work; None where the work of all
+            shards is equal anyway.
         ring: the operator on a ring; None where it has no such form, for the reason `no_ring`.
         no_ring: why there is none.
     """
@@ -73,6 +76,7 @@ class SequenceForms:
     sequence: str
     heads: tuple[str, ...]
     keys: tuple[int, ...]
+    gathered: RingForm | None = None
     ring: RingForm | None = None
     no_ring: str = ""
 
