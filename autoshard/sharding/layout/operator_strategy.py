@@ -150,9 +150,10 @@ def choose_strategy(
     for axis, n in sorted(mesh.items(), key=lambda item: item[0] in forced):
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
         dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
-        allowed = [f for f in forced.get(axis, ()) if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
+        touched = any(axis in p for a in (operands, results) for p in a.factors_of_axes)
+        allowed = [f for f in forced.get(axis, ()) if touched and rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         best: tuple[float, str | None] | None = None
-        for factor in (allowed or [*dividing, None]) if options else [None]:
+        for factor in allowed or ([*dividing, None] if options else [None]):
             cost = sum(map(price, _moves(rule, operands, results, mesh, {**chosen, axis: factor})))
             if factor is None:
                 cost += (

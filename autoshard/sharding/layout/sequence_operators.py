@@ -60,14 +60,14 @@ def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrate
             f"'{words}' is a way to run attention, and none was recognised in the program. Use 'cp', which gathers "
             "what is needed"
         ]
-    problems: dict[str, None] = {}
+    problems: dict[tuple[str, str], str] = {}  # the two passes have the same
     for op, forms in operators:
         chosen = strategy_of(op)
         for way, size in sizes.items():
             if problem := (_ring_problem if way == RING else _heads_problem)(layout, op, forms, chosen, size):
                 source = line_text(_compat.source_line(op.eqn))
-                problems.setdefault(f"{way}:{size}: attention at {source} {problem}")
-    return list(problems)
+                problems.setdefault((way, problem), f"{way}:{size}: attention at {source} {problem}")
+    return list(problems.values())
 
 
 def _ring_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: OperatorStrategy, size: int) -> str:
