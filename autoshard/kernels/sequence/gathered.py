@@ -9,6 +9,7 @@ Shapes are those of `ring`, but keys, values and their segments are whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,4 +49,5 @@ def _chunks(ring: Ring, rows: Rows) -> Iterator[tuple[Rows, jax.Array]]:
     pairs = [None if x is None else exchanged(x, dim, ring.axes) for x, dim in zip(rows, _DIMS, strict=True)]
     for n, chunk in enumerate((index, 2 * devices - 1 - index)):
         positions = (chunk * half + jnp.arange(half)).astype(jnp.int32)
-        yield Rows(*(None if pair is None else pair[n] for pair in pairs)), positions
+        arrays: list[Any] = [None if pair is None else pair[n] for pair in pairs]
+        yield Rows(*arrays), positions

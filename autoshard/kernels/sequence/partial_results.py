@@ -38,8 +38,8 @@ class Partial(NamedTuple):
 def combined(a: Partial, b: Partial) -> Partial:
     """Return attention over the keys of both parts."""
     log_sum = jnp.logaddexp(a.log_sum, b.log_sum)
-    shares = (jnp.exp(part.log_sum - log_sum)[..., None] for part in (a, b))
-    return Partial(sum(part.out * share for part, share in zip((a, b), shares, strict=True)), log_sum)
+    of_a, of_b = (part.out * jnp.exp(part.log_sum - log_sum)[..., None] for part in (a, b))
+    return Partial(of_a + of_b, log_sum)
 
 
 def with_sinks(part: Partial, sinks: jax.Array) -> Partial:

@@ -58,7 +58,8 @@ def ring_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any,
     sent = plan.hops * (moving * size + segments / 2) + hops * moving * FLOAT32 * is_backward
     hop_bytes = sent / max(hops, 1)
     accumulated = math.prod(q.shape[:4]) * (q.shape[4] if is_backward else v.shape[3]) + moving * is_backward
-    combining = KernelCost(0.0, size, accumulated * (2 * FLOAT32 + size) * plan.hops, held_bytes=2 * hop_bytes)
+    held = 2 * hop_bytes + accumulated * FLOAT32
+    combining = KernelCost(0.0, size, accumulated * (2 * FLOAT32 + size) * plan.hops, held_bytes=held)
     exchanged = [q, k, v, *others, *((q, k, v) if is_backward else (q,))] if plan.balanced else []
     hidden = plan.hops / (plan.hops + 1)
     return RingCost((*found, combining), hops, hop_bytes, hidden, sum(map(_bytes, exchanged)))

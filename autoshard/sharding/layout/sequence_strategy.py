@@ -17,12 +17,13 @@ from dataclasses import replace
 import jax
 
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, RingPlan
+from autoshard.sharding.plan.sharding_plan import SEQUENCE_WAYS
 from autoshard.spmdrules.core.placement import shard_count
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import RingForm, SequenceForms, ring_rule
 from autoshard.spmdrules.ir.program import Op
 
-GATHER, ULYSSES, RING = "gather", "ulysses", "ring"
+GATHER, ULYSSES, RING = SEQUENCE_WAYS
 
 Choose = Callable[[Rule, Mapping[str, Sequence[str]]], OperatorStrategy]
 

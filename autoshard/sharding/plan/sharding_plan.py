@@ -17,6 +17,7 @@ from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 
 FORMAT = 4  # of plans in JSON; readers accept this one only
+SEQUENCE_WAYS = ("gather", "ulysses", "ring")  # of attention over a sharded sequence
 
 
 @shown
@@ -95,7 +96,7 @@ class ShardingPlan:
             the planner moves nothing there. `bind` moves the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
             plan has, too.
-        sequence: mesh axis -> how attention runs over the sequence that it shards: `gather`, `ulysses` or `ring`.
+        sequence: mesh axis -> how attention runs over the sequence that it shards, one of `SEQUENCE_WAYS`.
         kernels: the operators that `kernels=` found in the function, replaced or left.
         kernels_word: the word of `kernels=`. `bind` replaces the same operators.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
