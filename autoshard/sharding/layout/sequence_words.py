@@ -15,8 +15,8 @@ from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 def sequence_variants(axes: LogicalAxes, requested: Request) -> Iterator[str]:
     """Yield plans like one with `cp`, with `gather`, `ulysses` and `ring` for it; none where there is no attention.
 
-    On a given mesh the axis has one word. Otherwise the heads may be fewer than the devices: then `ulysses` takes as
-    many devices as divide the heads, and `ring` the others.
+    On a given mesh the axis has one word. Otherwise `ulysses` also takes a part of the devices, as many as divide the
+    heads, and `ring` the others.
     """
     axis = next((a for a, kind in requested.kinds.items() if kind == "cp"), None)
     if axis is None or not any(True for _ in sequence_operators(axes)):
@@ -28,9 +28,10 @@ def sequence_variants(axes: LogicalAxes, requested: Request) -> Iterator[str]:
         return
     heads = min(usable_heads(axes, size, requested.taking_heads), default=1)
     splits: list[Mapping[str, int]] = [{GATHER: size}, {ULYSSES: size}, {RING: size}]
-    if 1 < heads < size:
-        splits.append({RING: size // heads, ULYSSES: heads})
+    splits += [{RING: size // n, ULYSSES: n} for n in range(heads, 1, -1) if heads % n == 0 and n < size]
     for split in splits:
+        if any(word in requested.sizes for word in split):
+            continue
         sizes = {k: n for a, n in requested.sizes.items() for k, n in (split.items() if a == axis else [(a, n)])}
         sizes = dict(sorted(sizes.items(), key=lambda item: KINDS.index(item[0])))
         assert math.prod(sizes.values()) == requested.devices
