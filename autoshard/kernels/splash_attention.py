@@ -35,7 +35,7 @@ from autoshard.kernels.sequence.ring_cost import gathered_cost, ring_cost
 from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.kernels.splash_passes import OnDevice, SplashCall, backward_on_device, forward_on_device
 from autoshard.spmdrules.custom_ops.operator import operator
-from autoshard.spmdrules.custom_ops.sequence_forms import RingForm, SequenceForms, with_sequence_forms
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForm, SequenceForms, with_sequence_forms
 
 
 def splash_attention(
@@ -188,9 +188,9 @@ class _Operands:
             cost: the cost of this pass on one device.
         """
 
-        def form(is_ring: bool) -> RingForm:
+        def form(is_ring: bool) -> SequenceForm:
             priced = functools.partial(ring_cost if is_ring else gathered_cost, cost, call)
-            return RingForm(
+            return SequenceForm(
                 self.rule(backward=backward, in_ring=is_ring), functools.partial(run, is_ring, call), priced
             )
 

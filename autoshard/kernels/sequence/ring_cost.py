@@ -20,10 +20,10 @@ from autoshard.kernels.constants import FLOAT32
 from autoshard.kernels.sequence.schedule import schedule
 from autoshard.kernels.visibility import Visibility
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
-from autoshard.spmdrules.custom_ops.sequence_forms import RingCost
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceCost
 
 
-def ring_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any, v: Any, *others: Any) -> RingCost:
+def ring_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any, v: Any, *others: Any) -> SequenceCost:
     """Return the cost of the forward or the backward pass on a ring.
 
     Args:
@@ -62,10 +62,12 @@ def ring_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any,
     combining = KernelCost(0.0, size, accumulated * (2 * FLOAT32 + size) * plan.hops, held_bytes=held)
     exchanged = [q, k, v, *others, *((q, k, v) if is_backward else (q,))] if plan.balanced else []
     hidden = plan.hops / (plan.hops + 1)
-    return RingCost((*found, combining), hops, hop_bytes, hidden, sum(map(_bytes, exchanged)))
+    return SequenceCost((*found, combining), hops, hop_bytes, hidden, sum(map(_bytes, exchanged)))
 
 
-def gathered_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any, v: Any, *others: Any) -> RingCost:
+def gathered_cost(
+    cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any, v: Any, *others: Any
+) -> SequenceCost:
     """Return the cost of a pass over gathered keys with balanced work (`gathered`).
 
     The arguments are those of `ring_cost`, but keys and values are whole. The first chunk of queries sees one chunk of
@@ -82,7 +84,7 @@ def gathered_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: 
     early = [replace(e, overhead_us=each.overhead_us) for e, each in zip(of(half), late, strict=True)]
     rows = [q, *(x for x in others if len(x.shape) >= 4 and x.shape[3] == q.shape[3])]
     exchanged = [*rows, q]  # the result, or the gradient of the queries
-    return RingCost((*early, *late), 0, 0.0, 0.0, sum(map(_bytes, exchanged)))
+    return SequenceCost((*early, *late), 0, 0.0, 0.0, sum(map(_bytes, exchanged)))
 
 
 def _resized(x: Any, dim: int, size: int) -> Any:

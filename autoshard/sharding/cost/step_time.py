@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
 import numpy as np
 
 from autoshard import _compat
@@ -61,7 +60,7 @@ from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.cost.tiles import filled_tile_fraction
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
-from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
@@ -274,11 +273,11 @@ class CostModel:
             op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.link_prices, sequence
         )
         rule = strategy.rule(op)
-        if strategy.ring is not None:
-            costs, share = strategy.ring.cost.kernels, strategy.ring.cost.hidden_share
+        if strategy.form is not None:
+            costs, share = strategy.form.cost.kernels, strategy.form.cost.hidden_share
             time = sum(declared_us(cost, chip) for cost in costs)
             return Price(time, strategy.moves, max(cost.held_bytes for cost in costs), share * time)
-        if is_declared(op) and (costs := declared_costs(op.eqn, _shard_types(op, strategy, mesh))):
+        if is_declared(op) and (costs := declared_costs(op.eqn, shard_types(op, strategy.rule(op), strategy, mesh))):
             time = sum(declared_us(cost, chip) for cost in costs)
             return Price(time, strategy.moves, max(cost.held_bytes for cost in costs))
         if opaque := self._opaque_memory(op, strategy, mesh):
@@ -303,13 +302,13 @@ class CostModel:
         if not operands:
             return 0.0
         own = groups / math.prod(mesh[a] for a, f in strategy.factors.items() if f == GROUPS)
-        return own * sum(nbytes(x) for x in _shard_types(op, strategy, mesh)[:operands])
+        return own * sum(nbytes(x) for x in shard_types(op, strategy.rule(op), strategy, mesh)[:operands])
 
     def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """Return the memory of a declared operator on one shard; None for other operators."""
         if not is_declared(op):
             return None
-        shapes = tuple((x.shape, x.dtype) for x in _shard_types(op, strategy, mesh))
+        shapes = tuple((x.shape, x.dtype) for x in shard_types(op, strategy.rule(op), strategy, mesh))
         return trace_opaque_memory(op.eqn.params["fn"], shapes, self.target.platform)
 
     def _memory_us(
@@ -390,14 +389,3 @@ class CostModel:
             for n, (_, result) in zip(updated.numbers.tolist(), self.state, strict=True)
             if (gather := of_class[n]) is not None
         ]
-
-
-def _shard_types(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-    """Return shape and dtype of each operand on one shard."""
-    return [
-        jax.ShapeDtypeStruct(
-            tuple(n // shard_count((axes,), mesh) for n, axes in zip(v.aval.shape, strategy.spec(dims), strict=True)),
-            v.aval.dtype,
-        )
-        for v, dims in zip(op.eqn.invars, strategy.rule(op).operands, strict=True)
-    ]

@@ -21,13 +21,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import jax
+
 from autoshard._shown import shown
 from autoshard.sharding.layout.constants import STRATEGY_TIE
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
-from autoshard.spmdrules.custom_ops.sequence_forms import RingCost, RingForm
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceCost, SequenceForm
 from autoshard.spmdrules.ir.program import Op
 
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "collective-permute"]
@@ -58,20 +60,20 @@ class Move:
 
 @shown
 @dataclass(frozen=True)
-class RingPlan:
-    """Attention on a ring of devices.
+class SequencePlan:
+    """Attention over a sharded sequence, in a form that it declares.
 
     Attributes:
         form: what a shard runs, and its cost.
-        rule: the rule, in which keys are sharded as queries are.
-        axes: the mesh axes of the ring, major to minor.
+        rule: the rule of the form. On a ring, keys are sharded as queries are.
+        axes: the mesh axes of the sequence, major to minor.
         cost: the cost of one run on one device.
     """
 
-    form: RingForm
+    form: SequenceForm
     rule: Rule
     axes: tuple[str, ...]
-    cost: RingCost
+    cost: SequenceCost
 
 
 @shown
@@ -82,17 +84,17 @@ class OperatorStrategy:
     Attributes:
         factors: the factor that each mesh axis shards, or None.
         moves: the collectives that this needs.
-        ring: how keys travel, if it is attention on a ring; its rule takes the place of the operator's.
+        form: if attention runs over a sharded sequence in another form than its rule's: on a ring, or with balanced work.
     """
 
     factors: Mapping[str, str | None]
     moves: tuple[Move, ...]
-    ring: RingPlan | None = None
+    form: SequencePlan | None = None
 
     def rule(self, op: Op) -> Rule:
         """The rule by which the operator is sharded."""
         assert op.rule is not None
-        return op.rule if self.ring is None else self.ring.rule
+        return op.rule if self.form is None else self.form.rule
 
     def spec(self, dims: Dims) -> Spec:
         """The sharding under this strategy of an operand or result with these factors per dimension."""
@@ -117,6 +119,17 @@ class OperandSpecs:
             dict.fromkeys(axes_of(spec), "") | project(self.rule, dims, spec, self.mesh)
             for dims, spec in zip(self.dims, self.specs, strict=True)
         ]
+
+
+def shard_types(op: Op, rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """Shape and dtype of each operand on one shard, by a rule of the operator."""
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(n // shard_count((axes,), mesh) for n, axes in zip(v.aval.shape, strategy.spec(dims), strict=True)),
+            v.aval.dtype,
+        )
+        for v, dims in zip(op.eqn.invars, rule.operands, strict=True)
+    ]
 
 
 def choose_strategy(

@@ -11,7 +11,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
-from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForms, ring_rule, sequence_forms_of
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForms, rule_of_form, sequence_forms_of
 from autoshard.spmdrules.ir.program import Op
 
 
@@ -72,11 +72,11 @@ def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrate
 
 def _ring_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: OperatorStrategy, size: int) -> str:
     axes = {a for a, way in layout.sequence.items() if way == RING and layout.mesh[a] > 1}
-    if chosen.ring is not None and axes <= {*chosen.ring.axes}:
+    if chosen.form is not None and axes <= {*chosen.form.axes}:
         return ""
     if forms.ring is None:
         return f"cannot run on a ring: {forms.no_ring}. Use gather or ulysses"
-    rule = ring_rule(forms.ring, [v.aval for v in op.eqn.invars])
+    rule = rule_of_form(forms.ring, [v.aval for v in op.eqn.invars])
     dim = next(d for d, dim in enumerate(rule.operands[forms.keys[0]]) if forms.sequence in dim)
     length = op.eqn.invars[forms.keys[0]].aval.shape[dim]
     block = length // (rule.by_name[forms.sequence].size or 1)

@@ -14,13 +14,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import jax
-
-from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, RingPlan
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, SequencePlan, shard_types
 from autoshard.sharding.plan.sharding_plan import SEQUENCE_WAYS
-from autoshard.spmdrules.core.placement import shard_count
 from autoshard.spmdrules.core.rule import Rule
-from autoshard.spmdrules.custom_ops.sequence_forms import RingForm, SequenceForms, ring_rule
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForm, SequenceForms, rule_of_form
 from autoshard.spmdrules.ir.program import Op
 
 GATHER, ULYSSES, RING = SEQUENCE_WAYS
@@ -46,7 +43,7 @@ def over_sequence(
     form = forms.ring if rings else forms.gathered
     if form is None:
         return choose(op.rule, forced)
-    rule = ring_rule(form, [v.aval for v in op.eqn.invars]) if rings else op.rule
+    rule = rule_of_form(form, [v.aval for v in op.eqn.invars]) if rings else op.rule
     chosen = choose(rule, {**forced, **{a: (forms.sequence,) for a in rings}})
     axes = tuple(a for a, f in chosen.factors.items() if f == forms.sequence and mesh[a] > 1)
     if not axes or (not rings and not _balances(op, forms, mesh, sequence, axes)):
@@ -66,21 +63,14 @@ def _balances(
 def _on_shards(
     op: Op,
     forms: SequenceForms,
-    form: RingForm,
+    form: SequenceForm,
     rule: Rule,
     mesh: Mapping[str, int],
     chosen: OperatorStrategy,
     axes: tuple[str, ...],
 ) -> OperatorStrategy:
     devices = math.prod(mesh[a] for a in axes)
-    shards = [
-        jax.ShapeDtypeStruct(
-            tuple(n // shard_count((over,), mesh) for n, over in zip(v.aval.shape, chosen.spec(dims), strict=True)),
-            v.aval.dtype,
-        )
-        for v, dims in zip(op.eqn.invars, rule.operands, strict=True)
-    ]
-    cost = form.cost(devices, *shards)
+    cost = form.cost(devices, *shard_types(op, rule, chosen, mesh))
     moves = list(chosen.moves)
     if cost.hops:
         moves.append(
@@ -88,4 +78,4 @@ def _on_shards(
         )
     if cost.exchange_bytes:
         moves.append(Move("collective-permute", axes, -1, cost.exchange_bytes, cost.exchange_bytes))
-    return replace(chosen, moves=tuple(moves), ring=RingPlan(form, rule, axes, cost))
+    return replace(chosen, moves=tuple(moves), form=SequencePlan(form, rule, axes, cost))

@@ -1,4 +1,4 @@
-"""Operators with a declared rule run on shards under `shard_map`: by that rule, or attention on a ring of devices."""
+"""Operators with a declared rule run on shards under `shard_map`: by that rule, or by that of another form."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def run_declared(
         x if (spec := between(now, chosen.spec(dims), x.shape, mesh.shape)) is None else constrain(x, spec)
         for x, now, dims in zip(args, stored, chosen.rule(op).operands, strict=True)
     ]
-    if (ring := chosen.ring) is None:
+    if (form := chosen.form) is None:
         specs = [chosen.spec(dims) for dims in chosen.rule(op).operands]
         return run_sharded(op.eqn.params, mesh, specs, wants, *args)
     results, factors = [v.aval for v in op.eqn.outvars], sharded_factors(chosen, mesh.shape)
-    return run_opaque_on_shards(ring.rule, partial(ring.form.run, ring.axes), results, mesh, factors, wants, *args)
+    return run_opaque_on_shards(form.rule, partial(form.form.run, form.axes), results, mesh, factors, wants, *args)
 
 
 def between(now: Spec, goal: Spec, shape: Sequence[int], mesh: Mapping[str, int]) -> Spec | None:

@@ -24,7 +24,7 @@ from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 @shown
 @dataclass(frozen=True)
-class RingCost:
+class SequenceCost:
     """What one device does in one run of an operator on shards of a sequence.
 
     Attributes:
@@ -44,18 +44,18 @@ class RingCost:
 
 @shown
 @dataclass(frozen=True)
-class RingForm:
+class SequenceForm:
     """How an operator runs on shards of a sequence.
 
     Attributes:
         text: the rule. On a ring, keys are sharded as queries are.
         run: `run(axes, *shards)` returns the results of a shard; the mesh axes `axes` shard the sequence.
-        cost: `cost(devices, *shards)` returns a `RingCost`; shards are anything with a shape and a dtype.
+        cost: `cost(devices, *shards)` returns a `SequenceCost`; shards are anything with a shape and a dtype.
     """
 
     text: str
     run: Callable[..., Any]
-    cost: Callable[..., RingCost]
+    cost: Callable[..., SequenceCost]
 
 
 @shown
@@ -76,8 +76,8 @@ class SequenceForms:
     sequence: str
     heads: tuple[str, ...]
     keys: tuple[int, ...]
-    gathered: RingForm | None = None
-    ring: RingForm | None = None
+    gathered: SequenceForm | None = None
+    ring: SequenceForm | None = None
     no_ring: str = ""
 
 
@@ -110,7 +110,7 @@ def sequence_forms_of(params: Any, avals: Sequence[Any]) -> SequenceForms | None
     return declared(*avals, **options)
 
 
-def ring_rule(form: RingForm, avals: Sequence[Any]) -> Rule:
+def rule_of_form(form: SequenceForm, avals: Sequence[Any]) -> Rule:
     """Return the rule of an operator on a ring, with the sizes of its operands."""
     return _parsed(form.text, tuple((tuple(x.shape), x.dtype) for x in avals))
 
