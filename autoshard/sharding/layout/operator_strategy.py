@@ -84,7 +84,7 @@ class OperatorStrategy:
     Attributes:
         factors: the factor that each mesh axis shards, or None.
         moves: the collectives that this needs.
-        form: if attention runs over a sharded sequence in another form than its rule's: on a ring, or with balanced work.
+        form: the form of attention over a sharded sequence: on a ring, or with balanced work; None for the rule's own.
     """
 
     factors: Mapping[str, str | None]
