@@ -15,6 +15,8 @@ from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.search.candidate import Candidate
 from autoshard.sharding.search.constants import PLANS_WITH_OTHER_ATTENTION
 
+_BATCH = ("dp", "zero1", "fsdp")
+
 
 def sequence_ways(
     known: Sequence[Candidate],
@@ -22,7 +24,7 @@ def sequence_ways(
     mesh: Mapping[str, int] | None,
     prices: LinkPrices,
 ) -> list[Candidate]:
-    """Return the best plans that shard a sequence with the other ways of attention.
+    """Return the best plans that shard a sequence, one for each use of the inner mesh axes, with other attention.
 
     Args:
         known: the known plans, best first; those that do not fit come last, the smallest first.
@@ -30,19 +32,20 @@ def sequence_ways(
         mesh: mesh axis -> size, if the mesh is given.
         prices: what bytes cost on the links of the target.
     """
-    found, tried = [], 0
+    found, tried = [], set()
     for candidate in known:
         if not is_request(candidate.name) or not candidate.layout.sharded_classes():
             continue
         requested = replace(parse_request(candidate.name), **({"fixed_mesh": True} if mesh is not None else {}))
-        words = list(sequence_variants(candidate.layout.axes, requested))
+        inner = frozenset((a, n) for a, n in requested.sizes.items() if requested.kinds[a] not in _BATCH)
+        words = list(sequence_variants(candidate.layout.axes, requested)) if inner not in tried else []
         for name in words:
             new = replace(parse_request(name), fixed_mesh=requested.fixed_mesh)
             layout = layout_of(candidate.layout.axes, candidate.layout.roles, new)
             if not sequence_problems(layout, partial(strategy_in_layout, layout, prices=prices)):
                 priced = price(name, layout)
                 found += [priced] if priced is not None else []
-        tried += bool(words)
-        if tried == PLANS_WITH_OTHER_ATTENTION:
+        tried |= {inner} if words else set()
+        if len(tried) == PLANS_WITH_OTHER_ATTENTION:
             break
     return found
