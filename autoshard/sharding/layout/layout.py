@@ -37,6 +37,8 @@ class Layout:
         table: mesh axis -> logical axes (by number), in order of preference.
         storage: role -> mesh axes over which inputs of that role are stored, in addition to the table.
         fixed: value -> spec that the user fixed.
+        sequence: mesh axis -> how attention runs over the sequence that it shards: `gather`, `ulysses` or `ring`
+            (`sequence_strategy`). Over other mesh axes keys are gathered as the rule of attention says.
     """
 
     axes: LogicalAxes
@@ -45,6 +47,7 @@ class Layout:
     table: Mapping[str, tuple[int, ...]]
     storage: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
     fixed: Mapping[int, Spec] = field(default_factory=dict)
+    sequence: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         self._specs: dict[Leaves, Spec] = {}
@@ -115,7 +118,8 @@ class Layout:
         merged: list[list[Any]] = []
         for axis, size in self.mesh.items():
             if size > 1:
-                use = self.table.get(axis, ()), frozenset(r for r, axes in self.storage.items() if axis in axes)
+                stores = frozenset(r for r, axes in self.storage.items() if axis in axes)
+                use = self.table.get(axis, ()), stores, self.sequence.get(axis, "")
                 if merged and merged[-1][1] == use:
                     merged[-1][0] *= size
                 else:

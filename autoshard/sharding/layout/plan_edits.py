@@ -67,7 +67,7 @@ def changed(layout: Layout, change: Change) -> Layout:
         table[axis] = (
             (*listed, names[change.what]) if change.added else tuple(c for c in listed if c != names[change.what])
         )
-    return Layout(layout.axes, layout.roles, layout.mesh, table, storage)
+    return Layout(layout.axes, layout.roles, layout.mesh, table, storage, sequence=layout.sequence)
 
 
 def usable_devices(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:

@@ -17,6 +17,7 @@ from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 
 FORMAT = 4  # of plans in JSON; readers accept this one only
+SEQUENCE_WAYS = ("gather", "ulysses", "ring")  # of attention over a sharded sequence
 
 
 @shown
@@ -99,6 +100,7 @@ class ShardingPlan:
             the planner moves nothing there. `bind` moves the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
             plan has, too.
+        sequence: mesh axis -> how attention runs over the sequence that it shards, one of `SEQUENCE_WAYS`.
         kernels: the operators that `kernels=` found in the function, replaced or left.
         kernels_word: the word of `kernels=`. `bind` replaces the same operators.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
@@ -145,6 +147,7 @@ class ShardingPlan:
     overlap: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     module_us: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sequence: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)

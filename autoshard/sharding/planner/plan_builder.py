@@ -99,6 +99,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         overlap=problem.overlap.table if problem.overlap else {},
         module_us=_module_times(problem, best),
         kernel_blocks=_kernel_blocks(problem),
+        sequence=dict(layout.sequence),
         kernels=problem.traced.kernels,
         kernels_word=problem.traced.kernels_word,
         alone=_estimate(

@@ -15,6 +15,7 @@ from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
+from autoshard.sharding.layout.plan_request import moves_keys
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
@@ -72,6 +73,8 @@ def plan_traced(
     `report_infeasible`.
     """
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
+    if word == "off" and isinstance(plan, str) and moves_keys(plan):
+        word = "auto"  # ulysses and ring are ways to run the operators of attention
     traced = with_kernels(traced, word, traced_machine(mesh, target))
     count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
     numerics = plan.allow_numerics if isinstance(plan, ShardingPlan) else allow_numerics
