@@ -21,6 +21,7 @@ from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import Words
+from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
 from autoshard.sharding.pipeline.pipelining import DEFAULT, stages_of, with_stages
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
@@ -30,7 +31,6 @@ from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
 from autoshard.sharding.planner.offload_choice import plan_with_offload, warn_of_host_memory
-from autoshard.sharding.planner.pipeline_choice import plan_with_pipelines, stage_counts
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
