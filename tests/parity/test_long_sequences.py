@@ -43,6 +43,7 @@ def attention_step(case):
     draw = np.random.default_rng(0).normal
     params = {name: jnp.asarray(draw(size=(WIDTH, n * HEAD_DIM)) * 0.3, jnp.float32) for name, n in shapes.items()}
     params["wo"] = jnp.asarray(draw(size=(heads * HEAD_DIM, WIDTH)) * 0.3, jnp.float32)
+    params["sinks"] = jnp.asarray(draw(size=(kv_heads, group)), jnp.float32)
     batch = jnp.asarray(draw(size=(BATCH, length, WIDTH)), jnp.float32)
     segments = jnp.broadcast_to(jnp.arange(length) // (length // 5), (BATCH, length))
 
@@ -50,7 +51,8 @@ def attention_step(case):
         q = (x @ params["wq"]).reshape(BATCH, length, kv_heads, group, HEAD_DIM)
         k, v = ((x @ params[n]).reshape(BATCH, length, kv_heads, HEAD_DIM) for n in ("wk", "wv"))
         both = (segments, segments) if has_segments else None
-        y = splash_attention(Softmax(visibility, HEAD_DIM**-0.5), q, k, v, plain=True, segments=both)
+        softmax = Softmax(visibility, HEAD_DIM**-0.5, soft_cap=5.0)
+        y = splash_attention(softmax, q, k, v, plain=True, segments=both, sinks=params["sinks"])
         return jnp.mean(jnp.square(x + y.reshape(BATCH, length, -1) @ params["wo"]))
 
     return jax.value_and_grad(loss), params, batch
