@@ -107,7 +107,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["ckpt", "lst"], "; did you mean 'ls'?"),
         (["ckpt", "ls", "nowhere", "--jsn"], "unknown option --jsn: did you mean --json? `autoshard ckpt ls --help`"),
         (["ckpt", "diff"], "A[@STEP], B[@STEP] are missing; `autoshard ckpt diff --help` shows an example"),
-        (["generate"], "RUN_DIR is missing; `autoshard generate --help` shows an example"),
+        (["generate"], "FOLDER is missing; `autoshard generate --help` shows an example"),
         (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x'; it must be a whole number"),
         (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5; it must not be negative"),
         (
