@@ -310,11 +310,7 @@ def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Mapp
     generation = {}
     if inference is not None:
         model = {"name": inference["model"], **inference["config"]}  # takes precedence over the run's config
-<<<<<<< HEAD
-        own = {**inference, "generation": inference["generation"] | {"use_ema": False}}
-=======
         own = {**inference, "generation": {**inference["generation"], "use_ema": False}}
->>>>>>> hour
         generation = {"generation_config.json": _generation(inference), INFERENCE_FILE: own}
     name = model.pop("name", None)
     kinds = [one.dtype for one in tensors if "float" in one.dtype]

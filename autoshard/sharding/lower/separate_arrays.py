@@ -53,15 +53,9 @@ class Places:
         if not known:
             return None
         # With a single index, `itemgetter` returns no tuple. So the last index is there twice.
-<<<<<<< HEAD
-        leaves, found = (operator.itemgetter(*indices, indices[-1]) for indices in zip(*known, strict=True))
-        others = tuple(i for i, position in enumerate(positions) if position is None)
-        return cls((len(positions), results), leaves, found, others)
-=======
         taken, of_results = (operator.itemgetter(*indices, indices[-1]) for indices in zip(*known, strict=True))
         others = tuple(i for i, position in enumerate(positions) if position is None)
         return cls((len(positions), results), taken, of_results, others)
->>>>>>> hour
 
     def hold(self, leaves: Sequence[Any], results: Sequence[weakref.ref[Any]]) -> bool:
         """Whether the leaves are these results again. It is fast, because it runs at every call."""
