@@ -57,7 +57,8 @@ def analyse(traced: Traced) -> Analysis:
     batch = _known_batch(traced, axes)
     batch = batch_axis(program, axes, frozenset(state_inputs)) if batch is None else batch
     join_generated_batches(axes, batch)
-    roles = find_roles(program, axes, state_inputs, batch=batch)
+    replicas, microbatch = _cut_axes(traced, axes)
+    roles = find_roles(program, axes, state_inputs, batch=batch, replicas=replicas, microbatch=microbatch)
     split_expert_axes(axes, roles)
     graph = find_graph_axes(program, axes, state_inputs)
     for v in graph.features(program, axes, state_inputs):
@@ -65,6 +66,17 @@ def analyse(traced: Traced) -> Analysis:
     axes.names = name_axes(program, axes, roles, traced.in_names, graph)
     axes.computed_names = name_computed_axes(program, axes, roles)
     return Analysis(axes, roles, state)
+
+
+def _cut_axes(traced: Traced, axes: LogicalAxes) -> tuple[int | None, int | None]:
+    """The axes of replicas and of microbatches beside the batch that was cut; None for each that does not exist."""
+    if traced.batch is None:
+        return None, None
+    leaf, dim, place, _ = traced.batch
+    classes = axes.of_value[traced.program.inputs[leaf]][dim]
+    replicas = classes[place - 1] if traced.replicas > 1 else None
+    has_count = traced.microbatches > 1 and len(classes) > place + 1
+    return replicas, classes[place + 1] if has_count and axes.sizes[classes[place + 1]] == traced.microbatches else None
 
 
 def _known_batch(traced: Traced, axes: LogicalAxes) -> int | None:

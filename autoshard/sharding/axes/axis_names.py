@@ -44,6 +44,7 @@ def name_axes(
         name_axis(c, "graphs")
     name_axis(roles.batch, "batch")
     name_axis(roles.stages, "stages")
+    name_axis(roles.replicas, "replicas")
     name_axis(roles.residual, "embed")
     for c in roles.experts:
         name_axis(c, "experts")

@@ -58,6 +58,7 @@ class Roles:
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
+        replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
     """
 
     inputs: dict[int, Role]
@@ -74,9 +75,18 @@ class Roles:
     gradients: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     stages: int | None = None
+    replicas: int | None = None
 
 
-def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *, batch: int | None = None) -> Roles:
+def find_roles(
+    program: Program,
+    axes: LogicalAxes,
+    state: Sequence[int] = (),
+    *,
+    batch: int | None = None,
+    replicas: int | None = None,
+    microbatch: int | None = None,
+) -> Roles:
     """Finds the roles.
 
     Args:
@@ -84,6 +94,8 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         axes: its logical axes.
         state: the inputs that the program returns updated (known from the pytree structure). They are never data.
         batch: its batch axis, if `batch_axis` was called before.
+        replicas: the axis of groups of rows whose sums are added later, if there is one.
+        microbatch: the axis that counts the microbatches, if the step was cut into them. It is no sequence.
     """
     batch = batch_axis(program, axes, frozenset(state)) if batch is None else batch
     inputs, owner = _input_roles(program, axes, batch, frozenset(state))
@@ -95,8 +107,9 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
             parameter_bytes[c] += axis_weight(program.avals[v])
     use = find_uses(program, axes, batch, in_parameters, owner)
     stages = _stage_axis(program, axes)
-    if stages is not None:
-        use.discard(stages)
+    for own in (stages, replicas):
+        if own is not None:
+            use.discard(own)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1} - use.windows
     data = [v for v, role in inputs.items() if role == "data"]
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
@@ -117,7 +130,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
     with_batch = {c for dims in set(axes.of_value) for dim in dims for c in dim if any(batch in d for d in dims)}
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
-        if c != batch and c in with_batch and not use.weights[c]
+        if c not in (batch, replicas, microbatch) and c in with_batch and not use.weights[c]
     )  # fmt: skip
     return Roles(
         inputs=inputs,
@@ -134,6 +147,7 @@ def find_roles(program: Program, axes: LogicalAxes, state: Sequence[int] = (), *
         gradients=(gradients := _gradients(program, axes, batch)),
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
+        replicas=replicas,
     )
 
 

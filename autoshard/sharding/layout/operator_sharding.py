@@ -55,11 +55,14 @@ def result_spec(layout: Layout, op: Op, value: int) -> Spec:
 
 
 def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
-    """Whether the result of an operator lacks the batch that one of its operands has."""
-    batch, of_value = roles.batch, axes.of_value
-    if batch is None or any(batch in dim for dim in of_value[value]):
-        return False
-    return any(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands)
+    """Whether the result of an operator lacks the batch, or the replicas, that one of its operands has."""
+
+    def lost(axis: int) -> bool:
+        if any(axis in dim for dim in axes.of_value[value]):
+            return False
+        return any(v >= 0 and any(axis in dim for dim in axes.of_value[v]) for v in op.operands)
+
+    return any(axis is not None and lost(axis) for axis in (roles.batch, roles.replicas))
 
 
 def gradient_spec_of(layout: Layout, value: int) -> Spec:

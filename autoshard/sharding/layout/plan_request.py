@@ -185,6 +185,8 @@ def may_be_mesh_axis(axis: str, mesh: Mapping[str, int] | None, words: str | Non
 
 def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ...]:
     """The logical axes that a kind of parallelism shards, in order of preference."""
+    if kind == "dp" and roles.replicas is not None:
+        return (roles.replicas,)
     if kind in ("dp", "zero1", "fsdp"):
         return () if roles.batch is None else (roles.batch,)
     if kind == "pp":
@@ -235,7 +237,11 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
         usable = usable_devices(axes, classes, size)
         if kind == ULYSSES:
             usable += usable_heads(axes, size, requested.taking_heads)
-        parts = [size] if requested.fixed_mesh or kind == "pp" else axis_parts(size, usable)
+        parts = (
+            [size]
+            if requested.fixed_mesh or kind == "pp" or (kind == "dp" and roles.replicas is not None)
+            else axis_parts(size, usable)
+        )
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes

@@ -17,7 +17,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard.sharding.microbatches.flow import Flow
 from autoshard.sharding.microbatches.operator_steps import NotCut, Step
-from autoshard.sharding.microbatches.states import After, Own, Partial, Split, State, Whole, joined, part, parts
+from autoshard.sharding.microbatches.states import After, Cut, Own, Partial, Split, State, Whole
 from autoshard.sharding.rewrite.evaluation import bind_checkpoint, bind_scan
 from autoshard.spmdrules.core.rule import Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
@@ -27,6 +27,11 @@ COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "and": jnp.bitwise_and, "or": jnp.bitwise_or, "xor": jnp.bitwise_xor,
 }  # fmt: skip
 """The operations by which terms are combined."""
+REDUCE: Mapping[str, Callable[..., Any]] = {
+    "sum": jnp.sum, "mul": jnp.prod, "max": jnp.max, "min": jnp.min,
+    "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce, "xor": jnp.bitwise_xor.reduce,
+}  # fmt: skip
+"""The same operations over a dimension."""
 
 Terms = tuple[list[Any], list[Any]]
 Runner = Callable[[Callable[[Any, list[Any]], Terms], list[Any], list[str]], Terms]
@@ -40,16 +45,16 @@ It takes the function of one microbatch, from its number and rows to its terms a
 _REPEATING = ("broadcast_in_dim", "iota")
 
 
-def in_microbatches(closed: Any, flow: Flow, count: int, run: Runner | None = None) -> Callable[..., list[Any]]:
+def in_microbatches(closed: Any, flow: Flow, cut: Cut, run: Runner | None = None) -> Callable[..., list[Any]]:
     """Return a step in microbatches, as a function from its flat inputs to its flat results.
 
     Args:
         closed: the step's closed jaxpr, with calls inlined.
         flow: for each value, whether a microbatch has rows of it, a term of a sum, or all of it.
-        count: number of microbatches.
+        cut: how rows are cut.
         run: runs the microbatches; one after another for None.
     """
-    return lambda *args: _Writer(closed, flow, count, run or one_after_another).write(args)
+    return lambda *args: _Writer(closed, flow, cut, run or one_after_another).write(args)
 
 
 def one_after_another(one: Callable[[Any, list[Any]], Terms], rows: list[Any], ops: list[str]) -> Terms:
@@ -76,9 +81,14 @@ class _RowsShard(Shard):
 
 
 class _Writer:
-    def __init__(self, closed: Any, flow: Flow, count: int, run: Runner):
-        self.jaxpr, self.flow, self.count, self.run = _compat.open_jaxpr(closed), flow, count, run
+    def __init__(self, closed: Any, flow: Flow, cut: Cut, run: Runner):
+        self.jaxpr, self.flow, self.cut, self.run = _compat.open_jaxpr(closed), flow, cut, run
         self.known = dict(zip(self.jaxpr.constvars, _compat.constants(closed), strict=True))
+        # What scans stack. In a scan of several replicas, these are behind the dimension of the stack.
+        self.stacks = {
+            var for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"
+            for var in eqn.outvars[_compat.scan_arity(eqn.params)[1] :]
+        }  # fmt: skip
 
     def write(self, args: Sequence[Any]) -> list[Any]:
         jaxpr, flow = self.jaxpr, self.flow
@@ -124,30 +134,39 @@ class _Writer:
 
     def loop(self, known: Mapping[Any, Any], wanted: Mapping[Any, State]) -> dict[Any, Any]:
         """Run the loop; return the wanted values of the whole batch."""
-        jaxpr, flow, count = self.jaxpr, self.flow, self.count
+        jaxpr, flow, cut = self.jaxpr, self.flow, self.cut
         rows = {var: s for var in jaxpr.invars if isinstance(s := flow.states[var], Split)}
-        stacked = [parts(known[var], split, count) for var, split in rows.items()]
+        stacked = [cut.parts(known[var], split) for var, split in rows.items()]
         # Other known values were only needed to compute these. The loop computes them again, for its own rows.
         whole = {var: x for var, x in known.items() if isinstance(flow.states[var], Whole)}
         sums = {var: s for var, s in wanted.items() if isinstance(s, Partial)}
         collected = {var: s for var, s in wanted.items() if isinstance(s, Split)}
 
-        def one(number: Any, slices: list[Any]) -> Terms:
-            batch = _Microbatch(number, count)
+        def replica(number: Any, replica: Any, slices: list[Any]) -> Terms:
+            batch = _Microbatch(number, replica, cut)
             env = batch.run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
             terms = [batch.taken(env[var], flow.states[var], s) for var, s in sums.items()]
             return terms, [env[var] for var in collected]
 
-        totals, kept = self.run(one, stacked, [s.op for s in sums.values()])
+        def one(number: Any, slices: list[Any]) -> Terms:
+            if cut.replicas == 1:
+                return replica(number, 0, slices)
+            numbers = jnp.arange(cut.replicas, dtype=jnp.int32)
+            return jax.vmap(lambda r, own: replica(number, r, own), out_axes=(places, 0))(numbers, slices)
+
+        ops, places = [s.op for s in sums.values()], [int(var in self.stacks) for var in sums]
+        totals, kept = self.run(one, stacked, ops)
+        if cut.replicas > 1:
+            totals = [REDUCE[op](x, axis=place) for op, x, place in zip(ops, totals, places, strict=True)]
         made = dict(zip(sums, totals, strict=True))
-        return made | {var: joined(x, s) for (var, s), x in zip(collected.items(), kept, strict=True)}
+        return made | {var: cut.joined(x, s) for (var, s), x in zip(collected.items(), kept, strict=True)}
 
 
 class _Microbatch:
-    """Computes the values of one microbatch."""
+    """Computes the values of one replica of a microbatch."""
 
-    def __init__(self, number: Any, count: int):
-        self.number, self.count = number, count
+    def __init__(self, number: Any, replica: Any, cut: Cut):
+        self.number, self.replica, self.cut, self.count = number, replica, cut, cut.pieces
 
     def run(self, flow: Flow, env: dict[Any, Any], root: bool = False) -> dict[Any, Any]:
         """Evaluate a jaxpr for this microbatch. `env` holds its inputs and constants, and gets all of its values."""
@@ -197,8 +216,9 @@ class _Microbatch:
         if not isinstance(there, (Whole, Own)) or isinstance(wanted, (Whole, After, Own)):
             return x
         if isinstance(wanted, Split):
-            return part(x, wanted, self.count, self.number)
-        return jnp.where(self.number == 0, x, neutral(wanted.op, jnp.shape(x), jnp.result_type(x)))
+            return self.cut.part(x, wanted, self.number, self.replica)
+        first = self.number == 0 if self.cut.replicas == 1 else (self.number == 0) & (self.replica == 0)
+        return jnp.where(first, x, neutral(wanted.op, jnp.shape(x), jnp.result_type(x)))
 
     def estimate(self, term: Any, there: Partial) -> Any:
         """Return the microbatch's own estimate of a value from its term."""

@@ -73,7 +73,9 @@ class _Restart(Exception):
     """More values are computed before the loop than assumed."""
 
 
-def find_flow(closed: Any, batch: Mapping[int, Split], count: int, *, numerics: bool = False) -> Flow:
+def find_flow(
+    closed: Any, batch: Mapping[int, Split], count: int, *, numerics: bool = False, rows: int | None = None
+) -> Flow:
     """Return how a step is computed in microbatches.
 
     Args:
@@ -81,6 +83,7 @@ def find_flow(closed: Any, batch: Mapping[int, Split], count: int, *, numerics: 
         batch: input -> where it has the rows of the batch.
         count: number of microbatches.
         numerics: whether an operator that needs a sum over the whole batch may take that of each microbatch instead.
+        rows: the number of all rows, if pieces have consecutive ones (`factor_at`).
 
     Raises:
         NotCut: a microbatch would need a value of the whole batch.
@@ -91,7 +94,7 @@ def find_flow(closed: Any, batch: Mapping[int, Split], count: int, *, numerics: 
     own = _OwnSums() if numerics else None
     while True:
         try:
-            return _Finder(count, early, own).root(jaxpr, inputs)
+            return _Finder(count, early, own, rows).root(jaxpr, inputs)
         except _Restart:
             continue
 
@@ -123,8 +126,8 @@ class _OwnSums:
 
 
 class _Finder:
-    def __init__(self, count: int, early: set[Any], own: _OwnSums | None):
-        self.count, self.early, self.own = count, early, own
+    def __init__(self, count: int, early: set[Any], own: _OwnSums | None, rows: int | None):
+        self.count, self.early, self.own, self.rows = count, early, own, rows
         self.inside_own = False  # whether operators of the body that is visited take own sums
         self.made: dict[Any, Any] = {}  # variable of the step -> the equation that makes it
         self.effects_later = False  # whether an equation with side effects runs after the loop
@@ -279,14 +282,14 @@ class _Finder:
         if rule is None:
             raise NotCut(f"{place_of(eqn)} has no rule")
         try:
-            return step_by_rule(eqn, rule, states, self.count)
+            return step_by_rule(eqn, rule, states, self.count, self.rows)
         except NotCut:
             own: list[State] = [OWN if isinstance(s, Partial) and s.op in ESTIMATED else s for s in states]
             if not self.inside_own or own == states:
                 raise
         if all(isinstance(s, (Whole, Own)) for s in own):
             return Step("each", own, [OWN] * len(eqn.outvars))
-        return step_by_rule(eqn, rule, own, self.count)
+        return step_by_rule(eqn, rule, own, self.count, self.rows)
 
     def scan(self, eqn: Any, states: list[State]) -> Step:
         n_consts, n_carry = _compat.scan_arity(eqn.params)

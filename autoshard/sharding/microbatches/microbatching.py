@@ -17,7 +17,7 @@ from autoshard.sharding.axes.analysis import Analysis, analyse
 from autoshard.sharding.microbatches.accumulation import Runner, in_microbatches
 from autoshard.sharding.microbatches.flow import find_flow, own_sums
 from autoshard.sharding.microbatches.operator_steps import NotCut, place_of
-from autoshard.sharding.microbatches.states import Split
+from autoshard.sharding.microbatches.states import Cut, Split
 from autoshard.sharding.microbatches.update_loops import update_loop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
@@ -43,13 +43,17 @@ def read_microbatches(count: Any) -> int | str:
     return int(count)
 
 
-def with_microbatches(traced: Traced, count: int, run: Runner | None = None, *, numerics: bool = False) -> Traced:
+def with_microbatches(
+    traced: Traced, count: int, run: Runner | None = None, *, replicas: int = 1, numerics: bool = False
+) -> Traced:
     """Return a traced step as a loop over microbatches. Its results are the same up to the order of sums.
 
     Args:
         traced: the step.
         count: number of microbatches.
         run: runs the microbatches; one after another for None.
+        replicas: number of groups of consecutive rows whose sums are added after the loop. If a mesh axis shards the
+            groups, sums are reduced over it once, not in each microbatch.
         numerics: whether the results may differ: operators that need a sum over the whole batch in the loop take that
             of each microbatch. `Traced.own_sums` has their lines.
 
@@ -59,13 +63,17 @@ def with_microbatches(traced: Traced, count: int, run: Runner | None = None, *, 
     if count == 1 and run is None:
         return traced
     analysis = analyse(traced)
-    rows = batch_inputs(traced, analysis, count)
+    rows = batch_inputs(traced, analysis, count * replicas)
+    batch = analysis.roles.batch
+    pieces = Cut(count, replicas, analysis.axes.sizes[batch] if batch is not None and replicas > 1 else 0)
     with _compat.auto_axes():
         closed = rewritten(_compat.dce(traced.closed))
         loop = update_loop(closed, rows)
         try:
-            flow = find_flow(closed, rows, count, numerics=numerics and loop is None)
-            cut = in_microbatches(closed, flow, count, run)
+            flow = find_flow(closed, rows, pieces.pieces, numerics=numerics and loop is None, rows=pieces.rows or None)
+            if replicas > 1 and own_sums(flow):  # groups would have sums of their own
+                return with_microbatches(traced, count, run, numerics=numerics)
+            cut = in_microbatches(closed, flow, pieces, run)
             closed = _compat.dce(jax.make_jaxpr(cut)(*map(_compat.shape_dtype_of, _compat.open_jaxpr(closed).invars)))
         except NotCut as reason:
             if loop is not None:
@@ -82,7 +90,7 @@ def with_microbatches(traced: Traced, count: int, run: Runner | None = None, *, 
     jaxpr = _compat.open_jaxpr(closed)
     return replace(traced, closed=closed, in_avals=[v.aval for v in jaxpr.invars],
                    out_avals=[v.aval for v in jaxpr.outvars], microbatches=count, own_sums=tuple(own_sums(flow)),
-                   batch=_batch_after(traced, analysis, rows, count))  # fmt: skip
+                   replicas=replicas, batch=_batch_after(traced, analysis, rows, pieces))  # fmt: skip
 
 
 def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int, Split]:
@@ -135,12 +143,10 @@ def _advice(closed: Any, rows: Mapping[int, Split], count: int, numerics: bool) 
     return otherwise
 
 
-def _batch_after(
-    traced: Traced, analysis: Analysis, rows: Mapping[int, Split], count: int
-) -> tuple[int, int, int, int]:
+def _batch_after(traced: Traced, analysis: Analysis, rows: Mapping[int, Split], cut: Cut) -> tuple[int, int, int, int]:
     """Return where the batch is after the cut (`Traced.batch`). The cut may change what else looks like a batch."""
     axes, batch = analysis.axes, analysis.roles.batch
     assert batch is not None
     leaf, split = next(iter(rows.items()))
     place = axes.of_value[traced.program.inputs[leaf]][split.dim].index(batch)
-    return leaf, split.dim, place, axes.sizes[batch] // count
+    return leaf, split.dim, place + (cut.replicas > 1), axes.sizes[batch] // cut.pieces

@@ -7,15 +7,11 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.microbatches.states import OWN, WHOLE, Own, Partial, Split, State, factor_at, split_of
+from autoshard.sharding.microbatches.states import OWN, WHOLE, NotCut, Own, Partial, Split, State, factor_at, split_of
 from autoshard.spmdrules.core.rule import POSITIONS, Rule
 
 # Operations of which the rows of a microbatch give an estimate.
 ESTIMATED = ("sum", "max", "min", "and", "or")
-
-
-class NotCut(Exception):
-    """The step cannot be cut into microbatches; the text is the reason."""
 
 
 @shown
@@ -40,7 +36,7 @@ class Step:
     inner: list[Any] = field(default_factory=list)
 
 
-def step_by_rule(eqn: Any, rule: Rule, states: list[State], count: int) -> Step:
+def step_by_rule(eqn: Any, rule: Rule, states: list[State], count: int, rows: int | None = None) -> Step:
     """Return how an operator is computed in the loop.
 
     Args:
@@ -48,6 +44,7 @@ def step_by_rule(eqn: Any, rule: Rule, states: list[State], count: int) -> Step:
         rule: its rule.
         states: the states of its operands.
         count: number of microbatches.
+        rows: see `factor_at`.
 
     Raises:
         NotCut: it needs the whole batch.
@@ -55,7 +52,7 @@ def step_by_rule(eqn: Any, rule: Rule, states: list[State], count: int) -> Step:
     found = {}
     for number, state in enumerate(states):
         if isinstance(state, Split):
-            at = factor_at(rule, rule.operands[number], state, count)
+            at = factor_at(rule, rule.operands[number], state, count, rows)
             if at is None:
                 raise NotCut(f"{place_of(eqn)} mixes the rows of the batch with another dimension")
             found[at] = number

@@ -24,6 +24,10 @@ from autoshard._shown import shown
 from autoshard.spmdrules.core.rule import Dims, Rule
 
 
+class NotCut(Exception):
+    """The step cannot be cut into microbatches; the text is the reason."""
+
+
 @shown
 @dataclass(frozen=True)
 class Whole:
@@ -79,14 +83,15 @@ WHOLE = Whole()
 OWN = Own()
 
 
-def factor_at(rule: Rule, dims: Dims, split: Split, count: int) -> tuple[str, int] | None:
+def factor_at(rule: Rule, dims: Dims, split: Split, count: int, rows: int | None = None) -> tuple[str, int] | None:
     """Return the factor of a dimension that has the rows, and the stride within this factor.
 
     Args:
         rule: the rule of the operator.
         dims: the factors of an operand's or result's dimensions.
         split: where the rows of a microbatch are.
-        count: number of microbatches.
+        count: number of pieces that the rows are cut into.
+        rows: the number of all rows, if one factor must have them all. Consecutive rows are then in one piece.
 
     Returns:
         The name of the factor and the stride; None if no single factor has the rows.
@@ -94,8 +99,9 @@ def factor_at(rule: Rule, dims: Dims, split: Split, count: int) -> tuple[str, in
     after = 1
     for name in reversed(dims[split.dim]):
         size = rule.factor(name).size or 1
-        if split.stride % after == 0 and size % (split.stride // after * count) == 0:
-            return name, split.stride // after
+        inner, rest = divmod(split.stride, after)
+        if inner and not rest and (size % (inner * count) == 0 if rows is None else size == inner * rows):
+            return name, inner
         after *= size
     return None
 
@@ -116,25 +122,62 @@ def split_of(rule: Rule, dims: Dims, factor: str, stride: int) -> Split | None:
     return None
 
 
-def parts(x: Any, split: Split, count: int) -> Any:
-    """Return a whole array as an array of its microbatches: `[M, ...]`."""
-    before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
-    spread = x.reshape(*before, x.shape[split.dim] // (count * split.stride), count, split.stride, *after)
-    moved = jnp.moveaxis(spread, split.dim + 1, 0)
-    return moved.reshape(count, *before, x.shape[split.dim] // count, *after)
+@shown
+@dataclass(frozen=True)
+class Cut:
+    """How rows are cut. Row (r, b, m) of a batch, with r major and m minor, belongs to microbatch m and replica r.
 
+    Attributes:
+        count: number of microbatches.
+        replicas: number of groups of rows whose terms are summed apart, until the loop has ended.
+        rows: the number of all rows, if there are several replicas.
+    """
 
-def part(x: Any, split: Split, count: int, number: Any) -> Any:
-    """Return the rows of a whole array that a microbatch has."""
-    before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
-    spread = x.reshape(*before, x.shape[split.dim] // (count * split.stride), count, split.stride, *after)
-    one = lax.dynamic_index_in_dim(spread, number, split.dim + 1, keepdims=False)
-    return one.reshape(*before, x.shape[split.dim] // count, *after)
+    count: int
+    replicas: int = 1
+    rows: int = 0
 
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that the rows are cut into."""
+        return self.count * self.replicas
 
-def joined(stacked: Any, split: Split) -> Any:
-    """Return the whole array from its microbatches `[M, ...]`; the inverse of `parts`."""
-    count, (*before,) = stacked.shape[0], stacked.shape[1 : split.dim + 1]
-    size, after = stacked.shape[split.dim + 1], stacked.shape[split.dim + 2 :]
-    spread = stacked.reshape(count, *before, size // split.stride, split.stride, *after)
-    return jnp.moveaxis(spread, 0, split.dim + 1).reshape(*before, count * size, *after)
+    def spread(self, x: Any, split: Split) -> Any:
+        """Return a whole array with its rows as four dimensions: `[..., R, rows / R / M, M, stride, ...]`."""
+        before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
+        rows = x.shape[split.dim] // (self.pieces * split.stride)
+        self.check(x.shape[split.dim], split)
+        return x.reshape(*before, self.replicas, rows, self.count, split.stride, *after)
+
+    def check(self, size: int, split: Split) -> None:
+        """Check that the rows are the major part of a dimension of this size, as groups of consecutive rows need.
+
+        Raises:
+            NotCut: another dimension was merged in front of them.
+        """
+        if self.replicas > 1 and size != self.rows * split.stride:
+            raise NotCut("the rows of the batch were merged behind another dimension")
+
+    def parts(self, x: Any, split: Split) -> Any:
+        """Return a whole array as an array of its microbatches: `[M, ...]`, or `[M, R, ...]` with several replicas."""
+        before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
+        moved = jnp.moveaxis(self.spread(x, split), (split.dim + 2, split.dim), (0, 1))
+        lead = (self.count, self.replicas) if self.replicas > 1 else (self.count,)
+        return moved.reshape(*lead, *before, x.shape[split.dim] // self.pieces, *after)
+
+    def part(self, x: Any, split: Split, number: Any, replica: Any = 0) -> Any:
+        """Return the rows of a whole array that a replica of a microbatch has."""
+        before, after = x.shape[: split.dim], x.shape[split.dim + 1 :]
+        one = lax.dynamic_index_in_dim(self.spread(x, split), number, split.dim + 2, keepdims=False)
+        if self.replicas > 1:
+            one = lax.dynamic_index_in_dim(one, replica, split.dim, keepdims=False)
+        return one.reshape(*before, x.shape[split.dim] // self.pieces, *after)
+
+    def joined(self, made: Any, split: Split) -> Any:
+        """Return the whole array from its microbatches; the inverse of `parts`."""
+        made = made if self.replicas > 1 else made[:, None]
+        self.check(made.shape[split.dim + 2] * self.pieces, split)
+        before, size, after = made.shape[2 : split.dim + 2], made.shape[split.dim + 2], made.shape[split.dim + 3 :]
+        rows = made.reshape(self.count, self.replicas, *before, size // split.stride, split.stride, *after)
+        moved = jnp.moveaxis(rows, (0, 1), (split.dim + 2, split.dim))
+        return moved.reshape(*before, self.pieces * size, *after)

@@ -47,7 +47,13 @@ def stages_of(plan: Any) -> int:
 
 
 def with_stages(
-    traced: Traced, microbatches: int, *, stages: int, schedule: str = DEFAULT, numerics: bool = False
+    traced: Traced,
+    microbatches: int,
+    *,
+    stages: int,
+    schedule: str = DEFAULT,
+    replicas: int = 1,
+    numerics: bool = False,
 ) -> Traced:
     """Return a traced step whose layers run in stages. Its results are the same up to the order of sums.
 
@@ -56,6 +62,7 @@ def with_stages(
         microbatches: number of microbatches.
         stages: number of stages.
         schedule: the word of the schedule.
+        replicas: number of groups of rows whose sums are added after the loop, see `with_microbatches`.
         numerics: whether the results may differ, see `with_microbatches`.
 
     Raises:
@@ -69,7 +76,7 @@ def with_stages(
         )
     table = SCHEDULES[schedule](stages, microbatches)
     try:
-        cut = with_microbatches(traced, microbatches, _runner(table), numerics=numerics)
+        cut = with_microbatches(traced, microbatches, _runner(table), replicas=replicas, numerics=numerics)
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
     return replace(cut, closed=_without_layer_maps(cut.closed), stages=stages, schedule=schedule)

@@ -33,6 +33,7 @@ _ABSENT_IF_EMPTY = (
     "kernel_blocks",
     "sequence",
     "microbatches",
+    "replicas",
     "stages",
     "schedule",
     "allow_numerics",
@@ -53,7 +54,7 @@ Spec = tuple[str | None | tuple[str, ...], ...]
 def plan_data(plan: ShardingPlan) -> dict[str, Any]:
     """A plan as lists, tables, text and numbers. Numbers that are not finite become None: JSON has none."""
     off = ("kernels", "kernels_word") if plan.kernels_word == "off" else ()
-    off += tuple(name for name in ("microbatches", "stages") if getattr(plan, name) == 1)
+    off += tuple(name for name in ("microbatches", "replicas", "stages") if getattr(plan, name) == 1)
     names = [name for name in _names() if name not in off and (name not in _ABSENT_IF_EMPTY or getattr(plan, name))]
     return {"format": FORMAT} | {name: _plain(getattr(plan, name)) for name in names}
 

@@ -90,6 +90,7 @@ class ShardingPlan:
             chooses it.
         microbatches: the number of parts of the batch over which the planned step accumulates. `bind` cuts the function
             in the same way.
+        replicas: the number of groups of rows whose sums are added after the loop over microbatches.
         stages: the number of stages of the pipeline; 1 if there is none. `bind` cuts the function in the same way.
         schedule: the word of the pipeline's schedule; empty if there is none.
         allow_numerics: whether operators take sums over each microbatch in place of those over the batch. The notes
@@ -141,6 +142,7 @@ class ShardingPlan:
     offload: Mapping[str, float] = field(default_factory=dict)
     gather: str = ""
     microbatches: int = 1
+    replicas: int = 1
     stages: int = 1
     schedule: str = ""
     allow_numerics: bool = False

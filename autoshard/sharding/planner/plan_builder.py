@@ -93,6 +93,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         offload=dict(problem.traced.offloaded),
         gather=problem.gather,
         microbatches=problem.traced.microbatches,
+        replicas=problem.traced.replicas,
         stages=problem.traced.stages,
         schedule=problem.traced.schedule,
         allow_numerics=bool(problem.traced.own_sums),

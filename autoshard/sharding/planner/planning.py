@@ -20,6 +20,7 @@ from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.microbatching import with_microbatches
+from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
 from autoshard.sharding.pipeline.pipelining import DEFAULT, stages_of, with_stages
@@ -96,7 +97,9 @@ def plan_traced(
         cut = partial(with_microbatches, numerics=numerics)
         if number > 1:
             cut = partial(with_stages, stages=number, schedule=schedule, numerics=numerics)
-        return plan_in_microbatches(rewritten, count, planned, cut, number)
+        apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan)
+        made = plan_in_microbatches(rewritten, count, planned, partial(with_replicas, cut=cut, replicas=apart), number)
+        return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned)
 
     return plan_with_offload(
         traced,

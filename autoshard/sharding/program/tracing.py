@@ -67,6 +67,7 @@ class Traced:
         microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
         stages: the number of stages of its pipeline; 1 if it has none.
         schedule: the word of the pipeline's schedule; empty if it has none.
+        replicas: the number of groups of rows whose sums are added after the loop over microbatches.
         own_sums: the operators, with their lines, that take the sums of each microbatch in place of those of the batch.
         batch: where the batch is, if it is known before the analysis: an input leaf, its dimension, the place among
             the logical axes of this dimension, and the number of rows.
@@ -98,6 +99,7 @@ class Traced:
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
     microbatches: int = 1
+    replicas: int = 1
     stages: int = 1
     schedule: str = ""
     own_sums: tuple[str, ...] = ()

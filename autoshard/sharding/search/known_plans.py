@@ -8,13 +8,14 @@ from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.plan_request import Request, request
 
 
-def known_plans(roles: Roles, devices: int, stages: int = 1) -> Iterator[Request]:
+def known_plans(roles: Roles, devices: int, stages: int = 1, replicas: int = 1) -> Iterator[Request]:
     """The known plans for a number of devices, simplest first.
 
     Args:
         roles: the roles of the program's axes.
         devices: the number of devices.
         stages: the number of stages of the program's pipeline, each of which takes the same number of devices.
+        replicas: the number of groups of rows whose sums are added late; if there are several, `dp` shards them.
     """
     if devices % stages:
         return
@@ -22,6 +23,8 @@ def known_plans(roles: Roles, devices: int, stages: int = 1) -> Iterator[Request
     plans += [
         request(plan.sizes, *plan.flags, "state") for plan in plans if len(plan.sizes) > 1 or "fsdp" not in plan.sizes
     ]
+    if replicas > 1:
+        plans = [plan for plan in plans if plan.sizes.get("dp") == replicas]
     for plan in plans:
         sizes = {axis: n for axis, n in plan.sizes.items() if n > 1 or stages == 1}
         yield plan if stages == 1 else request({"pp": stages, **sizes}, *plan.flags)

@@ -141,7 +141,8 @@ def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
 
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
     stages = 1 if roles.stages is None else axes.sizes[roles.stages]
-    for plan in list(known_plans(roles, devices, stages)) or [request({"dp": devices})]:
+    replicas = 1 if roles.replicas is None else axes.sizes[roles.replicas]
+    for plan in list(known_plans(roles, devices, stages, replicas)) or [request({"dp": devices})]:
         yield str(plan), layout_of(axes, roles, plan)
 
 
@@ -152,6 +153,9 @@ def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterabl
     for kinds in product(useful, repeat=len(mesh)):
         of_stages = [n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "pp"]
         if of_stages != ([] if roles.stages is None else [axes.sizes[roles.stages]]):
+            continue
+        apart = math.prod(n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "dp")
+        if roles.replicas is not None and apart != axes.sizes[roles.replicas]:
             continue
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]
         for flags in [[*seq, *state] for seq in sequences for state in ([], ["state"])]:

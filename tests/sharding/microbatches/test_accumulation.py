@@ -8,7 +8,7 @@ import pytest
 from autoshard import _compat, operator
 from autoshard.sharding.microbatches.accumulation import in_microbatches
 from autoshard.sharding.microbatches.flow import find_flow
-from autoshard.sharding.microbatches.states import Split
+from autoshard.sharding.microbatches.states import Cut, Split
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from tests.sharding.microbatches.programs import make_step, state, tokens
@@ -17,7 +17,7 @@ from tests.sharding.microbatches.programs import make_step, state, tokens
 def cut(step, args, count, rows):
     """The jaxpr of a step in microbatches."""
     closed = rewritten(_compat.dce(jax.make_jaxpr(step)(*args)))
-    written = in_microbatches(closed, find_flow(closed, rows, count), count)
+    written = in_microbatches(closed, find_flow(closed, rows, count), Cut(count))
     return _compat.dce(jax.make_jaxpr(written)(*jax.tree.leaves(args)))
 
 

@@ -8,7 +8,7 @@ from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import in_microbatches
 from autoshard.sharding.microbatches.flow import find_flow
 from autoshard.sharding.microbatches.operator_steps import NotCut
-from autoshard.sharding.microbatches.states import Split
+from autoshard.sharding.microbatches.states import Cut, Split
 from autoshard.sharding.rewrite.evaluation import rewritten
 from tests.sharding.microbatches.functions import FUNCTIONS, REFUSED, ROWS, TOKENS, WEIGHTS
 
@@ -27,7 +27,7 @@ def test_a_cut_computes_what_the_function_computes(name):
             with pytest.raises(NotCut):
                 find_flow(closed, {1: Split(0)}, count)
             continue
-        written = in_microbatches(closed, find_flow(closed, {1: Split(0)}, count), count)
+        written = in_microbatches(closed, find_flow(closed, {1: Split(0)}, count), Cut(count))
         made = _compat.jaxpr_as_function(_compat.dce(jax.make_jaxpr(written)(*args)))(*args)
         for actual, expected in zip(made, jax.tree.leaves(fn(*args)), strict=True):
             assert actual.dtype == expected.dtype

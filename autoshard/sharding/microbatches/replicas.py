@@ -1,0 +1,70 @@
+"""Chooses how many groups of rows sum their terms apart, so that gradients are reduced once and not in each microbatch.
+
+Under data parallelism each device has a term of every gradient. A loop over microbatches would reduce these terms in
+each iteration. If the rows of each device along `dp` are a group of their own, the loop accumulates the terms of each
+group, and they are reduced over `dp` after the loop. This takes no more memory, since a gradient has the size of its
+parameter, which `dp` does not shard. Where parameters or gradients are sharded over the rows' mesh axis (`fsdp`,
+`zero1`, `state`), whole gradients would not fit the purpose, and the loop reduces them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from autoshard.errors import PlanError, PlanRequestError
+from autoshard.sharding.layout.plan_request import parse_request
+from autoshard.sharding.program.tracing import Traced
+
+_WHOLE_ROWS = ("cp", "gather", "ring", "ulysses")  # their operators take no further dimension
+
+
+def requested_replicas(plan: Any) -> int:
+    """Return the number of groups of rows for a requested plan: N of `dp:N`; 1 if it reduces gradients in the loop."""
+    try:
+        request = parse_request(plan) if isinstance(plan, str) else None
+    except PlanRequestError:  # such as a plan that local search has changed
+        return 1
+    if request is None or request.flags & {"state"} or request.changes:
+        return 1
+    if any(kind in _WHOLE_ROWS for kind in request.kinds.values()):
+        return 1
+    return math.prod(n for axis, n in request.sizes.items() if request.kinds[axis] == "dp")
+
+
+def with_replicas(traced: Traced, count: int, *, cut: Callable[..., Traced], replicas: int) -> Traced:
+    """Cut a step into microbatches, with groups of rows apart if the rows divide into them.
+
+    Args:
+        traced: the step.
+        count: the number of microbatches.
+        cut: cuts a step into a number of microbatches, with `replicas=`.
+        replicas: the number of groups.
+    """
+    if replicas > 1 and count > 1:
+        try:
+            return cut(traced, count, replicas=replicas)
+        except PlanError:  # the rows of a microbatch do not divide into groups
+            pass
+    return cut(traced, count)
+
+
+def plan_with_replicas(traced: Traced, made: Any, cut: Callable[..., Traced], planned: Callable[[Traced], Any]) -> Any:
+    """Return a searched plan, or the one of its step with groups of rows apart if that is faster.
+
+    Args:
+        traced: the step.
+        made: the bound plan that the search chose.
+        cut: see `with_replicas`.
+        planned: makes the bound plan of a step that is cut.
+    """
+    apart, count = requested_replicas(made.plan.chosen), made.plan.microbatches
+    if apart == 1 or count == 1:
+        return made
+    step = with_replicas(traced, count, cut=cut, replicas=apart)
+    if step.replicas == 1:
+        return made
+    other = planned(step)
+    faster = other.plan.estimate.step_time_us < made.plan.estimate.step_time_us
+    return other.where(notes=made.plan.notes) if faster and other.plan.fits >= made.plan.fits else made
