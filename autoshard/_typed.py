@@ -146,11 +146,29 @@ def _report(value: Any, kind: Any, where: str, problems: list[str]) -> Any:
 
 
 def short_repr(value: Any) -> str:
-    """Returns a value's `repr` for a message on one line, shortened to 60 characters (chosen)."""
+    """Returns a value's `repr` for a message on one line, shortened to 60 characters (chosen).
+
+    Arrays in a container are not printed, because their numbers say nothing.
+
+    >>> short_repr([1, "a"]), short_repr("x" * 100)[-5:]
+    ("[1, 'a']", 'xx...')
+    """
     try:
-        return re.sub(r"\s*\n\s*", " ", repr(value))[:60]
+        text = re.sub(r"\s*\n\s*", " ", repr(value))
     except Exception:  # the `repr` of a user's value may raise anything; the message must not fail
         return f"a {type(value).__name__} that cannot be shown"
+    if isinstance(value, (Mapping, list, tuple)) and re.search(r"\b([Aa]rray|ShapeDtypeStruct)\(", text):
+        return _contents_text(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _contents_text(value: Mapping[Any, Any] | Sequence[Any]) -> str:
+    """Describes a container of arrays: `a dict with the keys 'up', 'down'`, `a tuple of 2 items`."""
+    kind, items = type(value).__name__, list(value)
+    if not isinstance(value, Mapping):
+        return f"a {kind} of {len(items)} item{'s' * (len(items) != 1)}"
+    more = f" and {len(items) - 3} more" * (len(items) > 3)
+    return f"a {kind} with the key{'s' * (len(items) != 1)} {', '.join(map(repr, items[:3]))}{more}"
 
 
 def type_text(kind: Any) -> str:

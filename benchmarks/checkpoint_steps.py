@@ -10,6 +10,9 @@ a second on random tokens, each of which donates the state. In turn, each checkp
     committed  the time from the call until the step is on disk under its name, in plain steps
     beside     the median of the steps that begin before the step is committed, relative to plain ones
 
+The floor is the least that any save does: it copies the state on the devices, and one thread writes the bytes with
+`os.write` into files of a megabyte, without a format, digests or synchronization with the disk.
+
 On virtual devices the copy, the digests, the writing and the steps share the host's cores; on a pod they do not. A save
 takes about half a core-second, whatever the steps do, so the shorter the steps, the more of them it slows down. On a
 machine that others use too, only ratios within one run mean something.
@@ -20,10 +23,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
+import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +48,8 @@ from autoshard.train.program.build import workload_step
 MODEL = workload("gpt-125m").with_(vocab=4096, width=512, heads=8, batch_size=8, remat="none")
 PLAN = "fsdp:8"
 PLAIN_STEPS = 4  # before each save; chosen
-OURS = "ours"
+OURS, FLOOR = "ours", "the floor"
+FLOOR_FILE_BYTES = 2**20  # chosen
 
 
 class Saver(NamedTuple):
@@ -51,6 +58,46 @@ class Saver(NamedTuple):
     save: Callable[[int, Any], Any]
     wait: Callable[[], Any]
     path: Callable[[int], Path]
+
+
+class Floor:
+    """Writes the bytes of a state with one thread and nothing else. Keeps one step."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._thread = root, ThreadPoolExecutor(1)
+        self._last: tuple[int, Future[None]] | None = None
+
+    def save(self, step: int, state: Any) -> None:
+        """Copy the state on the devices, and write the copy in the background."""
+        leaves = jax.tree.leaves(state)
+        copies = jax.device_put(leaves, [leaf.sharding for leaf in leaves], may_alias=False)
+        self._last = step, self._thread.submit(self._write, step, copies)
+
+    def wait(self) -> None:
+        """Wait for the write, and remove the step before it."""
+        if self._last is not None:
+            self._last[1].result()
+            shutil.rmtree(self.path(self._last[0] - 1), ignore_errors=True)
+
+    def path(self, step: int) -> Path:
+        """The folder of a step that is complete."""
+        return self._root / str(step)
+
+    def _write(self, step: int, copies: list[jax.Array]) -> None:
+        unfinished = self._root / "unfinished"
+        unfinished.mkdir(parents=True)
+        shards = (s.data for copy in copies for s in copy.addressable_shards if s.replica_id == 0)
+        parts = (part for shard in shards for part in _parts(np.asarray(shard)))
+        for number, part in enumerate(parts):
+            file = os.open(unfinished / str(number), os.O_CREAT | os.O_WRONLY)
+            os.write(file, part)
+            os.close(file)
+        unfinished.rename(self.path(step))
+
+
+def _parts(array: np.ndarray) -> Iterator[memoryview]:
+    flat = array.reshape(-1).view(np.uint8).data
+    return (flat[start : start + FLOOR_FILE_BYTES] for start in range(0, len(flat), FLOOR_FILE_BYTES))
 
 
 @contextlib.contextmanager
@@ -65,7 +112,9 @@ def savers(root: Path, state: Any) -> Iterator[dict[str, Saver]]:
     ):
         ours.prepare(state)
         pending: list[Any] = []
+        floor = Floor(root / "floor")
         yield {
+            FLOOR: Saver(floor.save, floor.wait, floor.path),
             OURS: Saver(ours.save, ours.wait, lambda step: root / OURS / f"step_{step:08d}"),
             "Orbax's Checkpointer": Saver(
                 lambda step, state: pending.append(training.save_async(step, state)),
@@ -110,6 +159,11 @@ def save_beside(saver: Saver, number: int, current: Callable[[], Any], step: Cal
     watching.join()
     saver.wait()
     return Times(blocked, committed[0] - begun, plain, float(np.median(beside)))
+
+
+def _delay(one: Times) -> float:
+    """Seconds by which a save delays the steps until it is committed."""
+    return one.committed * (1 - one.plain / one.beside)
 
 
 def main() -> None:
@@ -159,13 +213,20 @@ def main() -> None:
     rows += [
         common.measured(f"blocked / {who}", blocked[OURS] / each_blocked, "x", 1.0)
         for who, each_blocked in blocked.items()
-        if who != OURS
+        if who not in (OURS, FLOOR)
     ]
     for who, times in found.items():
         target = 1.15 if who == OURS else None
         rows.append(
             common.measured(f"steps beside / plain: {who}", [one.beside / one.plain for one in times], "x", target)
         )
+    floor_and_ours = list(zip(found[FLOOR], found[OURS], strict=True))
+    rows += [
+        common.measured("committed: ours / the floor", [o.committed / f.committed for f, o in floor_and_ours], "x"),
+        common.measured("steps beside: ours / the floor", [o.beside / f.beside for f, o in floor_and_ours], "x"),
+        common.measured("delay of a save: the floor", [_delay(f) for f, _ in floor_and_ours], "s"),
+        common.measured("delay of a save: ours", [_delay(o) for _, o in floor_and_ours], "s"),
+    ]
     context = {"parameters": parameters, "state_bytes": nbytes, "tokens": model.batch_size * model.config.context}
     common.report("checkpoint_steps", rows, rounds=options.rounds, plan=PLAN, **context)
 

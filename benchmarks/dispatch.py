@@ -8,6 +8,7 @@ finish outside of the timing.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,16 +72,32 @@ def timer(call: Callable[[], Any]) -> Callable[[], float]:
     return once
 
 
-def dict_rows(place: str, **options: Any) -> list[Row]:
+def donating(step: Callable[..., Any], state: Any, x: jax.Array) -> Callable[[], Any]:
+    """Return a call that donates the state which the call before returned, as a train step does."""
+
+    def call() -> Any:
+        nonlocal state
+        state = step(state, x)
+        return state
+
+    return call
+
+
+def dict_rows(place: str, donated: bool = False, **options: Any) -> list[Row]:
     """Compare `auto_shard` with `jax.jit` on a dict."""
-    step = auto_shard(bump, **options)
+    donate = (0,) if donated else ()
+    step = auto_shard(bump, donate_argnums=donate, **options)
     state, x = {f"w{i}": jnp.full((8, 4), i, jnp.float32) for i in range(LEAVES)}, jnp.ones((8, 4))
     state = step(state, x)
     x = jax.device_put(x, jax.tree.leaves(input_shardings(step, state, x))[-1])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, x))
-    plain = jax.jit(bump, in_shardings=shardings, out_shardings=shardings[0])
-    ours, theirs = paired_times(timer(lambda: step(state, x)), timer(lambda: plain(state, x)), rounds=ROUNDS)
-    name = f"dict of {LEAVES} leaves, {place}"
+    plain = jax.jit(bump, in_shardings=shardings, out_shardings=shardings[0], donate_argnums=donate)
+    if donated:
+        mine, yours = donating(step, jax.tree.map(jnp.copy, state), x), donating(plain, state, x)
+    else:
+        mine, yours = lambda: step(state, x), lambda: plain(state, x)
+    ours, theirs = paired_times(timer(mine), timer(yours), rounds=ROUNDS)
+    name = f"{'donated ' * donated}dict of {LEAVES} leaves, {place}"
     return [
         measured(f"{name}: jax.jit", 1e6 * theirs, "us"),
         measured(f"{name}: auto_shard - jax.jit", 1e6 * (ours - theirs), "us", 50),
@@ -111,9 +128,8 @@ def nnx_rows(place: str, **options: Any) -> list[Row]:
 
 def main() -> None:
     """Measure and report."""
-    rows = [
-        row for place, options in PLACES.items() for make in (dict_rows, nnx_rows) for row in make(place, **options)
-    ]
+    makers = (dict_rows, functools.partial(dict_rows, donated=True), nnx_rows)
+    rows = [row for place, options in PLACES.items() for make in makers for row in make(place, **options)]
     report("dispatch", rows, leaves=LEAVES, rounds=ROUNDS, calls=CALLS, devices=jax.device_count())
 
 

@@ -107,7 +107,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["ckpt", "lst"], "; did you mean 'ls'?"),
         (["ckpt", "ls", "nowhere", "--jsn"], "unknown option --jsn: did you mean --json? `autoshard ckpt ls --help`"),
         (["ckpt", "diff"], "A[@STEP], B[@STEP] are missing; `autoshard ckpt diff --help` shows an example"),
-        (["generate"], "RUN_DIR is missing; `autoshard generate --help` shows an example"),
+        (["generate"], "FOLDER is missing; `autoshard generate --help` shows an example"),
         (["generate", "nowhere", "--tokens", "x"], "--tokens is 'x'; it must be a whole number"),
         (["generate", "nowhere", "--tokens", "-5"], "--tokens is -5; it must not be negative"),
         (
@@ -380,11 +380,12 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("lama-tiny", "did you mean llama-tiny"),
+        ("lama-tiny", "Did you mean llama-tiny"),
         ("gpt-tiny --target v5pp:4x4x4", "Did you mean 'v5p:4x4x4'?"),
-        ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer' (did you mean layers"),
+        ("gpt-tiny --set layer=3", "GPTConfig has no field 'layer'. Did you mean layers"),
         ("gpt-tiny --set layers", "such as layers=4"),
         ("gpt-tiny --microbatches 3", "a batch of 16 does not divide into 3 microbatches"),
+        ("gpt-tiny --microbatches some", "--microbatches: 'some' is neither auto nor a number"),
         ("gpt-tiny --verify -1", "verify is -1"),
     ],
 )

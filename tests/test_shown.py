@@ -23,6 +23,7 @@ from autoshard.sharding.audit.verification import Audit
 from autoshard.sharding.hlo.rematerializations import Rematerialization
 from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.plan.tensors import Leaf
 from autoshard.train.config.train_config import TrainConfig
 from tests.sharding.programs import batch, mlp_state, sgd_step
 
@@ -121,6 +122,25 @@ def test_half_built_objects_can_be_printed_and_copied():
 def test_whole_objects_can_be_printed_and_copied(name):
     for x in reached(samples()[name]):
         check(x, deep=name != "auto_shard")
+
+
+def test_results_can_be_printed_and_plans_made_while_another_function_is_traced():
+    """A debugger and a logger print what they find, also objects that hold tracers."""
+    texts, whole, state = [], samples(), mlp_state()
+
+    @jax.jit
+    def traced(x):
+        plan = autoshard.plan(sgd_step, jax.tree.map(lambda w: w * x, state), batch(), target="cpu:8", plan="fsdp:8")
+        holding = Leaf("x", x.shape, x, P("a"), axes=(x,))  # pyright: ignore[reportArgumentType]
+        half = half_built(Leaf)
+        object.__setattr__(half, "path", x)
+        for each in (plan, holding, half, *(x for name in whole for x in reached(whole[name]))):
+            check(each, copied=False)
+        texts.extend([repr(holding), repr(half), plan.explain("w")])
+        return x + 1
+
+    jax.vmap(jax.grad(lambda x: traced(x)))(jnp.ones(3))
+    assert "Leaf(" in texts[0] and "Leaf" in texts[1] and "fsdp" in texts[2]
 
 
 class Unprintable:

@@ -682,7 +682,7 @@ def _() -> Any:
         return run("train", "--resume", "--run-dir", f"{folder}/run")
 
 
-@row("autoshard plan lama-7b", "llama")
+@row("autoshard plan lama-7b", "Did you mean llama-7b", "--model package.module:factory")
 def _() -> Any:
     return run("plan", "lama-7b")
 

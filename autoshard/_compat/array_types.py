@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,11 +30,15 @@ def is_floating(dtype: Any) -> bool:
     return dtypes.issubdtype(dtype, jax.numpy.floating)
 
 
-def has_deleted(values: Iterable[Any]) -> bool:
+def has_deleted(values: Sequence[Any]) -> bool:
     """Returns whether one of these values is an array that was donated or deleted.
 
     It is fast, because with `CRASHES_ON_DONATED` it runs at every call.
     """
+    try:
+        return any(map(ArrayImpl.is_deleted, values))
+    except TypeError:  # one of them is no array
+        pass
     for x in values:  # the exact type, because `isinstance(x, jax.Array)` takes ten times as long
         if type(x) is ArrayImpl and x.is_deleted():
             return True

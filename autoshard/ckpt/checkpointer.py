@@ -269,7 +269,7 @@ class Checkpointer:
     ) -> Exported:
         """Write the model of a step, by default of the newest, as safetensors files with a `config.json`.
 
-        Also writes a `generation_config.json` if the directory has the trainer's `inference.json`.
+        Also copies the trainer's `inference.json` and tokenizer, if any, and writes a `generation_config.json`.
 
         The model of a train state is its parts `params`, `frozen` and `variables`; the model of any other state is the
         whole state. Only one tensor is in memory at a time.

@@ -16,10 +16,12 @@ def run(arguments: Sequence[str]) -> int:
     options = parser(
         "generate",
         "Sample text from the newest checkpoint of a run, on the attached devices. The folder of checkpoints alone is "
-        "enough: its inference.json describes the model.",
+        "enough, or a model that `autoshard ckpt export` wrote: its inference.json describes the model.",
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
-    options.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run, or of its checkpoints")
+    options.add_argument(
+        "run_dir", metavar="FOLDER", type=Path, help="folder of the run, of its checkpoints, or of an exported model"
+    )
     options.add_argument("--prompt", default="\n", help="text to continue")
     options.add_argument("--tokens", type=int, default=200, help="number of tokens to add (default: 200)")
     options.add_argument(

@@ -132,7 +132,7 @@ def _run_named(arguments: Sequence[str]) -> int:
     import jax
 
     import autoshard
-    from autoshard.models.workloads import workload
+    from autoshard.models.workloads import WORKLOADS, known_names, workload
     from autoshard.sharding.pipeline.pipelining import stages_of
     from autoshard.sharding.rewrite.printed_program import function_text
     from autoshard.train.program.build import workload_variants
@@ -142,6 +142,10 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no attached accelerator is needed
+    if given.model not in WORKLOADS:
+        names = known_names(given.model, WORKLOADS).partition("? ")  # all of them only if none is similar
+        own = "For a model of your own, give --model package.module:factory instead of a name"
+        raise ConfigError(f"unknown model {given.model!r}{names[0]}{'?' if names[1] else '.'} {own}")
     named = {"context": given.context, "batch_size": given.batch_size}
     remat = {"remat": given.remat} if given.remat is not None else {}
     try:
@@ -280,6 +284,16 @@ def _parse_setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def _parse_microbatches(text: str) -> int | None:
+    """Parse a value of `--microbatches`: a number, or None for `auto`."""
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
+
+
 def _parser() -> argparse.ArgumentParser:
     options = parser(
         "plan MODEL",
@@ -293,7 +307,10 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--memory-limit-bytes", type=float, help="memory limit of the plan, in bytes per device")
     options.add_argument("--batch-size", type=int, help="sequences or images per batch")
     options.add_argument("--context", type=int, help="tokens per sequence")
-    options.add_argument("--microbatches", type=int, help="microbatches per batch; default: the best of 1, 2, 4")
+    options.add_argument(
+        "--microbatches", type=_parse_microbatches, metavar="auto|N",
+        help="microbatches per batch, or auto, the default: the best of 1, 2, 4 that keeps the numbers",
+    )  # fmt: skip
     options.add_argument(
         "--schedule", help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default) or zb, see docs/planning.md"
     )

@@ -15,8 +15,11 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.kernels.constants import (
+    FALLBACK_BLOCK,
     FLOAT32,
     LANES,
+    PLAIN_SCORE_PASSES,
+    SCORES_HELD,
     STEP_OVERHEAD_US,
     SUBLANES,
     VECTOR_OPS,
@@ -52,11 +55,33 @@ def forward_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
         others: positions, segments and sinks.
         call: the `SplashCall`.
     """
+    if call.blocks is None:
+        return plain_cost(q, k, v, 1)
     block_q, block_k, _ = call.blocks.fit(q.shape[3], k.shape[2]).forward
     width, rows = k.shape[3] + v.shape[3], math.prod(q.shape[:4])
     log_sums = rows * LANES * FLOAT32  # one in each lane
     moved = rows * width * q.dtype.itemsize + log_sums
     return _Kernel(call, q, k, block_q, block_k).cost(width, block_k * width, moved, log_sums)
+
+
+def plain_cost(q: Any, k: Any, v: Any, passes: float) -> KernelCost:
+    """Return the cost of attention in plain JAX, block of keys by block of keys. It computes invisible pairs, too.
+
+    Args:
+        q: queries, as for `forward_cost`.
+        k: keys.
+        v: values.
+        passes: matrix products, in units of those of the forward pass.
+    """
+    rows, keys, width = math.prod(q.shape[:4]), k.shape[2], q.shape[4] + v.shape[3]
+    operands = (2 * rows + 2 * math.prod(k.shape[:3])) * width * q.dtype.itemsize
+    return KernelCost(
+        flops=2.0 * rows * keys * width * passes,
+        itemsize=q.dtype.itemsize,
+        moved_bytes=operands + passes * PLAIN_SCORE_PASSES * rows * keys * FLOAT32,
+        held_bytes=float(rows * min(FALLBACK_BLOCK, keys) * FLOAT32 * SCORES_HELD),
+        vector_ops=rows * keys * VECTOR_OPS * passes,
+    )
 
 
 def dkv_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
@@ -79,6 +104,8 @@ def dq_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> KernelCost:
 
 def backward_cost(q: Any, k: Any, v: Any, *others: Any, call: Any) -> tuple[KernelCost, ...]:
     """Return the costs of the two kernels of the backward pass. The arguments are those of `forward_cost`."""
+    if call.blocks is None:
+        return (plain_cost(q, k, v, 5 / 2),)
     return dkv_cost(q, k, v, call=call), dq_cost(q, k, v, call=call)
 
 

@@ -50,6 +50,11 @@ VECTOR_OPS_SOFT_CAP = 5
 # JAX's guide to Pallas on TPUs gives (https://docs.jax.dev/en/latest/pallas/tpu/matmul.html).
 STEP_OVERHEAD_US = 0.35
 
+# How often attention in plain JAX reads or writes its float32 scores: written by the first product, read for the
+# maximum, read and written by the exponential with its sum, and read by the second product. Source: counted; XLA may
+# fuse more. Only prices of attention on platforms without a kernel depend on it.
+PLAIN_SCORE_PASSES = 5
+
 # --- The choice of an implementation (`kernel_choice`).
 
 # With at least this many keys, `auto` uses the blockwise implementation where no kernel serves. Below, the score matrix

@@ -1,7 +1,8 @@
 """cuDNN's attention kernels for NVIDIA GPUs, as two operators: the forward pass and the gradients.
 
-They are sharded over the batch and the key heads. On other platforms the operators compute the same values with
-`blockwise_attention`, so a program that was planned for a GPU runs anywhere.
+They are sharded over the batch and the key heads. A sequence that is sharded is exchanged for heads (`ulysses`), or
+gathered. On other platforms the operators compute the same values with `blockwise_attention`, so a program that was
+planned for a GPU runs anywhere.
 
     forward   b s (h g) d, b t h d, b t h e -> b s (h g) e, b (h g) s
     backward  the same operands, results and cotangent -> b s (h g) d, b t h d, b t h e
@@ -28,6 +29,7 @@ from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_back
 from autoshard.kernels.constants import CONTEXT, FALLBACK_BLOCK, FLOAT32, VECTOR_OPS
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 from autoshard.spmdrules.custom_ops.operator import operator
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForms, with_sequence_forms
 
 
 def cudnn_attention(softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -113,9 +115,13 @@ def _operators(group: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the operators of the forward pass and of the gradients, for a number of query heads for each key head."""
     where = f"where g={group}; whole g s t d e"
 
+    def forms(*operands: Any, softmax: Softmax) -> SequenceForms:
+        return SequenceForms("s", ("h",), (1, 2), no_ring="cuDNN's kernels take whole sequences here")
+
     @operator(
         f"b s (h g) d, b t h d, b t h e -> b s (h g) e, b (h g) s; {where}", name="cudnn_attention", cost=_forward_cost
     )
+    @with_sequence_forms(forms)
     def forward(q, k, v, *, softmax: Softmax):
         return lax.platform_dependent(q, k, v, cuda=_kernel(cudnn.forward, softmax), default=_plain_forward(softmax))
 
@@ -124,6 +130,7 @@ def _operators(group: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         name="cudnn_attention_gradient",
         cost=_backward_cost,
     )
+    @with_sequence_forms(forms)
     def backward(q, k, v, out, log_sum, d_out, *, softmax: Softmax):
         kernel, plain = _kernel(cudnn.backward, softmax), _plain_backward(softmax)
         return lax.platform_dependent(q, k, v, out, log_sum, d_out, cuda=kernel, default=plain)

@@ -16,41 +16,26 @@ Source: https://github.com/jax-ml/jax/tree/main/jax/experimental/pallas/ops/tpu/
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from autoshard._compat import splash
-from autoshard._compat.pallas_calls import with_costs
 from autoshard._shown import shown
-from autoshard.kernels.attention_cost import backward_cost, dkv_cost, dq_cost, forward_cost, stated
+from autoshard.kernels.attention_cost import backward_cost, forward_cost
 from autoshard.kernels.block_choice import choose_blocks
-from autoshard.kernels.block_tables import visits_of_keys, visits_of_queries
-from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_backward, blockwise_forward, sink_gradient
-from autoshard.kernels.constants import CONTEXT, FALLBACK_BLOCK, LANES
+from autoshard.kernels.blockwise_attention import Pairs, Softmax, sink_gradient
+from autoshard.kernels.constants import CONTEXT
+from autoshard.kernels.sequence.gathered import gathered_backward, gathered_forward
+from autoshard.kernels.sequence.ring import Keys, Ring, Rows, ring_backward, ring_forward
+from autoshard.kernels.sequence.ring_cost import gathered_cost, ring_cost
 from autoshard.kernels.splash_blocks import SplashBlocks
+from autoshard.kernels.splash_passes import OnDevice, SplashCall, backward_on_device, forward_on_device
 from autoshard.spmdrules.custom_ops.operator import operator
-
-
-@shown
-@dataclass(frozen=True)
-class SplashCall:
-    """The static part of a call.
-
-    Attributes:
-        softmax: the static part of attention; its scale is applied to the queries beforehand.
-        blocks: the block sizes.
-        interpret: whether Pallas interprets the kernels, on any platform; for tests.
-    """
-
-    softmax: Softmax
-    blocks: SplashBlocks
-    interpret: bool = False
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForm, SequenceForms, with_sequence_forms
 
 
 def splash_attention(
@@ -63,6 +48,7 @@ def splash_attention(
     sinks: jax.Array | None = None,
     blocks: SplashBlocks | None = None,
     interpret: bool = False,
+    plain: bool = False,
 ) -> jax.Array:
     """Return attention's result, `[batch, queries, kv_heads, group, head_dim]`.
 
@@ -78,42 +64,43 @@ def splash_attention(
         sinks: for each head the score of a key without a value, `[kv_heads, group]`, or None.
         blocks: the block sizes; chosen by shape and machine by default (`block_choice`).
         interpret: whether Pallas interprets the kernels, on any platform; for tests.
+        plain: whether the operators run in plain JAX on every platform, and take any number of queries and keys.
     """
-    call, arrays, positions = _prepared(softmax, q, k, v, blocks, interpret)
+    call, arrays, positions = _prepared(softmax, q, k, v, blocks, interpret, plain)
     return jnp.einsum("bkgsd->bskgd", _attention(call, *arrays, (*positions, *(segments or ())), sinks))
 
 
 def splash_forward(
-    softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False
+    softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False, plain: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention's result, and the log-sum-exp of each row, `[batch, kv_heads, group, queries]`.
 
     The arguments are those of `splash_attention`.
     """
-    call, arrays, positions = _prepared(softmax, q, k, v, None, interpret)
+    call, arrays, positions = _prepared(softmax, q, k, v, None, interpret, plain)
     out, (*_, log_sum) = _attention_forward(call, *arrays, positions, None)
     return jnp.einsum("bkgsd->bskgd", out), log_sum
 
 
 def splash_backward(
     softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
-    *, interpret: bool = False,
+    *, interpret: bool = False, plain: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the gradients of `q`, `k` and `v` from the results of `splash_forward` and the cotangent of the first."""
-    call, arrays, positions = _prepared(softmax, q, k, v, None, interpret)
+    call, arrays, positions = _prepared(softmax, q, k, v, None, interpret, plain)
     rows = [jnp.einsum("bskgd->bkgsd", x.astype(q.dtype)) for x in (out, d_out)]
     d_q, d_k, d_v, *_ = _attention_backward(call, (*arrays, positions, None, rows[0], log_sum), rows[1])
     d_q = (jnp.einsum("bkgsd->bskgd", d_q).astype(jnp.float32) * softmax.scale).astype(q.dtype)
     return d_q, jnp.einsum("bktd->btkd", d_k), jnp.einsum("bktd->btkd", d_v)
 
 
-def _prepared(softmax: Softmax, q, k, v, blocks: SplashBlocks | None, interpret: bool):
+def _prepared(softmax: Softmax, q, k, v, blocks: SplashBlocks | None, interpret: bool, plain: bool):
     """Return the static part of a call, its scaled and transposed operands, and the positions of the queries."""
     # The kernels have no factor of the scores.
     q = (q.astype(jnp.float32) * softmax.scale).astype(q.dtype)
     q, k, v = jnp.einsum("bskgd->bkgsd", q), jnp.einsum("btkd->bktd", k), jnp.einsum("btkd->bktd", v)
     shape = (q.shape[3], k.shape[2], q.shape[4], v.shape[3], q.dtype.itemsize)
-    blocks = blocks or choose_blocks(shape, softmax)
+    blocks = None if plain else blocks or choose_blocks(shape, softmax)
     call = SplashCall(Softmax(softmax.visibility, 1.0, softmax.soft_cap), blocks, interpret)
     positions = () if softmax.visibility.is_full else (jnp.arange(q.shape[3], dtype=jnp.int32),)
     return call, (q, k, v), positions
@@ -125,7 +112,7 @@ def _attention(call: SplashCall, q, k, v, extras: tuple[jax.Array, ...], sinks) 
 
 
 def _attention_forward(call: SplashCall, q, k, v, extras, sinks):
-    out, log_sum = _forward_operator(_has_positions(call), len(extras), sinks is not None)(
+    out, log_sum = _forward_operator(_operands(call, extras, sinks))(
         q, k, v, *extras, *(() if sinks is None else (sinks,)), call=call
     )
     out, log_sum = checkpoint_name(out, CONTEXT), checkpoint_name(log_sum, CONTEXT)
@@ -134,7 +121,8 @@ def _attention_forward(call: SplashCall, q, k, v, extras, sinks):
 
 def _attention_backward(call: SplashCall, saved, d_out):
     q, k, v, extras, sinks, out, log_sum = saved
-    gradients = _backward_operator(_has_positions(call), len(extras))(q, k, v, out, log_sum, d_out, *extras, call=call)
+    operator = _backward_operator(_operands(call, extras, None))
+    gradients = operator(q, k, v, out, log_sum, d_out, *extras, call=call)
     rows = [jnp.einsum("bkgsd->bskgd", x) for x in (out, d_out)]
     return *gradients, None, None if sinks is None else sink_gradient(sinks, rows[0], log_sum, rows[1])
 
@@ -142,138 +130,128 @@ def _attention_backward(call: SplashCall, saved, d_out):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _has_positions(call: SplashCall) -> bool:
-    return not call.softmax.visibility.is_full
+def _operands(call: SplashCall, extras: Sequence[jax.Array], sinks: jax.Array | None) -> _Operands:
+    return _Operands(call.has_positions, len(extras) > call.has_positions, sinks is not None, call.lanes)
 
 
-def _extra_dims(positions: bool, extras: int) -> str:
-    """Return the dimensions of positions and segments in a rule's text."""
-    segments = ", b (n i), b t" if extras - positions else ""
-    return (", (n i)" if positions else "") + segments
+@shown
+@dataclass(frozen=True)
+class _Operands:
+    """Which operands a call has besides queries, keys and values, and in which blocks its sequence is sharded.
+
+    Attributes:
+        positions: whether it has the positions of the queries.
+        segments: whether it has the segments of queries and of keys.
+        sinks: whether it has sinks.
+        lanes: positions in a block of the sequence.
+    """
+
+    positions: bool
+    segments: bool
+    sinks: bool
+    lanes: int
+
+    @property
+    def queries(self) -> str:
+        """The dimension of queries in a rule's text."""
+        return "s" if self.lanes == 1 else "(n i)"
+
+    @property
+    def sequence(self) -> str:
+        """The factor that shards the queries' sequence."""
+        return "s" if self.lanes == 1 else "n"
+
+    def rule(self, *, backward: bool, in_ring: bool = False) -> str:
+        """The rule's text; `in_ring` has the keys' sequence sharded as the queries' is."""
+        s = self.queries
+        t = s if in_ring else "t"
+        extras = (f", {s}" if self.positions else "") + (f", b {s}, b {t}" if self.segments else "")
+        q, k, v, out, rows = f"b h g {s} d", f"b h {t} d", f"b h {t} e", f"b h g {s} e", f"b h g {s}"
+        whole = [*(["i"] if self.lanes > 1 else []), *([] if in_ring else ["t"]), "d", "e"]
+        ends = [*([f"where i={self.lanes}"] if self.lanes > 1 else []), f"whole {' '.join(whole)}"]
+        if backward:
+            ends.append(f"reduce g{'' if in_ring else f' {self.sequence}'}")
+            return f"{q}, {k}, {v}, {out}, {rows}, {out}{extras} -> {q}, {k}, {v}; {'; '.join(ends)}"
+        return f"{q}, {k}, {v}{extras}{', h g' if self.sinks else ''} -> {out}, {rows}; {'; '.join(ends)}"
+
+    def forms(
+        self, call: SplashCall, q: Any, k: Any, *, backward: bool, run: Callable[..., Any], cost: Callable[..., Any]
+    ) -> SequenceForms:
+        """The forms of a call besides its rule.
+
+        Args:
+            call: the static part of the call.
+            q: the queries.
+            k: the keys.
+            backward: whether it is the backward pass.
+            run: `run(is_ring, call, axes, *shards)` returns the results of a shard.
+            cost: the cost of this pass on one device.
+        """
+
+        def form(is_ring: bool) -> SequenceForm:
+            priced = functools.partial(ring_cost if is_ring else gathered_cost, cost, call)
+            return SequenceForm(
+                self.rule(backward=backward, in_ring=is_ring), functools.partial(run, is_ring, call), priced
+            )
+
+        first = 6 if backward else 3
+        keys = (1, 2, *([first + self.positions + 1] if self.segments else []))
+        visibility = call.softmax.visibility
+        balances = visibility.causal and visibility.window is None
+        forms = SequenceForms(self.sequence, ("h", "g"), keys, form(False) if balances else None)
+        if q.shape[3] != k.shape[2]:
+            return replace(
+                forms, no_ring=f"it has {q.shape[3]} queries and {k.shape[2]} keys; a ring needs equally many"
+            )
+        return replace(forms, ring=form(True))
 
 
 @functools.cache
-def _forward_operator(positions: bool, extras: int, sinks: bool) -> Callable[..., Any]:
-    text = (
-        f"b h g (n i) d, b h t d, b h t e{_extra_dims(positions, extras)}{', h g' if sinks else ''} "
-        f"-> b h g (n i) e, b h g (n i); where i={LANES}; whole i t d e"
-    )
+def _forward_operator(given: _Operands) -> Callable[..., Any]:
+    def run(is_ring: bool, call: SplashCall, axes: tuple[str, ...], q: Any, k: Any, v: Any, *others: Any) -> Any:
+        segments = others[given.positions :][:2] if given.segments else (None, None)
+        rows, keys = Rows(q, segments[0]), Keys(k, v, segments[1])
+        forward = ring_forward if is_ring else gathered_forward
+        return forward(_ring(call, axes), rows, keys, others[-1] if given.sinks else None)
 
-    @operator(text, name="splash_attention", cost=forward_cost)
+    def forms(q: Any, k: Any, v: Any, *others: Any, call: SplashCall) -> SequenceForms:
+        return given.forms(call, q, k, backward=False, run=run, cost=forward_cost)
+
+    @operator(given.rule(backward=False), name=_name(given), cost=forward_cost)
+    @with_sequence_forms(forms)
     def splash_attention(q, k, v, *others, call: SplashCall):
-        sink = others[-1] if sinks else None
-        return _forward(call, q, k, v, _pairs(positions, others[:extras]), sink)
+        extras = others[:-1] if given.sinks else others
+        return forward_on_device(call, q, k, v, _pairs(given, extras), others[-1] if given.sinks else None)
 
     return splash_attention
 
 
 @functools.cache
-def _backward_operator(positions: bool, extras: int) -> Callable[..., Any]:
-    text = (
-        f"b h g (n i) d, b h t d, b h t e, b h g (n i) e, b h g (n i), b h g (n i) e{_extra_dims(positions, extras)} "
-        f"-> b h g (n i) d, b h t d, b h t e; where i={LANES}; reduce g n; whole i t d e"
-    )
+def _backward_operator(given: _Operands) -> Callable[..., Any]:
+    def run(is_ring: bool, call: SplashCall, axes: tuple[str, ...], q, k, v, out, log_sum, d_out, *others: Any) -> Any:
+        segments = others[given.positions :] if given.segments else (None, None)
+        backward = ring_backward if is_ring else gathered_backward
+        return backward(_ring(call, axes), Rows(q, segments[0], out, log_sum, d_out), Keys(k, v, segments[1]))
 
-    @operator(text, name="splash_attention_gradient", cost=backward_cost)
+    def forms(q: Any, k: Any, v: Any, *others: Any, call: SplashCall) -> SequenceForms:
+        return given.forms(call, q, k, backward=True, run=run, cost=backward_cost)
+
+    @operator(given.rule(backward=True), name=f"{_name(given)}_gradient", cost=backward_cost)
+    @with_sequence_forms(forms)
     def splash_attention_gradient(q, k, v, out, log_sum, d_out, *others, call: SplashCall):
-        return _backward(call, q, k, v, _pairs(positions, others), out, log_sum, d_out)
+        return backward_on_device(call, q, k, v, _pairs(given, others), out, log_sum, d_out)
 
     return splash_attention_gradient
 
 
-def _pairs(positions: bool, extras: tuple[jax.Array, ...]) -> Pairs:
-    segments = extras[positions:] or (None, None)
-    return Pairs(extras[0] if positions else None, None, *segments)
+def _name(given: _Operands) -> str:
+    return "blockwise_attention" if given.lanes == 1 else "splash_attention"
 
 
-def _by_platform(call: SplashCall, kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
-    """Run the kernel on TPUs, and the same computation in plain JAX elsewhere."""
-    if call.interpret:
-        return kernel(*args)
-    return lax.platform_dependent(*args, tpu=kernel, default=plain)
+def _ring(call: SplashCall, axes: tuple[str, ...]) -> Ring:
+    return Ring(axes, call.softmax, OnDevice(call))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(call: SplashCall, q, k, v, pairs: Pairs, sinks):
-    def plain(q, k, v, pairs, sinks):
-        out, log_sum = blockwise_forward(call.softmax, min(FALLBACK_BLOCK, k.shape[2]), *_rows(q, k, v), pairs, sinks)
-        return jnp.einsum("bskgd->bkgsd", out), log_sum
-
-    def kernel(q, k, v, pairs, sinks):
-        blocks = call.blocks.fit(q.shape[3], k.shape[2])
-        info = _mask(call, pairs.positions, k.shape[2], *blocks.forward[:2])
-
-        def one(q, k, v, segments):
-            out, log_sum = splash.forward(
-                info, q.reshape(-1, *q.shape[2:]), k, v, segments and splash.segment_ids(*segments),
-                None if sinks is None else sinks.reshape(-1), **_options(call, blocks),
-            )  # fmt: skip
-            return out.reshape(*q.shape[:3], -1), log_sum.reshape(q.shape[:3])
-
-        costs = {"_fwd_": stated(forward_cost(q, k, v, call=call))}
-        out, log_sum = with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
-        # The kernel takes the mean of all values in a row without a visible key. With a log-sum-exp of 0, the weights
-        # of such a row are exp(MASKED) = 0 in the backward pass.
-        unseen = ~(log_sum > splash.MASKED / 2)  # also NaN
-        return jnp.where(unseen[..., None], 0, out), jnp.where(unseen, 0.0, log_sum)
-
-    return _by_platform(call, kernel, plain, q, k, v, pairs, sinks)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _backward(call: SplashCall, q, k, v, pairs: Pairs, out, log_sum, d_out):
-    def plain(q, k, v, pairs, out, log_sum, d_out):
-        block, d_out = min(FALLBACK_BLOCK, k.shape[2]), jnp.einsum("bkgsd->bskgd", d_out)
-        rows = _rows(q, k, v)
-        d_q, d_k, d_v = blockwise_backward(
-            call.softmax, block, *rows, pairs, jnp.einsum("bkgsd->bskgd", out), log_sum, d_out
-        )
-        return jnp.einsum("bskgd->bkgsd", d_q), jnp.einsum("btkd->bktd", d_k), jnp.einsum("btkd->bktd", d_v)
-
-    def kernel(q, k, v, pairs, out, log_sum, d_out):
-        blocks = call.blocks.fit(q.shape[3], k.shape[2])
-        keys = k.shape[2]
-        dq_info = _mask(call, pairs.positions, keys, *blocks.dq)
-        dkv_info = _mask(call, pairs.positions, keys, *blocks.dkv[:2], of_keys=True)
-
-        def one(q, k, v, segments, out, log_sum, d_out):
-            def flat(x):
-                return x.reshape(-1, *x.shape[2:])
-
-            d_q, d_k, d_v = splash.backward(
-                dq_info, dkv_info, flat(q), k, v, segments and splash.segment_ids(*segments),
-                flat(out), flat(log_sum), flat(d_out), **_options(call, blocks),
-            )  # fmt: skip
-            return d_q.reshape(q.shape), d_k, d_v
-
-        costs = {f"_{name}_": stated(cost(q, k, v, call=call)) for name, cost in (("dkv", dkv_cost), ("dq", dq_cost))}
-        return with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs), out, log_sum, d_out)
-
-    return _by_platform(call, kernel, plain, q, k, v, pairs, out, log_sum, d_out)
-
-
-def _rows(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the operands in the order of dimensions of `blockwise_attention`."""
-    return jnp.einsum("bkgsd->bskgd", q), jnp.einsum("bktd->btkd", k), jnp.einsum("bktd->btkd", v)
-
-
-def _segments(pairs: Pairs) -> tuple[jax.Array, jax.Array] | None:
-    if pairs.query_segments is None or pairs.key_segments is None:
-        return None
-    return pairs.query_segments, pairs.key_segments
-
-
-def _options(call: SplashCall, blocks: SplashBlocks) -> dict[str, Any]:
-    return {
-        "blocks": splash.block_sizes(blocks.forward, blocks.dkv, blocks.dq),
-        "mask_function": call.softmax.visibility if _has_positions(call) else None,
-        "soft_cap": call.softmax.soft_cap,
-        "interpret": call.interpret,
-    }
-
-
-def _mask(call: SplashCall, positions: Any, keys: int, block_q: int, block_k: int, *, of_keys: bool = False) -> Any:
-    if positions is None:
-        return splash.mask_info(None, None)
-    visits = visits_of_keys if of_keys else visits_of_queries
-    return splash.mask_info(visits(positions, keys, call.softmax.visibility, block_q, block_k), positions)
+def _pairs(given: _Operands, extras: Sequence[jax.Array]) -> Pairs:
+    segments = extras[given.positions :] or (None, None)
+    return Pairs(extras[0] if given.positions else None, None, *segments)

@@ -12,14 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from autoshard.kernels.blockwise_attention import (
-    Pairs,
-    Softmax,
-    blockwise_attention,
-    blockwise_backward,
-    blockwise_forward,
-)
-from autoshard.kernels.constants import FALLBACK_BLOCK
+from autoshard.kernels.blockwise_attention import Pairs, Softmax
 from autoshard.kernels.cudnn_attention import cudnn_attention, cudnn_backward, cudnn_forward
 from autoshard.kernels.kernel_choice import KERNELS, refusals
 from autoshard.kernels.splash_attention import splash_attention, splash_backward, splash_forward
@@ -50,7 +43,7 @@ def forward_pass(
         return splash_forward(softmax, q, k, v)
     if kernel == "cudnn":
         return cudnn_forward(softmax, q, k, v)
-    return blockwise_forward(softmax, min(FALLBACK_BLOCK, k.shape[1]), q, k, v, Pairs(), None)
+    return splash_forward(softmax, q, k, v, plain=True)
 
 
 def gradients_pass(
@@ -64,8 +57,7 @@ def gradients_pass(
         return splash_backward(softmax, q, k, v, out, log_sum, d_out)
     if kernel == "cudnn":
         return cudnn_backward(softmax, q, k, v, out, log_sum, d_out)
-    block = min(FALLBACK_BLOCK, k.shape[1])
-    return blockwise_backward(softmax, block, q, k, v, Pairs(), out, log_sum, d_out)
+    return splash_backward(softmax, q, k, v, out, log_sum, d_out, plain=True)
 
 
 def differentiable_pass(kernel: Kernel, softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -75,7 +67,7 @@ def differentiable_pass(kernel: Kernel, softmax: Softmax, q: jax.Array, k: jax.A
         return splash_attention(softmax, q, k, v)
     if kernel == "cudnn":
         return cudnn_attention(softmax, q, k, v)
-    return blockwise_attention(softmax, min(FALLBACK_BLOCK, k.shape[1]), q, k, v, Pairs(), None)
+    return splash_attention(softmax, q, k, v, plain=True)
 
 
 def _common_dtype(*arrays: Any) -> Any:

@@ -51,6 +51,7 @@ from autoshard.models.transformer import (
     KVCache,
     Norm,
     dropout,
+    dropout_add,
     dropout_keys,
     embed_tokens,
     param,
@@ -215,9 +216,9 @@ class MoEBlock(nnx.Module):
         rate = self.cfg.gpt.dropout
         attention_key, experts_key = (None, None) if key is None else jax.random.split(key)
         x = named(x, "residual")
-        x = x + dropout(self.attention(self.attention_norm(x)), rate, attention_key)
+        x = dropout_add(x, self.attention(self.attention_norm(x)), rate, attention_key)
         y, losses = self.experts(self.mlp_norm(x))
-        return x + dropout(y, rate, experts_key), losses
+        return dropout_add(x, y, rate, experts_key), losses
 
     def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply the layer to the positions from `start` on, using cached keys and values. No choice is dropped."""

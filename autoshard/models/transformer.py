@@ -87,6 +87,18 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
 
 
+def dropout_add(residual: jax.Array, x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Add `x` with dropout to the residual, both `[..., width]` of one dtype. Without a key, return their sum.
+
+    With a key, the scale and the sum are computed in float32 where the dtype is narrower, and rounded once. The mask
+    depends only on the key, the rate and the shape: it is the same under every plan and remat policy.
+    """
+    if key is None:
+        return residual + x
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return (residual.astype(wide) + dropout(x.astype(wide), rate, key)).astype(residual.dtype)
+
+
 def dropout_keys(cfg: GPTConfig, deterministic: bool, rngs: nnx.Rngs | jax.Array | None) -> jax.Array | None:
     """Return a key for the embedding and one for each layer, or None if dropout is off."""
     if deterministic or cfg.dropout == 0.0:
@@ -231,8 +243,8 @@ class Block(nnx.Module):
         """Apply the layer to `[batch, seq, width]`, with dropout if there is a key."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         x = named(x, "residual")
-        x = x + dropout(self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
-        return x + dropout(self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
+        x = dropout_add(x, self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
+        return dropout_add(x, self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
 
     def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply the layer to the positions from `start` on, using cached keys and values, without dropout."""

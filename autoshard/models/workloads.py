@@ -103,7 +103,7 @@ def workload(name: str) -> Workload:
     (16, 32)
     """
     if name not in WORKLOADS:
-        raise AutoshardError(f"unknown model {name!r}{_known_names(name, WORKLOADS)}")
+        raise AutoshardError(f"unknown model {name!r}{known_names(name, WORKLOADS)}")
     return WORKLOADS[name]
 
 
@@ -113,7 +113,7 @@ def _with_changes(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     for field in changes:
         if field not in own | inner:
             kind = type(config).__name__
-            raise AutoshardError(f"{name}: {kind} has no field {field!r}{_known_names(field, [*own, *inner])}")
+            raise AutoshardError(f"{name}: {kind} has no field {field!r}{known_names(field, [*own, *inner])}")
     problems: list[str] = []
     converted = {field: convert(value, (own | inner)[field][0], field, problems) for field, value in changes.items()}
     if problems:
@@ -124,12 +124,12 @@ def _with_changes(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     return dataclasses.replace(config, **outer)
 
 
-def _known_names(name: str, known: Iterable[str]) -> str:
+def known_names(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: similar names, and all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3)
-    guess = f" (did you mean {' or '.join(close)}?)" if close else ""
-    return f"{guess}; choose one of {', '.join(known)}"
+    guess = f". Did you mean {' or '.join(close)}?" if close else "."
+    return f"{guess} The known ones are {', '.join(known)}"
 
 
 _TINY = GPTConfig(vocab=128, layers=2, heads=8, width=64, ffn=128, context=32)

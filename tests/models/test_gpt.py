@@ -20,7 +20,7 @@ from autoshard.models import (
     restack,
 )
 from autoshard.models.stack import run_layers
-from autoshard.models.transformer import Norm, _rotate, dropout, dropout_keys
+from autoshard.models.transformer import Norm, _rotate, dropout, dropout_add, dropout_keys
 from tests.models.small import GPT2, TINY, filled, logits_of, quickly
 
 VARIANTS = {
@@ -207,6 +207,18 @@ def test_dropout_from_rngs_advances_its_stream():
     first, second = drop(model, rngs), drop(model, rngs)
     assert np.abs(first - second).max() > 1e-3
     np.testing.assert_array_equal(first, drop(model, nnx.Rngs(dropout=3)))
+
+
+def test_dropout_is_added_in_float32():
+    key, shape = jax.random.key(0), (64, 64)
+    residual, x = jnp.asarray(jax.random.normal(key, (2, *shape)), "bfloat16")
+    made = jax.jit(partial(dropout_add, rate=0.25, key=key))(residual, x)
+    keep = np.asarray(jax.random.bernoulli(key, 0.75, shape))
+    exact = np.asarray(residual, np.float32) + np.where(keep, np.asarray(x, np.float32) / np.float32(0.75), 0)
+    assert made.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(made), np.asarray(jnp.asarray(exact, "bfloat16")))
+    narrow = residual + dropout(x, 0.25, key)
+    assert (np.asarray(narrow) != np.asarray(made)).mean() > 0.01  # it is rounded twice
 
 
 def test_dropout_keeps_the_mean():

@@ -110,7 +110,7 @@ class Model:
 
     Attributes:
         tensors: the tensors, in the order that reads each pack once.
-        files: the files to write beside them: name -> JSON values.
+        files: the files to write beside them: name -> JSON values, or bytes.
         where: the step or folder of the model.
         averaged: whether the parameters are their moving average.
         fan_in_first: whether weights are known to be `[in, out]`, as those of the trainer's models.
@@ -186,10 +186,12 @@ def step_model(path: Any, step: int, *, use_ema: bool | None = False, dtype: str
 
     names = {spec.key: key for key, spec in sources.items()}
     tensors = tuple(tensor(names[spec.key], spec) for spec in leaves.in_order(sources.values()))
+    files = _files(manifest.config, tensors, inference)
+    tokenizer = path.parent / TOKENIZER_FILE
+    if inference is not None and tokenizer.exists():
+        files[TOKENIZER_FILE] = tokenizer.read_bytes()
     # The kernels of Flax are fan-in first.
-    return Model(
-        tensors, _files(manifest.config, tensors, inference), where, averaged, fan_in_first=inference is not None
-    )
+    return Model(tensors, files, where, averaged, fan_in_first=inference is not None)
 
 
 def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> Exported:
@@ -210,7 +212,8 @@ def write_model(model: Model, folder: Path, *, shard_bytes: int = SHARD_BYTES) -
         metadata = {"format": "flax", "from": model.where} | ({FAN_IN: "first"} if model.fan_in_first else {})
         files = write(draft, model.tensors, shard_bytes=shard_bytes, metadata=metadata)
         for name, content in model.files.items():
-            (draft / name).write_text(json.dumps(content, indent=1) + "\n")
+            text = content if isinstance(content, bytes) else (json.dumps(content, indent=1) + "\n").encode()
+            (draft / name).write_bytes(text)
     names = (*(file.name for file in files), *model.files)
     nbytes = sum(one.nbytes for one in model.tensors)
     return Exported(folder, names, len(model.tensors), nbytes, model.averaged)
@@ -298,13 +301,17 @@ def _inference(file: Any) -> dict[str, Any] | None:
 
 
 def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the JSON files beside the tensors: the model's config, and with an `inference.json` sampling settings."""
+    """Return the JSON files beside the tensors: the model's config, and with an `inference.json` sampling settings.
+
+    The `inference.json` is there too, so that `autoshard generate` finds the model. The moving average is not.
+    """
     model = config.get("model", {})
     model = dict(model) if isinstance(model, Mapping) else {"name": model}
     generation = {}
     if inference is not None:
         model = {"name": inference["model"], **inference["config"]}  # takes precedence over the run's config
-        generation = {"generation_config.json": _generation(inference)}
+        own = {**inference, "generation": {**inference["generation"], "use_ema": False}}
+        generation = {"generation_config.json": _generation(inference), INFERENCE_FILE: own}
     name = model.pop("name", None)
     kinds = [one.dtype for one in tensors if "float" in one.dtype]
     head = {"architectures": [name]} if name else {}

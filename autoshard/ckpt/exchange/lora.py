@@ -240,9 +240,9 @@ def read_model(folder: Path) -> Model:
     """
     try:
         tensors, metadata = safetensors.read(folder), safetensors.metadata(folder)
-        files = {
-            file.name: json.loads(file.read_text()) for file in sorted(folder.glob("*.json")) if file.name != INDEX
-        }
+        files = {file.name: file.read_bytes() for file in sorted(folder.glob("*.json")) if file.name != INDEX}
+        for content in files.values():
+            json.loads(content)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no model: there is no {Path(error.filename).name}") from error
     except (OSError, ValueError, SafetensorError) as error:

@@ -132,7 +132,7 @@ class StepReader:
                 f"there is no checkpoint in {self._directory.path}: save a step first, or use another directory."
             )
         if step is not None and step not in steps:
-            raise CheckpointError(f"there is no step {step} in {self._directory.path}, only {_last_few(steps)}.")
+            raise CheckpointError(f"there is no step {step} in {self._directory.path}. Its steps: {_last_few(steps)}.")
         return steps[-1] if step is None else step
 
     def _restore(self, path: Any, step: int, request: RestoreRequest, fallback: bool) -> tuple[Any, Restored]:

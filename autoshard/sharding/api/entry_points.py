@@ -42,6 +42,7 @@ def auto_shard(
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
     schedule: str | None = None,
+    allow_numerics: bool | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
@@ -71,6 +72,7 @@ def auto_shard(
         kernels: whether kernels take the place of attention in the function, see `autoshard.plan`.
         microbatches: the number of parts of the batch over which sums are accumulated, see `autoshard.plan`.
         schedule: in which order the stages of a pipeline work, see `autoshard.plan`.
+        allow_numerics: whether `microbatches` may change the results, see `autoshard.plan`.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
@@ -94,13 +96,14 @@ def auto_shard(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              schedule=schedule, strict=strict)  # fmt: skip
+                              schedule=schedule, allow_numerics=allow_numerics, strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
         # Keep None: beside a Plan it means the plan's own word, not the default.
         options |= {"offload": offload, "gather": gather, "overlap": overlap, "kernels": kernels,
-                    "microbatches": microbatches, "schedule": schedule}  # fmt: skip
+                    "microbatches": microbatches, "schedule": schedule,
+                    "allow_numerics": allow_numerics}  # fmt: skip
         return functools.partial(auto_shard, **options, variants=variants, donate_argnums=donate_argnums,
                                  static_argnums=static_argnums, example=example)  # fmt: skip
     if inspect.isclass(obj):
@@ -128,6 +131,7 @@ def plan(
     kernels: KernelWord | None = None,
     microbatches: int | str | None = None,
     schedule: str | None = None,
+    allow_numerics: bool | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     verify: int = 0,
@@ -195,6 +199,10 @@ def plan(
         schedule: for a plan with the word `pp:N`, the order in which its N stages work on the microbatches: "gpipe",
             all forward passes and then all backward passes; "1f1b", the default, in which a stage runs the backward
             pass of a microbatch as soon as it can, and holds the residuals of at most 2 N - 1 microbatches.
+        allow_numerics: whether `microbatches` may change the results. An operator of the loop that needs a sum over the
+            whole batch, as a batch norm and the load-balance loss of experts do, is an error by default. With True it
+            takes the sum over each microbatch, times the number of microbatches, and losses are averaged. The plan's
+            notes name these lines.
         donate_argnums: arguments whose buffers the results may reuse.
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
@@ -236,5 +244,5 @@ def plan(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              schedule=schedule, strict=strict)  # fmt: skip
+                              schedule=schedule, allow_numerics=allow_numerics, strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

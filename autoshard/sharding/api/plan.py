@@ -22,7 +22,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
 from autoshard.sharding.planner.variants import Variants
 from autoshard.sharding.program.static_leaves import reveal_static
-from autoshard.sharding.report import diff, explain, table, to_html
+from autoshard.sharding.report import diff, explain, reduce_axes, table, to_html
 from autoshard.sharding.runtime.plan_options import checked_options
 from autoshard.sharding.runtime.planned_function import PlannedFunction
 
@@ -146,6 +146,27 @@ class Plan(ShardingPlan):
             PlanError: no input or result has this path, or the wish is invalid.
         """
         return explain(self, self.bound, path, wish)
+
+    @hides_own_frames
+    def reduce_axes(self, path: str) -> dict[str, str]:
+        """Return the mesh axes over which the gradient of a parameter is reduced, each with the reason.
+
+        A gradient is reduced over a mesh axis if the axis shards something over which the gradient is a sum, such as
+        the batch. It is not reduced over an axis that shards the parameter itself, along which each device computes the
+        gradient of its part.
+
+            plan.reduce_axes("params/wq")  # {"dp": "dp shards batch, which the parameter lacks: all-reduce after ..."}
+
+        Args:
+            path: the path of a parameter, `0/params/wq`, or its end, `wq`.
+
+        Returns:
+            Mesh axis -> the reason; empty if the gradient is reduced over none, or if the function computes none.
+
+        Raises:
+            PlanError: no parameter, or more than one, has this path; or the plan has no function.
+        """
+        return reduce_axes(self, bound_or_error(self.bound), path)
 
     def diff(self, other: ShardingPlan) -> str:
         """List the differences of another plan, one per line.

@@ -137,7 +137,8 @@ def sharded_shapes(executable: Executable, sizes: Mapping[str, int]) -> dict[Sha
                 record(value, layout.spec(value), line)
         if op.rule is not None and is_decision_point(op):
             plan = strategy_in_layout(layout, op, executable.link_prices)
-            for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True):
+            rule = plan.rule(op)
+            for value, dims in zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True):
                 record(value, plan.spec(dims), line)
     return {shape: s for shape, s in found.items() if s.shard_count > 1 and shape and shape not in shard_shapes}
 

@@ -62,7 +62,7 @@ class CanonicalLayout:
     """The answers of one layout to the queries."""
 
     def __init__(self, layout: Layout, queries: SpecQueries):
-        self.mesh = layout.mesh
+        self.mesh, self.sequence = layout.mesh, layout.sequence
         numbers: dict[Spec, int] = {}
         self.spec_of = [numbers.setdefault(spec_of(layout, v), len(numbers)) for spec_of, v in queries.queries]
         self.specs = list(numbers)
@@ -77,14 +77,18 @@ class CanonicalLayout:
         specs = [self.spec_of[n] for n in queries]
         distinct = frozenset(specs)
         if distinct not in self._known:
-            names, sizes, renamed = canonical([self.specs[n] for n in distinct], self.mesh)
+            names, sizes, renamed = canonical([self.specs[n] for n in distinct], self.mesh, self.sequence)
             self._known[distinct] = names, sizes, dict(zip(distinct, renamed, strict=True))
         names, sizes, renamed = self._known[distinct]
         return names, sizes, tuple([renamed[n] for n in specs])
 
 
-def canonical(specs: Sequence[Spec], mesh: Mapping[str, int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
+def canonical(
+    specs: Sequence[Spec], mesh: Mapping[str, int], sequence: Mapping[str, str]
+) -> tuple[Names, Sizes, tuple[Spec, ...]]:
     """Return specs with mesh axes numbered in mesh order. Axes that follow each other in every spec become one.
+
+    Those over which attention runs in different ways (`Layout.sequence`) stay apart.
 
     Returns:
         number -> the mesh axes that it stands for; number -> size; the specs.
@@ -107,7 +111,7 @@ def canonical(specs: Sequence[Spec], mesh: Mapping[str, int]) -> tuple[Names, Si
     for axis in mesh:  # an axis that follows another in every spec also follows it in the mesh
         if axis in before:
             leader = before[axis]
-            joined = leader in head and after.get(leader) == axis
+            joined = leader in head and after.get(leader) == axis and sequence.get(leader) == sequence.get(axis)
             head[axis] = head[leader] if joined and leader is not None else axis
             chains.setdefault(head[axis], []).append(axis)
     number = {axis: str(i) for i, axis in enumerate(chains)}

@@ -21,6 +21,20 @@ from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
 
 @shown
 @dataclass(frozen=True)
+class Ring:
+    """The transfers of one run of an operator on a ring.
+
+    Attributes:
+        hops: the number of transfers to the next device.
+        beside_us: microseconds of the operator's compute that hide them.
+    """
+
+    hops: int
+    beside_us: float
+
+
+@shown
+@dataclass(frozen=True)
 class Collective:
     """A collective of one step.
 
@@ -37,6 +51,7 @@ class Collective:
         array: what it moves: operand 0, 1, ... or, as -1, -2, ..., result 0, 1, ... of these operators.
         place: where it runs, if it moves parameters or gradients, so that compute can hide it; None for activations.
         exposed_us: the part of `time_us` that compute does not hide.
+        ring: the transfers of a ring, which run beside the compute of their own operator; None for any other.
     """
 
     kind: ReshardKind
@@ -51,6 +66,7 @@ class Collective:
     ops: np.ndarray | None = field(default=None, repr=False, compare=False)
     array: int = 0
     exposed_us: float = 0.0
+    ring: Ring | None = None
 
     @property
     def once_us(self) -> float:
@@ -102,13 +118,20 @@ def collective(
     count: float,
     line: str,
     place: Place | None = None,
+    ring: Ring | None = None,
+    ops: np.ndarray | None = None,
+    array: int = 0,
 ) -> Collective:
     """Return a collective as XLA emits it on the devices of its mesh axes."""
+    if ring is not None:
+        time = ring.hops * assignment.shift_us(axes, local_bytes) * count
+        wire = ring.hops * local_bytes
+        return Collective(requested, axes, requested, local_bytes, wire, count, time, line, exposed_us=time, ring=ring)
     kind, factor, devices = assignment.compiled(requested, axes)
     local = local_bytes * factor
     wire = bytes_sent_per_byte(kind, devices) * local
     time = assignment.time_us(kind, axes, local) * count
-    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, exposed_us=time)
+    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, ops, array, exposed_us=time)
 
 
 def step_cost(
@@ -147,8 +170,11 @@ def _step_cost(
         once = [c.once_us if hides else 0.0 for c, hides in zip(collectives, can_hide, strict=True)]
         waits = overlap.exposed_us(once).tolist()
         collectives = [
-            replace(c, exposed_us=us) if hides else c for c, hides, us in zip(collectives, can_hide, waits, strict=True)
+            replace(c, exposed_us=us) if hides and c.exposed_us != us else c
+            for c, hides, us in zip(collectives, can_hide, waits, strict=True)
         ]
+    if chip.platform != "cpu":  # XLA's compilers for accelerators make all collective-permutes asynchronous
+        collectives = [c if c.ring is None else replace(c, exposed_us=_exposed_on_ring(c, c.ring)) for c in collectives]
     # An all-reduce sends each byte twice.
     reduced = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested)
     compute = kernels_us + ALL_REDUCE_PASSES * reduced / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
@@ -157,14 +183,14 @@ def _step_cost(
     return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host, overlap=overlap)
 
 
+def _exposed_on_ring(travel: Collective, ring: Ring) -> float:
+    return max(travel.time_us - ring.beside_us * travel.count, 0.0)
+
+
 def reassigned(cost: StepCost, assignment: DeviceAssignment, chip: Chip) -> StepCost:
     """Return the cost of the same step under another device assignment."""
     moved = [
-        replace(
-            collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place),
-            ops=c.ops,
-            array=c.array,
-        )
+        collective(assignment, c.requested, c.axes, c.local_bytes, c.count, c.line, c.place, c.ring, c.ops, c.array)
         for c in cost.collectives
     ]
     new = _step_cost(cost.kernels_us, moved, chip, cost.host, cost.overlap)

@@ -23,6 +23,7 @@ from autoshard.sharding.cost.fusion import Fusion, Kernel
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.ir.merged_recomputation import is_merged_checkpoint, merged_values
 from autoshard.spmdrules.ir.program import Block, Op
 
 
@@ -165,8 +166,9 @@ def operator_classes(
         for v in range(len(avals))
     ]  # fmt: skip
     class_of.append(-1)  # of literals, which have the number -1
+    merged = merged_values(axes.program)
     for number, (op, _) in enumerate(ops):
-        if op.rule is None:
+        if op.rule is None or (op.results and merged.keys() >= {*op.results}):
             continue
         kernel, memory = fusion.kernels.get(id(op)), None
         if kernel is not None:
@@ -181,11 +183,13 @@ def operator_classes(
         found.runs += op.trips
         found.numbers.append(number)
     priced = [each for each in classes.values() if _may_cost(each, axes, roles)]
-    _note_shared(priced, ops, axes)
+    _note_shared(priced, ops, axes, merged)
     return priced
 
 
-def _note_shared(classes: Sequence[OperatorClass], ops: Sequence[tuple[Op, int]], axes: LogicalAxes) -> None:
+def _note_shared(
+    classes: Sequence[OperatorClass], ops: Sequence[tuple[Op, int]], axes: LogicalAxes, merged: Mapping[int, int]
+) -> None:
     """Set `shared` of each class. One value in two loops counts as two, because each loop moves it again."""
     aliases, layers = axes.parameter_aliases, axes.stack_positions
     users: defaultdict[Any, dict[tuple[int, int], list[int]]] = defaultdict(dict)
@@ -193,6 +197,7 @@ def _note_shared(classes: Sequence[OperatorClass], ops: Sequence[tuple[Op, int]]
         for number in each.numbers:
             op, scope = ops[number]
             for i, v in enumerate(op.operands):
+                v = merged.get(v, v)
                 if v >= 0:
                     users[aliases.get(v, v), layers.get(v), scope].setdefault((n, i), []).append(number)
     same_users: defaultdict[Any, list[dict[tuple[int, int], list[int]]]] = defaultdict(list)
@@ -233,5 +238,5 @@ def ops_with_scopes(block: Block, number: int = 0, counter: Iterator[int] | None
     for op in block.ops:
         yield op, number
         for inner in op.blocks:
-            own = op.name.startswith("remat") or op.results != inner.outputs
+            own = op.results != inner.outputs or (op.name.startswith("remat") and not is_merged_checkpoint(op))
             yield from ops_with_scopes(inner, next(counter) if own else number, counter)

@@ -76,7 +76,7 @@ class Overlap:
             numbers = stretch_of[place.ops]
             starts = place.starts if len(place.starts) else np.zeros(len(place.ops))
             self._starts[n] = starts.sum()
-            for stretch in np.unique(numbers).tolist():
+            for stretch in sorted(set(numbers.tolist())):
                 here, some = numbers == stretch, found[stretch]
                 if not place.is_before:
                     some.reductions.append((n, place.ops[here]))

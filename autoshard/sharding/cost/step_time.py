@@ -33,7 +33,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
 import numpy as np
 
 from autoshard import _compat
@@ -41,7 +40,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
-from autoshard.sharding.cost.collectives import Collective, LiveBuffers, StepCost, collective, step_cost
+from autoshard.sharding.cost.collectives import Collective, LiveBuffers, Ring, StepCost, collective, step_cost
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
@@ -61,7 +60,7 @@ from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.cost.tiles import filled_tile_fraction
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
-from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.sharding.machines.targets import Target
@@ -84,11 +83,13 @@ class Price:
         time_us: microseconds of its kernel.
         moves: the collectives that it needs.
         held_bytes: for a declared operator, the peak bytes of its own values; for a grouped product, its masked copies.
+        beside_us: on a ring, microseconds of its kernel beside which keys travel.
     """
 
     time_us: float
     moves: tuple[Move, ...]
     held_bytes: float = 0.0
+    beside_us: float = 0.0
 
 
 class CostModel:
@@ -161,7 +162,7 @@ class CostModel:
                 new, axes = each.members, tuple(a for name in move.axes for a in names[name])
                 if move.array >= 0 and sequential and self._is_state(each.op.operands[move.array]):
                     in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
-                elif move.array >= 0:
+                elif move.array >= 0 and not move.hops:
                     new = self._add_moved(buffers, move, axes, each.shared[move.array])
                     if self.early is not None and self._is_state(each.op.operands[move.array]):
                         for some in each.shared[move.array]:
@@ -174,8 +175,9 @@ class CostModel:
                 if len(new):
                     for ops, place in self._places(each.op, move, new):
                         runs, size = float(self.stretches.trips[ops].sum()), move.local_bytes
-                        made = collective(assignment, move.kind, axes, size, runs, each.line, place)
-                        collectives.append(replace(made, ops=ops, array=move.array))
+                        ring = Ring(move.hops, price.beside_us) if move.hops else None
+                        some = assignment, move.kind, axes, size, runs, each.line, place, ring, ops, move.array
+                        collectives.append(collective(*some))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
@@ -221,9 +223,10 @@ class CostModel:
 
     def _places(self, op: Op, move: Move, ops: np.ndarray) -> list[tuple[np.ndarray, Place | None]]:
         """Return the operators of a class that need a collective, and where it runs if compute can hide it."""
-        is_before, hides = move.array >= 0, np.full(len(ops), self._is_prefetchable(op, move))
-        if self.synchronous is not None:
-            hides &= ~self.synchronous[is_before][ops]
+        is_before, hidden = move.array >= 0, self._is_prefetchable(op, move)
+        if not hidden or self.synchronous is None:
+            return [(ops, Place(ops, is_before) if hidden else None)]
+        hides = ~self.synchronous[is_before][ops]
         parts = (ops[~hides], None), (ops[hides], Place(ops[hides], is_before))
         return [part for part in parts if len(part[0])]
 
@@ -242,12 +245,16 @@ class CostModel:
     def _price(self, number: int, op_class: OperatorClass, canonical: CanonicalLayout) -> tuple[Price, Names]:
         """Return the cost of one run of a class's operator, and the mesh axes that its moves name by number."""
         names, mesh, specs = canonical(self.queries.of_class[number])
-        key = (number, specs, tuple(mesh.items()))
+        ways = canonical.sequence
+        sequence = {n: ways[axes[0]] for n, axes in names.items() if axes[0] in ways} if ways else {}
+        key = (number, specs, tuple(mesh.items()), tuple(sequence.items()))
         found = self._memo.get(key)
         if found is None:
             operands = len(op_class.op.operands)
             results = operands + len(op_class.op.results)
-            found = self._price_new(op_class, mesh, specs[:operands], specs[operands:results], specs[results:])
+            found = self._price_new(
+                op_class, mesh, specs[:operands], specs[operands:results], specs[results:], sequence
+            )
             self._memo[key] = found
         return found, names
 
@@ -258,27 +265,32 @@ class CostModel:
         specs: Sequence[Spec],
         result_specs: Sequence[Spec],
         memory: Sequence[Spec],
+        sequence: Mapping[str, str],
     ) -> Price:
         op, kernel, chip = op_class.op, op_class.kernel, self.target.chip
         if not is_decision_point(op):
             return Price(self._memory_us(kernel, mesh, memory, {}), self._plain_moves(op, mesh, specs, result_specs))
         strategy = strategy_for_specs(
-            op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.link_prices
+            op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.link_prices, sequence
         )
-        assert op.rule is not None
-        if is_declared(op) and (costs := declared_costs(op.eqn, _shard_types(op, strategy, mesh))):
+        rule = strategy.rule(op)
+        if strategy.form is not None:
+            costs, share = strategy.form.cost.kernels, strategy.form.cost.hidden_share
+            time = sum(declared_us(cost, chip) for cost in costs)
+            return Price(time, strategy.moves, max(cost.held_bytes for cost in costs), share * time)
+        if is_declared(op) and (costs := declared_costs(op.eqn, shard_types(op, strategy.rule(op), strategy, mesh))):
             time = sum(declared_us(cost, chip) for cost in costs)
             return Price(time, strategy.moves, max(cost.held_bytes for cost in costs))
         if opaque := self._opaque_memory(op, strategy, mesh):
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
             time += sum(declared_us(cost, chip) for cost in opaque.costs)
         else:
-            dims_of = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+            dims_of = zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True)
             time = self._memory_us(kernel, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
         if flops_by_type := matmul_flops(op, self.target.platform):
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
-                shards *= filled_tile_fraction(op.rule, strategy, mesh, chip.tile)
+                shards *= filled_tile_fraction(rule, strategy, mesh, chip.tile)
             busy = sum(flops / chip.reached(size, integer=integer) for (size, integer), flops in flops_by_type.items())
             time = max(time, busy / shards * 1e6)
         copied = self._masked_copies(op, strategy, mesh)
@@ -291,13 +303,13 @@ class CostModel:
         if not operands:
             return 0.0
         own = groups / math.prod(mesh[a] for a, f in strategy.factors.items() if f == GROUPS)
-        return own * sum(nbytes(x) for x in _shard_types(op, strategy, mesh)[:operands])
+        return own * sum(nbytes(x) for x in shard_types(op, strategy.rule(op), strategy, mesh)[:operands])
 
     def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """Return the memory of a declared operator on one shard; None for other operators."""
         if not is_declared(op):
             return None
-        shapes = tuple((x.shape, x.dtype) for x in _shard_types(op, strategy, mesh))
+        shapes = tuple((x.shape, x.dtype) for x in shard_types(op, strategy.rule(op), strategy, mesh))
         return trace_opaque_memory(op.eqn.params["fn"], shapes, self.target.platform)
 
     def _memory_us(
@@ -372,21 +384,11 @@ class CostModel:
                 after_update[move.value] = gather
             else:
                 before_loops.append(replace(gather, place=Place(np.array([self.stretches.first_loop]), True)))
+        if not after_update:
+            return before_loops
         of_class = [after_update.get(v) for v in updated.examples]
         return before_loops + [
             replace(gather, place=Place(np.array([self.stretches.of_result.get(result, 0)]), False))
             for n, (_, result) in zip(updated.numbers.tolist(), self.state, strict=True)
             if (gather := of_class[n]) is not None
         ]
-
-
-def _shard_types(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-    """Return shape and dtype of each operand on one shard."""
-    assert op.rule is not None
-    return [
-        jax.ShapeDtypeStruct(
-            tuple(n // shard_count((axes,), mesh) for n, axes in zip(v.aval.shape, strategy.spec(dims), strict=True)),
-            v.aval.dtype,
-        )
-        for v, dims in zip(op.eqn.invars, op.rule.operands, strict=True)
-    ]

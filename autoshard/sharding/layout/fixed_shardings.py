@@ -169,7 +169,7 @@ def with_fixed_shardings(
     raise FixedError(
         nearest.name,
         nearest.problems,
-        f". Without mesh= a plan names its own mesh axes; those tried have {used}",
+        f". Without mesh=, the planner names the mesh axes: the plans that it tried have {used}",
     )
 
 
@@ -178,6 +178,8 @@ def found_inputs(traced: Traced, fixed: Mapping[str, Any], word: str, problems: 
 
     Appends to `problems`: texts that name no input or are the end of several, and different shardings of one input.
     """
+    if not fixed:
+        return {}
     exact: dict[int, list[str]] = {}
     by_pattern: dict[int, list[str]] = {}
     forms = [path_forms(path, traced.arguments) for path in traced.in_paths]

@@ -37,6 +37,8 @@ class Layout:
         table: mesh axis -> logical axes (by number), in order of preference.
         storage: role -> mesh axes over which inputs of that role are stored, in addition to the table.
         fixed: value -> spec that the user fixed.
+        sequence: mesh axis -> how attention runs over the sequence that it shards: `gather`, `ulysses` or `ring`
+            (`sequence_strategy`). Over other mesh axes keys are gathered as the rule of attention says.
     """
 
     axes: LogicalAxes
@@ -45,6 +47,7 @@ class Layout:
     table: Mapping[str, tuple[int, ...]]
     storage: Mapping[Role, tuple[str, ...]] = field(default_factory=dict)
     fixed: Mapping[int, Spec] = field(default_factory=dict)
+    sequence: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         self._specs: dict[Leaves, Spec] = {}
@@ -115,7 +118,8 @@ class Layout:
         merged: list[list[Any]] = []
         for axis, size in self.mesh.items():
             if size > 1:
-                use = self.table.get(axis, ()), frozenset(r for r, axes in self.storage.items() if axis in axes)
+                stores = frozenset(r for r, axes in self.storage.items() if axis in axes)
+                use = self.table.get(axis, ()), stores, self.sequence.get(axis, "")
                 if merged and merged[-1][1] == use:
                     merged[-1][0] *= size
                 else:
@@ -235,24 +239,30 @@ class Layout:
         """Logical axes of the dimensions of a gradient -> its sharding."""
         roles = {role for role in ("optimizer", "parameter") if self.storage.get(role)}
         specs: dict[Leaves, Spec] = {}
+        slices: dict[tuple[Leaves, Spec], list[tuple[Leaves, Spec]]] = {}  # many inputs are alike
         for v, role in self.roles.inputs.items():
             if role not in roles and not (v in self.fixed and is_float(self.axes.program.avals[v])):
                 continue
-            leaves, spec = self.axes.of_value[v], self.stored_spec(v)
-            slices = [(leaves, spec)]
-            if leaves and any(c in self.axes.stacked for c in leaves[0]):
-                slices.append((leaves[1:], spec[1:]))  # the slice of one iteration, or one layer of a group
-                if len(leaves[0]) > 1:
-                    slices.append(((leaves[0][1:], *leaves[1:]), ((), *spec[1:])))
-                    outer = self._leading(leaves[0], 1, spec[0])
-                    slices.append(((leaves[0][:1], leaves[0][1:], *leaves[1:]), (outer, (), *spec[1:])))
-            slices += self._chunks(leaves, spec)
-            for key, slice_spec in slices:
+            stored = self.axes.of_value[v], self.stored_spec(v)
+            if stored not in slices:
+                slices[stored] = self._slices(*stored)
+            for key, slice_spec in slices[stored]:
                 if role == "optimizer":  # the moments consume the gradient, and the parameter follows them
                     specs[key] = slice_spec
                 else:
                     specs.setdefault(key, slice_spec)
         return specs
+
+    def _slices(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:
+        """The logical axes and specs of a gradient, and of the parts of it that loops compute."""
+        slices = [(leaves, spec)]
+        if leaves and any(c in self.axes.stacked for c in leaves[0]):
+            slices.append((leaves[1:], spec[1:]))  # the slice of one iteration, or one layer of a group
+            if len(leaves[0]) > 1:
+                slices.append(((leaves[0][1:], *leaves[1:]), ((), *spec[1:])))
+                outer = self._leading(leaves[0], 1, spec[0])
+                slices.append(((leaves[0][:1], leaves[0][1:], *leaves[1:]), (outer, (), *spec[1:])))
+        return slices + self._chunks(leaves, spec)
 
     def _chunks(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:
         """The logical axes and specs of a chunk, and of all chunks, if a loop runs over chunks of a dimension."""

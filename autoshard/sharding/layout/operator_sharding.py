@@ -12,14 +12,17 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.layout.known_strategies import known_strategy
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import Move, OperandSpecs, OperatorStrategy, choose_strategy
+from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
 from autoshard.spmdrules.families.stages import STAGE, STAGE_OPERATORS, shift_p
 from autoshard.spmdrules.ir.program import Op
 
@@ -111,7 +114,7 @@ def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorSt
     """The strategy of a decision point under a layout; `prices`: see `choose_strategy`."""
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
     results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
-    return strategy_for_specs(op, operands, results, moved, layout.mesh, prices)
+    return strategy_for_specs(op, operands, results, moved, layout.mesh, prices, layout.sequence)
 
 
 def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
@@ -131,6 +134,7 @@ def strategy_for_specs(
     moved: Sequence[float],
     mesh: Mapping[str, int],
     prices: LinkPrices,
+    sequence: Mapping[str, str],
 ) -> OperatorStrategy:
     """The strategy of a decision point.
 
@@ -141,14 +145,23 @@ def strategy_for_specs(
         moved: bytes of its operands as collectives move them (`transfer_bytes`).
         mesh: mesh axis -> size.
         prices: see `choose_strategy`.
+        sequence: see `Layout`.
     """
     assert op.rule is not None
     avals = [v.aval for v in op.eqn.invars]
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
-    operands = OperandSpecs(op.rule.operands, moved, specs, op.rule, mesh)
-    results = OperandSpecs(op.rule.results, [nbytes(v.aval) for v in op.eqn.outvars], result_specs, op.rule, mesh)
-    chosen = choose_strategy(op.rule, operands, results, mesh, flops_of(op), prices)
-    return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
+    given = [nbytes(v.aval) for v in op.eqn.outvars]
+    forms = sequence_forms_of(op.eqn.params, avals) if sequence else None
+    if forms is None:
+        chosen = known_strategy(op.rule, moved, specs, given, result_specs, mesh, flops_of(op), prices)
+        return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
+
+    def choose(rule: Rule, forced: Mapping[str, Sequence[str]] | None = None) -> OperatorStrategy:
+        operands = OperandSpecs(rule.operands, moved, specs, rule, mesh)
+        results = OperandSpecs(rule.results, given, result_specs, rule, mesh)
+        return choose_strategy(rule, operands, results, mesh, flops_of(op), prices, forced)
+
+    return over_sequence(op, forms, mesh, sequence, choose)
 
 
 def _with_shift(op: Op, chosen: OperatorStrategy, mesh: Mapping[str, int]) -> OperatorStrategy:

@@ -21,12 +21,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import jax
+
 from autoshard._shown import shown
 from autoshard.sharding.layout.constants import STRATEGY_TIE
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.spmdrules.custom_ops.sequence_forms import SequenceCost, SequenceForm
+from autoshard.spmdrules.ir.program import Op
 
 MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "collective-permute"]
 
@@ -42,6 +46,8 @@ class Move:
         array: what it moves: operand 0, 1, ... or, as -1, -2, ..., result 0, 1, ...
         local_bytes: bytes of the array on each device before.
         wire_bytes: bytes that each device sends.
+        hops: on a ring, the number of transfers of `local_bytes` to the next device, beside the operator's own compute;
+            0 for any other collective.
     """
 
     kind: MoveKind
@@ -49,15 +55,46 @@ class Move:
     array: int
     local_bytes: float
     wire_bytes: float
+    hops: int = 0
+
+
+@shown
+@dataclass(frozen=True)
+class SequencePlan:
+    """Attention over a sharded sequence, in a form that it declares.
+
+    Attributes:
+        form: what a shard runs, and its cost.
+        rule: the rule of the form. On a ring, keys are sharded as queries are.
+        axes: the mesh axes of the sequence, major to minor.
+        cost: the cost of one run on one device.
+    """
+
+    form: SequenceForm
+    rule: Rule
+    axes: tuple[str, ...]
+    cost: SequenceCost
 
 
 @shown
 @dataclass(frozen=True)
 class OperatorStrategy:
-    """The factor that each mesh axis shards, or None, and the collectives that this needs."""
+    """How an operator is sharded.
+
+    Attributes:
+        factors: the factor that each mesh axis shards, or None.
+        moves: the collectives that this needs.
+        form: the form of attention over a sharded sequence: on a ring, or with balanced work; None for the rule's own.
+    """
 
     factors: Mapping[str, str | None]
     moves: tuple[Move, ...]
+    form: SequencePlan | None = None
+
+    def rule(self, op: Op) -> Rule:
+        """The rule by which the operator is sharded."""
+        assert op.rule is not None
+        return op.rule if self.form is None else self.form.rule
 
     def spec(self, dims: Dims) -> Spec:
         """The sharding under this strategy of an operand or result with these factors per dimension."""
@@ -84,6 +121,17 @@ class OperandSpecs:
         ]
 
 
+def shard_types(op: Op, rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """Shape and dtype of each operand on one shard, by a rule of the operator."""
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(n // shard_count((axes,), mesh) for n, axes in zip(v.aval.shape, strategy.spec(dims), strict=True)),
+            v.aval.dtype,
+        )
+        for v, dims in zip(op.eqn.invars, rule.operands, strict=True)
+    ]
+
+
 def choose_strategy(
     rule: Rule,
     operands: OperandSpecs,
@@ -91,6 +139,7 @@ def choose_strategy(
     mesh: Mapping[str, int],
     flops: float,
     prices: LinkPrices,
+    forced: Mapping[str, Sequence[str]] | None = None,
 ) -> OperatorStrategy:
     """Choose the cheapest factor for each mesh axis, one mesh axis at a time, in mesh order.
 
@@ -101,18 +150,23 @@ def choose_strategy(
         mesh: mesh axis -> size.
         flops: FLOPs of the unsharded operator.
         prices: what bytes cost on the links of the machine.
+        forced: mesh axis -> the only factors that it may shard, if it shards any array here and one of them divides.
+            These mesh axes come last, so they shard what others leave.
     """
+    forced = forced or {}
 
     def price(move: Move) -> float:
         return move.wire_bytes * prices.weight(move.kind, shard_count((move.axes,), mesh))
 
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
-    for axis, n in mesh.items():
+    for axis, n in sorted(mesh.items(), key=lambda item: item[0] in forced):
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
         dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
+        touched = any(axis in p for a in (operands, results) for p in a.factors_of_axes)
+        allowed = [f for f in forced.get(axis, ()) if touched and rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         best: tuple[float, str | None] | None = None
-        for factor in [*dividing, None] if options else [None]:
+        for factor in allowed or ([*dividing, None] if options else [None]):
             cost = sum(map(price, _moves(rule, operands, results, mesh, {**chosen, axis: factor})))
             if factor is None:
                 cost += (

@@ -49,8 +49,8 @@ def changed(layout: Layout, change: Change) -> Layout:
         near = difflib.get_close_matches(change.what, [*names, *STATE], n=1)
         hint = f" Did you mean '{axis}{'+' if change.added else '-'}{near[0]}'?" if near else ""
         raise PlanRequestError(
-            f"plan '{change}': the program has no logical axis '{change.what}'; it has {', '.join(sorted(names))}, "
-            f"and its state has {', '.join(STATE)}.{hint}"
+            f"plan '{change}': the program has no logical axis '{change.what}'; it has {', '.join(sorted(names))}. "
+            f"The kinds of state are {', '.join(STATE)}.{hint}"
         )
     present = storage.get(role, ()) if role else table.get(axis, ())
     what = axis if role else names[change.what]
@@ -67,7 +67,7 @@ def changed(layout: Layout, change: Change) -> Layout:
         table[axis] = (
             (*listed, names[change.what]) if change.added else tuple(c for c in listed if c != names[change.what])
         )
-    return Layout(layout.axes, layout.roles, layout.mesh, table, storage)
+    return Layout(layout.axes, layout.roles, layout.mesh, table, storage, sequence=layout.sequence)
 
 
 def usable_devices(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:

@@ -8,7 +8,10 @@ Words of a strategy, such as `fsdp:8 tp:4 seq`:
     fsdp:N    dp, and parameters and optimizer state over N devices (ZeRO-3)
     tp:N      heads, ffn, vocab, ... over N devices
     seq       with tp: tp also shards the sequence, in values where it shards nothing else
-    cp:N      sequence over N devices
+    cp:N      sequence over N devices. For attention, one of the next three is chosen
+    gather:N  cp: each device gathers keys and values; under a causal mask devices exchange queries, to balance the work
+    ulysses:N cp: inside attention, heads over N devices instead; the exchange is an all-to-all
+    ring:N    cp: keys and values travel around a ring of N devices, beside the compute of attention
     ep:N      experts over N devices, and the batch where there are no experts
     state     parameters and optimizer state over all devices
     A+NAME    mesh axis A also shards the logical axis NAME, or stores NAME (parameter, optimizer)
@@ -34,21 +37,18 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import STATE, Role, Roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, usable_devices
+from autoshard.sharding.layout.sequence_operators import usable_heads
+from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 
-KINDS = (
-    "pp",
-    "dp",
-    "zero1",
-    "fsdp",
-    "cp",
-    "ep",
-    "tp",
-)  # outermost first: tp communicates most, so its devices are nearest
+# Outermost first: tp communicates most, so its devices are nearest. A ring is outside of Ulysses, so that a sequence is
+# sharded over the ring first and each of its shards is whole after the all-to-all.
+KINDS = ("pp", "dp", "zero1", "fsdp", "cp", "gather", "ring", "ulysses", "ep", "tp")
+CONTEXT = ("cp", "gather", "ring", "ulysses")  # kinds that shard sequences
 FLAGS = ("seq", "state")
 SHARDS = {
     "pp": "the layers",
     **dict.fromkeys(("dp", "zero1", "fsdp"), "the batch"),
-    "cp": "sequences",
+    **dict.fromkeys(("cp", "gather", "ring", "ulysses"), "sequences"),
     "ep": "experts",
     "tp": "heads, hidden units and vocabularies",
 }
@@ -78,6 +78,11 @@ class Request:
     def __str__(self) -> str:
         words = [f"{k}:{n}" if a == (k := self.kinds[a]) else f"{a}={k}:{n}" for a, n in self.sizes.items()]
         return " ".join([*words, *sorted(self.flags), *map(str, self.changes)])
+
+    @property
+    def taking_heads(self) -> int:
+        """The number of devices over which `tp` may shard heads."""
+        return math.prod(n for a, n in self.sizes.items() if self.kinds[a] == "tp")
 
     @property
     def devices(self) -> int:
@@ -132,6 +137,12 @@ def parse_request(text: str) -> Request:
         if axis in sizes:
             raise PlanRequestError(f"plan '{text}': mesh axis '{axis}' occurs twice; give it once")
         sizes[axis], kinds[axis] = int(size), kind
+    if {"ring"} < {*kinds.values()} & {"ring", "cp", "gather"}:
+        other = next(k for k in kinds.values() if k in ("cp", "gather"))
+        raise PlanRequestError(
+            f"plan '{text}': 'ring' and '{other}' both say how keys reach all queries; keep one of them, and use "
+            "'ulysses' for the other devices"
+        )
     if not sizes:
         raise PlanRequestError(f"plan '{text}' names no parallelism; give for example 'fsdp:8' or 'dp:2 tp:4 seq'")
     ordered = (
@@ -147,6 +158,15 @@ def is_request(words: str) -> bool:
         return bool(parse_request(words))
     except PlanRequestError:
         return False
+
+
+def moves_keys(words: str) -> bool:
+    """Whether a strategy says how attention runs over a sharded sequence.
+
+    >>> moves_keys("fsdp:8 ring:4"), moves_keys("cp:4")
+    (True, False)
+    """
+    return is_request(words) and any(kind in (GATHER, RING, ULYSSES) for kind in parse_request(words).kinds.values())
 
 
 def may_be_mesh_axis(axis: str, mesh: Mapping[str, int] | None, words: str | None = None) -> bool:
@@ -169,7 +189,7 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
         return () if roles.batch is None else (roles.batch,)
     if kind == "pp":
         return _for_stages(roles)
-    if kind == "cp":
+    if kind in CONTEXT:
         return roles.context
     if kind == "ep":
         return (*roles.experts, roles.batch) if roles.experts and roles.batch is not None else roles.experts
@@ -212,12 +232,16 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
     for axis, size in requested.sizes.items():
         kind = requested.kinds[axis]
         classes = classes_for(kind, roles, requested.flags)
-        whole = requested.fixed_mesh or kind == "pp"
-        parts = [size] if whole else axis_parts(size, usable_devices(axes, classes, size))
+        usable = usable_devices(axes, classes, size)
+        if kind == ULYSSES:
+            usable += usable_heads(axes, size, requested.taking_heads)
+        parts = [size] if requested.fixed_mesh or kind == "pp" else axis_parts(size, usable)
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes
-    layout = Layout(axes, roles, mesh, table, storage_for(kinds, "state" in requested.flags))
+    sequence = {a: kind for a, kind in kinds.items() if kind in (GATHER, ULYSSES, RING)}
+    stored = storage_for(kinds, "state" in requested.flags)
+    layout = Layout(axes, roles, mesh, table, stored, sequence=sequence)
     for change in requested.changes:
         layout = changed(layout, change)
     return layout
@@ -240,7 +264,7 @@ class Table:
         read = {k: (v,) if isinstance(v, str) else v for k, v in table.items()}
         columns = convert(read, Mapping[str, tuple[str, ...]], "plan", problems := [])
         if not problems and not (columns and all(columns)):
-            problems.append(f"plan is {short_repr(table)}; it must have mesh axes as keys")
+            problems.append(f"plan is {short_repr(table)}, which has no mesh axis, or one without logical axes")
         if problems:
             raise PlanRequestError(
                 f"{'; '.join(problems)}: give the logical axes of each mesh axis, such as "

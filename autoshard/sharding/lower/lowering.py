@@ -32,6 +32,7 @@ from autoshard.sharding.layout.operator_sharding import (
 )
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.conv_as_matmul import add_window_dims, drop_window_dims, is_matmul, matmul
+from autoshard.sharding.lower.declared_operators import run_declared
 from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
@@ -42,7 +43,6 @@ from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
-from autoshard.spmdrules.custom_ops.operator import run_sharded
 from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
 from autoshard.spmdrules.ir.program import IMPLEMENTATION, Block, Op
 
@@ -103,14 +103,14 @@ class Lowering:
         return NamedSharding(self.mesh, spec, memory_kind=_compat.memory_kind(x))
 
     def resharded(self, x: Any, spec: Spec, value: int, alone: bool | None = None) -> Any:
-        """Return an operand constrained to `spec`.
+        """Return an operand constrained to `spec`. Scalars stay as they are; a number of Python has no dtype.
 
         A parameter that was cast to a wider dtype is resharded in the narrower one. A reversed parameter (a kernel in
         the gradient of its convolution) is resharded before it is reversed, so that all its convolutions share one
         gather. With `alone`, an explicit collective gathers it, which may have to run alone (`overlap.marks`).
         """
         narrow = self.layout.axes.transfer_dtype.get(value)
-        if operand_spec(self.layout, value) == spec or Gather(value, spec) in self.held:
+        if not getattr(x, "ndim", 0) or operand_spec(self.layout, value) == spec or Gather(value, spec) in self.held:
             return self.constrain(x, spec)
         if value in self._reversed:
             op, original = self._reversed[value]
@@ -156,16 +156,15 @@ class Lowering:
             if op.name == "convert_element_type":
                 self.cast(args[0], results[0])
             return self.constrain_like_parameter(op, results)
-        rule = op.rule
-        assert rule is not None
         chosen = strategy_in_layout(self.layout, op, self.link_prices)
         wants = [result_spec(self.layout, op, v) for v in op.results]
         if self.held and op.name not in REDUCTIONS:
-            operands = zip(args, op.operands, rule.operands, strict=True)
+            operands = zip(args, op.operands, chosen.rule(op).operands, strict=True)
             args = [self.held.get(Gather(v, chosen.spec(d)), x) for x, v, d in operands]
         if self.order is None or op.name in REDUCTIONS:
             return self.decision_point(op, args, chosen, wants)
-        gathered = [self.is_gather(v, chosen.spec(d)) for v, d in zip(op.operands, rule.operands, strict=True)]
+        operands = zip(op.operands, chosen.rule(op).operands, strict=True)
+        gathered = [self.is_gather(v, chosen.spec(d)) for v, d in operands]
         args = [
             self.order.after_last_but_one(x, operand_spec(self.layout, v)) if gather else x
             for x, v, gather in zip(args, op.operands, gathered, strict=True)
@@ -233,7 +232,8 @@ class Lowering:
         """Return the results of an operator for which the layout has a strategy; `marks` says what is gathered."""
         assert (rule := op.rule) is not None
         if is_declared(op):
-            return run_sharded(op.eqn.params, self.mesh, [chosen.spec(d) for d in rule.operands], wants, *args)
+            stored = [operand_spec(self.layout, v) if v >= 0 else () for v in op.operands]
+            return run_declared(op, chosen, self.mesh, stored, wants, args, self.constrain)
         if runs_on_shards(op, chosen, self.layout.mesh):
             factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
             return run_on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, factors, wants, *args)

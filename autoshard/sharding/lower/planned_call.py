@@ -20,7 +20,7 @@ from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_m
 from autoshard.sharding.lower.watched_program import WatchedProgram
 from autoshard.sharding.program.argument_differences import differences_text, leaves_by_path
 from autoshard.sharding.program.argument_names import named_path
-from autoshard.sharding.program.donated_arrays import donated_error, has_donated, without_shared_memory
+from autoshard.sharding.program.donated_arrays import donated_error, without_shared_memory
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
 from autoshard.sharding.program.tracing import TRACE_FLAGS, Traced
 
@@ -78,7 +78,7 @@ class PlannedCall:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if tree != self.traced.in_tree:
             raise self._mismatch_error(args, kwargs)
-        if has_donated(leaves):  # JAX crashes on them, or raises an error without their paths
+        if _compat.has_deleted(leaves):  # JAX crashes on them, or raises an error without their paths
             raise donated_error(self.__name__, self.traced.in_names, leaves)
         return leaves
 

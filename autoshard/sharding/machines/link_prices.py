@@ -12,6 +12,7 @@ operator's strategy must not change when mesh axes are assigned to other devices
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from autoshard._shown import shown
 from autoshard.sharding.machines.constants import WEIGHED_BYTES
@@ -20,9 +21,9 @@ from autoshard.spmdrules.core.placement import ReshardKind
 
 
 @shown
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinkPrices:
-    """The prices of bytes on the links of a machine.
+    """The prices of bytes on the links of a machine. Prices are compared by identity; see `link_prices`.
 
     Attributes:
         flops_per_byte: FLOPs that a device does at peak in the time that it takes to send one byte to a neighbour.
@@ -31,7 +32,7 @@ class LinkPrices:
 
     flops_per_byte: float
     topology: Topology | None = None
-    _weights: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    _weights: dict[int, float] = field(default_factory=dict, repr=False)
 
     def weight(self, kind: str, devices: int) -> float:
         """Return the weight of a kind of collective over groups of so many devices."""
@@ -40,6 +41,12 @@ class LinkPrices:
         if devices not in self._weights:
             self._weights[devices] = _all_to_all_weight(self.topology, devices)
         return self._weights[devices]
+
+
+@lru_cache(maxsize=64)
+def link_prices(flops_per_byte: float, topology: Topology) -> LinkPrices:
+    """Return the prices of a machine, the same object for equal machines."""
+    return LinkPrices(flops_per_byte, topology)
 
 
 def _all_to_all_weight(topology: Topology, devices: int) -> float:

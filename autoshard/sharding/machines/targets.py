@@ -27,7 +27,7 @@ from autoshard._typed import Readers, convert, fields_of, finite, short_repr
 from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.machines.constants import CORE_LINKS, CPU_LATENCY_GROWTH, MOST_DEVICES
-from autoshard.sharding.machines.link_prices import LinkPrices
+from autoshard.sharding.machines.link_prices import LinkPrices, link_prices
 from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology, assign
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
@@ -79,7 +79,7 @@ class Target:
     @cached_property
     def link_prices(self) -> LinkPrices:
         """What bytes on the links cost, for the strategies of operators."""
-        return LinkPrices(self.chip.flops / self.link_bandwidth, self.topology)
+        return link_prices(self.chip.flops / self.link_bandwidth, self.topology)
 
 
 def find_target(name: str) -> Target:

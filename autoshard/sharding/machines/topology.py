@@ -12,6 +12,7 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     bandwidth of a group    dimensions of one torus work in parallel: the sum over its pieces. Networks of different
                             speeds work one after the other: the outer one carries 1/(size of the inner) of the bytes
     time                    latency of all hops along the longest piece + bytes sent / bandwidth
+    shift                   each device sends to the next one over one link: the latency of a hop + bytes / bandwidth
     permute                 some devices send across every dimension of the group: the latencies of all pieces add up,
                             and the slowest piece limits the bandwidth
     all-to-all on a torus   is limited by the bisection of the longest dimension, see `_all_to_all_us`
@@ -111,6 +112,23 @@ class Topology:
             inner *= n
         return one_pass_us * (2 if kind == "all-reduce" else 1)
 
+    def shift_us(self, pieces: Pieces, local_bytes: float) -> float:
+        """Microseconds in which each device of a group sends to the next one, as on a ring.
+
+        One link carries it, in one direction. Where the devices form no closed ring, the message of the last one passes
+        all others on the way back to the first.
+        """
+        merged = self._merged(pieces)
+        if not merged:
+            return 0.0
+        dims = [(self.dims[p.dim], p) for p in merged]
+        hops = [
+            dim.latency_us * (1 if dim.kind == "switch" or self._closed(p) else (p.size - 1) * p.stride)
+            for dim, p in dims
+        ]
+        slowest = min(dim.bandwidth / (1 if dim.kind == "switch" else p.stride) for dim, p in dims)
+        return max(hops) + local_bytes / slowest * 1e6
+
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
         """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
@@ -197,6 +215,10 @@ class DeviceAssignment:
             latency = self.topology.time_us(kind, over, 0.0)
             found = self._times[kind, axes] = latency, (self.topology.time_us(kind, over, 1e9) - latency) / 1e9
         return found[0] + found[1] * local_bytes
+
+    def shift_us(self, axes: Iterable[str], local_bytes: float) -> float:
+        """Microseconds in which each device along these mesh axes sends to the next one; see `Topology.shift_us`."""
+        return self.topology.shift_us(self.pieces_of(axes), local_bytes)
 
     def compiled(self, kind: ReshardKind, axes: tuple[str, ...]) -> tuple[ReshardKind, float, int]:
         """The collective that XLA emits for a collective over these mesh axes (`Topology.compiled`).

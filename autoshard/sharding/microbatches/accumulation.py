@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard import _compat
-from autoshard.sharding.microbatches.flow import Flow, NotCut, Step
-from autoshard.sharding.microbatches.states import After, Partial, Split, State, Whole, joined, part, parts
+from autoshard.sharding.microbatches.flow import Flow
+from autoshard.sharding.microbatches.operator_steps import NotCut, Step
+from autoshard.sharding.microbatches.states import After, Own, Partial, Split, State, Whole, joined, part, parts
 from autoshard.sharding.rewrite.evaluation import bind_checkpoint, bind_scan
 from autoshard.spmdrules.core.rule import Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, returning_list
@@ -88,7 +89,9 @@ class _Writer:
                  for a, s in zip(eqn.invars, step.operands, strict=True)]  # fmt: skip
         ends = [(a, s) for a, s in ends if not isinstance(a, _compat.Literal)]
         self.before(known, self.taken_whole(ends))
-        wanted = {var: s for var, s in ends if isinstance(s, (Split, Partial))}
+        wanted = {
+            var: Partial() if isinstance(s, Own) else s for var, s in ends if isinstance(s, (Split, Partial, Own))
+        }
         known |= self.loop(known, wanted)
         for eqn, _ in later:
             with _compat.source_of(eqn):
@@ -130,8 +133,10 @@ class _Writer:
         collected = {var: s for var, s in wanted.items() if isinstance(s, Split)}
 
         def one(number: Any, slices: list[Any]) -> Terms:
-            env = _Microbatch(number, count).run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
-            return [env[var] for var in sums], [env[var] for var in collected]
+            batch = _Microbatch(number, count)
+            env = batch.run(flow, {**whole, **dict(zip(rows, slices, strict=True))}, root=True)
+            terms = [batch.taken(env[var], flow.states[var], s) for var, s in sums.items()]
+            return terms, [env[var] for var in collected]
 
         totals, kept = self.run(one, stacked, [s.op for s in sums.values()])
         made = dict(zip(sums, totals, strict=True))
@@ -163,10 +168,10 @@ class _Microbatch:
     def operand(self, flow: Flow, env: Mapping[Any, Any], atom: Any, state: State, repeated: Mapping[Any, Any]) -> Any:
         """Return the part of an operand that a microbatch takes; `repeated` has the makers of broadcasts and iotas."""
         there = flow.of(atom)
-        if isinstance(state, Split) and isinstance(there, Whole) and atom in repeated:
+        if isinstance(state, Split) and isinstance(there, (Whole, Own, Partial)) and atom in repeated:
             made = self.repeated(repeated[atom], state, env)
             if made is not None:
-                return made
+                return self.estimate(made, there) if isinstance(there, Partial) else made
         return self.taken(_read(env, atom), there, state)
 
     def repeated(self, eqn: Any, split: Split, env: Mapping[Any, Any]) -> Any | None:
@@ -182,15 +187,26 @@ class _Microbatch:
 
     def taken(self, x: Any, there: State, wanted: State) -> Any:
         """Return the part of an operand that a microbatch takes."""
-        if not isinstance(there, Whole) or isinstance(wanted, (Whole, After)):
+        if isinstance(there, Partial) and isinstance(wanted, (Own, Split)):
+            x, there = self.estimate(x, there), Own()
+        if isinstance(there, Own) and isinstance(wanted, Partial):
+            if wanted.op != "sum" or not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise NotCut(f"a value of type {x.dtype} that is computed from the sums of each microbatch has no mean "
+                             "over the microbatches")  # fmt: skip
+            return x / self.count
+        if not isinstance(there, (Whole, Own)) or isinstance(wanted, (Whole, After, Own)):
             return x
         if isinstance(wanted, Split):
             return part(x, wanted, self.count, self.number)
         return jnp.where(self.number == 0, x, neutral(wanted.op, jnp.shape(x), jnp.result_type(x)))
 
+    def estimate(self, term: Any, there: Partial) -> Any:
+        """Return the microbatch's own estimate of a value from its term."""
+        return term * self.count if there.op == "sum" else term
+
     def equation(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if step.phase == "whole":
+        if step.phase == "whole" or all(isinstance(s, (Whole, Own)) for s in step.operands):
             return _compat.bind(eqn, eqn.params, *operands)
         if name == "scan":
             return self.scan(eqn, step, operands)

@@ -8,7 +8,7 @@ operator needs the whole batch. Then
   batch before the loop (`early`);
 - other operators run after the loop, on values that were accumulated or collected, such as the update of the optimizer;
 - the step cannot be cut if an operator of the loop needs a value that is known only after the loop, such as a mean over
-  the batch in a layer.
+  the batch in a layer. With `numerics`, such an operator takes the microbatch's own sum in place of that of the batch.
 """
 
 from __future__ import annotations
@@ -19,50 +19,32 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.microbatches.operator_steps import (
+    ESTIMATED,
+    NotCut,
+    Step,
+    place_of,
+    step_by_rule,
+    whole_step,
+)
 from autoshard.sharding.microbatches.states import (
+    OWN,
     WHOLE,
     After,
+    Own,
     Partial,
     Split,
     State,
     Whole,
-    factor_at,
-    split_of,
 )
 from autoshard.sharding.microbatches.sum_placement import sum_late
 from autoshard.spmdrules.core.registry import rule_for
-from autoshard.spmdrules.core.rule import POSITIONS, Rule, RuleError
+from autoshard.spmdrules.core.rule import RuleError
 from autoshard.spmdrules.ir import program as _rules_registered  # noqa: F401
 
 # Operators that are too expensive to be computed for the whole batch before the loop, and loops.
 HEAVY = ("dot_general", "conv_general_dilated", "scan", "while", "remat2", "ragged_dot_general", "sort")
 _BODIES = ("remat2", "custom_jvp_call", "custom_vjp_call", "call", "closed_call", "core_call", "jit", "pjit")
-
-
-class NotCut(Exception):
-    """The step cannot be cut into microbatches; the text is the reason."""
-
-
-@shown
-@dataclass(eq=False)
-class Step:
-    """How one equation is computed.
-
-    Attributes:
-        phase: `whole`, for all microbatches at once before the loop; `each`, in the loop; `after`, after it.
-        operands: the part of each operand that it takes. It is sliced from a larger part where necessary.
-        results: the part of each result that it computes.
-        rule: its rule, in the loop.
-        factor: the factor of the rule that has the rows; None if it only keeps values partial.
-        inner: the flows of its nested jaxprs.
-    """
-
-    phase: str
-    operands: list[State]
-    results: list[State]
-    rule: Rule | None = None
-    factor: str | None = None
-    inner: list[Flow] = field(default_factory=list)
 
 
 @shown
@@ -91,13 +73,14 @@ class _Restart(Exception):
     """More values are computed before the loop than assumed."""
 
 
-def find_flow(closed: Any, batch: Mapping[int, Split], count: int) -> Flow:
+def find_flow(closed: Any, batch: Mapping[int, Split], count: int, *, numerics: bool = False) -> Flow:
     """Return how a step is computed in microbatches.
 
     Args:
         closed: its closed jaxpr, with calls inlined.
         batch: input -> where it has the rows of the batch.
         count: number of microbatches.
+        numerics: whether an operator that needs a sum over the whole batch may take that of each microbatch instead.
 
     Raises:
         NotCut: a microbatch would need a value of the whole batch.
@@ -105,16 +88,44 @@ def find_flow(closed: Any, batch: Mapping[int, Split], count: int) -> Flow:
     jaxpr = _compat.open_jaxpr(closed)
     inputs: list[State] = [batch.get(i, WHOLE) for i in range(len(jaxpr.invars))]
     early: set[Any] = set()
+    own = _OwnSums() if numerics else None
     while True:
         try:
-            return _Finder(count, early).root(jaxpr, inputs)
+            return _Finder(count, early, own).root(jaxpr, inputs)
         except _Restart:
             continue
 
 
+def own_sums(flow: Flow) -> list[str]:
+    """Return the operators, with their lines, that take the microbatch's own sum in place of that of the batch."""
+    found: dict[str, None] = {}
+    for eqn, step in zip(flow.jaxpr.eqns, flow.steps, strict=True):
+        for inner in step.inner:
+            found |= dict.fromkeys(own_sums(inner))
+        operands = zip(eqn.invars, step.operands, strict=True)
+        if not step.inner and any(isinstance(s, (Own, Split)) and isinstance(flow.of(a), Partial) for a, s in operands):
+            found[place_of(eqn)] = None
+    return [*found]
+
+
+@shown
+@dataclass(eq=False)
+class _OwnSums:
+    """Where operators of the loop take the microbatch's own sums.
+
+    Attributes:
+        variables: the sums of the step of which they do so.
+        bodies: results of equations in whose bodies they do so.
+    """
+
+    variables: set[Any] = field(default_factory=set)
+    bodies: set[Any] = field(default_factory=set)
+
+
 class _Finder:
-    def __init__(self, count: int, early: set[Any]):
-        self.count, self.early = count, early
+    def __init__(self, count: int, early: set[Any], own: _OwnSums | None):
+        self.count, self.early, self.own = count, early, own
+        self.inside_own = False  # whether operators of the body that is visited take own sums
         self.made: dict[Any, Any] = {}  # variable of the step -> the equation that makes it
         self.effects_later = False  # whether an equation with side effects runs after the loop
 
@@ -126,12 +137,14 @@ class _Finder:
 
     def frame(self, jaxpr: Any, inputs: Sequence[State], is_root: bool = False) -> Flow:
         flow = Flow(jaxpr)
+        if is_root:
+            self.root_flow = flow
         flow.states |= dict.fromkeys(jaxpr.constvars, WHOLE) | dict(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
             if is_root and self.early.intersection(eqn.outvars):
-                step = _whole(eqn)
+                step = whole_step(eqn)
             else:
-                step = self.equation(eqn, [flow.of(atom) for atom in eqn.invars], is_root)
+                step = self.equation(eqn, [self.seen(flow, atom, is_root) for atom in eqn.invars], is_root)
             flow.steps.append(step)
             flow.states |= zip(eqn.outvars, step.results, strict=True)
         flow.results = [flow.of(atom) for atom in jaxpr.outvars]
@@ -139,13 +152,18 @@ class _Finder:
 
     def equation(self, eqn: Any, states: list[State], is_root: bool) -> Step:
         if eqn.effects and not is_root:
-            raise NotCut(f"{_place(eqn)} has side effects, which each microbatch would repeat")
+            raise NotCut(f"{place_of(eqn)} has side effects, which each microbatch would repeat")
         if eqn.effects and self.effects_later:  # side effects keep their order, such as a read that follows a write
             return self.outside(eqn, states, None)
         if all(isinstance(s, Whole) for s in states):
-            return _whole(eqn)
+            return whole_step(eqn)
+        if all(isinstance(s, (Whole, Own)) for s in states) and not eqn.effects:
+            return Step("each", states, [OWN] * len(eqn.outvars))
         reason = None
         if not any(isinstance(s, After) for s in states):
+            outer = self.inside_own
+            if is_root and self.own is not None:
+                self.inside_own = not self.own.bodies.isdisjoint(eqn.outvars)
             try:
                 step = self.in_loop(eqn, states)
                 if not is_root or step.inner or not _masks(step, states):
@@ -154,6 +172,8 @@ class _Finder:
                 reason = str(refused)
                 if not is_root:
                     raise
+            finally:
+                self.inside_own = outer
         return self.outside(eqn, states, reason)
 
     def outside(self, eqn: Any, states: list[State], reason: str | None) -> Step:
@@ -174,13 +194,48 @@ class _Finder:
                 raise _Restart
         reasons = [s.reason for s in states if isinstance(s, After) and s.reason]
         if any(isinstance(s, Split) for s in states):
-            reasons.append(reason or f"{_place(eqn)} takes each row together with a value of the whole batch")
+            reasons.append(reason or f"{place_of(eqn)} takes each row together with a value of the whole batch")
         if reasons and eqn.primitive.name in HEAVY:
-            itself = reason is not None and reason.startswith(_place(eqn))
-            raise NotCut(reason if itself else f"{reasons[0]}, and {_place(eqn)} needs the result")
+            self.take_own(eqn, states, reason)
+            itself = reason is not None and reason.startswith(place_of(eqn))
+            raise NotCut(reason if itself else f"{reasons[0]}, and {place_of(eqn)} needs the result")
         self.effects_later |= bool(eqn.effects)
         state = After(reasons[0] if reasons else None)
         return Step("after", [state] * len(states), [state] * len(eqn.outvars))
+
+    def seen(self, flow: Flow, atom: Any, is_root: bool) -> State:
+        """Return the state in which operators see an operand."""
+        state = flow.of(atom)
+        own = is_root and self.own is not None and isinstance(state, Partial) and atom in self.own.variables
+        return OWN if own else state
+
+    def take_own(self, eqn: Any, states: list[State], reason: str | None) -> None:
+        """Let an equation of the loop have the microbatch's own sums, where `numerics` permits it, and start again.
+
+        In its bodies each operator decides. Otherwise these are the sums of which its operands are computed.
+        """
+        if self.own is None:
+            return
+        if reason is not None and _has_body(eqn) and self.own.bodies.isdisjoint(eqn.outvars):
+            self.own.bodies |= {*eqn.outvars}
+            raise _Restart
+        sums: set[Any] = set()
+        todo, visited = [*zip(eqn.invars, states, strict=True)], set()
+        while todo:
+            atom, state = todo.pop()
+            if not isinstance(state, (Partial, After)) or atom in visited:
+                continue
+            visited.add(atom)
+            before = [(a, self.seen(self.root_flow, a, True)) for a in self.made[atom].invars]
+            # A multiple of a sum is not taken alone: all users of the sum take the microbatch's own.
+            multiple = not _has_body(self.made[atom]) and any(isinstance(s, Partial) for _, s in before)
+            if isinstance(state, After) or multiple:
+                todo += before
+            elif state.op in ESTIMATED:
+                sums.add(atom)
+        if sums - self.own.variables:
+            self.own.variables |= sums
+            raise _Restart
 
     def are_cheap(self, atoms: Iterable[Any]) -> bool:
         """Whether variables of the step are computed from its inputs by cheap operators only."""
@@ -213,17 +268,25 @@ class _Finder:
         if name == "cond":
             return self.cond(eqn, states)
         if name == "while":
-            raise NotCut(f"{_place(eqn)} takes the batch, and the number of its iterations may depend on all rows")
+            raise NotCut(f"{place_of(eqn)} takes the batch, and the number of its iterations may depend on all rows")
         if eqn.effects:
-            raise NotCut(f"{_place(eqn)} has side effects")
+            raise NotCut(f"{place_of(eqn)} has side effects")
         avals = tuple(_compat.shape_dtype_of(a) for a in eqn.invars)
         try:
             rule = rule_for(eqn.primitive, avals, eqn.params)
         except RuleError as error:
             raise NotCut(str(error)) from error
         if rule is None:
-            raise NotCut(f"{_place(eqn)} has no rule")
-        return _by_rule(eqn, rule, states, self.count)
+            raise NotCut(f"{place_of(eqn)} has no rule")
+        try:
+            return step_by_rule(eqn, rule, states, self.count)
+        except NotCut:
+            own: list[State] = [OWN if isinstance(s, Partial) and s.op in ESTIMATED else s for s in states]
+            if not self.inside_own or own == states:
+                raise
+        if all(isinstance(s, (Whole, Own)) for s in own):
+            return Step("each", own, [OWN] * len(eqn.outvars))
+        return step_by_rule(eqn, rule, own, self.count)
 
     def scan(self, eqn: Any, states: list[State]) -> Step:
         n_consts, n_carry = _compat.scan_arity(eqn.params)
@@ -232,7 +295,7 @@ class _Finder:
         slices = []
         for state in states[first:]:
             if isinstance(state, Split) and state.dim == 0:
-                raise NotCut(f"{_place(eqn)} runs over the rows of the batch")
+                raise NotCut(f"{place_of(eqn)} runs over the rows of the batch")
             slices.append(Split(state.dim - 1, state.stride) if isinstance(state, Split) else state)
         body = _compat.open_jaxpr(eqn.params["jaxpr"])
         while True:
@@ -245,8 +308,8 @@ class _Finder:
         return Step("each", [*consts, *carry, *states[first:]], [*carry, *stacks], inner=[flow])
 
     def cond(self, eqn: Any, states: list[State]) -> Step:
-        if not isinstance(states[0], Whole):
-            raise NotCut(f"{_place(eqn)} depends on the batch")
+        if not isinstance(states[0], (Whole, Own)):
+            raise NotCut(f"{place_of(eqn)} depends on the batch")
         flows = [self.frame(_compat.open_jaxpr(each), states[1:]) for each in eqn.params["branches"]]
         results = flows[0].results
         for flow in flows[1:]:
@@ -260,72 +323,15 @@ def _joined(a: State, b: State, eqn: Any) -> State:
         return a
     if isinstance(a, Whole):
         return b
-    raise NotCut(f"{_place(eqn)} carries a value that starts as rows of the batch and becomes a sum over the batch")
+    if isinstance(a, Own) or isinstance(b, Own):
+        return b if isinstance(a, Own) else a
+    raise NotCut(f"{place_of(eqn)} carries a value that starts as rows of the batch and becomes a sum over the batch")
 
 
-def _by_rule(eqn: Any, rule: Rule, states: list[State], count: int) -> Step:
-    found = {}
-    for number, state in enumerate(states):
-        if isinstance(state, Split):
-            at = factor_at(rule, rule.operands[number], state, count)
-            if at is None:
-                raise NotCut(f"{_place(eqn)} mixes the rows of the batch with another dimension")
-            found[at] = number
-    if len(found) > 1:
-        raise NotCut(f"{_place(eqn)} compares each row of the batch with other rows")
-    terms = {n for n, state in enumerate(states) if isinstance(state, Partial)}
-    if not found:
-        return _keeping_partial(eqn, rule, states, terms)
-    if terms:
-        raise NotCut(f"{_place(eqn)} needs a sum over the whole batch for each row")
-    [(name, stride)] = found
-    kind = rule.factor(name)
-    if kind.kind not in ("pass", "reduce") or kind.op in POSITIONS:
-        raise NotCut(f"{_place(eqn)} needs all rows of the batch at once")
-    operands: list[State] = [split_of(rule, dims, name, stride) or WHOLE for dims in rule.operands]
-    for number, state in enumerate(states):
-        if isinstance(state, Split) and operands[number] != state:
-            raise NotCut(f"{_place(eqn)} mixes the rows of the batch with another dimension")
-    results: list[State] = []
-    for number, dims in enumerate(rule.results):
-        op = rule.partial(name, number)
-        split = split_of(rule, dims, name, stride)
-        if split is None and op is None:
-            raise NotCut(f"{_place(eqn)} has a result that would differ between microbatches")
-        results.append(split or Partial(op or "sum"))
-    return Step("each", operands, results, rule, name)
-
-
-def _keeping_partial(eqn: Any, rule: Rule, states: list[State], terms: set[int]) -> Step:
-    """Compute an operator on terms of sums, if it is linear in them or only moves their elements."""
-    [op, *others] = {states[n] for n in terms}
-    groups = [*([set(g) for g in rule.linear] if op == Partial("sum") else []), {*rule.moves}]
-    if _is_float_cast(eqn):  # linear up to rounding; the terms are rounded in place of their sum
-        groups.append({0})
-    for group in groups:
-        # A whole operand in the group counts once: it is a term of the first microbatch, and zero in the others.
-        if not others and terms <= group and (terms == group or op == Partial("sum")):
-            return Step("each", [op if n in group else s for n, s in enumerate(states)], [op] * len(rule.results), rule)
-    raise NotCut(f"{_place(eqn)} needs a sum over the whole batch")
-
-
-def _is_float_cast(eqn: Any) -> bool:
-    """Whether an equation casts a float to one of at least 16 bits. Narrower ones have a scale of the whole value."""
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    dtypes = [a.aval.dtype for a in (*eqn.invars, *eqn.outvars)]
-    return all(map(_compat.is_floating, dtypes)) and dtypes[1].itemsize >= 2
+def _has_body(eqn: Any) -> bool:
+    return eqn.primitive.name in ("scan", "cond", *_BODIES)
 
 
 def _masks(step: Step, states: list[State]) -> bool:
     """Whether a step turns a whole operand into a term of a sum, which is not needed after the loop."""
     return any(isinstance(a, Whole) and isinstance(b, Partial) for a, b in zip(states, step.operands, strict=True))
-
-
-def _whole(eqn: Any) -> Step:
-    return Step("whole", [WHOLE] * len(eqn.invars), [WHOLE] * len(eqn.outvars))
-
-
-def _place(eqn: Any) -> str:
-    line = _compat.program_line(eqn)
-    return f"'{eqn.primitive.name}'{' at ' + line if line else ''}"

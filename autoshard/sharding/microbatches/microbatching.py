@@ -15,8 +15,10 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.analysis import Analysis, analyse
 from autoshard.sharding.microbatches.accumulation import Runner, in_microbatches
-from autoshard.sharding.microbatches.flow import NotCut, find_flow
+from autoshard.sharding.microbatches.flow import find_flow, own_sums
+from autoshard.sharding.microbatches.operator_steps import NotCut, place_of
 from autoshard.sharding.microbatches.states import Split
+from autoshard.sharding.microbatches.update_loops import update_loop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.sharding.rewrite.pairs import check_program
@@ -41,13 +43,15 @@ def read_microbatches(count: Any) -> int | str:
     return int(count)
 
 
-def with_microbatches(traced: Traced, count: int, run: Runner | None = None) -> Traced:
+def with_microbatches(traced: Traced, count: int, run: Runner | None = None, *, numerics: bool = False) -> Traced:
     """Return a traced step as a loop over microbatches. Its results are the same up to the order of sums.
 
     Args:
         traced: the step.
         count: number of microbatches.
         run: runs the microbatches; one after another for None.
+        numerics: whether the results may differ: operators that need a sum over the whole batch in the loop take that
+            of each microbatch. `Traced.own_sums` has their lines.
 
     Raises:
         PlanError: the step has no batch, `count` does not divide the batch, or an operator in the loop needs all rows.
@@ -58,19 +62,26 @@ def with_microbatches(traced: Traced, count: int, run: Runner | None = None) -> 
     rows = batch_inputs(traced, analysis, count)
     with _compat.auto_axes():
         closed = rewritten(_compat.dce(traced.closed))
+        loop = update_loop(closed, rows)
         try:
-            flow = find_flow(closed, rows, count)
+            flow = find_flow(closed, rows, count, numerics=numerics and loop is None)
             cut = in_microbatches(closed, flow, count, run)
             closed = _compat.dce(jax.make_jaxpr(cut)(*map(_compat.shape_dtype_of, _compat.open_jaxpr(closed).invars)))
         except NotCut as reason:
+            if loop is not None:
+                raise PlanError(
+                    f"auto_shard({traced.name}): microbatches={count}, but {place_of(loop[0])} updates "
+                    f"{traced.in_names[loop[1]]} in each iteration, and microbatches cut a single update. Give "
+                    "microbatches to the function of one update, and call it several times"
+                ) from None
             raise PlanError(
-                f"auto_shard({traced.name}): microbatches={count}, but the function cannot be cut: {reason}. Leave "
-                "microbatches out, or accumulate gradients in the function"
+                f"auto_shard({traced.name}): microbatches={count}, but the function cannot be cut: {reason}. "
+                f"{_advice(closed, rows, count, numerics)}"
             ) from None
     check_program(closed)
     jaxpr = _compat.open_jaxpr(closed)
     return replace(traced, closed=closed, in_avals=[v.aval for v in jaxpr.invars],
-                   out_avals=[v.aval for v in jaxpr.outvars], microbatches=count,
+                   out_avals=[v.aval for v in jaxpr.outvars], microbatches=count, own_sums=tuple(own_sums(flow)),
                    batch=_batch_after(traced, analysis, rows, count))  # fmt: skip
 
 
@@ -111,6 +122,17 @@ def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int,
             f"dimension {split.dim} of {traced.in_names[leaf]}. Use one of {fits}"
         )
     return where
+
+
+def _advice(closed: Any, rows: Mapping[int, Split], count: int, numerics: bool) -> str:
+    """Say what to do about a step that cannot be cut."""
+    otherwise = "Leave microbatches out, or accumulate gradients in the function"
+    try:
+        if not numerics and find_flow(closed, rows, count, numerics=True):
+            return f"{otherwise}, or allow_numerics=True: each microbatch takes its own sums, which changes the numbers"
+    except NotCut:
+        pass
+    return otherwise
 
 
 def _batch_after(

@@ -3,6 +3,7 @@
     whole      the value does not depend on the batch: all of it
     split      the rows of its microbatch
     partial    one term of a sum (or maximum, ...) over the microbatches
+    own        an estimate of the value from the rows of its microbatch, only where `allow_numerics` permits it
     after      nothing: it is known when all microbatches are done
 
 A microbatch is a shard in time: microbatch m of M has the rows m, m + M, m + 2 M, ... of the batch. With strided rows a
@@ -63,8 +64,19 @@ class Partial:
     op: str = "sum"
 
 
-State = Whole | After | Split | Partial
+@shown
+@dataclass(frozen=True)
+class Own:
+    """An estimate of the value from the microbatch's own rows, such as the mean of a batch norm.
+
+    The estimate of a sum is the microbatch's term times the number of microbatches. The estimate of the whole step is
+    the mean of the estimates.
+    """
+
+
+State = Whole | After | Split | Partial | Own
 WHOLE = Whole()
+OWN = Own()
 
 
 def factor_at(rule: Rule, dims: Dims, split: Split, count: int) -> tuple[str, int] | None:

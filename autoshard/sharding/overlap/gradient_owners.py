@@ -1,9 +1,9 @@
-"""The parameter to which each gradient belongs, by dataflow."""
+"""The operators that sum the gradient of each parameter, by dataflow."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
@@ -12,38 +12,62 @@ from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.ir.program import Op
 
 
-def gradient_owners(axes: LogicalAxes, roles: Roles, state: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
-    """Return a mapping from each gradient, a result of an operator, to the parameters whose updates use it.
+class GradientSums:
+    """Finds the operators that sum gradients.
 
-    The search goes back from each updated parameter, through values without the batch, to the operators that sum over
-    the batch. A scalar, such as the norm of all gradients, is not followed.
+    Args:
+        axes: the logical axes of the program.
+        roles: the roles of its inputs and values.
+    """
+
+    def __init__(self, axes: LogicalAxes, roles: Roles):
+        self.axes, self.roles = axes, roles
+        self.made_by: dict[int, Op] = {}
+        self.inner: defaultdict[int, list[int]] = defaultdict(list)  # result or carry of a loop -> values of its body
+        for op in axes.program.ops():
+            if not op.blocks:
+                self.made_by.update(dict.fromkeys(op.results, op))
+            for edge in op.edges:
+                if edge.outer in op.results:
+                    self.inner[edge.outer].append(edge.inner)
+                elif edge.outer not in op.operands:  # the carry after an iteration, and before the next one
+                    self.inner[edge.inner].append(edge.outer)
+
+    def of(self, results: Iterable[int]) -> Iterator[tuple[Op, int]]:
+        """Yield decision points whose results are parts of a gradient, with these results.
+
+        The search goes back from results of the program, through values without the batch, to the operators that sum
+        over the batch. A scalar, such as the norm of all gradients, is not followed.
+
+        Args:
+            results: the updated parameter, or its gradient.
+        """
+        pending, seen = [*results], {*results}
+        while pending:
+            value = pending.pop()
+            op = self.made_by.get(value)
+            if op is not None and is_decision_point(op):
+                yield op, value
+                if is_gradient(self.axes, self.roles, op, value):
+                    continue
+            further = [*self.inner[value], *(op.operands if op is not None else ())]
+            further = [v for v in further if v in self.roles.gradients and v not in seen]
+            seen.update(further)
+            pending += further
+
+
+def gradient_owners(axes: LogicalAxes, roles: Roles, state: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:
+    """Return, for each result of an operator that sums over the batch, the parameters whose update it is part of.
 
     Args:
         axes: the logical axes of the program.
         roles: the roles of its inputs and values.
         state: pairs (input, output) of its state, or of inputs and results of the same structure.
     """
-    made_by: dict[int, Op] = {}
-    inner: defaultdict[int, list[int]] = defaultdict(list)  # result of a loop -> the values of its body
-    for op in axes.program.ops():
-        if not op.blocks:
-            made_by.update(dict.fromkeys(op.results, op))
-        for edge in op.edges:
-            if edge.outer in op.results:
-                inner[edge.outer].append(edge.inner)
-    found: defaultdict[int, set[int]] = defaultdict(set)
+    sums, found = GradientSums(axes, roles), defaultdict[int, set[int]](set)
     for source, output in state:
-        if roles.inputs.get(source) != "parameter":
-            continue
-        pending, seen = [output], {output}
-        while pending:
-            value = pending.pop()
-            op = made_by.get(value)
-            if op is not None and is_decision_point(op) and is_gradient(axes, roles, op, value):
-                found[value].add(source)
-                continue
-            further = [*inner[value], *(op.operands if op is not None else ())]
-            further = [v for v in further if v in roles.gradients and v not in seen]
-            seen.update(further)
-            pending += further
+        if roles.inputs.get(source) == "parameter":
+            for op, value in sums.of([output]):
+                if is_gradient(axes, roles, op, value):
+                    found[value].add(source)
     return {value: frozenset(owners) for value, owners in found.items()}

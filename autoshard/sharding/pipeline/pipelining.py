@@ -47,7 +47,9 @@ def stages_of(plan: Any) -> int:
     return math.prod(n for axis, n in request.sizes.items() if request.kinds[axis] == "pp")
 
 
-def with_stages(traced: Traced, microbatches: int, *, stages: int, schedule: str = DEFAULT) -> Traced:
+def with_stages(
+    traced: Traced, microbatches: int, *, stages: int, schedule: str = DEFAULT, numerics: bool = False
+) -> Traced:
     """Return a traced step whose layers run in stages. Its results are the same up to the order of sums.
 
     Args:
@@ -55,6 +57,7 @@ def with_stages(traced: Traced, microbatches: int, *, stages: int, schedule: str
         microbatches: number of microbatches.
         stages: number of stages.
         schedule: the word of the schedule.
+        numerics: whether the results may differ, see `with_microbatches`.
 
     Raises:
         NotMovable: the step moves residuals to the host.
@@ -74,7 +77,7 @@ def with_stages(traced: Traced, microbatches: int, *, stages: int, schedule: str
         )
     table = SCHEDULES[schedule](stages, microbatches)
     try:
-        cut = with_microbatches(traced, microbatches, _runner(table))
+        cut = with_microbatches(traced, microbatches, _runner(table), numerics=numerics)
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
     return replace(cut, closed=_without_layer_maps(cut.closed), stages=stages, schedule=schedule)

@@ -16,7 +16,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.targets import MOST_DEVICES
 from autoshard.sharding.plan.search_record import PricedPlan
-from autoshard.sharding.plan.sharding_plan import FORMAT, ShardingPlan
+from autoshard.sharding.plan.sharding_plan import FORMAT, SEQUENCE_WAYS, ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 
 _MOST_ELEMENTS = 2**62  # of one array; chosen: beyond it, sizes overflow 64 bits
@@ -31,9 +31,11 @@ _ABSENT_IF_EMPTY = (
     "requested_options",
     "host_limit_bytes",
     "kernel_blocks",
+    "sequence",
     "microbatches",
     "stages",
     "schedule",
+    "allow_numerics",
 )  # absent from the plans of older versions
 _OPTIONAL = ("padding", "arguments", *_ABSENT_IF_EMPTY)  # fields that a plan of this format may lack
 _WRITTEN_IF_SET = {  # fields of arrays and estimates, with their defaults
@@ -128,7 +130,9 @@ def _contradictions(plan: ShardingPlan) -> Iterator[str]:
     axes = plan.mesh.axis_names
     for leaf in (*plan.inputs, *plan.outputs, *plan.activations):
         yield from _leaf_contradictions(leaf, dict(zip(axes, plan.mesh.axis_sizes, strict=True)))
-    named = {"axis_rules": [*plan.axis_rules], "placing": [*plan.placing],
+    if unknown := [way for way in plan.sequence.values() if way not in SEQUENCE_WAYS]:
+        yield f"sequence has {unknown[0]!r}; it must be one of {', '.join(SEQUENCE_WAYS)}"
+    named = {"axis_rules": [*plan.axis_rules], "placing": [*plan.placing], "sequence": [*plan.sequence],
              "storage": [a for some in plan.storage.values() for a in some]}  # fmt: skip
     for what, some in named.items():
         if unknown := [a for a in some if a not in axes]:

@@ -17,6 +17,7 @@ from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 
 FORMAT = 4  # of plans in JSON; readers accept this one only
+SEQUENCE_WAYS = ("gather", "ulysses", "ring")  # of attention over a sharded sequence
 
 
 @shown
@@ -91,12 +92,15 @@ class ShardingPlan:
             in the same way.
         stages: the number of stages of the pipeline; 1 if there is none. `bind` cuts the function in the same way.
         schedule: the word of the pipeline's schedule; empty if there is none.
+        allow_numerics: whether operators take sums over each microbatch in place of those over the batch. The notes
+            name them.
         overlap: the table of `overlap=`: path -> kind of collective -> "on" or "off"; empty without one.
         module_us: with such a table: module -> kind of its collectives -> their microseconds and the exposed part.
         offload: word of `offload=` -> bytes of its values that go to the host in one step, before sharding; empty if
             the planner moves nothing there. `bind` moves the same values.
         kernel_blocks: shape of a call of splash attention -> its block sizes (`machines.kernel_rules`), which a bound
             plan has, too.
+        sequence: mesh axis -> how attention runs over the sequence that it shards, one of `SEQUENCE_WAYS`.
         kernels: the operators that `kernels=` found in the function, replaced or left.
         kernels_word: the word of `kernels=`. `bind` replaces the same operators.
         audits: the audits of the candidates that were compiled. They are neither compared nor written to JSON.
@@ -139,9 +143,11 @@ class ShardingPlan:
     microbatches: int = 1
     stages: int = 1
     schedule: str = ""
+    allow_numerics: bool = False
     overlap: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     module_us: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     kernel_blocks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sequence: Mapping[str, str] = field(default_factory=dict)
     kernels: tuple[KernelRecord, ...] = ()
     kernels_word: KernelWord = "off"
     audits: tuple[Any, ...] = field(default=(), repr=False, compare=False)

@@ -83,12 +83,12 @@ def _shortage_text(variant: Mapping[str, Any], bound: BoundPlan) -> str:
     limit = plan.limit_bytes
     name = plan.chosen + (f", {variant_text(variant)}" if variant else "")
     head = "the requested plan does not fit" if not problem.searched else "no plan fits"
-    which = "the plan" if not problem.searched else "the smallest"
+    which = "The plan" if not problem.searched else "The smallest"
     size_text = _exact_text if problem.limit_given else bytes_text
     return (
         f"{head} {'memory_limit_bytes=' * problem.limit_given}{size_text(limit)} a device on "
-        f"{problem.machine.target.name}: {which} ({name}) needs {size_text(peak)}, {size_text(peak - limit)} too much "
-        f"({_memory_text(bound)})"
+        f"{problem.machine.target.name}. {which} ({name}) needs {size_text(peak)}, {size_text(peak - limit)} too much: "
+        f"{_memory_text(bound)}"
     )
 
 
@@ -156,7 +156,7 @@ def _larger_machine_text(ranked: Sequence[tuple[Mapping[str, Any], BoundPlan]], 
     large_enough = [t for t in bigger if t.devices * _limit(problem, t) >= peak * target.devices]
     found = smallest(ranked, large_enough)
     if found is None:
-        return f"no {chip} up to {bigger[-1].name} is large enough"
+        return f"no {chip} machine is large enough, up to {bigger[-1].name}"
     return f"the smallest {chip} that it fits is {_machine_text(found)}"
 
 

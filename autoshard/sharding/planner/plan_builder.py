@@ -95,9 +95,11 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
         microbatches=problem.traced.microbatches,
         stages=problem.traced.stages,
         schedule=problem.traced.schedule,
+        allow_numerics=bool(problem.traced.own_sums),
         overlap=problem.overlap.table if problem.overlap else {},
         module_us=_module_times(problem, best),
         kernel_blocks=_kernel_blocks(problem),
+        sequence=dict(layout.sequence),
         kernels=problem.traced.kernels,
         kernels_word=problem.traced.kernels_word,
         alone=_estimate(
@@ -156,6 +158,7 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     notes = [note] if (note := captured_note(problem)) else []
     idle = idle_notes(problem, layout)
     notes += [*idle, *offload_notes(problem)]
+    notes += own_sum_notes(problem)
     notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)
     if problem.overlap is not None:
         updated, sequential = tuple(i for i, _ in problem.state), problem.gather == SEQUENTIAL
@@ -172,6 +175,15 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
         )
     user_fixed = {v: s for v, s in layout.fixed.items() if v not in problem.existing}
     return (*notes, *fixed_conflicts(problem.traced, problem.axes, user_fixed))
+
+
+def own_sum_notes(problem: PlanningProblem) -> list[str]:
+    """A note that names the lines whose numbers microbatches change."""
+    found, count = problem.traced.own_sums, problem.traced.microbatches
+    if not found:
+        return []
+    return [f"microbatches={count} changes the numbers, as allow_numerics permits: {', '.join(found)} "
+            f"take{'s' * (len(found) == 1)} sums over each microbatch in place of those over the batch"]  # fmt: skip
 
 
 def _gather_notes(problem: PlanningProblem, best: Candidate) -> list[str]:

@@ -15,11 +15,13 @@ from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
+from autoshard.sharding.layout.plan_request import moves_keys
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import Words
+from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
 from autoshard.sharding.pipeline.pipelining import DEFAULT, stages_of, with_stages
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
@@ -29,7 +31,6 @@ from autoshard.sharding.planner.captured_arrays import warn_of_captured_arrays
 from autoshard.sharding.planner.constants import SHORTLIST_POOL
 from autoshard.sharding.planner.idle_devices import warn_of_idle_devices
 from autoshard.sharding.planner.offload_choice import plan_with_offload, warn_of_host_memory
-from autoshard.sharding.planner.pipeline_choice import plan_with_pipelines, stage_counts
 from autoshard.sharding.planner.plan_builder import build_plan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.rebinding import rebind
@@ -60,6 +61,7 @@ def plan_traced(
     kernels: KernelWord = "off",
     microbatches: int | str = 1,
     schedule: str = DEFAULT,
+    allow_numerics: bool = False,
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
@@ -71,8 +73,11 @@ def plan_traced(
     `report_infeasible`.
     """
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
+    if word == "off" and isinstance(plan, str) and moves_keys(plan):
+        word = "auto"  # ulysses and ring are ways to run the operators of attention
     traced = with_kernels(traced, word, traced_machine(mesh, target))
     count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
+    numerics = plan.allow_numerics if isinstance(plan, ShardingPlan) else allow_numerics
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
     table = plan.overlap if isinstance(plan, ShardingPlan) else overlap
@@ -88,7 +93,9 @@ def plan_traced(
         counts = stage_counts(find_machine(mesh, target, compiler_options).target)
 
     def staged(rewritten: Traced, number: int) -> BoundPlan:
-        cut = partial(with_stages, stages=number, schedule=schedule) if number > 1 else with_microbatches
+        cut = partial(with_microbatches, numerics=numerics)
+        if number > 1:
+            cut = partial(with_stages, stages=number, schedule=schedule, numerics=numerics)
         return plan_in_microbatches(rewritten, count, planned, cut, number)
 
     return plan_with_offload(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -20,7 +20,10 @@ from autoshard.sharding.layout import plan_request
 from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.operator_sharding import strategy_in_layout
 from autoshard.sharding.layout.request_scaling import scaled_requests
+from autoshard.sharding.layout.sequence_operators import sequence_problems
+from autoshard.sharding.layout.sequence_words import sequence_variants
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
 from autoshard.sharding.overlap.modules import ModuleOverlap
@@ -191,7 +194,7 @@ class PlanningProblem:
         if requested is None:
             layouts = None
         elif isinstance(requested, str):
-            layouts = [(requested, self._requested_layout(requested))]
+            layouts = list(self._requested_layouts(requested))
         else:
             table = plan_request.Table.read(requested)
             meshes = [sizes] if sizes is not None else self._meshes(list(table.columns))
@@ -207,6 +210,7 @@ class PlanningProblem:
             best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
             if isinstance(requested, str):
                 self._check_shards_something(requested, best.layout)
+                self._check_sequence(best.name, best.layout)
         return best, others
 
     def search(
@@ -253,13 +257,34 @@ class PlanningProblem:
         parts = f"{over[0]} {ways}" if len(over) == 1 else f"{ways} ({' x '.join(over)})"
         return f"{axis} is not divisible by {parts}"
 
+    def _check_sequence(self, strategy: str, layout: Layout) -> None:
+        """Raises a `PlanError` if attention cannot run as the words of a plan say."""
+        strategy_of = partial(strategy_in_layout, layout, prices=self.machine.target.link_prices)
+        if problems := sequence_problems(layout, strategy_of):
+            left = [r for r in self.traced.kernels if not r.replaced]
+            more = [f"Not recognised: attention at {r.line}: {r.reason}" for r in left]
+            raise PlanError(f"auto_shard({self.traced.name}): plan '{strategy}': {'. '.join([*problems, *more])}")
+
+    def _requested_layouts(self, text: str) -> Iterator[tuple[str, Layout]]:
+        """The layouts that a request means: several where `cp` leaves open how keys reach the queries."""
+        first = self._requested_layout(text)
+        yield text, first
+        if "cp" in plan_request.parse_request(text).kinds.values():
+            for words in sequence_variants(self.axes, plan_request.parse_request(text)):
+                layout = self._requested_layout(words)
+                strategy_of = partial(strategy_in_layout, layout, prices=self.machine.target.link_prices)
+                if not sequence_problems(layout, strategy_of):
+                    yield words, layout
+
     def _requested_layout(self, text: str) -> Layout:
         request = plan_request.parse_request(text)
         sizes = self.machine.sizes
         if sizes is not None and dict(request.sizes) != dict(sizes):
-            raise PlanError(f"plan '{text}' does not fit the mesh {dict(sizes)}; say what each axis of the mesh is "
-                            f"for, such as plan='{' '.join(f'{a}=dp:{n}' for a, n in sizes.items())}', or leave out "
-                            "mesh=")  # fmt: skip
+            example = " ".join(f"{axis}=dp:{size}" for axis, size in sizes.items())
+            raise PlanError(
+                f"plan '{text}' has the mesh axes {dict(request.sizes)}, but mesh is {dict(sizes)}. Say "
+                f"what each axis of the mesh is for, such as plan='{example}', or leave out mesh="
+            )
         if sizes is not None:
             request = replace(request, sizes=sizes, fixed_mesh=True)
         if request.devices != self.machine.target.devices:

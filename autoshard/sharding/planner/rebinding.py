@@ -42,7 +42,7 @@ def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
     numbers = {name: c for c, name in problem.axes.names.items()}
     table = {a: tuple(numbers[n] for n in names if n in numbers) for a, names in plan.axis_rules.items()}
     storage: dict[Role, tuple[str, ...]] = {role: plan.storage[role] for role in STATE if role in plan.storage}
-    layout = Layout(problem.axes, problem.roles, sizes, table, storage)
+    layout = Layout(problem.axes, problem.roles, sizes, table, storage, sequence=plan.sequence)
     specs = {
         v: from_partition_spec(leaf.spec, len(leaf.shape))
         for v, leaf in zip(problem.program.inputs, plan.inputs, strict=True)

@@ -72,8 +72,8 @@ def checked_variants(variants: Any, fn: Callable[..., Any]) -> Variants | None:
         return variants
     if not callable(variants):
         raise PlanError(
-            f"variants is {short_repr(variants)}; give {{keyword: values}}, or a function from the attempts so far to "
-            "the keywords to try next"
+            f"variants is {short_repr(variants)}; give {{keyword: values}}, such as {{'remat': [True, False]}}, or a "
+            "function that takes the attempts so far and returns the keywords to try next"
         )
 
     def following(attempts: Sequence[Attempt]) -> list[dict[str, Any]]:

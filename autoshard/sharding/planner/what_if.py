@@ -133,7 +133,7 @@ def _neighbours(spec: Spec, shape: Sequence[int], mesh: Mapping[str, int], loops
 
 def _priced_in_plan(bound: BoundPlan, fixed: Mapping[str, Any], moments: int = 0) -> Alternative:
     old, problem = bound.layout, bound.problem
-    layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage)
+    layout = Layout(old.axes, old.roles, old.mesh, old.table, old.storage, sequence=old.sequence)
     try:
         pins = fixed_specs(bound.traced, old.axes, layout, fixed, WISH)
     except FixedError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 from jax import numpy as jnp
@@ -17,7 +18,12 @@ def nbytes(aval: Any) -> int:
 
 def itemsize(aval: Any) -> int:
     """Bytes of one element. A typed PRNG key counts as 8 bytes, two words."""
-    return 8 if _compat.is_extended(aval.dtype) else jnp.dtype(aval.dtype).itemsize
+    return _dtype_size(aval.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _dtype_size(dtype: Any) -> int:
+    return 8 if _compat.is_extended(dtype) else jnp.dtype(dtype).itemsize
 
 
 def axis_weight(aval: Any) -> int:

@@ -12,7 +12,7 @@ import jax
 
 from autoshard import _compat
 from autoshard.errors import PlanError
-from autoshard.sharding.program.path_patterns import first_few
+from autoshard.sharding.program.path_patterns import SHOWN, first_few
 
 
 def without_repeated(leaves: Sequence[Any], donated: Collection[int]) -> list[Any] | None:
@@ -66,16 +66,24 @@ def _buffers(array: Any) -> list[Hashable]:
         return [id(array)]
 
 
-def has_donated(arguments: Any) -> bool:
-    """Whether an array among the arguments was donated, or deleted."""
-    return _compat.has_deleted(jax.tree.leaves(arguments))
-
-
 def donated_error(name: str, paths: Sequence[str], leaves: Sequence[Any]) -> PlanError:
     """The error that names the arrays among the arguments of `name` that were donated."""
-    found = [f"'{path}'" for path, leaf in zip(paths, leaves, strict=True) if has_donated(leaf)]
+    found = _names(paths, [_compat.has_deleted([leaf]) for leaf in leaves])
     what, was, its = ("argument", "was", "its") if len(found) == 1 else ("arguments", "were", "their")
     return PlanError(
         f"auto_shard({name}): {what} {first_few(found)} {was} donated to an earlier call, which reused {its} memory. "
         "Pass what that call returned, or leave the argument out of donate_argnums"
     )
+
+
+def _names(paths: Sequence[str], donated: Sequence[bool]) -> list[str]:
+    """The donated leaves by their paths; an argument of many leaves by its name if all of them were donated."""
+    by_argument: dict[str, list[int]] = {}
+    for i, path in enumerate(paths):
+        by_argument.setdefault(path.partition("/")[0], []).append(i)
+    names: list[str] = []
+    for argument, members in by_argument.items():
+        found = [f"'{paths[i]}'" for i in members if donated[i]]
+        whole = len(found) == len(members) > SHOWN
+        names += [f"'{argument}' ({len(members)} arrays)"] if whole else found
+    return names

@@ -67,6 +67,7 @@ class Traced:
         microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
         stages: the number of stages of its pipeline; 1 if it has none.
         schedule: the word of the pipeline's schedule; empty if it has none.
+        own_sums: the operators, with their lines, that take the sums of each microbatch in place of those of the batch.
         batch: where the batch is, if it is known before the analysis: an input leaf, its dimension, the place among
             the logical axes of this dimension, and the number of rows.
         moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
@@ -99,6 +100,7 @@ class Traced:
     microbatches: int = 1
     stages: int = 1
     schedule: str = ""
+    own_sums: tuple[str, ...] = ()
     batch: tuple[int, int, int, int] | None = None
 
     @cached_property

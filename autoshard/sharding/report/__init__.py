@@ -1,8 +1,9 @@
 """Reports of plans: a table, explanations of single tensors, differences between plans, an HTML page."""
 
 from autoshard.sharding.report.explanation import explain
+from autoshard.sharding.report.gradient_reductions import reduce_axes
 from autoshard.sharding.report.page import to_html
 from autoshard.sharding.report.plan_diff import diff
 from autoshard.sharding.report.plan_table import table
 
-__all__ = ["diff", "explain", "table", "to_html"]
+__all__ = ["diff", "explain", "reduce_axes", "table", "to_html"]

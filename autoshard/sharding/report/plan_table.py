@@ -93,7 +93,8 @@ def _variants(plan: ShardingPlan) -> list[str]:
     limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
     others = sorted((v for v in plan.variants if dict(v[0]) != dict(plan.variant)), key=lambda v: v[2])
     fitting = [v for v in others if v[3] <= limit]
-    lines = [f"variant: {variant_text(plan.variant)}, of {len(plan.variants)}"]
+    compared = f"of {len(plan.variants)}" if len(plan.variants) > 1 else "the only one that was tried"
+    lines = [f"variant: {variant_text(plan.variant)}, {compared}"]
     if too_large := len(others) - len(fitting):
         lines[0] += f" ({too_large} do{'es' if too_large == 1 else ''} not fit)"
     if fitting:
@@ -105,7 +106,9 @@ def _variants(plan: ShardingPlan) -> list[str]:
 def _axes(plan: ShardingPlan, names: AxisNames) -> list[str]:
     """The axis table."""
     traffic = axis_traffic(plan)
-    rows = [("mesh axis", "size", "traffic per step", "shards state of", "shards the first of these that a tensor has")]
+    ordered = any(len(plan.axis_rules.get(axis, ())) > 1 for axis in mesh_sizes(plan))
+    shards = "shards the first of these that a tensor has" if ordered else "shards"
+    rows = [("mesh axis", "size", "traffic per step", "shards state of", shards)]
     for axis, size in mesh_sizes(plan).items():
         ruled = ", ".join(names.sized(c) for c in plan.axis_rules.get(axis, ())) or "-"
         stored = ", ".join(storage_roles(plan, axis)) or "-"

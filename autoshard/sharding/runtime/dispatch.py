@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._gc import paused
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.kernels.block_choice import BlockRules
@@ -32,7 +33,6 @@ from autoshard.sharding.planner.variants import Attempt, attempt, fastest, varia
 from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.donated_arrays import (
     donated_error,
-    has_donated,
     without_shared_memory,
 )
 from autoshard.sharding.program.static_leaves import hide_static, reveal_static
@@ -146,7 +146,7 @@ class PureFunction:
             PlanError: some were.
         """
         leaves = jax.tree.leaves((args, kwargs))
-        if has_donated(leaves):
+        if _compat.has_deleted(leaves):
             raise donated_error(name_of(self.fn), self.paths(args, kwargs), leaves) from None
         return leaves
 
@@ -249,6 +249,7 @@ class PureFunction:
         """Return the entry of a signature; None if it is new."""
         return self.entries.get(signature) or self.by_memory.get(signature)
 
+    @paused()
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
         made, errors, warnings_of = [], [], {}

@@ -30,6 +30,7 @@ def checked_options(
     kernels: Any = None,
     microbatches: Any = None,
     schedule: Any = None,
+    allow_numerics: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Check the types and values of a plan's options.
@@ -44,6 +45,7 @@ def checked_options(
         kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
         schedule: the schedule of the plan's pipeline; None for the default, or for that of a given plan.
+        allow_numerics: whether microbatches may change the results; None for no, or for what a given plan does.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
@@ -82,6 +84,8 @@ def checked_options(
         raise PlanError(f"schedule is {ticks!r}, but the plan has no pipeline; give one, such as plan='pp:4'")
     if stages > 1 and microbatches is None:
         count = "auto"
+    if not isinstance(allow_numerics, bool | None):
+        raise PlanError(f"allow_numerics is {short_repr(allow_numerics)}; give True or False")
     order, word = read_gather(gather), read_word("off" if kernels is None else kernels)
     table = read_overlap(overlap)
     if isinstance(request, ShardingPlan):
@@ -90,12 +94,14 @@ def checked_options(
         _check_word("overlap", overlap, overlap_text(table), overlap_text(request.overlap), request.chosen)
         _check_word("kernels", kernels, word, request.kernels_word, request.chosen)
         _check_word("schedule", schedule, ticks, request.schedule, request.chosen)
+        if allow_numerics and not request.allow_numerics:
+            _check_word("allow_numerics", allow_numerics, allow_numerics, request.allow_numerics, request.chosen)
         if count != "auto":
             _check_word("microbatches", microbatches, count, request.microbatches, request.chosen)
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options |= {"offload": words, "compiler_options": parts, "gather": order, "overlap": table, "kernels": word,
-                "microbatches": count, "schedule": ticks}  # fmt: skip
+                "microbatches": count, "schedule": ticks, "allow_numerics": bool(allow_numerics)}  # fmt: skip
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 

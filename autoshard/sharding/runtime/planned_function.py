@@ -37,7 +37,7 @@ class PlannedFunction:
     ):
         if not callable(fn):
             raise PlanError(
-                f"auto_shard and plan take a function or a Flax module class, got {type(fn).__name__} "
+                f"auto_shard and plan take a function or a Flax module class, got "
                 f"{short_repr(fn)}. Pass the function first: auto_shard(step), plan(step, state, batch)"
             )
         functools.update_wrapper(self, fn)
@@ -163,7 +163,7 @@ class PlannedFunction:
         if not callable(create):
             raise PlanError(
                 f"auto_shard({self.__name__}).init takes a function that creates the state, got "
-                f"{type(create).__name__} {short_repr(create)}. Pass the function and its arguments: "
+                f"{short_repr(create)}. Pass the function and its arguments: "
                 "step.init(create_state, rng). A state that exists needs no init: call step(state, batch)"
             )
         return create_sharded(entry, create, args, self.__name__, kwargs)

@@ -17,6 +17,12 @@ ASSIGNED_CANDIDATES = 12
 # Source: chosen, not measured.
 IDLE_SPEEDUP = 1.05
 
+# --- Ways of attention (`sequence_ways`)
+
+# Number of known plans that shard a sequence, the best for each use of the inner mesh axes, whose attention is priced
+# with all-to-alls and on a ring, too. Source: chosen for the time of planning, not measured.
+PLANS_WITH_OTHER_ATTENTION = 4
+
 # --- Local search (`local_search`)
 
 # Number of known plans, the fastest of each mesh first, from which the search starts. Source: chosen, not measured.

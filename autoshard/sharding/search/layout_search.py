@@ -4,7 +4,8 @@
     subject to peak_bytes(layout) <= limit   cost.MemoryModel
 
 Candidates are the known plans for the number of devices (`known_plans`). On a given mesh, they are all assignments of
-kinds of parallelism to its axes (`on_mesh`). The state of the best of them is spread in other ways (`state_spread`),
+kinds of parallelism to its axes (`on_mesh`). For those that shard sequences, other ways of attention are tried
+(`sequence_ways`). The state of the best of them is spread in other ways (`state_spread`),
 and the best are changed word by word (`local_search`). Ties go
 to the first candidate. The names of axes and parameters do not matter.
 """
@@ -22,11 +23,12 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.plan_request import KINDS, Request, classes_for, layout_of, request
+from autoshard.sharding.layout.plan_request import CONTEXT, KINDS, Request, classes_for, layout_of, request
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
+from autoshard.sharding.search.sequence_ways import sequence_ways
 from autoshard.sharding.search.state_spread import spread_better
 
 
@@ -85,6 +87,9 @@ def search(
         return not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes
 
     known = sorted(priced, key=order)
+    if ways := sequence_ways(known, price_changed, mesh, cost.target.link_prices):
+        priced = [*priced, *ways]
+        known = sorted(priced, key=order)
     if mesh is None and (spread := spread_better(known, price_changed, limit)):
         priced = [*priced, *spread]
         known = sorted(priced, key=order)
@@ -142,7 +147,8 @@ def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple
 
 def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterable[tuple[str, Layout]]:
     """The layouts of all assignments to a mesh's axes of the kinds of parallelism that the program can use."""
-    useful = [k for k in KINDS if classes_for(k, roles, frozenset())] or ["dp"]
+    others = [k for k in KINDS if k not in CONTEXT or k == "cp"]  # `sequence_ways` tries the other ways of cp
+    useful = [k for k in others if classes_for(k, roles, frozenset())] or ["dp"]
     for kinds in product(useful, repeat=len(mesh)):
         of_stages = [n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "pp"]
         if of_stages != ([] if roles.stages is None else [axes.sizes[roles.stages]]):

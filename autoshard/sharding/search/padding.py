@@ -103,7 +103,7 @@ def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> di
 
 def _on(axes: LogicalAxes, layout: Layout) -> Layout:
     """The same layout of a program with other sizes."""
-    return Layout(axes, layout.roles, layout.mesh, layout.table, layout.storage, layout.fixed)
+    return Layout(axes, layout.roles, layout.mesh, layout.table, layout.storage, layout.fixed, layout.sequence)
 
 
 def _gains(padded: Candidate, chosen: Candidate, limit: float) -> bool:

@@ -204,8 +204,26 @@ def run_sharded(
         factors = project(rule, dims, place.spec, sizes)
         factor_of |= {axis: factors[axis] for axis in axes_of(place.spec) if axis not in factor_of}
 
+    return run_opaque_on_shards(rule, fn, outs, mesh, factor_of, result_specs, *args, vjp=vjp)
+
+
+def run_opaque_on_shards(
+    rule: Rule,
+    fn: Callable[..., Any],
+    results: Sequence[Any],
+    mesh: Any,
+    factor_of: Mapping[str, str],
+    requested: Sequence[Any],
+    *args: Any,
+    vjp: Vjp | None = None,
+) -> list[Any]:
+    """Runs opaque code on shards by a rule: `fn` of the operands' shards returns the shards of the results.
+
+    The other arguments are those of `run_on_shards`; `vjp` is that of `operator`.
+    """
+
     def body(shard: Shard, *shards: Any) -> tuple[Any, ...]:
         local = rule.where(factors=tuple(replace(f, size=shard.size(f.name)) for f in rule.factors))
         return apply(_ON_SHARDS, shards, fn=fn, text=local.text, vjp=vjp)
 
-    return run_on_shards(rule, body, outs, mesh, factor_of, result_specs, *args)
+    return run_on_shards(rule, body, results, mesh, factor_of, requested, *args)

@@ -117,7 +117,7 @@ def _match(
         return
     entries, subtrees = _children(given), _children(tree)
     if entries is None:
-        errors.add(f"{where}: {given!r} is {_NOT_A_LEAF[is_leaf]}")
+        errors.add(f"{name}{f' at {path}' * bool(path)}: {given!r} is {_NOT_A_LEAF[is_leaf]}")
     elif subtrees is None:
         errors.add(f"{where}: got {given!r} where the arguments or results have one array. {_ADVICE[is_leaf]}")
     elif type(given) is not type(tree):

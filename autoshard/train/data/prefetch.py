@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+
+from autoshard.errors import AutoshardWarning
+from autoshard.train.data.constants import PATIENCE_S
 
 Rows = Callable[[range], Mapping[str, np.ndarray]]
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
@@ -47,7 +51,8 @@ class Prefetcher:
     """Iterate over `make(item)` for each item; a thread makes up to `depth` of them ahead.
 
     If `make` raises, the iteration raises the exception in place of that batch. Leaving the `with` block ends the
-    thread, even if batches are left.
+    thread, even if batches are left. A thread that still waits for a disk after `PATIENCE_S` is left behind, with a
+    warning, so that a run can end. `make` must not wait for other processes: it may run at any time beside a step.
     """
 
     def __init__(self, items: Iterable[Any], make: Callable[[Any], Any], depth: int = 2) -> None:
@@ -60,6 +65,7 @@ class Prefetcher:
         """
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=max(depth, 1))
         self._stop = threading.Event()
+        self._last: tuple[str, Any] | None = None  # the end or the error, which every later iteration meets again
         self._thread = threading.Thread(target=self._work, args=(items, make), name="prefetch", daemon=True)
         self._thread.start()
 
@@ -84,7 +90,9 @@ class Prefetcher:
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches in order."""
         while True:
-            kind, value = self._ready.get()
+            kind, value = self._last or self._ready.get()
+            if kind != "batch":
+                self._last = kind, value
             if kind == "error":
                 raise value
             if kind == "end":
@@ -94,7 +102,14 @@ class Prefetcher:
     def close(self) -> None:
         """End the thread and drop the batches in the queue."""
         self._stop.set()
-        self._thread.join()
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            warnings.warn(
+                f"the thread that loads batches did not end within {PATIENCE_S:.0f} s, because reading a batch takes "
+                "longer; it is left behind and ends with the process",
+                AutoshardWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Prefetcher:
         """Return the prefetcher itself."""

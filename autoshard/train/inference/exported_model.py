@@ -1,4 +1,4 @@
-"""Rebuild a model from a folder of checkpoints alone, and generate text with it.
+"""Rebuild a model from a folder of checkpoints, or of an exported model, and generate text with it.
 
 DIR/inference.json     the model's class and architecture, its dtype, maximum length, sampling defaults and tokenizer
 DIR/tokenizer.json     a copy of the tokenizer's file, unless tokens are bytes
@@ -16,7 +16,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +26,8 @@ from flax import nnx
 
 import autoshard
 from autoshard._shown import shown
-from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, Description
-from autoshard.ckpt.exchange.export import INFERENCE_FILE, INFERENCE_FORMAT, MODEL_PARTS, TOKENIZER_FILE
+from autoshard.ckpt import Checkpointer
+from autoshard.ckpt.exchange.export import INFERENCE_FILE, INFERENCE_FORMAT, TOKENIZER_FILE
 from autoshard.ckpt.state.target_shardings import with_shardings
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.models import GPT, GPTConfig, MoE, MoEConfig
@@ -37,6 +36,7 @@ from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
 from autoshard.train.config.run_directory import checkpoints_in
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.tokenizer import Codec, load_codec
+from autoshard.train.inference.saved_parameters import ExportedParameters, StepParameters, has_exported
 from autoshard.train.program.build import factory_builder
 from autoshard.train.program.planned_step import shardings
 from autoshard.train.step.train_state import Program, fill_streams
@@ -142,10 +142,15 @@ def read_inference(folder: Path) -> Inference:
     except ConfigError:
         raise
     except FileNotFoundError as error:
-        what = "is an exported model, which `generate` does not read" if any(folder.glob("*.safetensors")) else (
-            f"has no {FILE}, so there is no model to generate text with"
-        )  # fmt: skip
-        raise ConfigError(f"{str(folder)!r} {what}: give the folder of a run, or of its checkpoints") from error
+        if has_exported(folder):
+            raise ConfigError(
+                f"{str(folder)!r} has tensors, but no {FILE} that describes the model: export it again from the "
+                "checkpoints of a run of `autoshard train`"
+            ) from error
+        raise ConfigError(
+            f"{str(folder)!r} has no {FILE}, so there is no model to generate text with: give the folder of a run, of "
+            "its checkpoints, or of a model that `autoshard ckpt export` wrote"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 
@@ -179,22 +184,15 @@ class TextGenerator:
         model: the model, with shapes in place of arrays.
         inference: its description.
         codec: encodes and decodes text.
-        checkpoints: the checkpoints with its parameters.
-        step: step to load; None for the newest intact one.
+        parameters: loads its parameters with the shardings of a tree of shapes.
         vocab: number of tokens.
-        use_ema: whether to use the moving average of the parameters.
-        or_parameters: whether to use the parameters themselves before the average's first update, as the run's
-            evaluations do.
     """
 
     model: Any
     inference: Inference
     codec: Codec
-    checkpoints: Checkpointer
-    step: int | None
+    parameters: StepParameters | ExportedParameters
     vocab: int
-    use_ema: bool
-    or_parameters: bool = False
 
     def generate(
         self, prompt: str, tokens: int, *, seed: int = 0, temperature: float | None = None, top_k: int | None = None
@@ -245,84 +243,17 @@ class TextGenerator:
             warnings.filterwarnings("ignore", IDLE_DEVICES, AutoshardWarning)
             plan = step.plan(params, *rest)
         placed = with_shardings(params, shardings(plan)[0])
-        found = np.asarray(jax.device_get(step(self._parameters(placed), *rest)))[0]
+        found = np.asarray(jax.device_get(step(self.parameters(placed), *rest)))[0]
         return self.codec.decode(found), plan
-
-    def _parameters(self, like: Any) -> Any:
-        """Load the parameters with the shardings of `like`; if no step was chosen, skip damaged ones."""
-        read = partial(averaged_parameters, or_parameters=self.or_parameters) if self.use_ema else parameters
-        if self.step is not None:
-            return read(self.checkpoints, self.step, like)
-        skipped: set[int] = set()
-        while steps := sorted({*self.checkpoints.steps()} - skipped):
-            try:
-                return read(self.checkpoints, steps[-1], like)
-            except DamagedCheckpointError as error:
-                if len(steps) == 1:
-                    raise
-                warnings.warn(f"{error}\nAn earlier step is used instead.", CheckpointWarning, stacklevel=2)
-            except CheckpointError:
-                if steps[-1] in self.checkpoints.steps():  # otherwise a run in progress has removed it
-                    raise
-            skipped.add(steps[-1])
-        raise ConfigError(f"all steps in {self.checkpoints.directory} were removed while they were read: try again")
-
-
-def parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
-    """Load a step's parameters, frozen parameters and variables, with the shardings of `like`.
-
-    Raises:
-        CheckpointError: The parameters do not match the model, or are damaged.
-    """
-    description = checkpoints.describe(step)
-    return checkpoints.restore(step, {"params": like}, partial=True, rename=_other_parts(description))["params"]
-
-
-def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any, *, or_parameters: bool = False) -> Any:
-    """Load the moving average of a step's parameters, with the dtypes and shardings of `like`.
-
-    Args:
-        checkpoints: the checkpoints.
-        step: the step to load.
-        like: the parameters' shapes, dtypes and shardings.
-        or_parameters: load the parameters themselves if the average has no update yet.
-
-    Raises:
-        ConfigError: The step has no moving average.
-    """
-    description = checkpoints.describe(step)
-    if not _has(description, "ema/mean"):
-        raise ConfigError(f"step {step} in {checkpoints.directory} has no moving average: leave out --use-ema")
-    rename = {"ema/mean": "params", "ema/weight": "weight", "params": "unread"}
-    rename |= _other_parts(description)
-    names = {leaf.name.removeprefix("ema/mean/") for leaf in description.leaves if leaf.name.startswith("ema/mean/")}
-
-    def mean_like(path: Any, leaf: Any) -> Any:
-        averages = jax.tree_util.keystr(path, simple=True, separator="/") in names
-        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if averages else leaf.dtype, sharding=leaf.sharding)
-
-    template = {"params": jax.tree_util.tree_map_with_path(mean_like, like), "weight": jnp.float32(0)}
-    state = checkpoints.restore(step, template, partial=True, rename=rename)
-    weight = state["weight"]
-    if not float(weight) > 0 and or_parameters:
-        return parameters(checkpoints, step, like)
-    if not float(weight) > 0:
-        raise ConfigError(f"step {step} in {checkpoints.directory} has no moving average yet: leave out --use-ema")
-
-    def corrected(path: Any, mean: Any, leaf: Any) -> Any:
-        averages = jax.tree_util.keystr(path, simple=True, separator="/") in names
-        return (mean / float(weight)).astype(leaf.dtype) if averages else mean
-
-    return jax.tree_util.tree_map_with_path(corrected, state["params"], like)
 
 
 def open_generator(
     folder: Path, step: int | None = None, *, use_ema: bool | None = None, factory: str | None = None
 ) -> TextGenerator:
-    """Open the model of a folder of checkpoints.
+    """Open the model of a folder of checkpoints, or an exported one.
 
     Args:
-        folder: folder of checkpoints, or of a run that has them.
+        folder: folder of checkpoints, or of a run that has them, or what `ckpt export` wrote.
         step: step to load; by default the newest intact one.
         use_ema: whether to use the moving average of the parameters; by default as the file says.
         factory: `package.module:function` that makes the model, if it is not built in. It is imported and called. A
@@ -334,14 +265,23 @@ def open_generator(
     folder = checkpoints_in(folder)
     inference = read_inference(folder)
     model, vocab = _model(folder, inference, factory)
+    codec = _codec(folder, inference)
+    if has_exported(folder):
+        given = [name for name, value in (("--step", step), ("--use-ema", use_ema)) if value not in (None, False)]
+        if given:
+            raise ConfigError(
+                f"{str(folder)!r} is an exported model with one set of parameters: leave out {' and '.join(given)}"
+            )
+        return TextGenerator(model, inference, codec, ExportedParameters(folder), vocab)
     checkpoints = Checkpointer(folder, keep=None)
     if not checkpoints.steps():
         raise ConfigError(f"{str(folder)!r} has no checkpoint yet: wait for the first save, or give another folder")
     if step is not None:
         checkpoints.describe(step)
     default = bool(inference.generation.get("use_ema"))
-    codec, averages = _codec(folder, inference), default if use_ema is None else use_ema
-    return TextGenerator(model, inference, codec, checkpoints, step, vocab, averages, or_parameters=use_ema is None)
+    averages = default if use_ema is None else use_ema
+    parameters = StepParameters(checkpoints, step, averages, or_parameters=use_ema is None)
+    return TextGenerator(model, inference, codec, parameters, vocab)
 
 
 def _model(folder: Path, inference: Inference, factory: str | None) -> tuple[nnx.Module, int]:
@@ -377,12 +317,3 @@ def _codec(folder: Path, inference: Inference) -> Codec:
     if digest != inference.tokenizer["sha256"]:
         raise ConfigError(f"{file} is not the tokenizer that the model was trained with: its SHA-256 is {digest}")
     return codec
-
-
-def _other_parts(description: Description) -> dict[str, str]:
-    """Map the parts `frozen` and `variables` of a train state, if it has them, to `params`, where they are restored."""
-    return {part: "params" for part in MODEL_PARTS if part != "params" and _has(description, part)}
-
-
-def _has(description: Description, part: str) -> bool:
-    return any(leaf.name.startswith(f"{part}/") for leaf in description.leaves)

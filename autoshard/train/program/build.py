@@ -73,8 +73,8 @@ def factory_builder(name: str, *, vocab: int, context: int) -> Callable[[nnx.Rng
     offered = ("rngs", "vocab", "context")
     if missing := _required(factory, offered):
         raise ConfigError(
-            f"--model {name} needs {', '.join(missing)}, but a factory is called with {', '.join(offered)} only: give "
-            "its other parameters default values"
+            f"--model {name}: its parameter {', '.join(missing)} has no default value, and a factory is called with "
+            f"{', '.join(offered)} only. Give its other parameters default values"
         )
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
@@ -150,7 +150,7 @@ def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, d
     @accepts_old_keywords
     def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
         if (remat, microbatches) not in steps:
-            steps[remat, microbatches] = workload_step(work.with_(remat=remat), microbatches)[0]
+            steps[remat, microbatches] = _workload_program(work.with_(remat=remat), microbatches)[0]
         return steps[remat, microbatches](state, batch)
 
     _, state, batch = workload_step(work)

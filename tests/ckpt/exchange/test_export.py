@@ -79,7 +79,7 @@ def test_an_export_with_sampling_settings(saved: Checkpointer, tmp_path: Path) -
     ):
         file.write_text(json.dumps(inference | {"generation": inference["generation"] | generation}))
         out = tmp_path / str(number)
-        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", settings_name}
+        assert set(saved.export(2, out).files) == {"model.safetensors", "config.json", settings_name, file.name}
         assert json.loads((out / settings_name).read_text()) == want
         config = json.loads((out / "config.json").read_text())
         assert config == {"architectures": ["moe"], "dtype": "float32", "experts": 4}

@@ -29,7 +29,10 @@ def planned():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": {}}, r"plan is {}; it must have mesh axes as keys: give the logical axes of each mesh axis"),
+        (
+            {"plan": {}},
+            r"plan is {}, which has no mesh axis, or one without logical axes: give the logical",
+        ),
         ({"plan": {"a": None}}, "plan 'a' is None; it must be a list"),
         ({"plan": {"a": {"batch"}}}, "plan 'a' is {'batch'}; it must be a list"),
         ({"plan": {"a": [["batch"]]}}, r"plan 'a'\[0\] is \['batch'\]; it must be text"),
@@ -42,7 +45,7 @@ def planned():
         ),
         ({"donate_argnums": None}, "donate_argnums is None; it must be positions of arguments"),
         ({"static_argnums": [True]}, "static_argnums is True; it must be positions of arguments"),
-        ({"memory_limit_bytes": 10**400}, "memory_limit_bytes is 10+; give a positive number"),
+        ({"memory_limit_bytes": 10**400}, r"memory_limit_bytes is 10+\.\.\.; give a positive number"),
         ({"memory_limit_bytes": np.array([1, 2])}, "memory_limit_bytes is array.*; give a positive number"),
         ({"strict": "no"}, "strict is 'no'; give True or False"),
     ],
@@ -77,7 +80,7 @@ def test_a_mesh_of_too_many_devices():
         (lambda plan: plan.verify(options={"a": None}), "verify: options 'a' is None; it must be text or"),
         (lambda plan: plan.jit(5), "devices is 5; give some of jax.devices"),
         (lambda plan: plan.jit([]), r"devices is \[\]; give some of jax.devices"),
-        (lambda plan: plan.bind(None, *SHAPES), "take a function or a Flax module class, got NoneType None"),
+        (lambda plan: plan.bind(None, *SHAPES), "take a function or a Flax module class, got None"),
         (
             lambda plan: autoshard.plan(product, *SHAPES, fixed={"0": (None, None, "batch")}),
             "has 3 entries, but the array",

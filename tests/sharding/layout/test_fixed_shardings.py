@@ -190,7 +190,7 @@ BAD = {
         r"static_argnums is 2; it must be positions of .*: 0 \(\w+\), 1",
     ),
     "mesh": (dict(mesh={"data": 0}), "mesh is"),
-    "other mesh": (dict(mesh={"data": 8}, plan="fsdp:8"), "does not fit the mesh"),
+    "other mesh": (dict(mesh={"data": 8}, plan="fsdp:8"), "but mesh is {'data': 8}. Say what each axis"),
     "target": (dict(target="v7:3"), "there is no chip 'v7'. Write CHIP:SHAPE, .*v5p"),
     "target and mesh": (dict(target="cpu:4", mesh={"data": 8}), "has 8 devices, target 'cpu:4' has 4"),
     "fixed nothing": (dict(mesh={"data": 8}, fixed={"0/zz*": P("data")}), "matches no input"),
@@ -204,7 +204,7 @@ BAD = {
     ),
     "memory": (
         dict(memory_limit_bytes=1000),
-        r"KiB\) too much .*No cpu up to cpu:1024 is large enough. Use a smaller batch",
+        r"KiB\) too much: .*No cpu machine is large enough, up to cpu:1024. Use a smaller batch",
     ),
     "memory of a request": (
         dict(memory_limit_bytes=1000, plan="dp:8"),
@@ -307,7 +307,7 @@ def test_without_a_mesh_only_plans_with_the_axes_of_the_spec_are_searched():
     planned = plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P(None, "tp")})
     assert "tp" in planned.mesh.axis_names and spec_of_each_input(planned)["0/w"] == P(None, "tp")
     assert all("tp" in words for words, _, _ in planned.candidates)
-    with pytest.raises(FixedError, match="names mesh axis 'model'.*Without mesh= a plan .* tried have dp, z"):
+    with pytest.raises(FixedError, match="names mesh axis 'model'.*Without mesh=, the planner .* tried have dp, z"):
         plan(sgd_step, mlp_state(), batch(), target="cpu:8", fixed={"0/w": P("model")})
 
 

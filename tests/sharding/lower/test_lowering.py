@@ -322,3 +322,14 @@ def test_the_dimension_of_a_fourier_transform_is_gathered_first():
     x = np.arange(32, dtype=np.float32).reshape(4, 8)
     actual = auto_shard(fn, plan={"x": ["seq"]}, mesh={"x": 2})(x)
     np.testing.assert_allclose(actual, fn(x), rtol=1e-5, atol=1e-4)
+
+
+def test_an_operator_that_communicates_takes_a_number_of_python():
+    """JAX 0.12 keeps the numbers of Python in a program as they are, without a dtype."""
+    numbers = lax.ScatterDimensionNumbers((), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
+
+    def fn(mask, x, w):
+        return jnp.where(lax.scatter(mask, jnp.array([3]), True, numbers), x @ w, 0.0)
+
+    args = jnp.zeros(32, bool), batch(size=32, width=16), batch(size=16, width=32)
+    assert_close(fn(*args), auto_shard(fn, plan="fsdp:8")(*args))

@@ -114,7 +114,25 @@ def test_addresses_are_read_only_of_new_arrays_of_the_same_kind(monkeypatch: pyt
     assert found is not None and found[0] is w and found[1] is not w
 
 
+def test_results_come_back_in_the_same_places_or_in_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = SeparateArrays(needed=True)
+    for places in ((0, 1), (0, 1), (1, 0), (0, 1)):
+        results = [placed(W), placed(W)]
+        kinds = memory_kinds(results, [x.sharding for x in results])
+        arrays.learn([], frozenset(), results)
+        state = [results[i] for i in places]
+        with monkeypatch.context() as patched:
+            patched.setattr(separate_arrays, "without_shared_memory", None)  # no address is read
+            assert arrays.distinct(state, {0, 1}, kinds) is None
+        for i in (0, 1):
+            found = arrays.distinct(
+                [same_shards(state[1]) if i == j else x for j, x in enumerate(state)], {0, 1}, kinds
+            )
+            assert (found is None) == (i == 1)  # two arrays with the memory of the second result, or one
+        assert arrays.distinct(state, {0, 1}, kinds) is None
+
+
 def test_arrays_are_held_weakly() -> None:
     arrays = SeparateArrays(needed=True)
     arrays.learn([], frozenset(), [placed(W)])
-    assert [ref() for ref in arrays.results.values()] == [None]
+    assert [ref() for ref in arrays.results] == [None]

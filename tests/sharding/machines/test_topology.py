@@ -40,6 +40,19 @@ def test_dimensions_of_a_torus_work_in_parallel():
     assert collective_us((RING, LINE), "all-gather", (0, 16, 1), (1, 4, 1)) == expected_us(63 * 160, 30, latency=8)
 
 
+def test_a_shift_to_the_next_device_uses_one_link_in_one_direction():
+    """On a line, the message of the last device passes all others on its way back. A switch has one hop."""
+
+    def shift_us(dims, *pieces):
+        return Topology(dims).shift_us(tuple(Piece(*p) for p in pieces), 160.0)
+
+    assert shift_us((RING,), (0, 16, 1)) == expected_us(160, 10, latency=1)
+    assert shift_us((LINE,), (0, 4, 1)) == expected_us(160, 10, latency=3)
+    assert shift_us((RING,), (0, 4, 4)) == expected_us(160, 10 / 4, latency=1)
+    assert shift_us((SWITCH,), (0, 8, 1)) == expected_us(160, 40, latency=3)
+    assert shift_us((RING,)) == 0.0
+
+
 def test_part_of_a_ring_is_a_line_and_interleaved_groups_share_its_links():
     assert collective_us((RING,), "all-gather", (0, 4, 1)) == expected_us(3 * 160, 10, latency=3)
     assert collective_us((RING,), "all-gather", (0, 4, 4)) == expected_us(3 * 160, 20 / 4, latency=2 * 4)

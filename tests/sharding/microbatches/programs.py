@@ -35,8 +35,11 @@ def tokens() -> Any:
     return jax.random.randint(jax.random.key(0), (BATCH, SEQ), 0, VOCAB)
 
 
-def make_step(kind: str = "plain", remat: str = "none", unrolled: bool = False) -> Any:
-    """Return `step(state, tokens) -> (state, loss)`, with `state` the parameters and the optimizer's state."""
+def make_step(kind: str = "plain", remat: str = "none", unrolled: bool = False, parts: int = 1) -> Any:
+    """Return `step(state, tokens) -> (state, loss)`, with `state` the parameters and the optimizer's state.
+
+    The loss is the mean of those of `parts` of the batch; part m has the rows m, m + parts, ...
+    """
 
     def layer(carry: Any, xs: Any) -> Any:
         (x, aux), (weights, key) = carry, xs
@@ -77,7 +80,8 @@ def make_step(kind: str = "plain", remat: str = "none", unrolled: bool = False) 
 
     def step(state: Any, batch: Any) -> Any:
         weights, moments = state
-        value, gradients = jax.value_and_grad(loss)(weights, batch)
+        mean = lambda w: sum(loss(w, batch[m::parts]) for m in range(parts)) / parts  # noqa: E731
+        value, gradients = jax.value_and_grad(mean)(weights)
         updates, moments = OPTIMIZER.update(gradients, moments, weights)
         state = optax.apply_updates(weights, updates), moments
         if kind == "rows":

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import _compat
-from autoshard.sharding.microbatches.flow import NotCut, find_flow
+from autoshard.sharding.microbatches.flow import find_flow
+from autoshard.sharding.microbatches.operator_steps import NotCut
 from autoshard.sharding.microbatches.states import After, Partial, Split, Whole
 from autoshard.sharding.rewrite.evaluation import rewritten
 from tests.sharding.microbatches.programs import make_step, state, tokens

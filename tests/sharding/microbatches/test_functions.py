@@ -6,7 +6,8 @@ import pytest
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import in_microbatches
-from autoshard.sharding.microbatches.flow import NotCut, find_flow
+from autoshard.sharding.microbatches.flow import find_flow
+from autoshard.sharding.microbatches.operator_steps import NotCut
 from autoshard.sharding.microbatches.states import Split
 from autoshard.sharding.rewrite.evaluation import rewritten
 from tests.sharding.microbatches.functions import FUNCTIONS, REFUSED, ROWS, TOKENS, WEIGHTS

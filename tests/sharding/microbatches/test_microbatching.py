@@ -1,6 +1,7 @@
 """`microbatches=` in plans and planned functions."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -63,10 +64,74 @@ def test_numbers_that_cannot_be(count, message):
 
 
 def test_steps_that_cannot_be_cut():
-    with pytest.raises(PlanError, match=r"microbatches=2, but the function cannot be cut: 'sub' at .*Leave microbatch"):
+    with pytest.raises(
+        PlanError, match=r"microbatches=2, but the function cannot be cut: 'sub' at .*or allow_numerics=True: each mic"
+    ):
         plan(make_step("batch norm"), state(), tokens(), target="cpu:2", microbatches=2)
     with pytest.raises(PlanError, match="microbatches=2, but no argument has a batch"):
         plan(lambda x: x * 2, jnp.float32(1), target="cpu:2", microbatches=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize(
+    ("kind", "remat", "unrolled", "lines"),
+    [("batch norm", "full", False, "'sub' at .*, 'add_any' at "),
+     ("load balance", "none", False, "'mul' at .*, 'div' at "), ("head norm", "none", True, "'div' at ")],
+)  # fmt: skip
+def test_sums_of_each_microbatch_where_numerics_may_change(kind, remat, unrolled, lines):
+    """The loss is the mean of those of the microbatches, each with its own statistics; sharded over devices, too."""
+    with jax.enable_x64(True):
+        args = state(jnp.float64), tokens()
+        options: Any = {"mesh": {"data": 2}, "plan": {"data": ["batch"]}}
+        step = auto_shard(make_step(kind, remat, unrolled), **options, microbatches=4, allow_numerics=True)
+        expected = jax.jit(make_step(kind, remat, unrolled, parts=4))(*args)
+        made = step.plan(*args)
+        for actual, wanted in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-12)
+    [note] = [note for note in made.notes if "numerics" in note]
+    assert re.match(rf"microbatches=4 changes the numbers, as allow_numerics permits: {lines}", note)
+    read = Plan.from_json(made.to_json())
+    assert read.allow_numerics
+    with jax.enable_x64(True):
+        assert read.bind(make_step(kind, remat, unrolled), *args).notes == made.notes
+
+
+def test_numerics_change_only_where_a_sum_is_needed():
+    args = state(), tokens()
+    exact = plan(make_step("masked"), *args, target="cpu:2", plan="dp:2", microbatches=4)
+    allowed = plan(make_step("masked"), *args, target="cpu:2", plan="dp:2", microbatches=4, allow_numerics=True)
+    assert allowed.fingerprint == exact.fingerprint and not allowed.allow_numerics and allowed.notes == exact.notes
+
+
+def test_what_stays_refused_where_numerics_may_change():
+    with pytest.raises(
+        PlanError, match=r"compares each row of the batch with other rows. Leave microbatches out, or acc"
+    ):
+        plan(make_step("contrastive"), state(), tokens(), target="cpu:2", microbatches=2, allow_numerics=True)
+    count: Any = 2
+    with pytest.raises(PlanError, match="allow_numerics is 2; give True or False"):
+        plan(make_step(), state(), tokens(), target="cpu:2", microbatches=2, allow_numerics=count)
+    made = plan(make_step(), state(), tokens(), target="cpu:2", plan="dp:2", microbatches=2)
+    with pytest.raises(PlanError, match="allow_numerics is True, but plan is a Plan with allow_numerics=False"):
+        plan(make_step(), state(), tokens(), plan=made, allow_numerics=True)
+
+
+@pytest.mark.parametrize("numerics", [False, True])
+def test_a_step_of_several_updates_is_refused(numerics):
+    step, options = make_step(), {"target": "cpu:2", "microbatches": 2, "allow_numerics": numerics}
+
+    def scanned(state, batches):
+        return jax.lax.scan(step, state, batches)
+
+    def repeated(state, batch):
+        return jax.lax.fori_loop(0, jnp.sum(batch), lambda _, state: step(state, batch)[0], state)
+
+    for fn, batch in ((scanned, jnp.stack([tokens()] * 3)), (repeated, tokens())):
+        message = (
+            f"but '(scan|while)' at .*{fn.__name__}\\) updates state/.* in each iteration, .* call it several times"
+        )
+        with pytest.raises(PlanError, match=message):
+            plan(fn, state(), batch, **options)
 
 
 def test_auto_takes_the_first_number_that_fits():

@@ -9,6 +9,7 @@ import pytest
 
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
+from tests.sharding.microbatches import programs as uncut
 from tests.sharding.pipeline.programs import LAYERS, make_step, state, tokens
 
 F32 = jnp.float32
@@ -38,6 +39,21 @@ def test_a_planned_pipeline_equals_one_device(words, schedule):
     assert (found.stages, found.schedule, found.microbatches) == (int(words[3]), schedule, 4)
     for one, other in zip(made, expected, strict=True):
         assert np.linalg.norm(one - other) <= 5e-6 * max(np.linalg.norm(other), 1e-30)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*devices")
+def test_stages_take_the_sums_of_their_microbatch_where_numerics_may_change():
+    with jax.enable_x64(True):
+        args = uncut.state(jnp.float64), uncut.tokens()
+        step = auto_shard(uncut.make_step("load balance"), plan="pp:2 dp:2 tp:2", microbatches=4, allow_numerics=True)
+        expected = jax.tree.leaves(jax.jit(uncut.make_step("load balance", parts=4))(*args))
+        for actual, wanted in zip(jax.tree.leaves(step(*args)), expected, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-12)
+        made = step.plan(*args)
+    assert "microbatches=4 changes the numbers" in made.notes[-1]
+    # A stage has the gradients of its own layers. The embedding is sharded over the stages.
+    assert [*made.reduce_axes("0/0/layers/up")] == [*made.reduce_axes("0/0/embedding")] == ["dp"]
 
 
 def test_stages_hold_their_layers_and_pass_activations_on():

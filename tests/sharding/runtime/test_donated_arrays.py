@@ -23,6 +23,17 @@ def test_a_donated_state_that_is_used_again_is_named():
             again(state, batch())
 
 
+def test_a_large_state_that_is_used_again_is_named_as_a_whole():
+    step = auto_shard(lambda state, x: ([w + x for w in state], x), donate_argnums=0, plan="dp:8")
+    state, x = [jnp.full(8, float(i)) for i in range(9)], jnp.ones(8)
+    again, _ = step(state, x)
+    step(again, x)
+    with pytest.raises(PlanError, match=r"argument 'state' \(9 arrays\) was donated to an earlier call"):
+        step(again, x)
+    with pytest.raises(PlanError, match=r"arguments 'state/1', .* 'state/6' and 2 more were donated"):
+        step([jnp.ones(8), *again[1:]], x)
+
+
 def test_a_donated_batch_that_is_used_again_is_named():
     double = auto_shard(lambda scale, data: {"x": data["x"] * scale}, donate_argnums=1, plan="dp:8")
     data = double(2.0, {"x": batch()})

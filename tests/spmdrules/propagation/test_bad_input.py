@@ -248,7 +248,7 @@ SPECS = {
     ),
     "not a partial": (
         through(in_partial=(None, "data")),
-        "in_partial does not match the tree at 1: 'data' is not a dict of partials. Write {mesh axis: operation}",
+        "in_partial at 1: 'data' is not a dict of partials. Write {mesh axis: operation}",
     ),
     "too few": (
         through(in_specs=(None,)),
@@ -265,7 +265,7 @@ SPECS = {
     ),
     "names instead of a spec": (
         through(in_specs=(None, "data")),
-        "does not match the tree at 1: 'data' is not a spec. Write P(",
+        "in_specs at 1: 'data' is not a spec. Write P(",
     ),
     "a tuple instead of a spec": (
         through(in_specs=(None, ("data", None))),

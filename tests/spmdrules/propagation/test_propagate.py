@@ -502,7 +502,7 @@ def test_a_reshard_names_the_line_of_the_user():
         ({"in_specs": P(), "in_partial": {"data": "average"}}, "unknown reduction 'average'.*Known.*: sum, max"),
         ({"in_specs": (P(), P())}, "in_specs does not match the tree"),
         ({"in_specs": {"x": P()}}, "in_specs does not match the tree"),
-        ({"in_specs": "data"}, "in_specs does not match the tree"),
+        ({"in_specs": "data"}, "in_specs: 'data' is not a spec"),
         ({"in_specs": P(), "in_partial": ["sum"]}, "in_partial does not match the tree"),
         ({"in_specs": P(), "out_specs": P(None, None, None)}, "result 0 .*3 entries"),
         ({"in_specs": P(), "out_specs": [P(), P()]}, "out_specs does not match the tree"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard.errors import AutoshardWarning
 from autoshard.train.data.prefetch import Prefetcher, place_batch
 
 
@@ -56,6 +57,47 @@ def test_an_error_is_raised_where_its_batch_would_have_been() -> None:
         for batch in ready:
             received.append(batch)
     assert received == [0, 1] and not prefetch_threads()
+
+
+def test_steps_with_collectives_go_on_while_the_disk_is_slow(mesh8: Mesh) -> None:
+    """The thread reads ahead, and steps on the batches that are there run to their end while it waits."""
+    sharding = NamedSharding(mesh8, PartitionSpec("data"))
+    step = jax.jit(lambda x: x.sum())  # an all-reduce
+    reading, disk = threading.Event(), threading.Event()
+
+    def make(n: int) -> jax.Array:
+        if n == 2:
+            reading.set()
+            assert disk.wait(60)
+        shape = jax.ShapeDtypeStruct((16, 4), "float32")
+        return place_batch(lambda rows: {"x": np.full((len(rows), 4), n)}, {"x": shape}, {"x": sharding})["x"]
+
+    with Prefetcher(range(5), make, depth=2) as ready:
+        batches = iter(ready)
+        assert reading.wait(60)  # ahead of the first use
+        assert [float(step(next(batches))) for _ in range(2)] == [0, 64]  # while the disk does not answer
+        disk.set()
+        assert [float(step(batch)) for batch in batches] == [128, 192, 256]
+
+
+def test_a_disk_that_does_not_answer_does_not_keep_a_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.train.data.prefetch.PATIENCE_S", 0.01)
+    disk = threading.Event()
+    ready = Prefetcher(range(2), lambda n: disk.wait(60))
+    with pytest.warns(AutoshardWarning, match="did not end within 0 s, because reading a batch takes longer"):
+        ready.close()
+    disk.set()
+    ready._thread.join(60)
+    assert not prefetch_threads()
+
+
+def test_the_end_and_an_error_are_met_again() -> None:
+    with Prefetcher(range(1), lambda n: 1 // n) as ready:
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                next(iter(ready))
+    with Prefetcher(range(2), lambda n: n) as ready:
+        assert list(ready) == [0, 1] and list(ready) == []
 
 
 @pytest.mark.parametrize(

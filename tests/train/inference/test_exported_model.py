@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning
+from autoshard.ckpt.exchange.export import write_model
+from autoshard.ckpt.exchange.lora import read_model
 from autoshard.cli import main
 from autoshard.errors import ConfigError, DataError
 from autoshard.train.config.train_config import TrainConfig
@@ -22,11 +25,11 @@ from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.inference.exported_model import (
     FILE,
     TOKENIZER_FILE,
-    averaged_parameters,
     open_generator,
     read_inference,
     write_inference,
 )
+from autoshard.train.inference.saved_parameters import StepParameters, averaged_parameters
 from autoshard.train.inference.text_generation import sample_text
 from autoshard.train.inference.trained_model import load_trained
 from autoshard.train.program.build import make_program_of
@@ -69,7 +72,11 @@ def test_it_generates_the_same_text_as_the_run(make_config: MakeConfig, tmp_path
         generated, plan = open_generator(folder, use_ema=use_ema).generate("the cat", 40, temperature=1.0)
         assert generated == text
         assert plan.mesh.size == jax.device_count()
-    assert open_generator(folder).use_ema
+        with Checkpointer(folder) as checkpoints:
+            checkpoints.export(None, tmp_path / f"{use_ema}", use_ema=use_ema)
+        assert open_generator(tmp_path / f"{use_ema}").generate("the cat", 40, temperature=1.0)[0] == text
+    parameters = open_generator(folder).parameters
+    assert isinstance(parameters, StepParameters) and parameters.use_ema
     seeds = [open_generator(folder).generate("the", 12, seed=seed, temperature=5.0)[0] for seed in (1, 1, 2)]
     assert seeds[0] == seeds[1] != seeds[2]
 
@@ -127,6 +134,26 @@ def test_the_model_of_a_factory_is_rebuilt_if_the_caller_names_it(
     for _ in range(20):  # a bigram: more than one window of 16 tokens
         tokens.append(int(table[tokens[-1]].argmax()))
     assert text == load_codec(None).decode(np.array(tokens)) + "\n"
+    exported = tmp_path / "exported"
+    assert main(["ckpt", "export", str(folder), str(exported)]) == 0
+    capsys.readouterr()
+    options = ["--model", "user_code:factory", "--tokens", "20", "--temperature", "0"]
+    assert main(["generate", str(exported), *options]) == 0 and capsys.readouterr().out == text
+    assert main(["generate", str(exported), *options, "--step", "1", "--use-ema"]) == 2
+    assert "with one set of parameters: leave out --step and --use-ema" in capsys.readouterr().err
+    for saved, message in (
+        (
+            {"other": table},
+            "(?s)not those of its model.*table.embedding: the files have no.*other: the model has",
+        ),
+        ({"table.embedding": table[1:]}, r"table.embedding: the files have \[255, 256\], the model \[256, 256\]"),
+    ):
+        safetensors.numpy.save_file(saved, exported / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            open_generator(exported, factory="user_code:factory").generate("a", 1)
+    (exported / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="exported' cannot be read: "):
+        open_generator(exported, factory="user_code:factory").generate("a", 1)
     for name, message in (
         ("user_code:no_such", "has no function 'no_such'"),
         ("user_code:not_a_model", "returned int, not an nnx.Module"),
@@ -159,7 +186,9 @@ def test_the_tokenizer_is_copied(make_config: MakeConfig, tmp_path: Path) -> Non
     (tmp_path / "words.json").unlink()
     with Checkpointer(folder) as checkpoints:
         checkpoints.copy(None, tmp_path / "copy")
-    for place in (folder, tmp_path / "copy"):
+        checkpoints.export(None, tmp_path / "exported")
+    write_model(read_model(tmp_path / "exported"), tmp_path / "again")  # as `ckpt merge` does
+    for place in (folder, tmp_path / "copy", tmp_path / "exported", tmp_path / "again"):
         assert open_generator(place).generate("the cat", 3)[0].startswith("the cat")
     (folder / TOKENIZER_FILE).write_text((folder / TOKENIZER_FILE).read_text().replace("sat", "saw"))
     with pytest.raises(ConfigError, match="is not the tokenizer that the model was trained with"):
@@ -192,7 +221,7 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
         open_generator(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").touch()
-    with pytest.raises(ConfigError, match="is an exported model, which `generate` does not read: give the folder of"):
+    with pytest.raises(ConfigError, match=f"has tensors, but no {FILE} that describes the model: export it again"):
         open_generator(tmp_path / "out")
     config = make_config(steps=3)
     train(config)
@@ -299,21 +328,21 @@ def test_the_newest_intact_parameters_are_loaded(make_config: MakeConfig, tmp_pa
     states = {f"step_{step}": {"params": weights(step)} for step in (1, 2)}
     folder = stored_model(tmp_path, make_config(), **states)
     newest = open_generator(folder)
-    np.testing.assert_array_equal(newest._parameters(weights(0))["w"], [2.0] * 4)
+    np.testing.assert_array_equal(newest.parameters(weights(0))["w"], [2.0] * 4)
     damage(folder / "step_00000002")
     with pytest.warns(CheckpointWarning, match="(?s)step 2 in .* is damaged.*An earlier step is used"):
-        np.testing.assert_array_equal(newest._parameters(weights(0))["w"], [1.0] * 4)
+        np.testing.assert_array_equal(newest.parameters(weights(0))["w"], [1.0] * 4)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that Orbax drops
 def test_without_intact_parameters_there_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = stored_model(tmp_path, make_config(), step_1={"params": weights(1)})
-    np.testing.assert_array_equal(open_generator(folder, 1)._parameters(weights(0))["w"], [1.0] * 4)
+    np.testing.assert_array_equal(open_generator(folder, 1).parameters(weights(0))["w"], [1.0] * 4)
     with pytest.raises(CheckpointError, match="params/v"):
-        open_generator(folder)._parameters({"v": jnp.zeros((4,))})
+        open_generator(folder).parameters({"v": jnp.zeros((4,))})
     damage(folder / "step_00000001")
     with pytest.raises(CheckpointError, match="step 1 in .* is damaged"):
-        open_generator(folder)._parameters(weights(0))
+        open_generator(folder).parameters(weights(0))
 
 
 def test_a_moving_average_is_divided_by_its_weight(make_config: MakeConfig, tmp_path: Path) -> None:

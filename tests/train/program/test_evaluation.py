@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autoshard.train.data.text_data import TokenSource
 from autoshard.train.program.evaluation import evaluate
@@ -17,11 +17,11 @@ from autoshard.train.step.train_step import batch_shapes
 HELD_OUT = np.arange(20) ** 2 % 23
 
 
-def measure(batches: int = 0, bytes_per_token: float | None = 2.5) -> Any:
+def measure(batches: int = 0, bytes_per_token: float | None = 2.5, rows: int = 2, sharding: Any = None) -> Any:
     """Evaluate with a step whose loss at a token is the token's id."""
-    source = TokenSource(HELD_OUT, HELD_OUT, 23, 4, 2, 2, seed=0, bytes_per_token=bytes_per_token)
-    shapes = batch_shapes(2, 4)
-    shardings: Any = dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
+    source = TokenSource(HELD_OUT, HELD_OUT, 23, 4, 2, rows, seed=0, bytes_per_token=bytes_per_token)
+    shapes = batch_shapes(rows, 4)
+    shardings: Any = dict.fromkeys(shapes, sharding or SingleDeviceSharding(jax.devices()[0]))
 
     def step(params: Any, frozen: Any, variables: Any, batch: Any) -> Any:
         assert (params, frozen, variables) == ("params", "frozen", "variables")
@@ -36,6 +36,14 @@ def test_the_loss_is_the_mean_over_tokens_and_not_over_batches() -> None:
     assert evaluation.tokens == 19 and evaluation.loss == pytest.approx(HELD_OUT[1:].mean())
     assert evaluation.bits_per_byte == pytest.approx(evaluation.loss / math.log(2) / 2.5)
     assert evaluation.metrics() == {"val_loss": evaluation.loss, "val_bits_per_byte": evaluation.bits_per_byte}
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 16])
+def test_it_depends_neither_on_the_rows_of_a_batch_nor_on_its_sharding(rows: int, mesh8: Mesh) -> None:
+    """The last batch has 1 to 5 rows, and with 16 rows less than a row for each device."""
+    assert measure(rows=rows) == measure()
+    if rows % 8 == 0:
+        assert measure(rows=rows, sharding=NamedSharding(mesh8, PartitionSpec(("data", "model")))) == measure()
 
 
 def test_the_number_of_batches_is_limited_by_the_data() -> None:

@@ -14,7 +14,6 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.microbatches.constants import GAIN
-from autoshard.sharding.planner.bound_plan import BoundPlan
 
 
 def stage_counts(target: Target) -> list[int]:
@@ -25,10 +24,8 @@ def stage_counts(target: Target) -> list[int]:
     return [n for n in range(2, dims[0].size + 1) if dims[0].size % n == 0]
 
 
-def plan_with_pipelines(
-    counts: list[int], plain: Callable[[], BoundPlan], staged: Callable[[int], BoundPlan]
-) -> BoundPlan:
-    """Return the best of a plan without a pipeline and of plans with one.
+def plan_with_pipelines(counts: list[int], plain: Callable[[], Any], staged: Callable[[int], Any]) -> Any:
+    """Return the best bound plan: one without a pipeline, or one with.
 
     Args:
         counts: the numbers of stages to try.
@@ -58,7 +55,7 @@ def _figures(made: Any) -> str:
     return f"{time_text(found.step_time_us)}, {bytes_text(found.peak_memory_bytes)}"
 
 
-def _is_better(one: BoundPlan, other: BoundPlan) -> bool:
+def _is_better(one: Any, other: Any) -> bool:
     """Whether a plan with a pipeline is to be preferred: it alone fits, or it is faster by a clear margin."""
     if one.plan.fits != other.plan.fits:
         return one.plan.fits

@@ -1,0 +1,108 @@
+"""`plan.reduce_axes(path)` names the mesh axes over which the compiled program reduces a gradient, each once."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from autoshard import Plan, plan
+from autoshard.errors import PlanError
+from autoshard.sharding.hlo.parser import parse_program
+from autoshard.sharding.hlo.replica_groups import groups_of
+from tests.parity.mixed_parameters import arguments, shapes, step
+
+# Sizes with different odd factors, by which gradients and activations are told apart in the compiled program.
+SHAPES = shapes(seq=8 * 11, width=8 * 3, hidden=8 * 5, vocab=8 * 7, experts=8 * 13, frozen=8 * 19)
+ARGUMENTS = arguments(SHAPES, batch=8 * 17)
+
+
+def odd(dims):
+    """The odd factors of the sizes, sorted, without those of powers of two."""
+    return sorted(factor for n in dims if (factor := n // (n & -n)) > 1)
+
+
+def reduced_axes(made, args):
+    """Parameter -> the mesh axes of the reductions of its gradient in the compiled program."""
+    program = parse_program(made.jit().lower(*args).compile().as_text())
+    coordinates = np.array(list(np.ndindex(*made.mesh.axis_sizes)))
+    found = {name: [] for name in SHAPES}
+    for computation in program.computations.values():
+        for each in computation.instructions:
+            if each.opcode not in ("all-reduce", "reduce-scatter"):
+                continue
+            group = coordinates[list(groups_of(each.attributes, program.partitions)[0])]
+            axes = [a for a, at in zip(made.mesh.axis_names, group.T, strict=True) if len({*at}) > 1]
+            for array in each.arrays:  # XLA combines reductions
+                for name, shape in SHAPES.items():
+                    if odd(array.dims) == odd(shape):
+                        found[name] += axes
+    return found
+
+
+@pytest.mark.parametrize("words", ["dp:2 fsdp:4", "dp:2 tp:4 seq", "fsdp:2 cp:4", "dp:2 ep:2 tp:2"])
+def test_each_gradient_is_reduced_once_over_the_axes_that_it_names(words):
+    args = ARGUMENTS
+    made = plan(step, *args, plan=words)
+    said = {name: [*made.reduce_axes(name)] for name in SHAPES}
+    said["embed"] *= 2  # tied: the lookup and the head each have a gradient
+    assert said["frozen"] == [] and said["scale"]
+    assert {k: sorted(v) for k, v in said.items()} == {k: sorted(v) for k, v in reduced_axes(made, args).items()}
+
+
+def test_it_says_why():
+    made = plan(step, *ARGUMENTS, plan="dp:2 tp:4 seq")
+    found = made.reduce_axes("p/scale")
+    assert found["dp"].startswith("dp shards batch, which the parameter lacks: all-reduce after 'reduce_sum' at ")
+    assert found["tp"].startswith("tp shards seq, which the parameter lacks: all-reduce after 'reduce_sum' at ")
+    assert [*made.reduce_axes("position")] == ["dp"]  # it has the sequence that tp shards
+    assert "(loss), all-reduce after 'dot_general'" in made.reduce_axes("0/embed")["dp"]
+
+
+def test_gradients_in_a_loop_over_layers_and_microbatches():
+    def stacked(p, x):
+        def of(p):
+            return (jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])[0] ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - g, p, jax.grad(of)(p))
+
+    args = {"layers": jnp.ones((4, 16, 16))}, jnp.ones((1024, 16))
+    for count in (1, 2):
+        made = plan(stacked, *args, plan="dp:2 fsdp:4", microbatches=count)
+        assert [*made.reduce_axes("layers")] == ["dp", "fsdp"], count
+
+
+def test_statistics_of_an_optimizer_are_no_reduction_of_the_gradient():
+    optimizer = optax.adafactor(0.1, min_dim_size_to_factor=8)
+
+    def loss(p, x):
+        return (jnp.tanh(x @ p["w"]) @ p["v"] - x).var()
+
+    def update(state, x):
+        p, moments = state
+        updates, moments = optimizer.update(jax.grad(loss)(p, x), moments, p)
+        return optax.apply_updates(p, updates), moments
+
+    p = {"w": jnp.ones((16, 32)), "v": jnp.ones((32, 16))}
+    made = plan(update, (p, optimizer.init(p)), jnp.ones((32, 16)), plan="dp:2 tp:4")
+    assert made.in_specs[0][0]["w"] == PartitionSpec(None, "tp")  # the mean of its squares is a sum over tp
+    assert [*made.reduce_axes("0/0/w")] == [*made.reduce_axes("0/0/v")] == ["dp"]
+
+
+def test_paths_that_it_refuses():
+    made, number = plan(step, *ARGUMENTS, plan="fsdp:8"), cast(Any, 3)
+    for path, message in (
+        (number, "reduce_axes: 3 is not a path"),
+        ("1", "reduce_axes: no parameter is called '1'"),
+        ("wq", "no parameter is called 'wq'"),
+        ("p/*", r"'p/\*' names 8 parameters; give the path of one"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            made.reduce_axes(path)
+    with pytest.raises(PlanError, match="no function"):
+        Plan.from_json(made.to_json()).reduce_axes("up")
