@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
+
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.microbatches.flow import HEAVY
@@ -51,6 +53,11 @@ class Stack:
     def layers(self) -> int:
         """The number of layers."""
         return self.eqn.params["length"]
+
+    @property
+    def reverse(self) -> bool:
+        """Whether the last layer runs first."""
+        return self.eqn.params["reverse"]
 
     @property
     def place(self) -> str:
@@ -209,9 +216,11 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     """
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
-    pairs = [(a, b) for a, b in pairs if {*a.stacked}.intersection(_variables(b.slices))]
-    inputs = {*jaxpr.invars[:whole]}
-    sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in inputs) for a, _ in pairs]
+    # Gradients run through the layers in the other direction. A later stack that runs in the same one is no gradient.
+    pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
+    # Numbers of layers alone do not count: each layer would take its weights from those of all layers.
+    weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
     if not any(sizes):
         raise NotStaged("it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient")
     forward, backward = pairs[sizes.index(max(sizes))]
