@@ -227,6 +227,8 @@ class _Microbatch:
     def operator(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
         rule, factor = step.rule, step.factor
         assert rule is not None
+        if eqn.primitive.name == "device_put":  # its rule leaves values in the memory where they are
+            return [_moved(x, *pair) for x, *pair in zip(operands, eqn.invars, eqn.outvars, strict=True)]
         if factor is None or is_operator(eqn.primitive):  # an opaque operator takes operands of any size
             return _compat.bind(eqn, eqn.params, *operands)
         counts = {factor: self.count}
@@ -252,6 +254,14 @@ class _Microbatch:
         stacks = [Split(s.dim - 1, s.stride) if isinstance(s, Split) else s for s in step.results[n_carry:]]
         body = self.frame(eqn.params["jaxpr"], step.inner[0], [*step.results[:n_carry], *stacks])
         return bind_scan(eqn, body, operands)
+
+
+def _moved(x: Any, source: Any, result: Any) -> Any:
+    """Move a value to the memory of an equation's result, of the device or of its host."""
+    there = _compat.is_on_host(result)
+    if there == _compat.is_on_host(source):
+        return x
+    return jax.device_put(x, jax.memory.Space.Host if there else jax.memory.Space.Device)
 
 
 def _read(env: Mapping[Any, Any], atom: Any) -> Any:

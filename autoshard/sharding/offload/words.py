@@ -16,6 +16,10 @@ OPTIMIZER = "optimizer"  # the optimizer's state
 Words = tuple[str, ...]
 
 
+class NotMovable(PlanError):
+    """A plan cannot move the values of a word to the host."""
+
+
 def read_words(value: str | Sequence[str] | None) -> Words:
     """Read `offload=`.
 

@@ -16,6 +16,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
+from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
 from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
 from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages
 from autoshard.sharding.pipeline.stage_loop import StageLoop
@@ -59,6 +60,7 @@ def with_stages(
         numerics: whether the results may differ, see `with_microbatches`.
 
     Raises:
+        NotMovable: the step moves residuals to the host.
         PlanError: the step has no repeated part, the stages do not divide it, there are too few microbatches, or the
             step cannot be cut into microbatches.
     """
@@ -66,6 +68,12 @@ def with_stages(
         raise PlanError(
             f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches leaves stages idle all the time; "
             f"use at least {stages} microbatches"
+        )
+    moved = [word for word in traced.offloaded if word != OPTIMIZER]
+    if moved:
+        raise NotMovable(
+            f"auto_shard({traced.name}): pp:{stages} keeps the residuals of its stages in device memory, so "
+            f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer', or leave out pp:{stages}"
         )
     table = SCHEDULES[schedule](stages, microbatches)
     try:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
+
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.microbatches.flow import HEAVY
@@ -51,6 +53,11 @@ class Stack:
     def layers(self) -> int:
         """The number of layers."""
         return self.eqn.params["length"]
+
+    @property
+    def reverse(self) -> bool:
+        """Whether the last layer runs first."""
+        return self.eqn.params["reverse"]
 
     @property
     def place(self) -> str:
@@ -210,9 +217,11 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     """
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
-    pairs = [(a, b) for a, b in pairs if {*a.stacked}.intersection(_variables(b.slices))]
-    inputs = {*jaxpr.invars[:whole]}
-    sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in inputs) for a, _ in pairs]
+    # Gradients run through the layers in the opposite direction. A later stack in the same direction is not a gradient.
+    pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
+    # A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
+    weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
     if not any(sizes):
         raise NotStaged("it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient")
     forward, backward = pairs[sizes.index(max(sizes))]

@@ -59,8 +59,11 @@ class StageLoop:
         self.cut, self.schedule, self.ops = cut, schedule, ops
         self.values = MicrobatchValues(cut, rows, whole)
         self.stages = schedule.stages
-        self.last = schedule.stages - 1
-        forward_done = schedule.ticks[FORWARD][:, self.last :]
+        self.first, self.last = 0, schedule.stages - 1
+        self.reverse = cut.forward.reverse  # the first stage has the last layers
+        if self.reverse:
+            self.first, self.last = self.last, self.first
+        forward_done = schedule.ticks[FORWARD][:, -1:]
         self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # the middle runs in a later tick
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
@@ -153,14 +156,17 @@ class StageLoop:
     # --- one tick ---
 
     def tables(self) -> dict[str, np.ndarray]:
-        """For each tick: the microbatch of each part, and the slots that each part reads or writes in the state."""
+        """For each tick: the microbatch of each part, and the slots that each part reads or writes in the state.
+
+        The columns are the stages, in the order of their layers, as in arrays.
+        """
         schedule, found = self.schedule, {}
         for part in schedule.ticks:
             found[part] = schedule.working(part)
         for name, (made, taken) in self.waiting.items():
             for part in (made, *taken) if taken else ():
                 found[f"{name} {part}"] = schedule.slot_table(self.slots[name], made, part)
-        return found
+        return {name: table[:, ::-1] for name, table in found.items()} if self.reverse else found
 
     def tick(self, state: State, row: Env, parts: Sequence[str]) -> State:
         """Run some parts; return the new state."""
@@ -183,7 +189,7 @@ class StageLoop:
         cut, stack = self.cut, self.cut.forward
         variables = [*stack.carry, *cut.forth]
         first = self.values.computed(variables, self.values.inputs_of(row[BEFORE][0]))
-        moved = list(map(shift_stages, state["forward"], first))
+        moved = [shift_stages(x, edge, backward=self.reverse) for x, edge in zip(state["forward"], first, strict=True)]
         known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
         carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {})
         state["forward"] = [*carried, *moved[len(stack.carry) :]]
@@ -225,7 +231,8 @@ class StageLoop:
         cut, stack = self.cut, self.cut.backward
         variables = [*stack.carry, *cut.back]
         edges = start or [self.zeros(v) for v in variables]
-        moved = [shift_stages(x, edge, backward=True) for x, edge in zip(state["backward"], edges, strict=True)]
+        on = not self.reverse
+        moved = [shift_stages(x, edge, backward=on) for x, edge in zip(state["backward"], edges, strict=True)]
         index = row[f"residuals {BACKWARD}"]
         slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
         known = dict(zip(cut.back, moved[len(stack.carry) :], strict=True))
@@ -257,7 +264,7 @@ class StageLoop:
     def after_part(self, state: State, row: Env) -> None:
         """Compute what needs the gradient of the first stage's input."""
         cut, number = self.cut, row[AFTER][0]
-        at_start = [self.of_stage(x, 0) for x in state["backward"]]
+        at_start = [self.of_stage(x, self.first) for x in state["backward"]]
         known = self.values.inputs_of(number) | dict(zip((*cut.backward.carried, *cut.back), at_start, strict=True))
         known |= self.gathered(state, "after_stacks", cut.after_stacks, row[f"after_stacks {AFTER}"])
         self.add(state, "after", self.values.computed(cut.in_after, known), number)

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from autoshard._tracebacks import users_stacklevel
 from autoshard._units import bytes_text, time_text
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.offload.rewriting import Offloader
-from autoshard.sharding.offload.words import AUTO, OPTIMIZER, RESIDUAL, Words
+from autoshard.sharding.offload.words import AUTO, OPTIMIZER, RESIDUAL, NotMovable, Words
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.constants import MOST_OFFLOADS, MOST_OFFLOADS_IF_FITS, OFFLOAD_MARGIN
@@ -65,7 +66,10 @@ def _automatic(offloader: Offloader, planned: Callable[[Traced], BoundPlan]) -> 
     fits = plain[0].plan.fits
     trials = trial_words(offloader.sizes)
     trials = _ends(trials, MOST_OFFLOADS_IF_FITS if fits else MOST_OFFLOADS)
-    made = [recorded(words) for words in trials]
+    made = []
+    for words in trials:
+        with suppress(NotMovable):
+            made.append(recorded(words))
     bound, caught = _best(plain, made)
     for warning in caught:
         warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())

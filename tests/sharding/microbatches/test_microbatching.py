@@ -46,6 +46,7 @@ def test_offloaded_values_are_cut_too():
     made = plan(make_step(remat="full"), state(), tokens(), target="cpu:2", plan="fsdp:2", microbatches=2,
                 offload="residual")  # fmt: skip
     assert made.offload and made.microbatches == 2
+    assert "annotate_device_placement" in made.jit().lower(state(), tokens()).as_text()
 
 
 @pytest.mark.parametrize(

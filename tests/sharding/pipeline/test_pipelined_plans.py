@@ -117,3 +117,11 @@ def test_a_program_without_layers():
 
     with pytest.raises(PlanError, match=r"pp:2, but the function cannot be cut: it has no repeated part"):
         plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
+
+
+def test_residuals_stay_on_the_device():
+    fn, args = make_step(), (shapes()[0], jax.ShapeDtypeStruct((64, 6), jnp.int32))
+    options = {"target": "cpu:2", "plan": "pp:2", "microbatches": 2}
+    with pytest.raises(PlanError, match="pp:2 keeps the residuals of its stages in device memory, so offload='res"):
+        plan(fn, *args, offload="residual", **options)
+    assert "residual" not in plan(fn, *args, offload="auto", **options).offload

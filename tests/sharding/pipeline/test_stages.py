@@ -3,10 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard import _compat
+from autoshard.errors import PlanError
 from autoshard.sharding.pipeline.pipelining import with_stages
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.pipeline.programs import KINDS, make_step, state, tokens
@@ -60,3 +62,49 @@ def test_all_with_remat(kind, schedule):
 
 def test_checkpointed_layers_are_split_for_zero_bubble():
     check("tied", True, 2, 2, "zb")
+
+
+def train(stack):
+    """Return a train step `step(weights, x)` of layers, the arguments, and its results."""
+
+    def loss(weights, x):
+        return (stack(weights, x) ** 3).mean()
+
+    weights = jax.random.normal(jax.random.key(0), (2, 4, 6, 6)) * 0.4
+    args = weights, jax.random.normal(jax.random.key(1), (8, 6))
+    fn = jax.value_and_grad(loss, argnums=(0, 1))
+    return fn, args, jax.tree.leaves(fn(*args))
+
+
+def layer(x, w):
+    x = x + jnp.tanh(x @ w)
+    return x, x
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
+def test_layers_that_run_from_last_to_first(schedule):
+    fn, args, want = train(lambda weights, x: jax.lax.scan(layer, x, weights[0], reverse=True)[0])
+    cut = with_stages(trace(fn, args, {}), 4, stages=2, schedule=schedule)
+    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_later_stack_in_the_same_direction_is_no_gradient():
+    def stack(weights, x):
+        x, kept = jax.lax.scan(layer, x, weights[0])
+        return jax.lax.scan(lambda x, xs: (x + jnp.tanh(x @ xs[0]) * xs[1], None), x, (weights[1], kept))[0]
+
+    fn, args, _ = train(stack)
+    with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
+        with_stages(trace(fn, args, {}), 4, stages=2)
+    with pytest.raises(PlanError, match="no repeated part"):
+        with_stages(trace(stack, args, {}), 4, stages=2)
+
+
+def test_layers_that_index_the_weights_of_all_layers():
+    def stack(weights, x):
+        return jax.lax.scan(lambda x, i: (x + jnp.tanh(x @ weights[0, i]), None), x, jnp.arange(4))[0]
+
+    fn, args, _ = train(stack)
+    with pytest.raises(PlanError, match="no repeated part"):
+        with_stages(trace(fn, args, {}), 4, stages=2)
