@@ -4,11 +4,11 @@
                                       [--orders auto prefetch sequential] [--scan]
 
 A step of the workload `llama2-7b` with fewer layers, written out or (`--scan`) scanned, is planned with each order,
-compiled for the machine under the plan's own options, and judged by `estimate.py`. One line an order compares it with
-the first one: all temporaries; the most bytes of gathered parameters that are live at once (`gathered_buffers.py`, not
-for scans), beside those of two of the largest gathered parameters; and the ratio of the step times. The table gives
-temporaries, peak, and the time of a step, predicted and compiled. Nothing runs. Results are stored in
-`results/gather_order.json`, where they replace those of the same program and machine.
+compiled for the machine under the plan's own options, and judged by `estimate.py`. One line compares each further order
+with the first one: all temporaries; the most bytes of gathered parameters that are live at once (`gathered_buffers.py`,
+not for scans), and twice the bytes of the largest one; and the ratio of the step times. The table gives temporaries,
+peak, and the time of a step, predicted and compiled. Nothing runs. Results are stored in `results/gather_order.json`,
+where they replace those of the same program and machine.
 """
 
 from __future__ import annotations

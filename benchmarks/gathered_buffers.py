@@ -29,7 +29,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes of buffers that are live at once, and how many buffers that are."""
+    """The most bytes of buffers that are live at once, and the number of these buffers."""
 
     nbytes: float
     buffers: int

@@ -6,8 +6,8 @@ that it calls.
     convolution   2 x batch x features of the result x input features of the kernel x, for each spatial dimension, the
                   pairs (output position, kernel position) that meet a real input, neither padding nor the holes of a
                   dilation (XLA:TPU writes batched products as such convolutions)
-    cuBLAS, cuDNN calls count alike; other custom calls count by their `cost_estimate`, if they have one: also its bytes
-                  and its transcendental operations, each with `VECTOR_OPS` operations on vectors
+    custom calls  cuBLAS and cuDNN calls count in the same way. Any other call counts by its `cost_estimate`, if it has
+                  one. That also gives bytes and transcendental operations, each of `VECTOR_OPS` vector operations
 Products at a higher precision take several passes of a TPU's matrix unit (3 for `high`, 6 for `highest`); 32-bit ones
 run at half speed on a GPU (TF32). `work` includes that, `flops` does not. Elementwise arithmetic is not counted.
 

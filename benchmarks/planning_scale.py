@@ -1,4 +1,4 @@
-"""Measure planning of a large model (Llama-3 8B, for pods), without the trace, which lowering needs as well.
+"""Measure the planning of a large model (Llama-3 8B, for pods). The trace does not count: any lowering needs it, too.
 
     python benchmarks/planning_scale.py            all measurements, RUNS times in turn
     python benchmarks/planning_scale.py plan v5p:4x4x4 scan_layers=false layers=128        one measurement

@@ -1,6 +1,6 @@
-"""What a recipe has and our workloads have not yet, and what is planned in its place. Each case is reported as a note.
+"""Stand-ins for features of a recipe that our workloads lack. A note reports each one.
 
-This is the one place to change when the models gain what they lack: each function maps one field of a recipe to changes
+When the models gain a feature, only this module changes. Each function maps one field of a recipe to changes
 of a workload's config, and says in a note what they leave out.
 """
 

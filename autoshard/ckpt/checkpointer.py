@@ -84,7 +84,7 @@ class Checkpointer:
         """Make this run the only writer of the directory until `close`; the first `save` does this too.
 
         Raises:
-            CheckpointError: the directory is of another program, another run is writing to it, or it is read-only.
+            CheckpointError: the directory belongs to another program, another run is writing to it, or it is read-only.
         """
         in_all_processes(
             f"claim {self._directory.path}",
@@ -150,8 +150,8 @@ class Checkpointer:
             block: whether to wait until the step is committed.
 
         Raises:
-            CheckpointError: the step exists, the directory is of another program, another run is writing to it, a leaf
-                or an argument cannot be saved (nothing on disk changes then), or the previous save failed.
+            CheckpointError: the step exists, the directory belongs to another program, another run is writing to it, a
+                leaf or an argument cannot be saved (nothing on disk changes then), or the previous save failed.
         """
         self.wait()
         step = step_number(step)

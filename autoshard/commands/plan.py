@@ -309,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--context", type=int, help="tokens per sequence")
     options.add_argument(
         "--microbatches", type=_parse_microbatches, metavar="auto|N",
-        help="microbatches per batch, or auto, the default: the best of 1, 2, 4 that keeps the numbers",
+        help="microbatches per batch, or auto (default): the best of 1, 2, 4 that does not change the results",
     )  # fmt: skip
     options.add_argument(
         "--schedule", help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default) or zb, see docs/planning.md"
@@ -327,7 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--allow-numerics", action="store_true",
-        help="search microbatches even if they change the numbers: batch statistics, routers, expert capacity",
+        help="search microbatches even if they change the results: batch statistics, routers, expert capacity",
     )  # fmt: skip
     options.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="set another field of the model's config"

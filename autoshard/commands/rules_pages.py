@@ -56,7 +56,7 @@ class Pages:
 
     Attributes:
         primitives: rows of primitives.
-        without: reason by primitive without a rule.
+        without: primitive without a rule -> the reason.
         operators: rows of named operators and their gradients.
     """
 

@@ -47,9 +47,9 @@ class Visibility:
         return visible
 
     def keys_of(self, first: Any, last: Any, keys: int, xp: Any = np) -> tuple[Any, Any]:
-        """Return the first and the last of `keys` keys that the queries `first` to `last` see, any of them.
+        """Return the first and the last key that any of the queries `first` to `last` sees, out of `keys` keys.
 
-        The last is below the first where they see none. `xp` is NumPy, or `jax.numpy` for traced positions.
+        If they see none, the last is below the first. `xp` is NumPy, or `jax.numpy` for traced positions.
         """
         low, high = xp.zeros_like(first), xp.full_like(last, keys - 1)
         if self.causal:

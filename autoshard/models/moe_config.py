@@ -16,7 +16,7 @@ class MoEConfig:
 
     Args:
         gpt: everything except the experts: sizes, attention, dense layers, numerics. Its `quantization` needs the
-            dispatch `capacity`. It includes the experts, except in generation with a cache.
+            dispatch `capacity`, and quantizes the experts too, except in generation with a cache.
         experts: number of experts in a layer.
         top_k: number of experts per token.
         expert_ffn: hidden size of an expert; defaults to `gpt.hidden`.

@@ -81,7 +81,7 @@ def test_a_product_and_its_gradients_follow_the_formulas(spec, quantization, for
     )
     y, (d_x, d_w) = quickly(product(spec, quantization), x, w, cotangent)
     for one, other in zip(expected, (y, d_x, d_w), strict=True):
-        # One rounding that falls to the other side changes a sum by one step of the largest number of a row.
+        # If one value is rounded up instead of down, a sum changes by one step of its row's scale.
         error = np.linalg.norm(other - one) / np.linalg.norm(one)
         assert error < 2e-3
 

@@ -132,9 +132,9 @@ def step_model(path: Any, step: int, *, use_ema: bool | None = False, dtype: str
     Args:
         path: the path of the step.
         step: the number of the step.
-        use_ema: whether to use the moving average of the parameters, divided by its weight. None: as the run's
-            evaluations, whose choice `inference.json` records. Before the first update of the average, they use the
-            parameters.
+        use_ema: whether to use the moving average of the parameters, divided by its weight. None: make the choice of
+            the run's evaluations, which `inference.json` records. An evaluation uses the parameters as long as the
+            average has no update.
         dtype: the dtype of floating-point tensors; by default the saved one.
 
     Raises:
@@ -303,7 +303,7 @@ def _inference(file: Any) -> dict[str, Any] | None:
 def _files(config: Mapping[str, Any], tensors: Sequence[Tensor], inference: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the JSON files beside the tensors: the model's config, and with an `inference.json` sampling settings.
 
-    The `inference.json` is there too, so that `autoshard generate` finds the model. The moving average is not.
+    They include the `inference.json`, so that `autoshard generate` finds the model, without its moving average.
     """
     model = config.get("model", {})
     model = dict(model) if isinstance(model, Mapping) else {"name": model}

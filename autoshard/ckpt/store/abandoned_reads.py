@@ -48,7 +48,7 @@ def silenced() -> Iterator[None]:
 def _close_unstarted() -> None:
     """Close Orbax's reads that nobody will await, so that Python does not warn when they are freed. Keep its writes."""
     for found in gc.get_objects():
-        # Not `isinstance`, which asks proxies among the objects for their class.
+        # Not `isinstance`: some objects are proxies, and it would run their code.
         if type(found) is not CoroutineType or inspect.getcoroutinestate(found) != inspect.CORO_CREATED:
             continue
         if _is_of_orbax(found.cr_code.co_filename) and _READ.search(found.cr_code.co_qualname):
@@ -77,7 +77,7 @@ def _is_of_abandoned_read(unraisable: Any) -> bool:
 
 
 def _keep_record(record: logging.LogRecord) -> bool:
-    """Keep a record of asyncio unless it is of a read of Orbax. A future of TensorStore is named only in the error."""
+    """Keep a record of asyncio unless it, or its error, names Orbax or TensorStore."""
     error = record.exc_info[1] if record.exc_info else None
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)] if error is not None else []
     return not any(map(_is_of_orbax, [record.getMessage(), *files]))

@@ -39,7 +39,7 @@ def exchanged(x: jax.Array, dim: int, axes: Axes) -> tuple[jax.Array, jax.Array]
         lax.ppermute(chunk, axes, [(i, holder(2 * i + parity, devices)) for i in range(devices)])
         for parity, chunk in enumerate(chunks)
     )
-    # Chunk i, the early one, is even where i is.
+    # The early chunk has number i, so it is even if i is even.
     early_is_even = index % 2 == 0
     return jnp.where(early_is_even, even, odd), jnp.where(early_is_even, odd, even)
 

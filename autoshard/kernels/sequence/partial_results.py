@@ -31,7 +31,7 @@ class Partial(NamedTuple):
     log_sum: jax.Array
 
     def where(self, condition: jax.Array) -> Partial:
-        """Return this result where a scalar condition holds, else that of no keys."""
+        """Return this result if a scalar condition holds, else the result over no keys."""
         return Partial(jnp.where(condition, self.out, 0.0), jnp.where(condition, self.log_sum, UNSEEN))
 
 
@@ -43,6 +43,6 @@ def combined(a: Partial, b: Partial) -> Partial:
 
 
 def with_sinks(part: Partial, sinks: jax.Array) -> Partial:
-    """Return attention with one more key in each row that has no value; its score broadcasts to the rows."""
+    """Return attention with one more key in each row: a key without a value. Its score broadcasts to the rows."""
     log_sum = jnp.logaddexp(part.log_sum, sinks)
     return Partial(part.out * jnp.exp(part.log_sum - log_sum)[..., None], log_sum)

@@ -1,4 +1,4 @@
-"""Ring attention: each device keeps its queries, and the keys and values of all devices pass it.
+"""Ring attention: each device keeps its queries, while keys and values travel from device to device.
 
     forward    at hop s, device i has the keys of device i - s. It computes attention over these alone, and combines the
                result with that of the hops before (`partial_results`), while the keys of the next hop arrive.
@@ -6,9 +6,9 @@
                transfer takes the gradients home.
 
 With a causal mask, devices exchange chunks first, so that all have the same work (`exchange`). Device i then has chunks
-i (early) and 2n - 1 - i (late). At each later hop two pairs of chunks are visible, both wholly: the late queries with
-the early keys; and, of the keys of an earlier device, the early queries with the early keys, else the late queries with
-the late keys.
+i (early) and 2n - 1 - i (late). At each later hop it computes two pairs of chunks, and no key of them is masked. The
+first pair is the late queries with the early keys. The second pair is the early queries with the early keys if the keys
+come from a device before i, and the late queries with the late keys if they come from a device after i.
 
 Queries are `[batch, kv_heads, group, queries, head_dim]`, keys and values `[batch, kv_heads, keys, head_dim]`, all of
 them shards. The functions run under `shard_map`, manual over all mesh axes.
@@ -33,12 +33,12 @@ from autoshard.kernels.sequence.partial_results import UNSEEN, Partial, combined
 from autoshard.kernels.sequence.schedule import Schedule, schedule
 from autoshard.kernels.visibility import Visibility
 
-KEYS_DIM, QUERIES_DIM, SEGMENTS_DIM = 2, 3, 1  # of keys, of queries and rows, and of segments: the sequence
+KEYS_DIM, QUERIES_DIM, SEGMENTS_DIM = 2, 3, 1  # the dimension of the sequence in keys, in queries, in segments
 
 
 @shown
 class Rows(NamedTuple):
-    """What belongs to queries: the queries and, in the backward pass, results, log-sum-exps and cotangents."""
+    """Queries with their segments and, in the backward pass, results, log-sum-exps and cotangents."""
 
     q: jax.Array
     segments: jax.Array | None = None
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 @shown
 class Keys(NamedTuple):
-    """What travels: keys, values and their segments."""
+    """The arrays that travel: keys, values and their segments."""
 
     k: jax.Array
     v: jax.Array
@@ -61,7 +61,7 @@ class Kernel(Protocol):
 
     @property
     def lanes(self) -> int:
-        """The number of positions of which it takes multiples."""
+        """The kernel takes only multiples of this number of positions."""
         ...
 
     def forward(self, softmax: Softmax, rows: Rows, keys: Keys, positions: jax.Array | None) -> Partial:
@@ -94,7 +94,7 @@ class Ring:
         return schedule(self.softmax.visibility, devices, length, self.kernel.lanes)
 
     def shifted(self, moving: Any, hops: int = 1) -> Any:
-        """Return arrays of the device that is so many places before this one."""
+        """Send arrays `hops` devices ahead in the ring; return those that arrive here."""
         devices = lax.axis_size(self.axes)
         pairs = [(i, (i + hops) % devices) for i in range(devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), moving)
@@ -122,7 +122,7 @@ def ring_forward(ring: Ring, rows: Rows, keys: Keys, sinks: jax.Array | None) ->
 
         def step(carry: Any, hop: Any) -> tuple[Any, None]:
             found, moving = carry
-            following = ring.shifted(moving)  # while this hop computes
+            following = ring.shifted(moving)  # travels while this hop computes
             return (at(hop, found, moving), following), None
 
         if plan.hops > 1:
@@ -153,7 +153,7 @@ def ring_backward(ring: Ring, rows: Rows, keys: Keys) -> tuple[jax.Array, jax.Ar
 
         def step(carry: Any, hop: Any, last: bool = False) -> Any:
             d_q, d_keys, moving = carry
-            following = moving if last else ring.shifted(moving)  # while this hop computes, as the gradients so far
+            following = moving if last else ring.shifted(moving)  # travels while this hop computes
             d_keys = ring.shifted(d_keys)
             more_q, more_keys = visit.backward(hop, own, moving)
             return jax.tree.map(jnp.add, d_q, more_q), jax.tree.map(jnp.add, d_keys, more_keys), following
@@ -190,11 +190,11 @@ class _Consecutive:
         if self.visibility.is_full:
             return None
         index, length = lax.axis_index(self.ring.axes), self.plan.length
-        devices = jnp.where(index >= hop, hop, hop - self.plan.devices)  # between the queries and the keys
+        devices = jnp.where(index >= hop, hop, hop - self.plan.devices)  # devices from the keys to the queries
         return (devices * length + jnp.arange(length)).astype(jnp.int32)
 
     def if_seen(self, positions: Any, hop: Any, compute: Callable[[], Any]) -> Any:
-        """Return what `compute` returns; where no query sees a key of this hop, the same of no keys."""
+        """Return what `compute` returns. If no query sees a key of this hop, return the result over no keys instead."""
         if positions is None or (isinstance(hop, int) and hop == 0):
             return compute()
         low, high = self.visibility.keys_of(positions[0], positions[-1], self.plan.length, jnp)
@@ -249,7 +249,7 @@ class _Balanced:
         return lax.axis_index(self.ring.axes) >= hop
 
     def chosen(self, hop: Any, rows: list[Rows], keys: list[Keys]) -> tuple[Rows, Keys]:
-        """Return the second pair of chunks that is visible at a later hop."""
+        """Return the queries and keys of the second pair of chunks that a later hop computes."""
         earlier = self.is_earlier(hop)
         return tuple(jax.tree.map(lambda a, b: jnp.where(earlier, a, b), *pair) for pair in (rows, keys))
 

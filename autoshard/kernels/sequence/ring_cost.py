@@ -1,8 +1,8 @@
 """What one device of a ring computes and sends, from the cost of attention over the keys of one device.
 
-    full           hops + 1 times the keys of one device
-    balanced       two chunks on the diagonal and one whole pair at first, then two whole pairs of chunks at each hop
-    other masks    the keys that the last device sees, which wait for nothing and are the most
+    full           the keys of one device, hops + 1 times
+    balanced       first two chunks on the diagonal and one unmasked pair; then two unmasked pairs of chunks at each hop
+    other masks    the keys that the last device sees: it sees the most, and the others wait for it
 
 Combining results reads and writes the accumulators in float32 at each hop.
 """

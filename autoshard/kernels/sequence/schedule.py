@@ -1,8 +1,8 @@
-"""Which keys pass which queries in a ring, and how many hops they travel.
+"""Which keys reach which queries in a ring, and how many hops they travel.
 
-full attention       each device keeps its queries, and all keys pass it: n - 1 hops
-causal               as well, after an exchange of chunks that balances the work (`exchange`)
-causal with window   only the keys within the window pass: ceil((window - 1) / local length) hops
+full attention       each device keeps its queries, and the keys of all devices reach it: n - 1 hops
+causal               the same, after an exchange of chunks that balances the work (`exchange`)
+causal with window   only keys within the window reach it: ceil((window - 1) / local length) hops
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def schedule(visibility: Visibility, devices: int, length: int, lanes: int = 1) 
         visibility: which keys a query sees.
         devices: the devices of the ring.
         length: positions that each device holds.
-        lanes: a kernel takes multiples of this many positions. Where half of a shard is none, work is not balanced.
+        lanes: a kernel takes only multiples of this number of positions. If half of a shard is not a multiple, the work
+            is not balanced.
 
     >>> schedule(Visibility(causal=True, window=100), devices=8, length=64).hops
     2

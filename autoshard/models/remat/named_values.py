@@ -2,7 +2,7 @@
 
 A name only has an effect if the backward pass of its layer reads the value. It does not read the result of the layer:
 the next layer reads that as its own `residual`. For this reason `mlp_out` moves nothing in a layer whose MLP ends in
-the residual stream. It does in experts with a capacity, where the gates' gradient reads the experts' results.
+the residual stream. In experts with a capacity it moves the value, because the gates' gradient reads it.
 
 The experts of `dispatch="dropless"` are one operator that recomputes its hidden values. They have no named values.
 """

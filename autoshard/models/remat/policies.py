@@ -4,7 +4,7 @@
     policy = a key of `REMAT_POLICIES` | group {" " group}
     group  = ("host:" | "keep:") name {"+" name}          names of `named_values.NAMED_VALUES`
 
-Values after `host:` are moved to the host's memory behind the forward pass, and back for the backward pass. Values
+Values after `host:` are moved to the host's memory in the forward pass, and back for the backward pass. Values
 after `keep:` stay in the memory of the device. All other values are recomputed from the layer's input.
 
     host:residual                           the layer's input waits on the host, all else is recomputed
@@ -46,7 +46,7 @@ def remat_policies(remat: str) -> tuple[str, ...]:
 
 
 def named_groups(policy: str) -> Mapping[str, tuple[str, ...]] | None:
-    """Return the names that a policy moves to the host and those that it keeps; None if it is a word.
+    """Return the names that a policy moves to the host and those that it keeps; None if it is a single word.
 
     >>> named_groups("host:residual+qkv keep:out_proj")
     {'host': ('residual', 'qkv'), 'keep': ('out_proj',)}

@@ -12,7 +12,7 @@ SHOWN_CRASH_LINES = 3
 # Differences between planned and compiled traffic up to this fraction of all bytes are not reported (`traffic_diff`).
 NEGLIGIBLE_SHARE = 5e-3
 
-# Planned bytes up to this many that remain after matching are rounding errors and count as none (`traffic_diff`).
+# If at most this many planned bytes are left after matching, they are rounding errors and are ignored (`traffic_diff`).
 ROUNDING_BYTES = 1e-6
 
 # Temporaries smaller than this fraction of the peak memory are not reported as replicated (`replicated_arrays`).

@@ -1,4 +1,4 @@
-"""From what `Plan.verify(options=...)` gets to the options that a program is compiled under."""
+"""Derives the options that a program is compiled under from `Plan.verify(options=...)`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RequestedOptions:
 
     Attributes:
         options: all of them.
-        own: the options to compare with. They are the plan's own, with those that they need. If the plan itself is
-            compiled and the user requested options of the planner, they are the defaults of the chip.
+        own: the options to compare with: the plan's own, with those that they need. There is one exception: without
+            `options=`, a plan with requested options is compared with the defaults of its chip.
         added: options that others need and that were not given, each with its reason.
         notes: conflicts, and options for which wrong numbers were reported.
     """

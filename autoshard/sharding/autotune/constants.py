@@ -34,7 +34,7 @@ LEAST_STEPS, MOST_STEPS = 2, 10
 # processes disagree; they time `LEAST_STEPS`.
 TURN_S = 0.5
 
-# Largest median step time, as a multiple of the fastest plan's, of the plans that are run again.
+# A plan is run again if its median step time is at most this multiple of the fastest plan's.
 SLOWEST_RERUN = 1.4
 
 # The same for the final turns.

@@ -80,7 +80,7 @@ def _cut_axes(traced: Traced, axes: LogicalAxes) -> tuple[int | None, int | None
 
 
 def _known_batch(traced: Traced, axes: LogicalAxes) -> int | None:
-    """The batch where the trace says that it is; None if it says nothing, or a microbatch is a single row."""
+    """The batch that the trace records; None if it records none, or if a microbatch is a single row."""
     if traced.batch is None:
         return None
     leaf, dim, place, rows = traced.batch

@@ -76,7 +76,7 @@ def name_axes(
 def name_computed_axes(program: Program, axes: LogicalAxes, roles: Roles) -> dict[int, str]:
     """Names axes that no input has by the first operator that computes a value with them: `concatenate:3`.
 
-    An axis that follows the heads and has the size of a head is the elements of a head, as after a rotary embedding.
+    An axis with the size of a head in the dimension after the heads is named `head_dim`, as after a rotary embedding.
 
     Args:
         program: the program.
@@ -84,7 +84,7 @@ def name_computed_axes(program: Program, axes: LogicalAxes, roles: Roles) -> dic
         roles: their roles.
 
     Returns:
-        Axis -> name. Names are unique, beside those of the inputs too.
+        Axis -> name. Names are unique, also among those of the inputs.
     """
     names: dict[int, str] = {}
     used = {*axes.names.values()}
@@ -116,6 +116,6 @@ def _unused(name: str, used: Collection[str]) -> str:
 
 
 def _only_beside(program: Program, axes: LogicalAxes, cls: int, rows: Sequence[int]) -> bool:
-    """Whether every input that has an axis has it after one of `rows`, as the features of nodes and edges."""
+    """Whether every input with an axis has it last, and one of `rows` first, as the features of nodes and edges."""
     found = [axes.of_value[v] for v in program.inputs if any(cls in dim for dim in axes.of_value[v])]
     return all(len(dims) > 1 and dims[-1] == (cls,) and len(dims[0]) == 1 and dims[0][0] in rows for dims in found)

@@ -167,8 +167,8 @@ class _UseCollector:
     def record_opaque_attention(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
         """Records the axes of a declared operator that contracts activations with each other: an attention kernel.
 
-        It contracts a factor that several activations have and no result has. What it needs whole are elements of a
-        head.
+        It contracts a factor that several activations have and no result has. The factors that it needs whole are
+        elements of a head.
         """
         avals = self.axes.program.avals
         activations = [

@@ -4,10 +4,10 @@ batch       the leading axis of an input that occurs in most activations, by byt
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast)
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
-            parallelism shards them. `residual` is the axis that these weights start from and return to. Where a large
-            part of the weights has no such axis, further ones, which may include the residual (`weight_cover`)
+            parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
+            part of the weights has no such axis, `weight_cover` adds further axes, perhaps also the residual
 sequence    axes of the data other than the batch. If a loop runs over blocks of such an axis (the keys of attention),
-            only the axis that counts the blocks
+            then only the axis that counts the blocks
 context     sequence axes that no loop runs over
 """
 
@@ -165,7 +165,7 @@ def _head_dims(
     """The axes of the elements of a head.
 
     Attention contracts queries and keys over them, and keeps those of the values. After a rotary embedding, queries and
-    keys have other axes than their weights. The axes of the weights then have the same size and follow the heads.
+    keys have other axes than their weights. The axes of the weights are then those of the same size after the heads.
     """
     flat = [[c for dim in axes.of_value[v] for c in dim] for v in parameters]
     after_heads = [c for dims in flat for c in dims[_last(dims, heads) :] if c not in heads and c not in others]
@@ -206,7 +206,8 @@ def _transposed_gradients(program: Program, gradients: frozenset[int]) -> dict[i
 def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
     """Arrays without the batch that are computed from arrays with it: gradients, and updated moments and parameters.
 
-    A loop's carry that is such an array after the last iteration is one from the start (accumulated gradients).
+    If a loop's carry is such an array after the last iteration, it counts as one before each iteration, too
+    (accumulated gradients).
     """
     if batch is None:
         return frozenset()

@@ -26,7 +26,7 @@ PRODUCT_OPERAND_BYTES = 2
 # Number of operators after which a value has left on-chip memory. Source: chosen, not measured.
 ON_CHIP_OPS = 64
 
-# Fraction of a chip's on-chip memory that the values of one block may fill together and stay there. Source: chosen, not
+# Values of one block stay in on-chip memory if together they fill at most this fraction of it. Source: chosen, not
 # measured.
 ON_CHIP_SHARE = 0.5
 

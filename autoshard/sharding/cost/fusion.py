@@ -9,11 +9,13 @@ operators. Other elementwise operators, slices and other data movement run insid
 
 On TPU a contraction computes its elementwise operands itself. A value that several contractions of one pass take is
 written once, in 16 bits, because at JAX's default precision products read only 16 bits. A product of the backward pass
-that takes an operand of the forward pass, such as a norm, computes it again (`PASS_OPS`). So do convolutions, if its
-sources are not larger than one activation (a norm and `relu` after a convolution). A contraction does not write its
-result if a single chain of elementwise operators, with no loop on the way, leads to a value that is written instead. If
-the chain ends before and reads no other array but masks, its last value is written, such as scaled and masked scores in
-float32. On other platforms contractions read their operands from memory.
+that takes an operand of the forward pass, such as a norm, computes it again (`PASS_OPS`). A convolution also computes
+an operand again if the operand's sources are not larger than one activation (a norm and `relu` after a convolution).
+
+A contraction also computes the single chain of elementwise operators that takes its result, up to a value that is
+written. Only this value is written, not the result itself. A loop ends the chain. A chain that reaches no such value,
+and that reads no other array but masks, writes its last value, such as scaled and masked scores in float32. On other
+platforms contractions read their operands from memory.
 
 Elementwise kernels of one block are one kernel if they read the same value of their own shape, such as the moments and
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its

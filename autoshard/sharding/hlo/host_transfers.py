@@ -40,8 +40,8 @@ class TransferRuns:
         once_us: microseconds of one run; 0 if the bandwidth to the host is unknown.
         line: the user's source line; empty if the text has none.
         is_asynchronous: whether compute can run while it runs.
-        distance: number of instructions between its start and its end; None if it ends in another computation, as one
-            that ends in the next iteration of a loop does.
+        distance: number of instructions between its start and its end; None if it ends in another computation, such as
+            the next iteration of a loop.
         compute_us: microseconds of compute between its start and its end, in one run.
         trips: number of runs.
         exposed_us: microseconds in which the device waits for it, of all runs together.

@@ -17,9 +17,9 @@ LEAST_INPUT_FEATURES = 16
 # absorbs rounding errors of floats. Source: chosen.
 STRATEGY_TIE = 1e-9
 
-# Most strategies that a process keeps, to choose each only once (`known_strategies`). Depends on the memory that
-# planning may take: one takes about 2 KiB. Source: chosen; a search over the variants of Llama-3 8B for 64 chips
-# chooses 6000.
+# Largest number of strategies that a process keeps, so that each is chosen only once (`known_strategies`). It bounds
+# memory: one strategy takes about 2 KiB. Source: chosen; a search over the variants of Llama-3 8B for 64 chips chooses
+# 6000.
 MOST_KNOWN_STRATEGIES = 50_000
 
 # Least size, in bytes, of an array of state for which storing it in shards is worth padding. Source: chosen, not

@@ -57,8 +57,8 @@ def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrate
     if sizes and not operators:
         words = " ".join(f"{way}:{n}" for way, n in sizes.items())
         return [
-            f"'{words}' is a way to run attention, and none was recognised in the program. Use 'cp', which gathers "
-            "what is needed"
+            f"'{words}' says how attention runs, but no attention was recognised in the program. Use 'cp', which "
+            "gathers what is needed"
         ]
     problems: dict[tuple[str, str], str] = {}  # the two passes have the same
     for op, forms in operators:

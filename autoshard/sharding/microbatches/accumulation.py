@@ -72,7 +72,7 @@ def one_after_another(one: Callable[[Any, list[Any]], Terms], rows: list[Any], o
 
 
 class _RowsShard(Shard):
-    """A shard whose rows of a factor are not consecutive, so it has no offset there."""
+    """A shard of one microbatch. Its rows are not consecutive, so the factor of the rows has no offset."""
 
     def offset(self, name: str) -> Any:
         if name in self.counts:

@@ -1,11 +1,11 @@
-"""Finds which part of every value of a step a microbatch has, by the rules of the operators.
+"""Finds, for every value of a step, the part that one microbatch has. The rules of the operators decide it.
 
 The batch is split at the inputs. Each operator passes the split on as its rule says: a contraction over the batch makes
-its result partial, an operator that is linear in a partial value keeps it partial. Where neither is possible, the
-operator needs the whole batch. Then
+its result partial, an operator that is linear in a partial value keeps it partial. If neither is possible, the operator
+needs the whole batch. Then
 
-- values that are cheap to compute from the batch, such as the number of tokens that count, are computed for the whole
-  batch before the loop (`early`);
+- values that are cheap to compute from the batch, such as the number of tokens that are not masked, are computed for
+  the whole batch before the loop (`early`);
 - other operators run after the loop, on values that were accumulated or collected, such as the update of the optimizer;
 - the step cannot be cut if an operator of the loop needs a value that is known only after the loop, such as a mean over
   the batch in a layer. With `numerics`, such an operator takes the microbatch's own sum in place of that of the batch.
@@ -50,7 +50,7 @@ _BODIES = ("remat2", "custom_jvp_call", "custom_vjp_call", "call", "closed_call"
 @shown
 @dataclass(eq=False)
 class Flow:
-    """Which part of each value of one jaxpr a microbatch has.
+    """For each value of one jaxpr, the part that one microbatch has.
 
     Attributes:
         jaxpr: the jaxpr.
@@ -117,8 +117,8 @@ class _OwnSums:
     """Where operators of the loop take the microbatch's own sums.
 
     Attributes:
-        variables: the sums of the step of which they do so.
-        bodies: results of equations in whose bodies they do so.
+        variables: the sums of the step that they take so.
+        bodies: results of equations in whose bodies operators take such sums.
     """
 
     variables: set[Any] = field(default_factory=set)
@@ -213,9 +213,10 @@ class _Finder:
         return OWN if own else state
 
     def take_own(self, eqn: Any, states: list[State], reason: str | None) -> None:
-        """Let an equation of the loop have the microbatch's own sums, where `numerics` permits it, and start again.
+        """Let an equation of the loop take the microbatch's own sums, if `numerics` permits it, and start again.
 
-        In its bodies each operator decides. Otherwise these are the sums of which its operands are computed.
+        If the equation has bodies, each operator in them takes the sums that it needs. Otherwise the equation takes all
+        sums from which its operands are computed.
         """
         if self.own is None:
             return
@@ -230,7 +231,7 @@ class _Finder:
                 continue
             visited.add(atom)
             before = [(a, self.seen(self.root_flow, a, True)) for a in self.made[atom].invars]
-            # A multiple of a sum is not taken alone: all users of the sum take the microbatch's own.
+            # For a multiple of a sum, go back to the sum: all users of the sum then take the microbatch's own sum.
             multiple = not _has_body(self.made[atom]) and any(isinstance(s, Partial) for _, s in before)
             if isinstance(state, After) or multiple:
                 todo += before

@@ -88,7 +88,7 @@ def _keeping_partial(eqn: Any, rule: Rule, states: list[State], terms: set[int])
     """Compute an operator on terms of sums, if it is linear in them or only moves their elements."""
     [op, *others] = {states[n] for n in terms}
     groups = [*([set(g) for g in rule.linear] if op == Partial("sum") else []), {*rule.moves}]
-    if _is_float_cast(eqn):  # linear up to rounding; the terms are rounded in place of their sum
+    if _is_float_cast(eqn):  # linear up to rounding: each term is rounded, instead of their sum
         groups.append({0})
     for group in groups:
         # A whole operand in the group counts once: it is a term of the first microbatch, and zero in the others.
@@ -98,7 +98,7 @@ def _keeping_partial(eqn: Any, rule: Rule, states: list[State], terms: set[int])
 
 
 def _is_float_cast(eqn: Any) -> bool:
-    """Whether an equation casts a float to one of at least 16 bits. Narrower ones have a scale of the whole value."""
+    """Whether an equation casts a float to one of at least 16 bits. Narrower floats are scaled by the whole value."""
     if eqn.primitive.name != "convert_element_type":
         return False
     dtypes = [a.aval.dtype for a in (*eqn.invars, *eqn.outvars)]

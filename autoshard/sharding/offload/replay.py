@@ -1,9 +1,9 @@
 """Evaluates a jaxpr again and moves values to the host and back, as `Edits` say. Without edits it inlines calls.
 
 A kept value goes to the host where it is made, and comes back before the first equation of the backward pass that takes
-it. Without a barrier, it could come back at the beginning of the backward pass. The barrier makes it wait for what the
-backward pass had computed when the previous kept value was taken. So it comes back one value ahead. Forward equations
-take the value on the device.
+it. Without a barrier, XLA could bring it back at the beginning of the backward pass. So a barrier delays it: it comes
+back after the backward pass has reached the equation that takes the kept value before it, one value ahead of its use.
+Forward equations take the value on the device.
 
 A stack goes to the host slice by slice in the body of the scan that makes it, and comes back slice by slice in the body
 of the scan that takes it, so the device holds one slice at a time. Other equations that take a stack get all of it at
@@ -39,7 +39,8 @@ class _Replay:
         host: canonical variable -> its value in host memory.
         back: canonical variable -> its value after it came back.
         computed: variables that the backward pass made.
-        reached: a value that the backward pass had computed when it last took a kept value.
+        reached: the value for which the next transfer back waits: one that the backward pass had computed when it last
+            took a kept value. Empty before that.
     """
 
     def __init__(self, closed: Any, edits: Edits):

@@ -37,7 +37,7 @@ def plan_with_pipelines(counts: list[int], plain: Callable[[], Any], staged: Cal
     for count in counts:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a plan that may not be chosen
+                warnings.simplefilter("ignore")  # this plan may not be chosen
                 made = staged(count)
         except PlanError as error:
             tried.append(f"pp:{count} is not possible: {str(error).partition('): ')[2] or error}")
@@ -56,7 +56,7 @@ def _figures(made: Any) -> str:
 
 
 def _is_better(one: Any, other: Any) -> bool:
-    """Whether a plan with a pipeline is to be preferred: it alone fits, or it is faster by a clear margin."""
+    """Whether a plan with a pipeline is better: only it fits the memory, or it is faster by a clear margin."""
     if one.plan.fits != other.plan.fits:
         return one.plan.fits
     if not one.plan.fits:

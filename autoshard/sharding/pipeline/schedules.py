@@ -1,9 +1,9 @@
-"""Schedules of a pipeline, as data: in which tick which stage works on which microbatch.
+"""Schedules of a pipeline, as data: the tick in which each stage works on each microbatch.
 
 In each tick, every stage runs at most one forward and one backward part, each for one microbatch. All stages run the
-same program, so a tick takes as long as the parts that some stage runs in it. A schedule is the table of ticks of its
-parts. All else follows from this table: which ticks run which parts, how long values wait, and how many slots there
-are.
+same program. So if one stage runs a part in a tick, the tick takes the time of this part on every stage. A schedule is
+a table that gives the tick of each part. All else follows from this table: which ticks run which parts, how long values
+wait, and how many slots there are.
 
     before      what comes before the stack of layers, for one microbatch
     forward     the layers of one stage
@@ -27,7 +27,7 @@ BEFORE, FORWARD, MIDDLE, BACKWARD, WEIGHTS, AFTER = "before", "forward", "middle
 PARTS = (BEFORE, FORWARD, MIDDLE, BACKWARD, WEIGHTS, AFTER)  # the order of the parts within a tick
 ON_STAGES = (FORWARD, BACKWARD, WEIGHTS)
 BESIDE = {BEFORE: FORWARD, AFTER: BACKWARD}
-"""Light parts that run in every tick of another part, also where they are idle, so that fewer kinds of ticks exist."""
+"""Light part -> the part in whose ticks it always runs, even with nothing to do. So there are fewer kinds of ticks."""
 IDLE = -1
 
 
@@ -88,7 +88,7 @@ class Schedule:
         return tuple((a, b, parts[a]) for a, b in zip(starts, [*starts[1:], self.length], strict=True))
 
     def slots(self, made: str, taken: str | Sequence[str]) -> Slots:
-        """The slots of values that one part makes and other parts take. A slot is free after it was read last.
+        """The slots of values that one part makes and other parts take. A slot is free after its last read.
 
         Args:
             made: the part that makes them.
@@ -177,12 +177,12 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
-    """The last stage runs the backward part of a microbatch after its forward part: residuals of at most 2 N - 1."""
+    """The last stage runs each backward part right after its forward part. A stage holds at most 2 N - 1 residuals."""
     return _schedule("1f1b", stages, microbatches, stages - 1)
 
 
 def zero_bubble(stages: int, microbatches: int) -> Schedule:
-    """As `1f1b`, but gradients of weights wait until all stages work, so no tick computes them for idle stages."""
+    """As `1f1b`, but gradients of weights are computed in ticks in which all stages have some to compute."""
     return _schedule("zb", stages, microbatches, stages - 1, 2 * (stages - 1))
 
 

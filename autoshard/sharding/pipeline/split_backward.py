@@ -87,7 +87,11 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _without_remat(closed: Any) -> Any:
-    """Inline checkpoints and calls. The body has no forward pass with which XLA could merge what it computes again."""
+    """Inline checkpoints and calls.
+
+    A checkpoint keeps XLA from merging recomputed operators with those of the forward pass. This body has no forward
+    pass, so it needs none.
+    """
 
     def evaluate(closed: Any, args: Sequence[Any]) -> list[Any]:
         jaxpr = _compat.open_jaxpr(closed)

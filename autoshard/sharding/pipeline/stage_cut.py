@@ -61,7 +61,7 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """Where the user's program has it."""
+        """The place of the scan in the user's program, for messages."""
         line = _compat.program_line(self.eqn)
         return f"the layers{' at ' + line if line else ''}"
 
@@ -75,15 +75,15 @@ class StageCut:
         jaxpr: the program.
         rows: its inputs that belong to the microbatch. The first one is its number.
         whole: its other inputs.
-        sums: those of its results that are terms of a sum.
+        sums: its results that are terms of a sum.
         forward: the stack of layers.
         backward: the stack of their gradients.
         forth: values that travel with the forward pass, from before the layers to the middle.
         back: values that travel with the backward pass, from the middle to what follows the gradients.
         in_middle: results of the program that the middle computes.
         in_after: results that are known after the gradients of the layers.
-        middle_stacks: what the forward stack stacks and the middle takes.
-        after_stacks: what the backward stack stacks and the rest takes.
+        middle_stacks: stacked results of the forward scan that the middle takes.
+        after_stacks: stacked results of the backward scan that the operators after it take.
     """
 
     jaxpr: Any
@@ -111,7 +111,7 @@ class StageCut:
         self._cheap: dict[Any, bool] = {}
 
     def dependents(self, first: Any) -> set[Any]:
-        """The variables that are computed from the results of an equation, and these results."""
+        """The results of an equation, and all variables that are computed from them."""
         found = {*first.outvars}
         for eqn in self.jaxpr.eqns:
             if found.intersection(_variables(eqn.invars)):
@@ -119,7 +119,7 @@ class StageCut:
         return found
 
     def ancestors(self, atoms: Iterable[Any]) -> set[Any]:
-        """The variables from which these are computed, and these."""
+        """These variables, and all variables from which they are computed."""
         found, todo = set(), [*_variables(atoms)]
         while todo:
             var = todo.pop()
@@ -183,7 +183,8 @@ class StageCut:
 
         Args:
             wanted: the variables that the part computes.
-            inside: the variables that the part may compute. Others are taken, except those that no part before makes.
+            inside: the variables that the part may compute. It takes all others from outside. The middle also computes
+                those that do not travel forth.
         """
         found: dict[Any, None] = {}
         seen, todo = set(), [*wanted]
@@ -216,19 +217,19 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     """
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
-    # Gradients run through the layers in the other direction. A later stack that runs in the same one is no gradient.
+    # Gradients run through the layers in the opposite direction. A later stack in the same direction is not a gradient.
     pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
-    # Numbers of layers alone do not count: each layer would take its weights from those of all layers.
+    # A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
     weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
     sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
     if not any(sizes):
         raise NotStaged("it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient")
     forward, backward = pairs[sizes.index(max(sizes))]
     if forward.layers % stages:
-        fits = [n for n in range(2, forward.layers + 1) if forward.layers % n == 0]
+        fits = ", ".join(f"pp:{n}" for n in range(2, forward.layers + 1) if forward.layers % n == 0)
         raise NotStaged(
-            f"{forward.place} are {forward.layers}, which do not divide into {stages} stages; "
-            f"{', '.join(f'pp:{n}' for n in fits) or 'no number'} would do"
+            f"{stages} stages do not divide {forward.layers}, the number of {forward.place}. "
+            f"{'Use one of ' + fits if fits else 'Leave pp out'}"
         )
     terms = {*_variables(jaxpr.outvars[:sums])}
     found = StageCut(jaxpr, jaxpr.invars[whole:], jaxpr.invars[:whole], terms, forward, backward)

@@ -47,7 +47,7 @@ class StageLoop:
     Args:
         cut: the program of one microbatch, cut.
         schedule: the ticks.
-        ops: result of the program -> the operation that combines its terms; results that it lacks are rows.
+        ops: result of the program -> the operation that combines its terms. Results that are not in it are rows.
         rows: for each of the microbatch's inputs after the first, which is its number, the rows of all microbatches
             `[M, ...]`.
         whole: the program's other inputs.
@@ -64,7 +64,7 @@ class StageLoop:
         if self.reverse:
             self.first, self.last = self.last, self.first
         forward_done = schedule.ticks[FORWARD][:, -1:]
-        self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # whether the middle runs in a later tick
+        self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # the middle runs in a later tick
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
@@ -102,7 +102,7 @@ class StageLoop:
     # --- what the loop carries ---
 
     def results_of(self, name: str) -> list[Any]:
-        """The results of the program that an entry of the state has."""
+        """The results of the program that are accumulated in an entry of the state."""
         results = [*dict.fromkeys(v for v in self.cut.jaxpr.outvars if not isinstance(v, _compat.Literal))]
         if name == "forward_sums":
             return [v for v in self.cut.forward.stacked if v in self.ops and v in results]
@@ -138,13 +138,16 @@ class StageLoop:
         return jnp.zeros((*([self.stages] if staged else []), *atom.aval.shape), atom.aval.dtype)
 
     def empty_slots(self, name: str, variables: Sequence[Any]) -> list[Any]:
-        """Return zeros `[S, N, layers of a stage, ...]` for stacked variables; `for_weights` has those of one layer."""
+        """Return zeros `[S, N, layers of a stage, ...]`.
+
+        The variables are stacks of layers. Those of `for_weights` are values of one layer.
+        """
         count, layers = self.slots[name].count, (self.cut.backward.layers,) * (name == "for_weights")
         shapes = [self.by_stage_shape((*layers, *v.aval.shape)) for v in variables]
         return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]
 
     def start(self, var: Any, name: str) -> Any:
-        """Return what a sum starts from, or zeros for the rows of all microbatches."""
+        """Return the identity element that a sum starts from, or zeros for the rows of all microbatches."""
         shape = self.by_stage_shape(var.aval.shape) if name.endswith("_sums") else var.aval.shape
         if var in self.ops:
             return neutral(self.ops[var], shape, wide(var.aval.dtype))
@@ -153,9 +156,9 @@ class StageLoop:
     # --- one tick ---
 
     def tables(self) -> dict[str, np.ndarray]:
-        """The tables of a tick's numbers: microbatches by part, and slots by entry of the state and part.
+        """For each tick: the microbatch of each part, and the slots that each part reads or writes in the state.
 
-        Their columns are in the order of the layers, as the stages are in arrays.
+        The columns are the stages, in the order of their layers, as in arrays.
         """
         schedule, found = self.schedule, {}
         for part in schedule.ticks:
@@ -331,7 +334,7 @@ class StageLoop:
         return x.reshape(self.by_stage_shape(x.shape))
 
     def of_stage(self, x: Any, stage: int) -> Any:
-        """Return what one stage has, as a sum over the stages in which the others are zero."""
+        """Return the value of one stage: the sum over all stages after the others are set to zero."""
         mine = (jnp.arange(self.stages) == stage).reshape(-1, *[1] * (x.ndim - 1))
         if x.dtype == jnp.bool_:
             return (x & mine).any(axis=0)
@@ -344,7 +347,7 @@ class StageLoop:
     # --- sums and rows ---
 
     def add(self, state: State, name: str, terms: Sequence[Any], number: Any) -> None:
-        """Add a microbatch's terms to sums, and its rows to the rows of all; nothing for an idle part."""
+        """Add a microbatch's terms to sums, and put its rows among those of all. Idle parts change nothing."""
         variables, active = self.results_of(name), number != IDLE
         new = []
         for var, total, x in zip(variables, state[name], terms, strict=True):

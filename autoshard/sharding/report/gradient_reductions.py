@@ -1,8 +1,9 @@
 """Over which mesh axes the gradient of a parameter is reduced, and why: `plan.reduce_axes(path)`.
 
 The search goes back from the updated parameter, through values without the batch, to the operators that sum over the
-batch. A reduction is that of an operator's strategy in the plan's layout: a mesh axis shards a factor over which the
-operator sums. Sums over an axis that the parameter has, such as those of factored moments, are no part of its gradient.
+batch. The plan's layout gives the strategy of such an operator. The gradient is reduced over the mesh axes that shard a
+factor over which the operator sums. Sums over an axis of the parameter itself, such as those of factored moments, do
+not count.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def reduce_axes(plan: ShardingPlan, bound: BoundPlan, path: str) -> dict[str, st
 def _updated(bound: BoundPlan, number: int) -> list[int]:
     """Return the results that are an update or a gradient of a parameter.
 
-    Where the structure of the results does not say, they are those with the parameter's axes.
+    If the structure of the results does not show which ones, take the gradients with the parameter's axes.
     """
     program, of_value = bound.layout.axes.program, bound.layout.axes.of_value
     value, outputs = program.inputs[number], program.outputs

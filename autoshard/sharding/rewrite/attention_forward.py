@@ -33,7 +33,7 @@ class Candidate:
         scores: the first product.
         weights: the operand of the second product that comes from the scores.
         product: the second product.
-        inner: what is between them, and both.
+        inner: both products, and the values between them.
         query_side, weight_side: which operand of the first product is q, and which of the second one the weights.
     """
 
@@ -129,7 +129,7 @@ def _candidate(product: Value, side: int) -> Candidate | None:
 
 
 def _upstream(weights: Value) -> tuple[list[Value], list[Value]]:
-    """Return what is between the weights and the products that they depend on, and these products."""
+    """Return the values between the weights and the nearest products before them, and these products."""
     inner: list[Value] = []
     products: list[Value] = []
     seen: set[Value] = set()

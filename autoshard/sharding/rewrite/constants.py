@@ -9,7 +9,8 @@ PROOF_TOLERANCE = 1e-9
 # weights close to 0 and 1. Source: chosen.
 PROBE_SCALES = (1.0, 3.0)
 
-# Factors by which raw scores are multiplied to read scale and cap: `g(1)` and `g(LARGE)`. A cap of up to 1e6 is seen.
+# A raw score far above every soft cap that is detected, which is at most 1e6. The weights at this score give the cap,
+# those at a score of 1 give the scale.
 LARGE_SCORE = 1e9
 
 # Largest element count of a block in which a mask is evaluated at full size: 2**22 booleans and integers are some tens

@@ -57,7 +57,7 @@ class SmallShapes:
             except Refused:
                 if not lenient:
                     raise
-                # Assume that the operator keeps the dimensions of operands of its shape, to locate values only.
+                # Assume that operands of the result's shape have its dimensions. This only serves to locate values.
                 for operand in value.operands:
                     if operand.shape == value.shape:
                         for a, b in zip(dims[numbers[operand]], dims[numbers[value]], strict=True):

@@ -113,7 +113,7 @@ def _find_arguments(traced: Traced, made: Leaves) -> list[int] | None:
 
 
 def _items(traced: Traced, made: Leaves) -> list[tuple[str, Leaves, dict[str, int] | None]]:
-    """The items of a tuple or list of results: path, leaves, and the planned argument that an item is, if it is one."""
+    """For each item of a tuple or list of results: its path, its leaves, and the planned argument like it, if any."""
     free, found = list(_arguments(traced).values()), []
     for first, leaves in itertools.groupby(made, key=lambda leaf: leaf[0][:1]):
         part = [(keys[1:], shape) for keys, shape in leaves]

@@ -5,9 +5,8 @@
 
 Candidates are the known plans for the number of devices (`known_plans`). On a given mesh, they are all assignments of
 kinds of parallelism to its axes (`on_mesh`). For those that shard sequences, other ways of attention are tried
-(`sequence_ways`). The state of the best of them is spread in other ways (`state_spread`),
-and the best are changed word by word (`local_search`). Ties go
-to the first candidate. The names of axes and parameters do not matter.
+(`sequence_ways`). The state of the best of them is spread in other ways (`state_spread`), and the best are changed word
+by word (`local_search`). Ties go to the first candidate. The names of axes and parameters do not matter.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def cost(old: Placement, new: Placement, nbytes: float, mesh: Mapping[str, int])
 
 
 def meet(places: Sequence[Placement], nbytes: float, mesh: Mapping[str, int]) -> Placement:
-    """The placement to which all of `places` can be moved with the fewest bytes: one of them; the first of equal ones.
+    """The one of `places` to which all others can be moved with the fewest bytes. The first one wins ties.
 
     The result is partial only if all of them are partial in the same way.
     """

@@ -214,7 +214,7 @@ def _jvp(primitive: Primitive, primals: Sequence[Any], tangents: Sequence[Any], 
     try:
         _, out_tangents = jax.jvp(fn_of_live, [primals[i] for i in live], [tangents[i] for i in live])
     except NotImplementedError as error:  # of a kernel; JAX's error may have no text
-        jax.eval_shape(fn_of_live, *(primals[i] for i in live))  # raises if not only the derivative is missing
+        jax.eval_shape(fn_of_live, *(primals[i] for i in live))  # raises if the function itself fails, too
         reason = f" ({error})" if str(error) else ""
         raise NotImplementedError(
             f"JAX cannot differentiate the kernel of the operator {primitive.name}{reason}. @operator(vjp=...) gives a "

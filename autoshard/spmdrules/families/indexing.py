@@ -84,7 +84,7 @@ def gather(
 
 
 def _fills_with_zero(fill_value: Any, dtype: Any) -> bool:
-    """Whether the fill value for positions out of bounds is unchanged by sums: NaN or zero."""
+    """Whether the fill value for positions out of bounds stays the same when terms are summed: 0 or NaN."""
     if fill_value is None:
         return bool(jnp.issubdtype(dtype, jnp.inexact))
     return bool(fill_value == 0 or fill_value != fill_value)

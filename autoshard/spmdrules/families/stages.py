@@ -1,7 +1,7 @@
-"""Operators on the stages of a pipeline. Each stage runs its own part of an array's dimension of stages.
+"""Operators on the stages of a pipeline. Stage n works on element n of an array's stage dimension.
 
 `shift_stages` is the only operator that lets a value move to another stage. On shards it is a collective-permute.
-`read_slots` and `write_slots` address another slot at each stage, without a gather or scatter over the stages.
+`read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _read(slots: Any, index: Any) -> Any:
     def one(of_stage: Any, at: Any) -> Any:
         return lax.dynamic_index_in_dim(of_stage, jnp.maximum(at, 0), 0, keepdims=False)
 
-    if slots.shape[1] == 1:  # one stage on a shard: a slice, not a gather
+    if slots.shape[1] == 1:  # a shard with one stage takes a slice, not a gather
         return one(slots[:, 0], index[0])[None]
     return jax.vmap(one, in_axes=(1, 0))(slots, index)
 
@@ -61,7 +61,7 @@ shift_p = _primitive("shift_stages", _shifted, lambda x, edge: x.shape)
 read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
 write_p = _primitive("write_slots", _written, lambda slots, x, index: slots.shape)
 STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, write_p))
-"""Their names. XLA's partitioner would gather the stages, so they run on shards."""
+"""The names of these operators. They run on shards, because XLA's partitioner would gather the stages."""
 
 
 def shift_stages(x: Any, edge: Any, *, backward: bool = False) -> Any:
@@ -96,7 +96,7 @@ def read_slots(slots: Any, index: Any) -> Any:
 
 
 def write_slots(slots: Any, x: Any, index: Any) -> Any:
-    """Returns slots in which each stage has written one.
+    """Writes one slot of each stage, and returns all slots.
 
     Args:
         slots: `[S, N, ...]`, S slots for each of N stages.

@@ -1,8 +1,8 @@
 """Rewrites gathers and scatters to batched ones where their index counts along a dimension.
 
 ``x[jnp.arange(batch)[:, None], tokens]`` reads row 0 of `x` for row 0 of `tokens`, row 1 for row 1, and so on: a batch
-of smaller gathers, which can be sharded without communication. The operator alone does not show this, because its
-indices are ordinary values: neither a rule nor XLA's partitioner can know. So integers that do not depend on the
+of smaller gathers, which can be sharded without communication. Neither a rule nor XLA's partitioner can see this from
+the operator alone, because its indices are ordinary values. So integers that do not depend on the
 program's inputs are tracked through the operations that turn them into indices (wrapping negative ones, broadcasting,
 concatenating components). Where a component of the index counts 0, 1, 2, ... along a dimension of the indices, and over
 the whole dimension of the operand, it is replaced by a pair of batching dimensions. The result is the same.
@@ -106,7 +106,7 @@ def _is_integer(dtype: Any) -> bool:
 
 
 def _line(array: np.ndarray) -> Line | None:
-    """Shrinks every dimension along which an array is constant to size 1; None if more than one larger one is left."""
+    """Shrinks every dimension along which an array is constant to size 1; None if two or more dimensions vary."""
     for d, size in enumerate(array.shape):
         first = array.take([0], d) if size else array
         if size > 1 and (array == first).all():

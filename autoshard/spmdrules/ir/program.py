@@ -260,7 +260,8 @@ class _Builder:
 def called(eqn: Any) -> tuple[str, Any] | None:
     """Returns the parameter that holds the jaxpr of a transparent call, and that jaxpr; None for other equations.
 
-    A primitive without a rule that another library defines is a call of its implementation, which no parameter holds.
+    If another library defines a primitive and it has no rule, it counts as a call of its implementation. No parameter
+    holds that jaxpr.
     """
     if eqn.primitive.name not in CALLS:
         if has_rule(eqn.primitive) or eqn.primitive.name in CONTROL:

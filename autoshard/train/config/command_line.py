@@ -170,7 +170,7 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
 
 
 def _of_stored_run(named: TrainConfig, stored: TrainConfig) -> TrainConfig:
-    """Return the named preset. A resumed run keeps its stored values, except of settings that may change.
+    """Return the named preset. A resumed run keeps its stored values, except those of settings that may change.
 
     If the run was started from another preset, the named one is returned as it is, because all of its settings are new
     requests.
@@ -217,7 +217,7 @@ def _refuse_unknown(arguments: Sequence[str], config: TrainConfig, prog: str) ->
 
 
 def _options(config: Any, prefix: str) -> list[str]:
-    """List the options of a config; a nested setting's is `--gpt.layers`."""
+    """List the options of a config, such as `--gpt.layers` for a nested setting."""
     names = []
     for entry in dataclasses.fields(config):
         value, name = getattr(config, entry.name), entry.name.replace("_", "-")

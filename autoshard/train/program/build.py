@@ -161,7 +161,7 @@ def workload_variant_values(work: Workload, *, numerics: bool = False) -> dict[s
     """List the variants of a workload's step, by static keyword.
 
     Microbatches change the numbers if part of the loss depends on the whole batch, as batch statistics and router
-    losses do. An expert's capacity also counts per microbatch.
+    losses do. The capacity of experts does so too: it is counted in each microbatch.
 
     Args:
         work: The workload.

@@ -1,7 +1,7 @@
 """Search for what a layer does with each of its named values: recompute it, keep it, or move it to the host.
 
 With n values, two or three actions each, and several numbers of microbatches, there are thousands of programs, and
-planning one takes seconds. So only few are planned:
+planning one takes seconds. So only a few are planned:
 
 1. Probes. The program with `full` recomputation is searched once, and its fastest strategies are priced for each number
    of microbatches. `none`, `dots`, and each named value alone on the host are priced under the best of these
@@ -115,7 +115,7 @@ def remat_search(space: RematSpace) -> Callable[[Sequence[Attempt]], list[dict[s
 
 
 def _close(ranked: Sequence[Priced]) -> list[Priced]:
-    """The first variant and those close behind it, which other strategies than the probed ones may suit better."""
+    """The first variant and those close behind it. A strategy that was not probed may make one of these the fastest."""
     most = ranked[0].score_us * constants.WORTH_PLANNING if ranked else 0.0
     return [each for each in ranked[: constants.PLANNED] if each.score_us <= most]
 

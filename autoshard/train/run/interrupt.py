@@ -12,7 +12,7 @@ import jax
 
 from autoshard.train.run import distributed
 
-STOP_LATENCY_S = 2.0  # seconds within which processes notice a signal to one of them; at least one step; chosen
+STOP_LATENCY_S = 2.0  # chosen: seconds until all processes notice a signal to one; a longer step delays it
 
 
 class Interrupts:

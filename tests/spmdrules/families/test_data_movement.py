@@ -69,7 +69,7 @@ ROWS = [
     Row("pad", lambda x, v: lax.pad(x, v, ((0, -2, 0), (0, 0, 0))), (X, f32()),
         "w a, [] -> w1 a; whole w w1; linear 0; linear 0 1; moves 0", "negative"),
     Row("pad", lambda x, v: lax.pad(x, v, ((0, 0, 0), (1, 2, 3))), (X, f32()),
-        f"a t, [] -> a (t x); whole x; {_BOTH}; where t=8 x=4", "as much around each"),
+        f"a t, [] -> a (t x); whole x; {_BOTH}; where t=8 x=4", "between elements and at both ends"),
     Row("pad", lambda x, v: lax.pad(x, v, ((-1, 2, 1), (0, 0, 0))), (X, f32()),
         f"w a, [] -> w1 a; whole w w1; {_BOTH}", "moved"),
     Row("rev", lambda x: lax.rev(x, (1,)), (X,), f"a w -> a w; whole w; {_MOVED}"),

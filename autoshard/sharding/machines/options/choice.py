@@ -82,9 +82,9 @@ def sets_in(chip: str, options: Options) -> tuple[list[str], list[str]]:
 
 
 def reported_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
-    """Sets with a report of wrong numbers on this chip that `options` turns on in part, each with its report.
+    """Sets with a report of wrong numbers on this chip, of which `options` turns on at least one option; set -> report.
 
-    Options that a set without such a report turns on, too, do not count.
+    An option does not count if a set without such a report turns it on, too.
     """
     harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
     found = []

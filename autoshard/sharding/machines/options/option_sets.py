@@ -20,7 +20,7 @@ Step time divided by that under the default sets (two products a layer, `fsdp:8`
                   1.567   without `no-collective-matmul`
     tpu7x:2x2x1   0.798   without `no-sparse-core-reductions`
 
-So continuation fusion without overlap on the TensorCore hides nothing on v6e, and `gather-fusion` is tried last.
+So gathers inside fusions, without overlap on the TensorCore, hide nothing on v6e, and `gather-fusion` is tried last.
 
 `host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published sets for host offload have: it
 undoes rematerialization. The recipes of `layer-scheduler` also run reduce-scatters on the SparseCores. The set leaves
