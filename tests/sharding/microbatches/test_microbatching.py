@@ -136,7 +136,9 @@ def test_a_step_of_several_updates_is_refused(numerics):
 
 def test_auto_takes_the_first_number_that_fits():
     fn, args = make_step(remat="full"), (state(), tokens())
-    need = [plan(fn, *args, target="cpu:2", plan="fsdp:2", microbatches=n).estimate.peak_memory_bytes for n in (1, 2, 4)]
+    need = [
+        plan(fn, *args, target="cpu:2", plan="fsdp:2", microbatches=n).estimate.peak_memory_bytes for n in (1, 2, 4)
+    ]
     assert need[2] < need[1] < need[0]
     for limit, expected in ((2 * need[0], 1), ((need[1] + need[2]) / 2, 4)):
         made = plan(fn, *args, target="cpu:2", plan="fsdp:2", microbatches="auto", memory_limit_bytes=limit)
