@@ -171,11 +171,11 @@ def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFi
         ("--explain 1/loss=tp", "'1/loss' is a result, which cannot be fixed"),
         (
             "--explain params/embed=-,model",
-            "no plan has a mesh axis 'model'; without --mesh, axes are named dp, zero1, fsdp, cp, ep, tp",
+            "no plan has a mesh axis 'model'; without --mesh, axes are named pp, dp, zero1, fsdp, cp, ",
         ),
         (
             "--plan model=tp:8 --explain params/embed=-,modle",
-            "no plan has a mesh axis 'modle'; without --mesh, axes are named dp, ",
+            "no plan has a mesh axis 'modle'; without --mesh, axes are named pp, dp, ",
         ),
         (
             "--mesh data=8 --explain params/embed=-,tp",

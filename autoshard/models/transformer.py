@@ -95,7 +95,7 @@ def dropout_add(residual: jax.Array, x: jax.Array, rate: float, key: jax.Array |
     """
     if key is None:
         return residual + x
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
     return (residual.astype(wide) + dropout(x.astype(wide), rate, key)).astype(residual.dtype)
 
 

@@ -151,7 +151,7 @@ def test_kernel_settings_are_noted():
         ("", {"devices": 16}, "is for 1 devices"),
         ("fsdp:16 and more", {"devices": 16}, "'fsdp:16 and more' is not understood"),
         ("fsdp:16, quickly", {"devices": 16}, "'quickly' is not understood"),
-        ("pp:16", {"devices": 16}, "'pp' is not one of dp, zero1, fsdp"),
+        ("xp:16", {"devices": 16}, "'xp' is not one of pp, dp, zero1, fsdp"),
         ("fsdp:4 fsdp:4", {"devices": 4}, "'fsdp' occurs twice"),
         ("dp:4, dp:4", {"devices": 16}, "'dp' occurs twice"),
         ("fsdp:16 (two devices a chip)", {"devices": 16}, "contradicts the machine"),

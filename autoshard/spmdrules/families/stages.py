@@ -108,7 +108,7 @@ def write_slots(slots: Any, x: Any, index: Any) -> Any:
 
 @rule(shift_p)
 def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
-    """``s d, d -> s d; linear 0 1``: the neighbouring shards exchange the values of their border stages."""
+    """``s a, a -> s a; linear 0 1``: the neighbouring shards exchange the values of their border stages."""
     build = RuleBuilder()
     stage, dims = build.dim(STAGE, x.shape[0]), tuple(build.next(n) for n in edge.shape)
 
@@ -128,7 +128,7 @@ def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
 
 @rule(read_p)
 def _read_rule(slots: Any, index: Any) -> Rule:
-    """``n s d, s -> s d; whole n; linear 0``: every stage reads its own slots."""
+    """``n s a, s -> s a; whole n; linear 0``: every stage reads its own slots."""
     build = RuleBuilder()
     number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
     dims = tuple(build.next(n) for n in slots.shape[2:])
@@ -137,7 +137,7 @@ def _read_rule(slots: Any, index: Any) -> Rule:
 
 @rule(write_p)
 def _write_rule(slots: Any, x: Any, index: Any) -> Rule:
-    """``n s d, s d, s -> n s d; whole n; linear 0 1``: every stage writes its own slots."""
+    """``n s a, s a, s -> n s a; whole n; linear 0 1``: every stage writes its own slots."""
     build = RuleBuilder()
     number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
     dims = tuple(build.next(n) for n in slots.shape[2:])
