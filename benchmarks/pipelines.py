@@ -1,6 +1,6 @@
 """Pipelines that the planner cuts out of a step: memory and idle time as compiled, against the schedule's table.
 
-    python benchmarks/pipelines.py [--schedules gpipe 1f1b zb] [--microbatches 8 16] [--layers 8] [--seq 1024]
+    python benchmarks/pipelines.py [--schedules gpipe 1f1b zb] [--microbatches 8 16] [--layers 4] [--seq 1024]
 
 A Llama in plain JAX is planned for v5e:4x4 with `pp:4 dp:4` and compiled. Beside it, what one stage does is
 compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2 with `dp:4`, the same microbatches in turn. Its
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES])
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
     return parser
 

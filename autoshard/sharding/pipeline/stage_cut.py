@@ -223,7 +223,7 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
     sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
     if not any(sizes):
-        raise NotStaged("it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient")
+        raise NotStaged(_no_stack(jaxpr))
     forward, backward = pairs[sizes.index(max(sizes))]
     if forward.layers % stages:
         fits = ", ".join(f"pp:{n}" for n in range(2, forward.layers + 1) if forward.layers % n == 0)
@@ -235,6 +235,19 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     found = StageCut(jaxpr, jaxpr.invars[whole:], jaxpr.invars[:whole], terms, forward, backward)
     found.find_travellers()
     return found
+
+
+def _no_stack(jaxpr: Any) -> str:
+    """Why a program has no stack of layers that can be cut."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "remat2":
+            inner = _compat.open_jaxpr(eqn.params["jaxpr"])
+            scan = next((each for each in inner.eqns if each.primitive.name == "scan"), None)
+            if scan is not None:
+                line = _compat.program_line(scan)
+                place = f"the jax.lax.scan{' at ' + line if line else ''}"
+                return f"{place} is inside a jax.checkpoint. Put jax.checkpoint around the body of the scan instead"
+    return "it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient"
 
 
 def _variables(atoms: Iterable[Any]) -> Sequence[Any]:

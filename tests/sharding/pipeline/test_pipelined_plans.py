@@ -125,3 +125,15 @@ def test_residuals_stay_on_the_device():
     with pytest.raises(PlanError, match="pp:2 keeps the residuals of its stages in device memory, so offload='res"):
         plan(fn, *args, offload="residual", **options)
     assert "residual" not in plan(fn, *args, offload="auto", **options).offload
+
+
+def test_layers_inside_a_checkpoint():
+    @jax.checkpoint
+    def layers(weights, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    step = jax.grad(lambda weights, x: layers(weights, x).sum())
+    with pytest.raises(
+        PlanError, match=r"the jax.lax.scan at .* is inside a jax.checkpoint. Put jax.checkpoint around"
+    ):
+        plan(step, jnp.ones((4, 8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
