@@ -123,8 +123,8 @@ def no_attention(params, x):
 @pytest.mark.parametrize(
     "fn, words, length, message",
     [
-        (plain_step, "ulysses:8", 64, "has 4 heads, which 8 devices do not divide. Use 'ring:2 ulysses:4' instead"),
-        (plain_step, "ulysses:4 tp:2", 64, "which other mesh axes shard 2 ways, which 4 devices do not divide"),
+        (plain_step, "ulysses:8", 64, "has 4 heads; 8 devices do not divide them. Use 'ring:2 ulysses:4' instead"),
+        (plain_step, "ulysses:4 tp:2", 64, "sharded 2 ways by other mesh axes; 4 devices do not divide them"),
         (plain_step, "ring:8", 60, "has a sequence of 60, which 8 devices do not divide. Pad it"),
         (no_attention, "ring:8", 64, "'ring:8' says how attention runs, but no attention was recognised"),
         (plain_step, "ring:4 gather:2", 64, "'ring' and 'gather' both say how keys reach all queries"),

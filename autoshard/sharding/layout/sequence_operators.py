@@ -16,7 +16,7 @@ from autoshard.spmdrules.ir.program import Op
 
 
 def sequence_operators(axes: LogicalAxes) -> Iterator[tuple[Op, SequenceForms]]:
-    """The operators of attention that keys may reach in several ways, with their forms."""
+    """The operators of attention that can run over a sharded sequence in several ways, with their forms."""
     for op in axes.program.ops():
         if op.rule is not None:
             forms = sequence_forms_of(op.eqn.params, [v.aval for v in op.eqn.invars])
@@ -30,7 +30,7 @@ def usable_heads(axes: LogicalAxes, size: int, taken: int) -> list[int]:
 
 
 def _heads_left(axes: LogicalAxes, taken: int) -> Iterator[tuple[list[int], int]]:
-    """For each attention, the sizes of its factors of heads, and the first of them on each of `taken` devices of tp."""
+    """For each attention, the sizes of its factors of heads, and the size of the first one after `tp` shards it."""
     for op, forms in sequence_operators(axes):
         if sizes := [size for _, size in _heads(op, forms)]:
             yield sizes, sizes[0] // math.gcd(sizes[0], taken)
@@ -43,7 +43,7 @@ def _heads(op: Op, forms: SequenceForms) -> list[tuple[str, int]]:
 
 
 def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrategy]) -> list[str]:
-    """Why a layout cannot run attention as its words say, with what would do; empty if it can.
+    """The reasons why a layout cannot run attention as its words say, each with an alternative; empty if it can.
 
     Args:
         layout: the layout.
@@ -60,7 +60,7 @@ def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrate
             f"'{words}' says how attention runs, but no attention was recognised in the program. Use 'cp', which "
             "gathers what is needed"
         ]
-    problems: dict[tuple[str, str], str] = {}  # the two passes have the same
+    problems: dict[tuple[str, str], str] = {}  # each once: the forward and the backward pass have the same
     for op, forms in operators:
         chosen = strategy_of(op)
         for way, size in sizes.items():
@@ -93,6 +93,6 @@ def _heads_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: Operato
     left = max(math.prod(heads.values()) // taken, 1)
     fitting = max(d for d in range(1, size) if size % d == 0 and left % d == 0)
     would = f"ring:{size // fitting} ulysses:{fitting}" if fitting > 1 else f"ring:{size}"
-    shared = f", which other mesh axes shard {taken} ways" if taken > 1 else ""
+    shared = f", sharded {taken} ways by other mesh axes" if taken > 1 else ""
     kinds = " x ".join(str(n) for n in heads.values() if n > 1)
-    return f"has {kinds or 1} heads{shared}, which {size} devices do not divide. Use '{would}' instead"
+    return f"has {kinds or 1} heads{shared}; {size} devices do not divide them. Use '{would}' instead"

@@ -2,7 +2,8 @@
 
     gather   the mesh axis shards the queries, and keys are gathered, as the operator's rule says. Under a causal mask
              devices exchange queries first, so that all have the same work
-    ulysses  inside the operator, the mesh axis shards heads, and where these run out, the queries of a key-value head
+    ulysses  inside the operator, the mesh axis shards key-value heads. If there are too few, it also shards the query
+             heads of each
     ring     keys travel around the devices of the mesh axis, see `kernels.sequence`
 
 Sources: Jacobs et al. 2023, arXiv:2309.14509 (Ulysses); Liu et al. 2023, arXiv:2310.01889 (ring).
