@@ -84,7 +84,7 @@ class _Writer:
     def __init__(self, closed: Any, flow: Flow, cut: Cut, run: Runner):
         self.jaxpr, self.flow, self.cut, self.run = _compat.open_jaxpr(closed), flow, cut, run
         self.known = dict(zip(self.jaxpr.constvars, _compat.constants(closed), strict=True))
-        # What scans stack. In a scan of several replicas, these are behind the dimension of the stack.
+        # What scans stack. If there are several replicas, their dimension comes after that of the stack.
         self.stacks = {
             var for eqn in self.jaxpr.eqns if eqn.primitive.name == "scan"
             for var in eqn.outvars[_compat.scan_arity(eqn.params)[1] :]

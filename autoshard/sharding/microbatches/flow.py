@@ -117,8 +117,8 @@ class _OwnSums:
     """Where operators of the loop take the microbatch's own sums.
 
     Attributes:
-        variables: the sums of the step that they take so.
-        bodies: results of equations in whose bodies operators take such sums.
+        variables: the sums of the step of which operators take the microbatch's own.
+        bodies: the results of equations with bodies in which operators take such sums.
     """
 
     variables: set[Any] = field(default_factory=set)

@@ -1,10 +1,10 @@
-"""Chooses how many groups of rows sum their terms apart, so that gradients are reduced once and not in each microbatch.
+"""Chooses into how many groups of rows (replicas) the batch is divided, so that gradients are reduced only once.
 
 Under data parallelism each device has a term of every gradient. A loop over microbatches would reduce these terms in
 each iteration. If the rows of each device along `dp` are a group of their own, the loop accumulates the terms of each
 group, and they are reduced over `dp` after the loop. This takes no more memory, since a gradient has the size of its
-parameter, which `dp` does not shard. Where parameters or gradients are sharded over the rows' mesh axis (`fsdp`,
-`zero1`, `state`), whole gradients would not fit the purpose, and the loop reduces them.
+parameter, which `dp` does not shard. If the mesh axis of the rows also shards stored parameters or state (`fsdp`,
+`zero1`, `state`), each device stores only a shard of a gradient. The loop then reduces gradients in each microbatch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def requested_replicas(plan: Any) -> int:
 
 
 def with_replicas(traced: Traced, count: int, *, cut: Callable[..., Traced], replicas: int) -> Traced:
-    """Cut a step into microbatches, with groups of rows apart if the rows divide into them.
+    """Cut a step into microbatches. Sum groups of rows apart if the rows divide into this number of groups.
 
     Args:
         traced: the step.
@@ -51,7 +51,7 @@ def with_replicas(traced: Traced, count: int, *, cut: Callable[..., Traced], rep
 
 
 def plan_with_replicas(traced: Traced, made: Any, cut: Callable[..., Traced], planned: Callable[[Traced], Any]) -> Any:
-    """Return a searched plan, or the one of its step with groups of rows apart if that is faster.
+    """Return a searched plan. If the step is faster with groups of rows that are summed apart, return its plan instead.
 
     Args:
         traced: the step.

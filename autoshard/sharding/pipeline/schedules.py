@@ -34,7 +34,7 @@ IDLE = -1
 @shown
 @dataclass(frozen=True)
 class Slots:
-    """Where values wait from the part that makes them to the parts that take them.
+    """Where values wait between the part that makes them and the parts that take them.
 
     Attributes:
         count: number of slots of each stage.
@@ -81,7 +81,7 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-        """Ranges of ticks in which some stage runs the same parts: (first tick, end, parts)."""
+        """Ranges of consecutive ticks in which the same parts run: (first tick, end, parts)."""
         runs = {part: (self.working(part) != IDLE).any(axis=1) for part in self.ticks}
         parts = [tuple(p for p in PARTS if p in runs and runs[BESIDE.get(p, p)][t]) for t in range(self.length)]
         starts = [t for t in range(self.length) if t == 0 or parts[t] != parts[t - 1]]

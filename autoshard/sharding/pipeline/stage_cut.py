@@ -148,7 +148,7 @@ class StageCut:
         """Find which values travel, and where each result is computed.
 
         Raises:
-            NotStaged: the layers take slices of a value that each microbatch has of its own, or pass on a typed key.
+            NotStaged: the layers take slices of an array that differs between microbatches, or pass on a typed key.
         """
         forward, backward = self.forward, self.backward
         residuals = {*forward.stacked}
@@ -179,7 +179,7 @@ class StageCut:
         return var in self.own and not self.is_cheap(var) and var in self.inputs_of_forward
 
     def boundary(self, wanted: Iterable[Any], inside: set[Any]) -> list[Any]:
-        """The variables that equations within a part take from outside, on the way to the wanted variables.
+        """The variables that a part takes from outside to compute the wanted variables.
 
         Args:
             wanted: the variables that the part computes.
@@ -228,7 +228,7 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     if forward.layers % stages:
         fits = ", ".join(f"pp:{n}" for n in range(2, forward.layers + 1) if forward.layers % n == 0)
         raise NotStaged(
-            f"{stages} stages do not divide {forward.layers}, the number of {forward.place}. "
+            f"{stages} stages do not divide {forward.place}, whose number is {forward.layers}. "
             f"{'Use one of ' + fits if fits else 'Leave pp out'}"
         )
     terms = {*_variables(jaxpr.outvars[:sums])}

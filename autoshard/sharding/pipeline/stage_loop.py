@@ -288,8 +288,8 @@ class StageLoop:
             numbers: the microbatch of each stage, `[N]`.
             known: values on stages that the layers take, besides those that are computed from the microbatch's rows.
             carry: the carry of each stage, `[N, ...]`.
-            slices: variable -> what each stage's layers take slices of, `[N, layers of a stage, ...]`, for those that
-                differ between microbatches.
+            slices: variable -> the array of which each stage's layers take slices, `[N, layers of a stage, ...]`. It
+                has those arrays that differ between microbatches.
             body: what runs instead of the scan's body.
             waited: further slices that it takes.
 
