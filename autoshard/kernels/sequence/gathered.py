@@ -1,8 +1,8 @@
 """Causal attention over gathered keys with balanced work: devices exchange chunks of queries (`exchange`).
 
 Without the exchange, the device with the last queries sees all keys. It has twice the mean work, and the others wait
-for it. After the exchange, each device has an early and a late chunk of queries. The two together see as many keys on
-each device.
+for it. After the exchange, each device has an early and a late chunk of queries. Together, the two chunks
+of every device see the same number of keys.
 
 Shapes are those of `ring`, but keys, values and their segments are whole.
 """

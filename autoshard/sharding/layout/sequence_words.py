@@ -13,7 +13,7 @@ from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 
 
 def sequence_variants(axes: LogicalAxes, requested: Request) -> Iterator[str]:
-    """Yield a plan with `cp` again, with `gather`, `ulysses` and `ring` for `cp`; none if there is no attention.
+    """Yield variants of a plan with `cp`: `gather`, `ulysses` and `ring` in its place; none if there is no attention.
 
     On a given mesh the axis has one word. Otherwise `ulysses` also takes a part of the devices, as many as divide the
     heads, and `ring` the others.

@@ -117,7 +117,7 @@ class _OwnSums:
     """Where operators of the loop take the microbatch's own sums.
 
     Attributes:
-        variables: the sums of the step of which operators take the microbatch's own.
+        variables: the sums of the step. Operators take the microbatch's own sums instead of these.
         bodies: the results of equations with bodies in which operators take such sums.
     """
 

@@ -93,7 +93,7 @@ def with_stages(
 def _without_layer_maps(closed: Any) -> Any:
     """Run loops that carry nothing, such as casts of the weights layer by layer, for all layers at once.
 
-    As a loop, each stage would run it for the layers of all stages.
+    If it stayed a loop, each stage would run it for the layers of all stages.
     """
     jaxpr = _compat.open_jaxpr(closed)
 
