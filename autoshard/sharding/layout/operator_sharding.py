@@ -56,13 +56,14 @@ def result_spec(layout: Layout, op: Op, value: int) -> Spec:
 
 def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
     """Whether the result of an operator lacks the batch, or the replicas, that one of its operands has."""
+    return any(lacks_axis(axes, axis, op, value) for axis in (roles.batch, roles.replicas))
 
-    def lost(axis: int) -> bool:
-        if any(axis in dim for dim in axes.of_value[value]):
-            return False
-        return any(v >= 0 and any(axis in dim for dim in axes.of_value[v]) for v in op.operands)
 
-    return any(axis is not None and lost(axis) for axis in (roles.batch, roles.replicas))
+def lacks_axis(axes: LogicalAxes, axis: int | None, op: Op, value: int) -> bool:
+    """Whether the result of an operator lacks an axis that one of its operands has."""
+    if axis is None or any(axis in dim for dim in axes.of_value[value]):
+        return False
+    return any(v >= 0 and any(axis in dim for dim in axes.of_value[v]) for v in op.operands)
 
 
 def gradient_spec_of(layout: Layout, value: int) -> Spec:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.layout.operator_sharding import is_gradient
+from autoshard.sharding.layout.operator_sharding import is_gradient, lacks_axis
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.ir.program import Op
 
@@ -48,7 +48,7 @@ class GradientSums:
             op = self.made_by.get(value)
             if op is not None and is_decision_point(op):
                 yield op, value
-                if is_gradient(self.axes, self.roles, op, value):
+                if lacks_axis(self.axes, self.roles.batch, op, value):
                     continue
             further = [*self.inner[value], *(op.operands if op is not None else ())]
             further = [v for v in further if v in self.roles.gradients and v not in seen]
