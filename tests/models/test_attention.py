@@ -246,6 +246,7 @@ def test_scale_replaces_the_default():
         ({"window": 0}, "window is 0; it must be a whole number, at least 1"),
         ({"window": 2.5}, "window is 2.5; it must be a whole number, at least 1"),
         ({"segment_ids": ["a", "b"]}, r"segment_ids are \(str, str\); pass one integer array"),
+        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
         ({"soft_cap": 0.0}, "soft_cap is 0.0; it must be a finite number above 0"),
         ({"dropout": 0.1}, "no implementation drops attention weights"),
         ({"sinks": jnp.ones(3)}, r"sinks \(3,\) must be \[heads\] = \(4,\)"),

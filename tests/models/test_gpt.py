@@ -430,3 +430,8 @@ def test_no_sharding_annotation(path):
         "out_sharding",
     ):
         assert word not in path.read_text()
+
+
+def test_dropout_without_a_key_changes_nothing():
+    x = jnp.ones((2, 3))
+    assert dropout(x, 0.5, None) is x

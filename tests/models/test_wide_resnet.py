@@ -187,6 +187,7 @@ def test_no_promotion_is_implicit(dtype, strict_numerics):
         ({"stages": ()}, "stages is empty; give the number of blocks of each stage"),
         ({"remat": "some", "channels": 0}, "channels is 0.*remat is 'some'; choose one of none, full"),
         ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0; it must be a finite number above 0"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
     ],
 )
