@@ -17,6 +17,9 @@ from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.program.tracing import Traced
 
+# With groups, XLA:TPU all-reduces gradients that it would else reduce-scatter to shards of the state. A step of a Llama
+# of 16 layers under `dp:4 fsdp:4`, compiled for v5e:4x4, then takes 760 ms in place of 736.
+_SHARDS_STATE = ("zero1", "fsdp")
 _WHOLE_ROWS = ("cp", "gather", "ring", "ulysses")  # their operators take no further dimension
 
 
@@ -28,7 +31,7 @@ def requested_replicas(plan: Any) -> int:
         return 1
     if request is None or request.flags & {"state"} or request.changes:
         return 1
-    if any(kind in _WHOLE_ROWS for kind in request.kinds.values()):
+    if any(kind in (*_WHOLE_ROWS, *_SHARDS_STATE) for kind in request.kinds.values()):
         return 1
     return math.prod(n for axis, n in request.sizes.items() if request.kinds[axis] == "dp")
 
