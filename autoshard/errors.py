@@ -48,7 +48,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class RemovedStepError(CheckpointError):
-    """A step that was removed while it was read, by a run that keeps only some of its steps. Nothing is damaged.
+    """A run removed a step while another process read it. The run keeps only some of its steps. Nothing is damaged.
 
     Attributes:
         step: the removed step.

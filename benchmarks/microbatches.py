@@ -19,46 +19,33 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common import RESULTS, Console, Table
-from estimate import estimate
+from judged_steps import JudgedStep, judged, scaled_text
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
 from autoshard.models.workloads import workload
-from autoshard.sharding.audit import compile_job, export_plan, missing_compiler
+from autoshard.sharding.audit import missing_compiler
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 
 PATH = RESULTS / "microbatches.json"
-TIMEOUT_S = 1800.0  # chosen: seconds after which the compiler is stopped
 
 
-@dataclass(frozen=True)
-class Row:
-    """A compiled step. Bytes and seconds are of one device.
+@dataclass(frozen=True, kw_only=True)
+class Row(JudgedStep):
+    """A compiled step.
 
     Attributes:
         target: the machine.
         program: model, layers and rows of the batch.
         plan: the strategy.
         way: `whole`, `by hand` or `cut`.
-        kind: the compiler's result.
-        temp_bytes: temporaries of the compiled program.
-        predicted_bytes: the predicted peak.
-        cycles, roofline: seconds of a step by the two measures of `estimate.py`; None where it has none.
-        predicted: predicted seconds of a step.
     """
 
     target: str
     program: str
     plan: str
     way: str
-    kind: str
-    temp_bytes: float | None
-    predicted_bytes: float
-    cycles: float | None
-    roofline: float | None
-    predicted: float
 
 
 def row_of(target: str, given: Any, way: str) -> Row:
@@ -69,16 +56,8 @@ def row_of(target: str, given: Any, way: str) -> Row:
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(*step, target=target, plan=given.plan, donate_argnums=0,
                     microbatches=given.count if way == "cut" else 1)  # fmt: skip
-    options = made.compiler_options.get(find_target(target).platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
-    found: Any = {}
-    if result.kind == "ok":
-        found = estimate(result.text, target, result.coordinates or None, result.memory).step
-    return Row(
-        target, f"{given.model}, {given.layers} layers, batch {given.batch}, {given.count} microbatches", given.plan,
-        way, result.kind, result.memory.get("temp"), made.estimate.peak_memory_bytes, found.get("cycles"),
-        found.get("roofline"), made.estimate.step_time_us / 1e6,
-    )  # fmt: skip
+    program = f"{given.model}, {given.layers} layers, batch {given.batch}, {given.count} microbatches"
+    return Row(target=target, program=program, plan=given.plan, way=way, **judged(made, target))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,14 +91,10 @@ def table(rows: Sequence[Row]) -> Table:
                  "ms roofline", "ms predicted"):  # fmt: skip
         found.add_column(name)
     for row in rows:
-        sizes = [_text(size, 2**-20) for size in (row.temp_bytes, row.predicted_bytes)]
-        times = [_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
+        sizes = [scaled_text(size, 2**-20) for size in (row.temp_bytes, row.predicted_bytes)]
+        times = [scaled_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
         found.add_row(row.target, row.program, row.plan, row.way, row.kind, *sizes, *times)
     return found
-
-
-def _text(value: float | None, factor: float) -> str:
-    return "-" if value is None else f"{value * factor:.1f}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,14 +21,12 @@ from typing import Any
 
 import plain_models
 from common import RESULTS, Console, Table
-from estimate import estimate
+from judged_steps import JudgedStep, judged, scaled_text
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding.audit import compile_job, export_plan, missing_compiler
-from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.audit import missing_compiler
 from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WEIGHTS
-from autoshard.sharding.planner.bound_plan import bound_or_error
 
 PATH = RESULTS / "pipelines.json"
 STAGES, DEVICES, VOCAB, ROWS = 4, "v5e:4x4", 32768, 4  # rows of a microbatch, one for each device of a stage
@@ -36,32 +34,20 @@ ALONE = "v5e:2x2"
 # The work of the parts of a stage under full rematerialization, in forward passes: its products and their gradients.
 COSTS = {FORWARD: 1.0, BACKWARD: 3.0}
 SPLIT_COSTS = {FORWARD: 1.0, BACKWARD: 2.0, WEIGHTS: 1.0}
-TIMEOUT_S = 1800.0  # chosen: seconds after which the compiler is stopped
 
 
-@dataclass(frozen=True)
-class Row:
-    """A compiled step. Bytes and seconds are of one device.
+@dataclass(frozen=True, kw_only=True)
+class Row(JudgedStep):
+    """A compiled step.
 
     Attributes:
         schedule: the schedule, or `alone` for one stage alone.
         microbatches: number of microbatches.
-        kind: the compiler's result.
-        temp_bytes: temporaries of the compiled program.
-        predicted_bytes: the predicted peak.
-        cycles, roofline: seconds of a step by the two measures of `estimate.py`; None where it has none.
-        predicted: predicted seconds of a step.
         factor: how much longer than its work a pipeline takes, by the schedule's table.
     """
 
     schedule: str
     microbatches: int
-    kind: str
-    temp_bytes: float | None
-    predicted_bytes: float
-    cycles: float | None
-    roofline: float | None
-    predicted: float
     factor: float
 
 
@@ -77,15 +63,8 @@ def row_of(given: Any, schedule: str, count: int) -> Row:
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(step, state, *batch, target=target, plan=words, microbatches=count, donate_argnums=0,
                     schedule=None if alone else schedule, memory_limit_bytes=1e12)  # fmt: skip
-    options = made.compiler_options.get(find_target(target).platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
-    found: Any = {}
-    if result.kind == "ok":
-        found = estimate(result.text, target, result.coordinates or None, result.memory).step
-    return Row(
-        schedule, count, result.kind, result.memory.get("temp"), made.estimate.peak_memory_bytes, found.get("cycles"),
-        found.get("roofline"), made.estimate.step_time_us / 1e6, factor_of(schedule, count),
-    )  # fmt: skip
+    factor = factor_of(schedule, count)
+    return Row(schedule=schedule, microbatches=count, factor=factor, **judged(made, target))
 
 
 def factor_of(schedule: str, count: int) -> float:
@@ -134,15 +113,11 @@ def table(rows: Sequence[Row]) -> Table:
                  "ms roofline", "ms predicted", "table", "cycles / table", "roofline / table"):  # fmt: skip
         found.add_column(name)
     for row in rows:
-        sizes = [_text(size, 2**-20) for size in (row.temp_bytes, row.predicted_bytes)]
-        times = [_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
-        ratios = [_text(over_table(row, rows, name), 1.0, 3) for name in ("cycles", "roofline")]
+        sizes = [scaled_text(size, 2**-20) for size in (row.temp_bytes, row.predicted_bytes)]
+        times = [scaled_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
+        ratios = [scaled_text(over_table(row, rows, name), 1.0, 3) for name in ("cycles", "roofline")]
         found.add_row(row.schedule, str(row.microbatches), row.kind, *sizes, *times, f"{row.factor:.3f}", *ratios)
     return found
-
-
-def _text(value: float | None, factor: float, digits: int = 1) -> str:
-    return "-" if value is None else f"{value * factor:.{digits}f}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""Tiles of a TPU: how well products fill those of the matrix unit, and arrays those of its memory."""
+"""Tiles of a TPU. Products fill tiles of the matrix unit, and arrays fill tiles of memory; this says how well."""
 
 from __future__ import annotations
 

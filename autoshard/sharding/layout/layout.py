@@ -246,24 +246,12 @@ class Layout:
             stored = self.axes.of_value[v], self.stored_spec(v)
             if stored not in slices:
                 slices[stored] = self._slices(*stored)
-            for key, slice_spec in [*slices[stored], *self._of_replicas(slices[stored])]:
+            for key, slice_spec in slices[stored]:
                 if role == "optimizer":  # the moments consume the gradient, and the parameter follows them
                     specs[key] = slice_spec
                 else:
                     specs.setdefault(key, slice_spec)
         return specs
-
-    def _of_replicas(self, slices: Sequence[tuple[Leaves, Spec]]) -> list[tuple[Leaves, Spec]]:
-        """The same gradients, summed apart for each replica. Replicas are in front, or behind layers and stages."""
-        if self.roles.replicas is None:
-            return []
-        replica = (self.roles.replicas,)
-        axes = self.spec_of((replica,))[0]
-        return [
-            ((*leaves[:place], replica, *leaves[place:]), (*spec[:place], axes, *spec[place:]))
-            for leaves, spec in slices
-            for place in range(min(len(leaves), 2) + 1)
-        ]
 
     def _slices(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:
         """The logical axes and specs of a gradient, and of the parts of it that loops compute."""

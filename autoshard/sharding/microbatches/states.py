@@ -25,7 +25,7 @@ from autoshard.spmdrules.core.rule import Dims, Rule
 
 
 class NotCut(Exception):
-    """The step cannot be cut into microbatches; the text is the reason."""
+    """The step cannot be cut into microbatches. The text gives the reason."""
 
 
 @shown

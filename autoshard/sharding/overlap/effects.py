@@ -17,7 +17,8 @@ _WINDOWED = {
     "tpu": ("xla_jf_spmd_threshold_for_windowed_einsum_mib", True),
     "cuda": ("xla_gpu_threshold_for_windowed_einsum_mib", False),
 }
-"""Platform -> the option with the MiB above which products become collective matmuls; whether they do by default."""
+"""Platform -> an option, and whether the compiler makes collective matmuls by default. The option is a size in MiB:
+larger products become collective matmuls."""
 
 
 def effect_notes(

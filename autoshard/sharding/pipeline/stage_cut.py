@@ -20,7 +20,7 @@ from autoshard.sharding.program.array_sizes import nbytes
 
 
 class NotStaged(Exception):
-    """A program cannot be cut into stages; the text is the reason."""
+    """The program cannot be cut into stages. The text gives the reason."""
 
 
 @shown

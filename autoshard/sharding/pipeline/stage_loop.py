@@ -21,7 +21,7 @@ from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, WEIGHTS, Schedule
 from autoshard.sharding.pipeline.split_backward import Body, split_backward
 from autoshard.sharding.pipeline.stage_cut import NotStaged, Stack, StageCut
-from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_slots
+from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_one, write_slots
 
 WAITING = {
     "residuals": (FORWARD, (BACKWARD, WEIGHTS)),
@@ -202,7 +202,7 @@ class StageLoop:
                           strict=True))  # fmt: skip
         if self.waits:
             index = row[f"outlet {FORWARD}"][self.last]
-            state["outlet"] = [_put(s, x, index) for s, x in zip(state["outlet"], at_end.values(), strict=True)]
+            state["outlet"] = [write_one(s, x, index) for s, x in zip(state["outlet"], at_end.values(), strict=True)]
         return at_end
 
     def middle_part(self, state: State, row: Env, at_end: Env) -> list[Any]:
@@ -355,7 +355,7 @@ class StageLoop:
                 op = self.ops[var]
                 new.append(COMBINE[op](total, jnp.where(active, x, neutral(op, x.shape, x.dtype)).astype(total.dtype)))
             else:
-                new.append(_put(total, x, number))
+                new.append(write_one(total, x, number))
         state[name] = new
 
     def add_on_stages(self, state: State, name: str, made: Env, numbers: Any) -> None:
@@ -366,10 +366,3 @@ class StageLoop:
             active = (numbers != IDLE).reshape(-1, *[1] * (x.ndim - 1))
             new.append(COMBINE[op](total, jnp.where(active, x, neutral(op, x.shape, x.dtype)).astype(total.dtype)))
         state[name] = new
-
-
-def _put(stack: Any, x: Any, index: Any) -> Any:
-    """Write one element of a stack; nothing for a negative index."""
-    place = jnp.maximum(index, 0)
-    kept = lax.dynamic_index_in_dim(stack, place, 0, keepdims=False)
-    return lax.dynamic_update_index_in_dim(stack, jnp.where(index >= 0, x, kept), place, 0)

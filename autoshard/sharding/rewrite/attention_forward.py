@@ -101,7 +101,8 @@ def candidates(graph: Graph) -> Iterator[Candidate | Unread]:
         for side in (0, 1):
             try:
                 found = _candidate(product, side)
-            except Exception as error:  # any error: the program may have an unforeseen form
+            except Exception as error:
+                # The matcher reads programs that nobody foresaw, so any error is possible. The caller records it.
                 found = Unread(product, error)
             if found is not None:
                 yield found

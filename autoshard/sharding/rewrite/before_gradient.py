@@ -92,7 +92,8 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
             one = attention_of(found, {})
             check_kernel(one, kernel)
             records.append(replaced(kernel, found, _replace(edits, graph, one, kernel)))
-        except Exception as error:  # any error: the program may have an unforeseen form
+        except Exception as error:
+            # Matchers read programs that nobody foresaw, so any error is possible. The program stays, the record tells.
             records.append(left(kernel, found, error))
     return edits, closed, grouped(records)
 

@@ -87,7 +87,8 @@ def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
             edit_attention(edits, graph, one, kernel, number)
             done.add(found.scores)
             records.append(replaced(kernel, found, one))
-        except Exception as error:  # any error: the program may have an unforeseen form
+        except Exception as error:
+            # Matchers read programs that nobody foresaw, so any error is possible. The program stays, the record tells.
             records.append(left(kernel, found, error))
     if any(record.replaced for record in records):
         closed = rewritten(closed, edits)
@@ -165,7 +166,7 @@ def _attention(found: Candidate, out: Value, proofs: dict[Any, Proof | Refused])
 
 
 def _structure(region: Region) -> Any:
-    """Return a key that equal regions share, so that the layers of an unrolled model need one proof."""
+    """Return a key of a region. Equal regions have the same key, so equal layers need only one proof."""
     numbers: dict[Value, int] = {}
     rows = []
     for value in region.arrays.values():

@@ -41,7 +41,7 @@ class SmallShapes:
         axes: value -> the axes of each of its dimensions.
         small: axis -> its small size.
 
-    With `lenient`, operators without a rule are not an error, but their values cannot be evaluated.
+    With `lenient`, an operator without a rule is no error. Its values cannot be evaluated.
     """
 
     def __init__(self, inner: Sequence[Value], others: Iterable[Value] = (), *, lenient: bool = False):

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from autoshard import _compat
 from autoshard.spmdrules.core.registry import rule
 from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 from autoshard.spmdrules.core.rule_builder import RuleBuilder
@@ -27,7 +27,7 @@ def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[
     """Creates a primitive with one result, which is lowered as `fn`; its result has the dtype of its first operand."""
     made = Primitive(name)
     made.def_impl(lambda *args, **params: jax.jit(fn, static_argnames=tuple(params))(*args, **params))
-    made.def_abstract_eval(lambda *avals, **params: ShapedArray(shape_of(*avals), avals[0].dtype))
+    made.def_abstract_eval(lambda *avals, **_: _compat.result_type(shape_of(*avals), avals[0].dtype, avals))
     mlir.register_lowering(made, mlir.lower_fun(fn, multiple_results=False))
     return made
 
@@ -47,14 +47,16 @@ def _read(slots: Any, index: Any) -> Any:
 
 
 def _written(slots: Any, x: Any, index: Any) -> Any:
-    def one(of_stage: Any, new: Any, at: Any) -> Any:
-        place = jnp.maximum(at, 0)
-        kept = lax.dynamic_index_in_dim(of_stage, place, 0, keepdims=False)
-        return lax.dynamic_update_index_in_dim(of_stage, jnp.where(at >= 0, new, kept), place, 0)
-
     if slots.shape[1] == 1:
-        return one(slots[:, 0], x[0], index[0])[:, None]
-    return jax.vmap(one, in_axes=(1, 0, 0), out_axes=1)(slots, x, index)
+        return write_one(slots[:, 0], x[0], index[0])[:, None]
+    return jax.vmap(write_one, in_axes=(1, 0, 0), out_axes=1)(slots, x, index)
+
+
+def write_one(stack: Any, x: Any, index: Any) -> Any:
+    """Returns a stack `[S, ...]` with `x` as its element at `index`, or unchanged if `index` is negative."""
+    place = jnp.maximum(index, 0)
+    kept = lax.dynamic_index_in_dim(stack, place, 0, keepdims=False)
+    return lax.dynamic_update_index_in_dim(stack, jnp.where(index >= 0, x, kept), place, 0)
 
 
 shift_p = _primitive("shift_stages", _shifted, lambda x, edge: x.shape)

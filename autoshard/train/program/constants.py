@@ -33,11 +33,11 @@ PLANNED = 2
 """In one round, at most this many variants are planned. Chosen, not measured."""
 
 WORTH_PLANNING = 1.01
-"""A further variant is planned in the same round if its price is at most this many times that of the first. Chosen,
-not measured."""
+"""A round also plans variants whose price is at most this many times the price of its first variant. Chosen, not
+measured."""
 
 MOST_PLANNED = 6
-"""If no planned variant fits, the search ends after this many. Chosen, not measured."""
+"""The number of variants after which the search ends if none of them fits. Chosen, not measured."""
 
 HOST_DOUBT = 0.1
 """The fraction of the time on the link to the host that the ranking of variants adds to the step time, although compute

@@ -125,7 +125,7 @@ def test_a_requested_plan_that_is_not_possible_is_an_error_that_says_why():
 
 
 def test_the_search_takes_the_words_of_a_plan():
-    """`gather` and `overlap` apply to all variants, and an unknown path is an error."""
+    """`gather` and `overlap` apply to all variants. A path that does not exist is an error."""
     step, *shapes = workload_step(workload("llama-7b").with_(remat="full"))
     of = partial(StrategyPrices, step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,))
     choices: list[dict[str, Any]] = [{}, {"gather": "prefetch"}, {"overlap": {"*": {"gather": "off"}}}]

@@ -1,0 +1,56 @@
+"""Compiles planned steps for their targets and judges the programs. Nothing runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from estimate import estimate
+
+from autoshard.sharding.audit import compile_job, export_plan
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.planner.bound_plan import bound_or_error
+
+TIMEOUT_S = 1800.0  # chosen: seconds after which the compiler is stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedStep:
+    """A compiled step. Bytes and seconds are of one device.
+
+    Attributes:
+        kind: the compiler's result.
+        temp_bytes: temporaries of the compiled program.
+        predicted_bytes: the predicted peak.
+        cycles, roofline: seconds of a step by the two measures of `estimate.py`; None where it has none.
+        predicted: predicted seconds of a step.
+    """
+
+    kind: str
+    temp_bytes: float | None
+    predicted_bytes: float
+    cycles: float | None
+    roofline: float | None
+    predicted: float
+
+
+def judged(made: Any, target: str) -> dict[str, Any]:
+    """Compile a plan for its target; return the fields of a `JudgedStep`."""
+    options = made.compiler_options.get(find_target(target).platform, {})
+    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    found: Any = {}
+    if result.kind == "ok":
+        found = estimate(result.text, target, result.coordinates or None, result.memory).step
+    return {
+        "kind": result.kind,
+        "temp_bytes": result.memory.get("temp"),
+        "predicted_bytes": made.estimate.peak_memory_bytes,
+        "cycles": found.get("cycles"),
+        "roofline": found.get("roofline"),
+        "predicted": made.estimate.step_time_us / 1e6,
+    }
+
+
+def scaled_text(value: float | None, factor: float, digits: int = 1) -> str:
+    """Return a figure times a factor as text; `-` if there is none."""
+    return "-" if value is None else f"{value * factor:.{digits}f}"
