@@ -23,7 +23,7 @@ from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, Sharde
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
-from autoshard.spmdrules.families.stages import STAGE, STAGE_OPERATORS, shift_p
+from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE, STAGE_OPERATORS, shift_p
 from autoshard.spmdrules.ir.program import Op
 
 AFTER_UPDATE = "after the update"
@@ -49,9 +49,15 @@ def result_spec(layout: Layout, op: Op, value: int) -> Spec:
 
     It is the stored sharding of its state for a gradient, and the computed sharding for any other result.
     """
-    if is_gradient(layout.axes, layout.roles, op, value):
-        return gradient_spec_of(layout, value)
-    return layout.spec(value)
+    return (gradient_spec_of if is_stored_gradient(layout.axes, layout.roles, op, value) else Layout.spec)(layout, value)
+
+
+def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
+    """Whether the result of an operator is a gradient that is wanted as its state is stored.
+
+    That is a gradient where it is summed, and the gradient of one layer, which the operator takes from a stack.
+    """
+    return is_gradient(axes, roles, op, value) or (op.name in LAYER_STACKS and value in roles.gradients)
 
 
 def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:

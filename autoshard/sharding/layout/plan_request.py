@@ -206,17 +206,20 @@ def _for_stages(roles: Roles) -> tuple[int, ...]:
     return (roles.stages, *dict.fromkeys((*roles.output_classes, *roles.vocabulary)))
 
 
-def storage_for(kinds: Mapping[str, str], everything: bool) -> dict[Role, tuple[str, ...]]:
+def storage_for(kinds: Mapping[str, str], everything: bool, separate_layers: bool) -> dict[Role, tuple[str, ...]]:
     """Role of state -> the mesh axes that store it.
 
     Args:
         kinds: mesh axis -> kind of parallelism.
         everything: whether all mesh axes store all state.
+        separate_layers: see `Roles`. The stages then store the weights of each layer in shards, and exchange them once
+            a step.
     """
     if everything:
         return {role: tuple(kinds) for role in STATE}
-    full = tuple(a for a, kind in kinds.items() if kind == "fsdp")
-    moments = tuple(a for a, kind in kinds.items() if kind in ("fsdp", "zero1"))
+    storing = ("pp", "fsdp") if separate_layers else ("fsdp",)
+    full = tuple(a for a, kind in kinds.items() if kind in storing)
+    moments = tuple(a for a, kind in kinds.items() if kind in (*storing, "zero1"))
     stored: dict[Role, tuple[str, ...]] = {"parameter": full, "optimizer": moments}
     return {role: axes for role, axes in stored.items() if axes}
 
@@ -246,7 +249,7 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes
     sequence = {a: kind for a, kind in kinds.items() if kind in (GATHER, ULYSSES, RING)}
-    stored = storage_for(kinds, "state" in requested.flags)
+    stored = storage_for(kinds, "state" in requested.flags, roles.separate_layers)
     layout = Layout(axes, roles, mesh, table, stored, sequence=sequence)
     for change in requested.changes:
         layout = changed(layout, change)

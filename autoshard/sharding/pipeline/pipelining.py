@@ -17,11 +17,13 @@ from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
+from autoshard.sharding.pipeline.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
-from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages
+from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
+from autoshard.spmdrules.families.stages import stack_layers, unstack_layers
 
 DEFAULT = "1f1b"
 
@@ -122,10 +124,17 @@ def _runner(schedule: Schedule) -> Runner:
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
         closed = rewritten(jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), shapes))
         jaxpr, whole = _compat.split_constants(closed)
-        cut = cut_stages(jaxpr, len(whole), len(ops), schedule.stages)
-        results = jaxpr.outvars
-        found = StageLoop(cut, schedule, dict(zip(results, ops, strict=False)), rows, whole).run()
-        made = [found[var] for var in results]
-        return made[: len(ops)], made[len(ops) :]
+        groups = [(n,) for n in range(len(ops))]
+        if not find_stacks(jaxpr, len(whole)) and (rolled := roll_layers(jaxpr, len(whole), ops)):
+            stacks = [stack_layers(*(whole[n] for n in layers)) for layers in rolled.stacks]
+            whole = [*rolled.constants, *whole, *stacks]
+            jaxpr, groups = rolled.jaxpr, rolled.sums
+        cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages)
+        combined = {var: ops[group[0]] for var, group in zip(jaxpr.outvars, groups, strict=False)}
+        found = StageLoop(cut, schedule, combined, rows, whole).run()
+        sums: dict[int, Any] = {}
+        for var, group in zip(jaxpr.outvars, groups, strict=False):
+            sums |= zip(group, unstack_layers(found[var]) if len(group) > 1 else [found[var]], strict=True)
+        return [sums[n] for n in range(len(ops))], [found[var] for var in jaxpr.outvars[len(groups) :]]
 
     return run

@@ -215,16 +215,10 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     Raises:
         NotStaged: it has no stack of layers, or `stages` does not divide the layers.
     """
-    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
-    # Gradients run through the layers in the opposite direction. A later stack in the same direction is not a gradient.
-    pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
-    # A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
-    weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
-    if not any(sizes):
+    stacks = find_stacks(jaxpr, whole)
+    if not stacks:
         raise NotStaged(_no_stack(jaxpr))
-    forward, backward = pairs[sizes.index(max(sizes))]
+    forward, backward = stacks
     if forward.layers % stages:
         fits = ", ".join(f"pp:{n}" for n in range(2, forward.layers + 1) if forward.layers % n == 0)
         raise NotStaged(
@@ -237,6 +231,23 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     return found
 
 
+def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:
+    """Return the stack of layers with most weights and that of its gradients; None if there is no such pair.
+
+    Args:
+        jaxpr: the program of one microbatch, see `cut_stages`.
+        whole: the number of inputs that all microbatches share.
+    """
+    scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
+    # Gradients run through the layers in the opposite direction. A later stack in the same direction is not a gradient.
+    pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
+    # A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
+    weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
+    return pairs[sizes.index(max(sizes))] if any(sizes) else None
+
+
 def _no_stack(jaxpr: Any) -> str:
     """Why a program has no stack of layers that can be cut."""
     for eqn in jaxpr.eqns:
@@ -247,7 +258,10 @@ def _no_stack(jaxpr: Any) -> str:
                 line = _compat.program_line(scan)
                 place = f"the jax.lax.scan{' at ' + line if line else ''}"
                 return f"{place} is inside a jax.checkpoint. Put jax.checkpoint around the body of the scan instead"
-    return "it has no repeated part: no jax.lax.scan over stacked parameters of layers, with a gradient"
+    return (
+        "it has no repeated part, with a gradient: no jax.lax.scan over stacked parameters of layers, and no equal "
+        "layers one after another"
+    )
 
 
 def _variables(atoms: Iterable[Any]) -> Sequence[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
-from autoshard.spmdrules.families.stages import STAGE_OPERATORS
+from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
 from autoshard.spmdrules.ir.program import Op
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -27,7 +27,7 @@ def is_decision_point(op: Op) -> bool:
 
 def constrained(op: Op) -> bool:
     """Whether the operands and results of an operator get sharding constraints, so that XLA shards it as planned."""
-    return any(op.name in names for names in (CONTRACTIONS, INDEXED, NEEDS_GATHERED, REDUCTIONS, KERNELS))
+    return any(op.name in names for names in (CONTRACTIONS, INDEXED, NEEDS_GATHERED, REDUCTIONS, KERNELS, LAYER_STACKS))
 
 
 def is_declared(op: Op) -> bool:

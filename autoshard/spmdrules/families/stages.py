@@ -62,8 +62,16 @@ def write_one(stack: Any, x: Any, index: Any) -> Any:
 shift_p = _primitive("shift_stages", _shifted, lambda x, edge: x.shape)
 read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
 write_p = _primitive("write_slots", _written, lambda slots, x, index: slots.shape)
+stack_p = _primitive("stack_layers", lambda *layers: jnp.stack(layers), lambda *layers: (len(layers), *layers[0].shape))
+unstack_p = Primitive("unstack_layers")
+unstack_p.multiple_results = True
+unstack_p.def_impl(lambda stack: list(stack))
+unstack_p.def_abstract_eval(lambda stack: [_compat.result_type(stack.shape[1:], stack.dtype, (stack,))] * stack.shape[0])
+mlir.register_lowering(unstack_p, mlir.lower_fun(lambda stack: list(stack), multiple_results=True))
 STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, write_p))
-"""The names of these operators. They run on shards, because XLA's partitioner would gather the stages."""
+"""The names of the operators on stages. They run on shards, because XLA's partitioner would gather the stages."""
+LAYER_STACKS = frozenset({"stack_layers", "unstack_layers"})
+"""The names of the operators that exchange the layers of a stack between the stages. XLA partitions them."""
 
 
 def shift_stages(x: Any, edge: Any, *, backward: bool = False) -> Any:
@@ -108,6 +116,26 @@ def write_slots(slots: Any, x: Any, index: Any) -> Any:
     return write_p.bind(slots, x, index)
 
 
+def stack_layers(*layers: Any) -> Any:
+    """Stacks the same value of each layer.
+
+    On shards, each layer may be sharded along any dimension before, and the stack along its layers afterwards. The
+    exchange is an all-to-all.
+
+    Args:
+        layers: L arrays `[...]`.
+
+    Returns:
+        `[L, ...]`.
+    """
+    return stack_p.bind(*layers)
+
+
+def unstack_layers(stack: Any) -> list[Any]:
+    """Returns the L arrays `[...]` that a stack `[L, ...]` has: the inverse of `stack_layers`."""
+    return unstack_p.bind(stack)
+
+
 @rule(shift_p)
 def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
     """``s a, a -> s a; linear 0 1``: the neighbouring shards exchange the values of their border stages."""
@@ -145,3 +173,21 @@ def _write_rule(slots: Any, x: Any, index: Any) -> Rule:
     dims = tuple(build.next(n) for n in slots.shape[2:])
     operands = [(number, stage, *dims), (stage, *dims), (stage,)]
     return build.rule(operands, [(number, stage, *dims)], linear=((0, 1),))
+
+
+@rule(stack_p)
+def _stack_rule(*layers: Any) -> Rule:
+    """``a, ..., a -> n a; whole n; linear all``: each shard stacks its part of each layer."""
+    build = RuleBuilder()
+    dims = tuple(build.next(n) for n in layers[0].shape)
+    number = build.whole(len(layers), "n")
+    return build.rule([dims] * len(layers), [(number, *dims)], linear=(tuple(range(len(layers))),))
+
+
+@rule(unstack_p)
+def _unstack_rule(stack: Any) -> Rule:
+    """``n a -> a, ..., a; whole n; linear 0``: each shard takes its part of each layer."""
+    build = RuleBuilder()
+    number = build.whole(stack.shape[0], "n")
+    dims = tuple(build.next(n) for n in stack.shape[1:])
+    return build.rule([(number, *dims)], [dims] * stack.shape[0], linear=((0,),))

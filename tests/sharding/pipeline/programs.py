@@ -15,8 +15,13 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 KINDS = ("plain", "tied", "dropout", "mask", "frozen", "auxiliary", "experts", "encoder", "shared", "hidden")
 
 
-def state(dtype: Any = jnp.float64) -> Any:
-    """Return the parameters, and the state of the optimizer."""
+def state(dtype: Any = jnp.float64, unrolled: bool = False) -> Any:
+    """Return the parameters, and the state of the optimizer.
+
+    Args:
+        dtype: the type of the parameters.
+        unrolled: whether the layers are a list.
+    """
     keys = iter(jax.random.split(jax.random.key(1), 16))
     draw = lambda *shape: jax.random.normal(next(keys), shape, jnp.float32).astype(dtype) * 0.3  # noqa: E731
     layers = {
@@ -31,7 +36,7 @@ def state(dtype: Any = jnp.float64) -> Any:
         "head": draw(EMBED, VOCAB),
         "encoder": draw(EMBED, EMBED),
         "shared": draw(EMBED, EMBED),
-        "layers": layers,
+        "layers": [jax.tree.map(lambda w, n=n: w[n], layers) for n in range(LAYERS)] if unrolled else layers,
     }
     return weights, OPTIMIZER.init(weights)
 
@@ -41,7 +46,19 @@ def tokens() -> Any:
     return jax.random.randint(jax.random.key(0), (BATCH, SEQ), 0, VOCAB)
 
 
-def make_step(kind: str = "plain", remat: bool = False) -> Any:
+def run_layers(body: Any, carry: Any, weights: Any, keys: Any, unrolled: bool) -> Any:
+    """Run all layers, as `jax.lax.scan` or one after another."""
+    if not unrolled:
+        return jax.lax.scan(body, carry, (weights, keys))
+    made = []
+    for n in range(LAYERS):
+        own = weights[n] if isinstance(weights, list) else jax.tree.map(lambda w, n=n: w[n], weights)
+        carry, y = body(carry, (own, keys[n]))
+        made.append(y)
+    return carry, jnp.stack(made)
+
+
+def make_step(kind: str = "plain", remat: bool = False, unrolled: bool = False) -> Any:
     """Return `step(state, tokens) -> (state, loss, gradients)`."""
 
     def layer(carry: Any, xs: Any, side: Any) -> Any:
@@ -75,7 +92,8 @@ def make_step(kind: str = "plain", remat: bool = False) -> Any:
         body = lambda carry, xs: layer(carry, xs, side)  # noqa: E731
         keys = jax.random.split(jax.random.key(0), LAYERS)
         carry = x, jnp.zeros((), x.dtype)
-        (x, aux), cubes = jax.lax.scan(jax.checkpoint(body) if remat else body, carry, (weights["layers"], keys))
+        body = jax.checkpoint(body) if remat else body
+        (x, aux), cubes = run_layers(body, carry, weights["layers"], keys, unrolled)
         head = weights["embedding"].T if kind == "tied" else weights["head"]
         logits = jax.nn.log_softmax(x @ head)
         losses = -jnp.take_along_axis(logits, jnp.roll(batch, -1, 1)[..., None], -1)

@@ -24,20 +24,22 @@ def float64():
 
 
 @functools.cache
-def traced(kind, remat):
-    return trace(make_step(kind, remat), (state(), tokens()), {})
+def traced(kind, remat, layers):
+    return trace(make_step(kind, remat, layers != "scan"), (state(unrolled=layers == "list"), tokens()), {})
 
 
 @functools.cache
-def expected(kind):
-    return [np.asarray(x) for x in jax.tree.leaves(jax.jit(make_step(kind))(state(), tokens()))]
+def expected(kind, layers):
+    args = state(unrolled=layers == "list"), tokens()
+    return [np.asarray(x) for x in jax.tree.leaves(jax.jit(make_step(kind, False, layers != "scan"))(*args))]
 
 
-def check(kind, remat, microbatches, stages, schedule):
-    cut = with_stages(traced(kind, remat), microbatches, stages=stages, schedule=schedule)
+def check(kind, remat, microbatches, stages, schedule, layers="scan"):
+    cut = with_stages(traced(kind, remat, layers), microbatches, stages=stages, schedule=schedule)
     assert (cut.stages, cut.schedule, cut.microbatches) == (stages, schedule, microbatches)
-    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves((state(), tokens())))
-    for one, other in zip(made, expected(kind), strict=True):
+    args = jax.tree.leaves((state(unrolled=layers == "list"), tokens()))
+    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*args)
+    for one, other in zip(made, expected(kind, layers), strict=True):
         error = np.linalg.norm(np.asarray(one, np.float64) - other) / max(np.linalg.norm(other), 1e-30)
         assert error < TOLERANCE
 
@@ -62,6 +64,24 @@ def test_all_with_remat(kind, schedule):
 
 def test_checkpointed_layers_are_split_for_zero_bubble():
     check("tied", True, 2, 2, "zb")
+
+
+@pytest.mark.parametrize("kind", ["auxiliary", "shared"])
+def test_layers_one_after_another(kind):
+    check(kind, False, 4, 2, "1f1b", "list")
+
+
+@pytest.mark.parametrize("kind", ["encoder", "dropout"])
+def test_layers_one_after_another_that_index_a_stack(kind):
+    check(kind, True, 4, 4, "zb", "index")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", ["list", "index"])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_with_layers_one_after_another(kind, remat, layers):
+    check(kind, remat, 4, 2, "1f1b", layers)
 
 
 def train(stack):
