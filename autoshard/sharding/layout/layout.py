@@ -228,11 +228,11 @@ class Layout:
             spec = self.gradient_spec(becomes)
             return None if spec is None else tuple(spec[permutation.index(d)] for d in range(len(permutation)))
         leaves = self.axes.of_value[value]
-        replica = (self.roles.replicas,)
-        if self.roles.separate_layers and replica in leaves:  # gradients that are summed apart for each replica
-            at = leaves.index(replica)
+        replicas = self.roles.replicas
+        if self.roles.separate_layers and replicas is not None and (replicas,) in leaves:  # summed apart for each
+            at = leaves.index((replicas,))
             spec = self._gradient_specs.get((*leaves[:at], *leaves[at + 1 :]))
-            return None if spec is None else (*spec[:at], *self.spec_of((replica,)), *spec[at:])
+            return None if spec is None else (*spec[:at], *self.spec_of(((replicas,),)), *spec[at:])
         if leaves in self._gradient_specs:
             return self._gradient_specs[leaves]
         state = self._transposed.get(tuple(sorted(leaves)))  # a contraction may return the gradient transposed

@@ -49,7 +49,9 @@ def result_spec(layout: Layout, op: Op, value: int) -> Spec:
 
     It is the stored sharding of its state for a gradient, and the computed sharding for any other result.
     """
-    return (gradient_spec_of if is_stored_gradient(layout.axes, layout.roles, op, value) else Layout.spec)(layout, value)
+    return (gradient_spec_of if is_stored_gradient(layout.axes, layout.roles, op, value) else Layout.spec)(
+        layout, value
+    )
 
 
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:

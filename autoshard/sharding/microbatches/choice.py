@@ -33,7 +33,8 @@ def plan_in_microbatches(
         count: the number of microbatches, or "auto".
         planned: makes a bound plan of a step that is already rewritten.
         cut: cuts a step into a number of microbatches.
-        least: the smallest number that "auto" tries. The others are its products with powers of 2.
+        least: the smallest number that "auto" tries. If the step cannot be cut into it, larger ones follow, up to
+            twice that number. The others are products of the first possible one with powers of 2.
 
     Raises:
         PlanError: the step cannot be cut into this number.
@@ -42,12 +43,11 @@ def plan_in_microbatches(
         return planned(cut(traced, int(count)))
     made: list[tuple[int, Any, list[Any]]] = []
     reason = ""
-    for number in (least * 2**n for n in range(MOST_TRIALS)):
+    first, step = _first_cut(traced, cut, least)
+    for number in (first * 2**n for n in range(MOST_TRIALS)):
         try:
-            step = cut(traced, number)
+            step = cut(traced, number) if made else step
         except PlanError as error:
-            if not made:
-                raise
             reason = str(error).partition("): ")[2]
             break
         with warnings.catch_warnings(record=True) as caught:
@@ -62,6 +62,17 @@ def plan_in_microbatches(
                for n, b, _ in made]  # fmt: skip
     text = f"microbatches='auto' compared {', '.join(figures)}, and chose {number}"
     return bound.where(notes=(*bound.plan.notes, f"{text}. {reason}" if reason else text))
+
+
+def _first_cut(traced: Traced, cut: Callable[[Traced, int], Traced], least: int) -> tuple[int, Traced]:
+    """The smallest number, from `least` to less than twice that, into which a step can be cut; and the cut step."""
+    reasons = []
+    for number in range(least, 2 * least):
+        try:
+            return number, cut(traced, number)
+        except PlanError as error:
+            reasons.append(error)
+    raise reasons[0]
 
 
 def _best(made: list[tuple[int, Any, list[Any]]]) -> tuple[int, Any, list[Any]]:

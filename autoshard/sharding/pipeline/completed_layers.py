@@ -85,7 +85,9 @@ def _part_after(run: Run, results: Sequence[Any]) -> _Part | None:
     """
     part = _Part(run, run.end, _present(run, run.end, len(run.eqns))[0])
     others = (*run.eqns[: run.first], *run.eqns[run.end :])
-    used = {a for atoms in (results, *(eqn.invars for eqn in others)) for a in atoms if not isinstance(a, _compat.Literal)}
+    used = {
+        a for atoms in (results, *(eqn.invars for eqn in others)) for a in atoms if not isinstance(a, _compat.Literal)
+    }
     if any(j not in part.present and used.intersection(eqn.outvars) for j, eqn in enumerate(run.block)):
         return None
     return part if _has_same_flow(part, {c.key: run.variables(c.made)[-1] for c in run.of_kind("carry")}) else None
@@ -150,7 +152,9 @@ def _completed(jaxpr: Any, parts: Sequence[_Part | None], runs: Sequence[Run]) -
 
     def run(*args: Any) -> list[Any]:
         env = dict(zip(jaxpr.invars, args, strict=True))
-        sums: dict[tuple[int, Hashable], Any] = {}  # position of an equation and operand -> the sum that it takes instead
+        sums: dict[
+            tuple[int, Hashable], Any
+        ] = {}  # position of an equation and operand -> the sum that it takes instead
         for position, eqn in enumerate(jaxpr.eqns):
             if position in found:
                 sums |= _write(found[position], env)

@@ -100,8 +100,8 @@ def atom_key(atom: Any) -> Hashable:
     """Equal for the same variable, and for equal literals."""
     if not isinstance(atom, _compat.Literal):
         return id(atom)
-    value = np.asarray(atom.val)
-    return value.shape, str(atom.aval.dtype), value.tobytes()
+    value, aval = np.asarray(atom.val), atom.aval
+    return value.shape, str(getattr(aval, "dtype", None)), value.tobytes()
 
 
 def find_runs(eqns: Sequence[Any]) -> list[list[Run]]:

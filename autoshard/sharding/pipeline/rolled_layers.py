@@ -155,8 +155,9 @@ class _Roller:
 
     def rolled(self) -> Rolled:
         """Return the program with scans."""
-        grouped = {n: layers for layers in self.stacked_sums.values() for n in layers}
-        groups = [grouped.get(n, (n,)) for n in range(len(self.ops))]
+        outvars: list[Any] = self.jaxpr.outvars
+        grouped: dict[int, tuple[int, ...]] = {n: layers for layers in self.stacked_sums.values() for n in layers}
+        groups: list[tuple[int, ...]] = [grouped.get(n, (n,)) for n in range(len(self.ops))]
         sums = [*dict.fromkeys(groups)]
         shared, rows = self.jaxpr.invars[: self.whole], self.jaxpr.invars[self.whole :]
         stacks = [*self.packed.values()]
@@ -167,7 +168,7 @@ class _Roller:
             env = dict(zip((*self.jaxpr.invars[: self.whole], *self.packed, *self.jaxpr.invars[self.whole :]),
                            (*shared, *rows), strict=True))  # fmt: skip
             self.evaluate(env)
-            results = [env[group] if len(group) > 1 else _read(env, self.jaxpr.outvars[group[0]]) for group in sums]
+            results = [env[group] if group in env else _read(env, outvars[group[0]]) for group in sums]
             return results + [_read(env, a) for a in self.jaxpr.outvars[len(self.ops) :]]
 
         closed = jax.make_jaxpr(run)(shapes, [*map(_compat.shape_dtype_of, rows)])
@@ -185,14 +186,18 @@ class _Roller:
                 continue
             eqn = self.jaxpr.eqns[position]
             with _compat.source_of(eqn):
-                env |= zip(eqn.outvars, _compat.bind(eqn, eqn.params, *(_read(env, a) for a in eqn.invars)), strict=True)
+                env |= zip(
+                    eqn.outvars, _compat.bind(eqn, eqn.params, *(_read(env, a) for a in eqn.invars)), strict=True
+                )
             position += 1
 
     def scan(self, run: Run, env: dict[Any, Any]) -> None:
         """Compute the blocks of a run as a scan; write what is used outside of it."""
         is_backward = run is self.backward
         carries, slices = run.of_kind("carry"), run.of_kind("slices")
-        exits = [(j, k) for j, eqn in enumerate(run.block) for k in range(len(eqn.outvars)) if self.is_stacked(run, j, k)]
+        exits = [
+            (j, k) for j, eqn in enumerate(run.block) for k in range(len(eqn.outvars)) if self.is_stacked(run, (j, k))
+        ]
         entries = [] if is_backward else [c for c in carries if self.is_entry_taken(c)]
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
@@ -222,15 +227,15 @@ class _Roller:
                 if var in self.taken | self.outvars and var not in env:
                     env[var] = x[layer]
 
-    def is_stacked(self, run: Run, j: int, k: int) -> bool:
+    def is_stacked(self, run: Run, result: tuple[int, int]) -> bool:
         """Whether a result is used outside of its run, other than as the final carry."""
-        variables = run.variables((j, k))
+        variables = run.variables(result)
         used = {v for v in variables if v in self.taken | self.outvars}
         if run is self.forward and any(
-            _stacked_by(run, o.atoms[::-1]) == (j, k) for o in self.backward.of_kind("slices")
+            _stacked_by(run, o.atoms[::-1]) == result for o in self.backward.of_kind("slices")
         ):
             return True
-        return bool(used - {variables[-1]}) or (bool(used) and all(c.made != (j, k) for c in run.of_kind("carry")))
+        return bool(used - {variables[-1]}) or (bool(used) and all(c.made != result for c in run.of_kind("carry")))
 
     def is_entry_taken(self, carry: Operand) -> bool:
         """Whether the gradients' blocks take what each block of the forward run takes as this carry."""
@@ -252,7 +257,7 @@ class _Roller:
         if of_blocks is not None:
             return env["exit", False, of_blocks]
         if all(isinstance(a, _compat.Literal) for a in atoms):
-            return np.stack([np.asarray(a.val, a.aval.dtype) for a in atoms])
+            return np.stack([_literal(a) for a in atoms])
         return jnp.stack([_typed(env, a) for a in atoms])
 
 
@@ -269,4 +274,9 @@ def _read(env: dict[Any, Any], atom: Any) -> Any:
 
 
 def _typed(env: dict[Any, Any], atom: Any) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else env[atom]
+    return jnp.asarray(_literal(atom)) if isinstance(atom, _compat.Literal) else env[atom]
+
+
+def _literal(atom: Any) -> np.ndarray:
+    """The value of a literal, in its type."""
+    return np.asarray(atom.val, atom.aval.dtype)

@@ -66,7 +66,9 @@ stack_p = _primitive("stack_layers", lambda *layers: jnp.stack(layers), lambda *
 unstack_p = Primitive("unstack_layers")
 unstack_p.multiple_results = True
 unstack_p.def_impl(lambda stack: list(stack))
-unstack_p.def_abstract_eval(lambda stack: [_compat.result_type(stack.shape[1:], stack.dtype, (stack,))] * stack.shape[0])
+unstack_p.def_abstract_eval(
+    lambda stack: [_compat.result_type(stack.shape[1:], stack.dtype, (stack,))] * stack.shape[0]
+)
 mlir.register_lowering(unstack_p, mlir.lower_fun(lambda stack: list(stack), multiple_results=True))
 STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, write_p))
 """The names of the operators on stages. They run on shards, because XLA's partitioner would gather the stages."""

@@ -67,6 +67,47 @@ def test_stages_hold_their_layers_and_pass_activations_on():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+def separate_layers():
+    """Return a step whose layers are a list of weights, and its arguments."""
+
+    def step(layers, x):
+        def loss(layers):
+            y = x
+            for up, down in layers:
+                y = y + jnp.tanh(y @ up) @ down
+            return (y**2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(layers)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, gradients), value
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.3  # noqa: E731
+    return step, [(draw(n, 16, 32), draw(n + LAYERS, 32, 16)) for n in range(LAYERS)], draw(99, 16, 16)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+def test_layers_one_after_another_equal_one_device():
+    fn, *args = separate_layers()
+    expected = jax.tree.leaves(jax.device_get(jax.jit(fn)(*args)))
+    step = auto_shard(fn, plan="pp:2 dp:2 tp:2", microbatches=4)
+    for one, other in zip(jax.tree.leaves(jax.device_get(step(*args))), expected, strict=True):
+        assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
+    made = step.plan(*args)
+    assert made.stages == 2
+    assert [*made.reduce_axes("0/0/0")] == ["dp"]
+
+
+def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
+    fn, *args = separate_layers()
+    made = plan(fn, *args, target="cpu:4", plan="pp:2 dp:2", microbatches=4)
+    weights = [leaf for leaf in made.inputs if leaf.path != "1"]
+    assert len(weights) == 2 * LAYERS and all("pp" in leaf.spec for leaf in weights)
+    moved = {(kind, axes): sent for kind, axes, sent, _ in made.traffic if kind == "all-to-all"}
+    shard = sum(4 * np.prod(leaf.shape) for leaf in weights) / 2
+    assert moved == {("all-to-all", "pp"): pytest.approx(shard / 2)}  # one half of the shards stays where it is
+    text = made.jit().lower(*args).compile().as_text()
+    assert "all-to-all" in text and " all-gather(" not in text
+
+
 def test_the_plan_keeps_its_stages_in_json():
     made = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, schedule="zb")
     assert "pipeline: 2 stages, schedule zb, 4 microbatches" in str(made)
@@ -82,6 +123,12 @@ def test_the_number_of_microbatches_is_chosen():
     made = plan(make_step(), *shapes(), target="cpu:2", plan="pp:2")
     assert made.microbatches in (2, 4, 8) and made.schedule == "1f1b"
     assert "microbatches='auto' compared 2 (" in made.notes[-1]
+
+
+def test_stages_need_not_be_a_power_of_two():
+    fn, layers, x = separate_layers()
+    made = plan(fn, layers[:3], jnp.ones((20, 16)), target="cpu:3", plan="pp:3")
+    assert made.stages == 3 and made.microbatches % 4 == 0  # 3 does not divide 20 rows
 
 
 def test_memory_is_flat_in_the_number_of_microbatches():

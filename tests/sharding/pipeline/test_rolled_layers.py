@@ -44,6 +44,13 @@ def rolled(fn, weights, x, rows=True):
     return found
 
 
+def must_roll(*args, **options):
+    """As `rolled`, where something must be rolled."""
+    found = rolled(*args, **options)
+    assert found is not None
+    return found
+
+
 def scans(found):
     return [(eqn.params["length"], eqn.params["reverse"]) for eqn in found.jaxpr.eqns if eqn.primitive.name == "scan"]
 
@@ -62,7 +69,7 @@ def test_weights_and_their_gradients_become_stacks():
             x = x + jnp.tanh(x @ w)
         return (x**2).mean()
 
-    found = rolled(loss, matrices(), inputs())
+    found = must_roll(loss, matrices(), inputs())
     assert scans(found) == [(LAYERS, False), (LAYERS, True)]
     assert [len(layers) for layers in found.stacks] == [LAYERS]
     assert [len(group) for group in found.sums] == [LAYERS, 1]
@@ -75,7 +82,7 @@ def test_an_input_without_a_gradient():
             x = x + jnp.tanh(x @ w)
         return (x**2).mean()
 
-    found = rolled(loss, matrices(), inputs(), rows=False)
+    found = must_roll(loss, matrices(), inputs(), rows=False)
     assert scans(found) == [(LAYERS, False), (LAYERS, True)]
 
 
@@ -85,7 +92,7 @@ def test_a_weight_of_all_layers():
             x = x + jnp.tanh(x @ w) @ ws[-1]
         return (x**2).mean()
 
-    found = rolled(loss, matrices(LAYERS + 1), inputs())
+    found = must_roll(loss, matrices(LAYERS + 1), inputs())
     assert scans(found) == [(LAYERS, False), (LAYERS, True)]
     assert [len(group) for group in found.sums] == [LAYERS, 1, 1]
 
@@ -96,7 +103,7 @@ def test_two_kinds_of_layers_in_turn_are_one_block():
             x = x + (jnp.tanh if n % 2 else jnp.sin)(x @ w)
         return (x**2).mean()
 
-    found = rolled(loss, matrices(), inputs())
+    found = must_roll(loss, matrices(), inputs())
     assert scans(found) == [(LAYERS // 2, False), (LAYERS // 2, True)]
     assert [len(layers) for layers in found.stacks] == [LAYERS // 2] * 2
 
@@ -107,7 +114,7 @@ def test_numbers_that_differ_between_layers():
             x = x + jnp.tanh(x @ w) / (n + 1)
         return (x**2).mean()
 
-    found = rolled(loss, matrices(), inputs())
+    found = must_roll(loss, matrices(), inputs())
     assert scans(found) == [(LAYERS, False), (LAYERS, True)]
 
 
@@ -134,7 +141,7 @@ def test_the_order_of_gradients_must_be_that_of_the_layers():
             y = y + jnp.sin(y @ k.T @ k)
         return jax.lax.stop_gradient(y).sum() + (x**2).mean()
 
-    found = rolled(loss, matrices(), inputs())
+    found = must_roll(loss, matrices(), inputs())
     assert [length for length, reverse in scans(found) if reverse] == [LAYERS]
 
 

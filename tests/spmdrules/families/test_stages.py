@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_slots
+from autoshard.spmdrules.families.stages import read_slots, shift_stages, stack_layers, unstack_layers, write_slots
 from tests.spmdrules.rows import Row, f32
 
 X, SLOTS, INDEX = f32(4, 8), f32(3, 4, 8), np.array([2, 0, -1, 1], np.int32)
@@ -20,6 +20,8 @@ ROWS = [
         "backward",
     ),
     Row("read_slots", read_slots, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
+    Row("stack_layers", stack_layers, (X, X, X), "a b, a b, a b -> n a b; whole n; linear 0 1 2"),
+    Row("unstack_layers", unstack_layers, (f32(2, 4, 8),), "n a b -> a b, a b; whole n; linear 0"),
     Row("write_slots", write_slots, (SLOTS, X, INDEX), "n s a, s a, s -> n s a; whole n; linear 0 1"),
 ]
 
