@@ -16,7 +16,8 @@ from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.attention_forward import Candidate, Unread, candidates
 from autoshard.sharding.rewrite.attention_gradient import gradients_of
-from autoshard.sharding.rewrite.attention_proof import Attention, Proof, Region, prove
+from autoshard.sharding.rewrite.attention_proof import Attention, Proof, prove
+from autoshard.sharding.rewrite.attention_region import Region, regions_of
 from autoshard.sharding.rewrite.constants import MOST_CHANGES_TO_QUOTIENT
 from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
@@ -115,6 +116,8 @@ def mask_text(one: Attention) -> str:
     """Describe the mask of an attention."""
     seen = one.proof.softmax.visibility
     words = [*(["causal"] if seen.causal else []), *([f"window {seen.window}"] if seen.window is not None else [])]
+    kinds = {term.kind for term in one.segments.terms} if one.segments else set()
+    words += [*(["segments"] if "equal" in kinds else []), *(["padding"] if kinds - {"equal"} else [])]
     return " with ".join(words) or "no mask"
 
 
@@ -149,20 +152,25 @@ def attention_of(found: Candidate, proofs: dict[Any, Proof | Refused]) -> Attent
 def _attention(found: Candidate, out: Value, proofs: dict[Any, Proof | Refused]) -> Attention:
     forward = cut_out([out], (found.q, found.k, found.v))
     gradients = gradients_of(found, out)
-    region = Region(found, out, forward, gradients)
-    ends = (out, *(gradients.present if gradients else ()))
-    if (other := used_elsewhere(region.inner, (found.q, found.k, found.v), ends)) is not None:
-        raise Refused(f"the program also uses its {other.aval.dtype}{list(other.shape)} elsewhere, such as the weights")
-    key = _structure(region)
-    if key not in proofs:
-        try:
-            proofs[key] = prove(region)
-        except Refused as refused:
-            proofs[key] = refused
-    proof = proofs[key]
-    if isinstance(proof, Refused):
-        raise proof
-    return Attention(found, out, forward, gradients, region.folds, proof)
+    reason: Refused | None = None
+    for region in regions_of(found, out, forward, gradients):
+        ends = (out, *(gradients.present if gradients else ()))
+        if (other := used_elsewhere(region.inner, (found.q, found.k, found.v), ends)) is not None:
+            raise Refused(
+                f"the program also uses its {other.aval.dtype}{list(other.shape)} elsewhere, such as the weights"
+            )
+        key = _structure(region)
+        if key not in proofs:
+            try:
+                proofs[key] = prove(region)
+            except Refused as refused:
+                proofs[key] = refused
+        proof = proofs[key]
+        if not isinstance(proof, Refused):
+            return Attention(found, out, forward, gradients, region.folds, region.segments, proof)
+        reason = reason or proof
+    assert reason is not None
+    raise reason
 
 
 def _structure(region: Region) -> Any:
@@ -175,12 +183,24 @@ def _structure(region: Region) -> Any:
         numbers.setdefault(value, len(numbers))
         one = region.static[value]
         rows.append((value.shape, str(one), value.aval.dtype))
-    for value in region.inner:
+    for top in region.small_tops(region.small_rows(None)):
+        numbers.setdefault(top, len(numbers))
+    for value in region.evaluated:
         operands = tuple(numbers.get(v, -1) for v in value.operands)
         numbers.setdefault(value, len(numbers))
         rows.append((value.op, str(value.eqn.params), operands, numbers[value], value.shape))
     folds = tuple((name, fold, numbers[region.arrays[name]]) for name, fold in region.folds.items())
-    return tuple(rows), folds
+    segments = region.segments
+    axes = (
+        {}
+        if segments is None
+        else {each: n for n, each in enumerate((*segments.batch, segments.queries, segments.keys))}
+    )
+    terms = tuple(
+        (term.kind, term.is_positive, *((numbers[row.top], *(axes.get(a, -1) for a in row.index)) for row in term.rows))
+        for term in (segments.terms if segments else ())
+    )
+    return tuple(rows), folds, terms, segments is not None and segments.is_reflexive
 
 
 def _results(found: Candidate) -> list[Value]:
@@ -207,5 +227,5 @@ def check_kernel(one: Attention, kernel: Kernel) -> None:
         jax.ShapeDtypeStruct(one.folds[name].sizes(value.shape), value.aval.dtype)
         for name, value in (("q", one.found.q), ("k", one.found.k), ("v", one.found.v))
     ]
-    if reasons := kernel_refusals(kernel, one.proof.softmax, *operands):
+    if reasons := kernel_refusals(kernel, one.proof.softmax, *operands, has_segments=one.segments is not None):
         raise Refused(f"the kernel {kernel!r} cannot run: {'; '.join(reasons)}")
