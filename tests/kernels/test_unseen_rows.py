@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_equal_weights(kernel: Kernel, unseen:
     mask = (segments[0][:, :, None] == segments[1][:, None]) & jnp.tril(jnp.ones((128, 128), bool))
     assert 0 < int(jnp.any(mask, -1).sum()) < 256
     out, log_sum = forward_pass(passes, q, k, v, *segments)
-    expected, pullback = jax.vjp(lambda *args: plain(unseen, *args, mask), q, k, v)
+    expected, pullback = jax.vjp(lambda q, k, v: plain(unseen, q, k, v, mask), q, k, v)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     found = gradients_pass(passes, q, k, v, out, log_sum, d_out, *segments)
     for x, y in zip(found, pullback(d_out), strict=True):

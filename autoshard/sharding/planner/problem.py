@@ -262,7 +262,7 @@ class PlanningProblem:
         strategy_of = partial(strategy_in_layout, layout, prices=self.machine.target.link_prices)
         kinds = plan_request.parse_request(strategy).kinds if plan_request.is_request(strategy) else None
         if problems := sequence_problems(layout, strategy_of, kinds):
-            left = [r for r in self.traced.kernels if not r.replaced]
+            left = [r for r in self.traced.kernels if not r.replaced and r.operator == "attention"]
             more = [f"Not recognised: attention at {r.line}: {r.reason}" for r in left]
             raise PlanError(f"auto_shard({self.traced.name}): plan '{strategy}': {'. '.join([*problems, *more])}")
 

@@ -22,6 +22,7 @@ from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord, 
 from autoshard.sharding.rewrite.attention_forward import Candidate, Unread, candidates
 from autoshard.sharding.rewrite.attention_proof import Attention
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, evaluated, rewritten
+from autoshard.sharding.rewrite.experts.grouped_edits import edit_grouped_products
 from autoshard.sharding.rewrite.kernel_edits import segments_edit
 from autoshard.sharding.rewrite.kernel_rewriting import (
     attention_of,
@@ -85,7 +86,8 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
     kernel = kernel_of(planned_platform())
     closed = rewritten(_compat.dce(closed))
     graph = graph_of(closed)
-    edits, records = FrameEdits(), []
+    edits = FrameEdits()
+    records = edit_grouped_products(edits, graph, differentiable=True)
     for found in candidates(graph):
         if isinstance(found, Unread):
             records.append(left(kernel, found, found.error))

@@ -1,4 +1,4 @@
-"""Replaces attention in a traced program by kernels: `kernels=`."""
+"""Replaces attention and grouped products in a traced program by kernels: `kernels=`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from autoshard.sharding.rewrite.attention_proof import Attention, Proof, prove
 from autoshard.sharding.rewrite.attention_region import Region, regions_of
 from autoshard.sharding.rewrite.constants import MOST_CHANGES_TO_QUOTIENT
 from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
+from autoshard.sharding.rewrite.experts.grouped_edits import edit_grouped_products
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
 from autoshard.sharding.rewrite.pairs import check_program
 from autoshard.sharding.rewrite.slices import Refused, cut_out, reason_of, used_elsewhere
@@ -27,7 +28,7 @@ from autoshard.sharding.rewrite.values import Value, graph_of
 
 
 def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
-    """Return a traced step with its attention replaced by kernels.
+    """Return a traced step with its attention and its grouped products replaced by kernels.
 
     Args:
         traced: the step.
@@ -51,7 +52,7 @@ def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
 
 
 def check_required(name: str, records: Sequence[KernelRecord]) -> None:
-    """Check that there is attention, and that all of it was replaced.
+    """Check that there is something to replace, and that all of it was replaced.
 
     Raises:
         PlanError: there is none, or some of it was left.
@@ -59,21 +60,24 @@ def check_required(name: str, records: Sequence[KernelRecord]) -> None:
     if not records:
         raise PlanError(
             f"auto_shard({name}): kernels='require', but no attention was found in the program: two products around a "
-            "softmax. Leave kernels out, or use kernels='auto'"
+            "softmax; nor a grouped product for which the target has a kernel. Leave kernels out, or use kernels='auto'"
         )
     if left := [record for record in records if not record.replaced]:
-        texts = "; ".join(f"at {record.line}: {record.reason}" for record in left)
-        raise PlanError(
-            f"auto_shard({name}): kernels='require', but attention cannot be replaced {texts}. Change the code, or use "
-            "kernels='auto'"
-        )
+        texts = "; ".join(f"{record.operator} cannot be replaced at {record.line}: {record.reason}" for record in left)
+        raise PlanError(f"auto_shard({name}): kernels='require', but {texts}. Change the code, or use kernels='auto'")
 
 
 def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
-    """Return a closed jaxpr with its attention replaced by a kernel, and the records of what was found."""
+    """Return a closed jaxpr with attention and grouped products replaced, and the records of what was found.
+
+    Args:
+        closed: the program.
+        kernel: the kernel of attention. That of grouped products is the one of the planned platform.
+    """
     closed = rewritten(_compat.dce(closed))
     graph = graph_of(closed)
-    edits, records = FrameEdits(), []
+    edits = FrameEdits()
+    records = edit_grouped_products(edits, graph)
     proofs: dict[Any, Proof | Refused] = {}
     done: set[Value] = set()
     for number, found in enumerate(candidates(graph)):
