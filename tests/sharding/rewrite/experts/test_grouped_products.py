@@ -85,7 +85,7 @@ def test_replace_kernels_before_the_gradient() -> None:
 
 def dot(x: Any, y: Any, numbers: Any, **options: Any) -> Any:
     sizes = jax.ShapeDtypeStruct((GROUPS,), jnp.int32)
-    traced = jax.make_jaxpr(lambda *a: lax.ragged_dot_general(*a, numbers, **options))(x, y, sizes)
+    traced = jax.make_jaxpr(lambda x, y, sizes: lax.ragged_dot_general(x, y, sizes, numbers, **options))(x, y, sizes)
     return next(eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "ragged_dot_general")
 
 
