@@ -2,6 +2,7 @@
 
 Each function returns `(step, state shapes, batch shapes)` of `step(state, *batch) -> (state, loss)`, in bfloat16 with
 float32 parameters and AdamW. Sizes are those of published models, with few layers. `remat` is `none`, `dots` or `full`.
+With `kernel`, the model calls autoshard's attention kernel for TPUs instead of plain attention.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from autoshard.models.attention import attention
+
 Made = tuple[Callable[..., Any], Any, tuple[Any, ...]]
 COMPUTE = jnp.bfloat16
 OPTIMIZER = optax.adamw(1e-3)
 
 
-def llama(remat: str, rows: int = 16, seq: int = 2048, layers: int = 4, vocab: int = 32768) -> Made:
+def llama(
+    remat: str, rows: int = 16, seq: int = 2048, layers: int = 4, vocab: int = 32768, *, kernel: bool = False
+) -> Made:
     """Llama-3 8B's widths with a smaller vocabulary; the layers are a scan."""
     width, ffn, heads, shared = 4096, 14336, 32, 8
     size = width // heads
@@ -39,8 +44,12 @@ def llama(remat: str, rows: int = 16, seq: int = 2048, layers: int = 4, vocab: i
         w = jax.tree.map(lambda a: a.astype(COMPUTE), w)
         y = rms(x, w["norm1"])
         q, k, v = (jnp.einsum("bse,ehd->bshd", y, w[name]) for name in ("wq", "wk", "wv"))
-        x = x + jnp.einsum("bshd,hde->bse", jax.nn.dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True),
-                           w["wo"])  # fmt: skip
+        q, k = _rotated(q), _rotated(k)
+        if kernel:
+            y = attention(q, k, v, causal=True, impl="splash")
+        else:
+            y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + jnp.einsum("bshd,hde->bse", y, w["wo"])
         y = rms(x, w["norm2"])
         return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"], None
 
@@ -52,13 +61,13 @@ def llama(remat: str, rows: int = 16, seq: int = 2048, layers: int = 4, vocab: i
     return _step(loss, params, (_tokens(rows, seq),) * 2)
 
 
-def gpt(remat: str, rows: int = 64, seq: int = 1024, layers: int = 4) -> Made:
+def gpt(remat: str, rows: int = 64, seq: int = 1024, layers: int = 4, *, kernel: bool = False) -> Made:
     """GPT-3 1.3B's widths; the layers are a Python loop, and the head is the embedding."""
     width, heads, vocab = 2048, 16, 51200
     layer = {"qkv": (width, 3, heads, width // heads), "out": (heads, width // heads, width)}
     layer |= {"up": (width, 4 * width), "down": (4 * width, width), "norm1": (width,), "norm2": (width,)}
     params = _arrays({"embed": (vocab, width), "places": (seq, width), "layers": [layer] * layers, "norm": (width,)})
-    block = _recomputed(functools.partial(_attention_block, causal=True), remat)
+    block = _recomputed(functools.partial(_attention_block, causal=True, kernel=kernel), remat)
 
     def loss(params: Any, tokens: Any, targets: Any) -> Any:
         table = params["embed"].astype(COMPUTE)
@@ -70,28 +79,28 @@ def gpt(remat: str, rows: int = 64, seq: int = 1024, layers: int = 4) -> Made:
     return _step(loss, params, (_tokens(rows, seq),) * 2)
 
 
-def vit(remat: str, rows: int = 512, layers: int = 4) -> Made:
-    """ViT-L/16's widths on images of 224 x 224 pixels; the layers are a Python loop."""
-    width, heads, patches, classes = 1024, 16, 196, 1024
+def vit(remat: str, rows: int = 512, layers: int = 4, *, side: int = 14, kernel: bool = False) -> Made:
+    """ViT-L/16's widths on images of `16 * side` pixels a side; the layers are a Python loop."""
+    width, heads, patches, classes = 1024, 16, side * side, 1024
     layer = {"qkv": (width, 3, heads, width // heads), "out": (heads, width // heads, width)}
     layer |= {"up": (width, 4 * width), "down": (4 * width, width), "norm1": (width,), "norm2": (width,)}
     params = {"patch": (16 * 16 * 3, width), "places": (patches, width), "layers": [layer] * layers}
     params = _arrays(params | {"norm": (width,), "head": (width, classes)})
-    block = _recomputed(functools.partial(_attention_block, causal=False), remat)
+    block = _recomputed(functools.partial(_attention_block, causal=False, kernel=kernel), remat)
 
     def loss(params: Any, images: Any, labels: Any) -> Any:
-        x = images.reshape(rows, 14, 16, 14, 16, 3).transpose(0, 1, 3, 2, 4, 5).reshape(rows, patches, -1)
+        x = images.reshape(rows, side, 16, side, 16, 3).transpose(0, 1, 3, 2, 4, 5).reshape(rows, patches, -1)
         x = x.astype(COMPUTE) @ params["patch"].astype(COMPUTE) + params["places"].astype(COMPUTE)
         for w in params["layers"]:
             x = block(x, w)
         pooled = _layer_norm(x, params["norm"]).mean(1)
         return _cross_entropy(pooled @ params["head"].astype(COMPUTE), labels)
 
-    images = jax.ShapeDtypeStruct((rows, 224, 224, 3), jnp.float32)
+    images = jax.ShapeDtypeStruct((rows, 16 * side, 16 * side, 3), jnp.float32)
     return _step(loss, params, (images, jax.ShapeDtypeStruct((rows,), jnp.int32)))
 
 
-def moe(remat: str, rows: int = 64, seq: int = 1024, layers: int = 2) -> Made:
+def moe(remat: str, rows: int = 64, seq: int = 1024, layers: int = 2, *, kernel: bool = False) -> Made:
     """A mixture of 16 experts with one-hot dispatch in groups of `seq` tokens; the layers are a scan."""
     width, ffn, experts, heads, vocab, capacity = 1024, 4096, 16, 16, 32000, seq // 8
     layer = {
@@ -104,7 +113,7 @@ def moe(remat: str, rows: int = 64, seq: int = 1024, layers: int = 2) -> Made:
 
     def block(x: Any, w: Any) -> tuple[Any, None]:
         w = jax.tree.map(lambda a: a.astype(COMPUTE), w)
-        x = x + _attention(_layer_norm(x, w["norm1"]), w, causal=True)
+        x = x + _attention(_layer_norm(x, w["norm1"]), w, True, kernel)
         y = _layer_norm(x, w["norm2"])
         gates = jax.nn.softmax((y @ w["router"]).astype(jnp.float32))
         chosen = jax.nn.one_hot(gates.argmax(-1), experts)
@@ -192,7 +201,10 @@ def _rotated(x: Any) -> Any:
     return jnp.concatenate(turned, -1).astype(COMPUTE)
 
 
-def _attention(y: Any, w: Any, causal: bool) -> Any:
+def _attention(y: Any, w: Any, causal: bool, kernel: bool) -> Any:
+    if kernel:
+        q, k, v = jnp.einsum("bse,enhd->nbshd", y, w["qkv"])
+        return jnp.einsum("bqhd,hde->bqe", attention(q, k, v, causal=causal, impl="splash"), w["out"])
     q, k, v = jnp.einsum("bse,enhd->nbhsd", y, w["qkv"])
     scores = jnp.einsum("bhqd,bhkd->bhqk", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
     if causal:
@@ -200,9 +212,9 @@ def _attention(y: Any, w: Any, causal: bool) -> Any:
     return jnp.einsum("bhqk,bhkd,hde->bqe", jax.nn.softmax(scores).astype(COMPUTE), v, w["out"])
 
 
-def _attention_block(x: Any, w: Any, causal: bool) -> Any:
+def _attention_block(x: Any, w: Any, causal: bool, kernel: bool) -> Any:
     w = jax.tree.map(lambda a: a.astype(COMPUTE), w)
-    x = x + _attention(_layer_norm(x, w["norm1"]), w, causal)
+    x = x + _attention(_layer_norm(x, w["norm1"]), w, causal, kernel)
     return x + jax.nn.gelu(_layer_norm(x, w["norm2"]) @ w["up"]) @ w["down"]
 
 

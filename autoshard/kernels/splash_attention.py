@@ -71,25 +71,27 @@ def splash_attention(
 
 
 def splash_forward(
-    softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, *, interpret: bool = False, plain: bool = False
-) -> tuple[jax.Array, jax.Array]:
+    softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, *, segments: tuple[jax.Array, jax.Array] | None = None,
+    interpret: bool = False, plain: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Return attention's result, and the log-sum-exp of each row, `[batch, kv_heads, group, queries]`.
 
-    The arguments are those of `splash_attention`.
+    The arguments are those of `splash_attention`. The log-sum-exp of a row without a visible key is `UNSEEN`.
     """
     call, arrays, positions = _prepared(softmax, q, k, v, None, interpret, plain)
-    out, (*_, log_sum) = _attention_forward(call, *arrays, positions, None)
+    out, (*_, log_sum) = _attention_forward(call, *arrays, (*positions, *(segments or ())), None)
     return jnp.einsum("bkgsd->bskgd", out), log_sum
 
 
 def splash_backward(
     softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, log_sum: jax.Array, d_out: jax.Array,
-    *, interpret: bool = False, plain: bool = False,
+    *, segments: tuple[jax.Array, jax.Array] | None = None, interpret: bool = False, plain: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the gradients of `q`, `k` and `v` from the results of `splash_forward` and the cotangent of the first."""
     call, arrays, positions = _prepared(softmax, q, k, v, None, interpret, plain)
     rows = [jnp.einsum("bskgd->bkgsd", x.astype(q.dtype)) for x in (out, d_out)]
-    d_q, d_k, d_v, *_ = _attention_backward(call, (*arrays, positions, None, rows[0], log_sum), rows[1])
+    extras = (*positions, *(segments or ()))
+    d_q, d_k, d_v, *_ = _attention_backward(call, (*arrays, extras, None, rows[0], log_sum), rows[1])
     d_q = (jnp.einsum("bkgsd->bskgd", d_q).astype(jnp.float32) * softmax.scale).astype(q.dtype)
     return d_q, jnp.einsum("bktd->btkd", d_k), jnp.einsum("bktd->btkd", d_v)
 

@@ -76,7 +76,7 @@ class OnDevice:
     def forward(self, softmax: Softmax, rows: Rows, keys: Keys, positions: jax.Array | None) -> Partial:
         """See `sequence.ring.Kernel`."""
         call, pairs = self._of(softmax, rows, keys, positions)
-        out, log_sum = forward_on_device(call, rows.q, keys.k, keys.v, pairs, None, unseen_log_sum=UNSEEN)
+        out, log_sum = forward_on_device(call, rows.q, keys.k, keys.v, pairs, None)
         return Partial(out.astype(jnp.float32), log_sum)
 
     def backward(self, softmax: Softmax, rows: Rows, keys: Keys, positions: jax.Array | None) -> tuple[Any, ...]:
@@ -90,9 +90,11 @@ class OnDevice:
         return call, Pairs(positions if call.has_positions else None, None, rows.segments, keys.segments)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="unseen_log_sum")
-def forward_on_device(call: SplashCall, q, k, v, pairs: Pairs, sinks, *, unseen_log_sum: float = 0.0):
+@functools.partial(jax.jit, static_argnums=0)
+def forward_on_device(call: SplashCall, q, k, v, pairs: Pairs, sinks):
     """Return attention's result, and the log-sum-exp of each row, `[batch, kv_heads, group, queries]`.
+
+    The log-sum-exp of a row without a visible key is `UNSEEN`.
 
     Args:
         call: the static part.
@@ -101,7 +103,6 @@ def forward_on_device(call: SplashCall, q, k, v, pairs: Pairs, sinks, *, unseen_
         v: values.
         pairs: positions of the queries, which count from the first key; and segments.
         sinks: for each head the score of a key without a value, or None.
-        unseen_log_sum: what the kernel returns as the log-sum-exp of a row without a visible key.
     """
 
     def plain(q, k, v, pairs, sinks):
@@ -122,10 +123,10 @@ def forward_on_device(call: SplashCall, q, k, v, pairs: Pairs, sinks, *, unseen_
 
         costs = {"_fwd_": stated(forward_cost(q, k, v, call=call))}
         out, log_sum = with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
-        # The kernel takes the mean of all values in a row without a visible key. With a log-sum-exp of 0, the weights
-        # of such a row are exp(MASKED) = 0 in the backward pass.
+        # The kernel takes the mean of all values in a row without a visible key. The score of each of its keys is
+        # MASKED, so the weights are exp(MASKED - UNSEEN) = 0 in the backward pass.
         unseen = ~(log_sum > splash.MASKED / 2)  # also NaN
-        return jnp.where(unseen[..., None], 0, out), jnp.where(unseen, unseen_log_sum, log_sum)
+        return jnp.where(unseen[..., None], 0, out), jnp.where(unseen, UNSEEN, log_sum)
 
     return _by_platform(call, kernel, plain, q, k, v, pairs, sinks)
 

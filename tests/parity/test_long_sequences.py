@@ -23,7 +23,11 @@ CASES = {  # visibility, length, key-value heads, query heads of each, segments
     "two-sided window": (Visibility(window=20), 64, 8, 1, True),
     "causal, long": (Visibility(causal=True), 4096, 4, 2, True),
 }
-FAST = {("ring:2 ulysses:4", "causal, segments"), ("dp:2 ulysses:2 tp:2", "causal, one key-value head")}
+FAST = {
+    ("ring:2 ulysses:4", "causal, segments"),
+    ("dp:2 ulysses:2 tp:2", "causal, one key-value head"),
+    ("dp:2 isp:4", "causal, segments"),
+}
 WORDS = [
     "gather:8",
     "gather:2 ulysses:4",
@@ -32,6 +36,9 @@ WORDS = [
     "ring:2 ulysses:4",
     "dp:2 ring:2 ulysses:2",
     "dp:2 ulysses:2 tp:2",
+    "dp:2 isp:4",
+    "ring:2 isp:4",
+    "fsdp:2 isp:2 tp:2",
 ]
 
 
@@ -73,8 +80,10 @@ def test_values_and_gradients_equal_one_device(words, case):
     found, expected = run(params, batch), jax.jit(step)(params, batch)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert float(jnp.max(jnp.abs(a - b))) < 1e-5 * float(jnp.max(jnp.abs(b)))
-    heads = math.prod(int(word.split(":")[1]) for word in words.split() if word.startswith(("ulysses", "tp")))
-    if "gather" not in words and CASES[case][2] % heads == 0:  # with fewer key-value heads, Ulysses gathers some keys
+    heads = math.prod(int(word.split(":")[1]) for word in words.split() if word.startswith(("ulysses", "isp", "tp")))
+    if (
+        not {"gather", "isp"} & {*re.findall(r"[a-z]+", words)} and CASES[case][2] % heads == 0
+    ):  # else keys are gathered
         compiled = run.lower(params, batch).compile().as_text()
         length = CASES[case][1]
         gathers = re.findall(r"(?:f32|bf16)\[([\d,]+)\]\S* all-gather\(", compiled)
@@ -125,6 +134,9 @@ def no_attention(params, x):
     [
         (plain_step, "ulysses:8", 64, "has 4 heads; 8 devices do not divide them. Use 'ring:2 ulysses:4' instead"),
         (plain_step, "ulysses:4 tp:2", 64, "sharded 2 ways by other mesh axes; 4 devices do not divide them"),
+        (plain_step, "isp:8", 64, "isp:8: attention at"),
+        (plain_step, "isp:8", 64, "has 4 heads; 8 devices do not divide them. Use 'ring:2 isp:4' instead"),
+        (no_attention, "isp:8", 64, "'isp:8' says how attention runs, but no attention was recognised"),
         (plain_step, "ring:8", 60, "has a sequence of 60, which 8 devices do not divide. Pad it"),
         (no_attention, "ring:8", 64, "'ring:8' says how attention runs, but no attention was recognised"),
         (plain_step, "ring:4 gather:2", 64, "'ring' and 'gather' both say how keys reach all queries"),

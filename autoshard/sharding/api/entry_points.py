@@ -185,11 +185,11 @@ def plan(
             product with them in this way. By default, the table is empty, which leaves everything to the compiler, or
             it is that of a given `Plan`. Reports then have a line for each module, and a note for each entry that
             changes nothing.
-        kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow and puts the
-            kernel of the target's platform in its place, where a proof on small arrays shows that both compute the
-            same. The bits of the results change. `Plan.kernels` lists what was replaced, and what was left and why.
-            "require" makes it an error if something is left, or if there is no attention. By default "off", or the
-            word of a given `Plan`.
+        kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow, and on TPUs
+            grouped products (`jax.lax.ragged_dot`), and puts the kernel of the target's platform in their place, where
+            a proof on small arrays shows that both compute the same. The bits of the results change. `Plan.kernels`
+            lists what was replaced, and what was left and why. "require" makes it an error if something is left, or if
+            there is nothing to replace. By default "off", or the word of a given `Plan`.
         microbatches: the number of parts of the batch. The step runs on one after the other, and what it sums over the
             batch, such as gradients, is accumulated, floats of 16 bits or fewer in float32. So activations take less
             memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the

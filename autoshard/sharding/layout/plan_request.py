@@ -11,6 +11,7 @@ Words of a strategy, such as `fsdp:8 tp:4 seq`:
     cp:N      sequence over N devices. For attention, one of the next three is chosen
     gather:N  cp: each device gathers keys and values; under a causal mask devices exchange queries, to balance the work
     ulysses:N cp: inside attention, heads over N devices instead; the exchange is an all-to-all
+    isp:N     ulysses, and parameters and optimizer state over the same N devices (intra-layer sequence parallelism)
     ring:N    cp: keys and values travel around a ring of N devices, beside the compute of attention
     ep:N      experts over N devices, and the batch where there are no experts
     state     parameters and optimizer state over all devices
@@ -42,13 +43,15 @@ from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 
 # Outermost first: tp communicates most, so its devices are nearest. A ring is outside of Ulysses, so that a sequence is
 # sharded over the ring first and each of its shards is whole after the all-to-all.
-KINDS = ("pp", "dp", "zero1", "fsdp", "cp", "gather", "ring", "ulysses", "ep", "tp")
-CONTEXT = ("cp", "gather", "ring", "ulysses")  # kinds that shard sequences
+ISP = "isp"
+KINDS = ("pp", "dp", "zero1", "fsdp", "cp", "gather", "ring", "ulysses", ISP, "ep", "tp")
+CONTEXT = ("cp", "gather", "ring", "ulysses", ISP)  # kinds that shard sequences
+STORING = ("fsdp", ISP)  # kinds that shard parameters and optimizer state
 FLAGS = ("seq", "state")
 SHARDS = {
     "pp": "the layers",
     **dict.fromkeys(("dp", "zero1", "fsdp"), "the batch"),
-    **dict.fromkeys(("cp", "gather", "ring", "ulysses"), "sequences"),
+    **dict.fromkeys(CONTEXT, "sequences"),
     "ep": "experts",
     "tp": "heads, hidden units and vocabularies",
 }
@@ -166,7 +169,12 @@ def moves_keys(words: str) -> bool:
     >>> moves_keys("fsdp:8 ring:4"), moves_keys("cp:4")
     (True, False)
     """
-    return is_request(words) and any(kind in (GATHER, RING, ULYSSES) for kind in parse_request(words).kinds.values())
+    return is_request(words) and any(way_of(kind) is not None for kind in parse_request(words).kinds.values())
+
+
+def way_of(kind: str) -> str | None:
+    """How attention runs over a sequence that this kind of parallelism shards; None if the kind does not say it."""
+    return ULYSSES if kind == ISP else kind if kind in (GATHER, RING, ULYSSES) else None
 
 
 def may_be_mesh_axis(axis: str, mesh: Mapping[str, int] | None, words: str | None = None) -> bool:
@@ -217,7 +225,7 @@ def storage_for(kinds: Mapping[str, str], everything: bool, separate_layers: boo
     """
     if everything:
         return {role: tuple(kinds) for role in STATE}
-    storing = ("pp", "fsdp") if separate_layers else ("fsdp",)
+    storing = ("pp", *STORING) if separate_layers else STORING
     full = tuple(a for a, kind in kinds.items() if kind in storing)
     moments = tuple(a for a, kind in kinds.items() if kind in (*storing, "zero1"))
     stored: dict[Role, tuple[str, ...]] = {"parameter": full, "optimizer": moments}
@@ -238,7 +246,7 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
         kind = requested.kinds[axis]
         classes = classes_for(kind, roles, requested.flags)
         usable = usable_devices(axes, classes, size)
-        if kind == ULYSSES:
+        if way_of(kind) == ULYSSES:
             usable += usable_heads(axes, size, requested.taking_heads)
         parts = (
             [size]
@@ -248,7 +256,7 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes
-    sequence = {a: kind for a, kind in kinds.items() if kind in (GATHER, ULYSSES, RING)}
+    sequence = {a: way for a, kind in kinds.items() if (way := way_of(kind)) is not None}
     stored = storage_for(kinds, "state" in requested.flags, roles.separate_layers)
     layout = Layout(axes, roles, mesh, table, stored, sequence=sequence)
     for change in requested.changes:

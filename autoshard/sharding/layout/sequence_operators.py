@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from autoshard import _compat
 from autoshard._units import line_text
@@ -42,20 +44,24 @@ def _heads(op: Op, forms: SequenceForms) -> list[tuple[str, int]]:
     return [(name, op.rule.by_name[name].size or 1) for name in forms.heads if name in op.rule.by_name]
 
 
-def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrategy]) -> list[str]:
+def sequence_problems(
+    layout: Layout, strategy_of: Callable[[Op], OperatorStrategy], kinds: Mapping[str, str] | None = None
+) -> list[str]:
     """The reasons why a layout cannot run attention as its words say, each with an alternative; empty if it can.
 
     Args:
         layout: the layout.
         strategy_of: returns the strategy of an operator under the layout.
+        kinds: mesh axis -> its word in the plan, if that is not how attention runs (`isp`).
     """
+    named = {way: (kinds or {}).get(re.sub(r"_\d+$", "", axis), way) for axis, way in layout.sequence.items()}
     sizes: dict[str, int] = {}  # word -> devices; its mesh axis may have been split
     for axis, way in layout.sequence.items():
         sizes[way] = sizes.get(way, 1) * layout.mesh[axis]
     sizes = {way: n for way, n in sizes.items() if n > 1 and way != GATHER}
     operators = list(sequence_operators(layout.axes)) if sizes else []
     if sizes and not operators:
-        words = " ".join(f"{way}:{n}" for way, n in sizes.items())
+        words = " ".join(f"{named[way]}:{n}" for way, n in sizes.items())
         return [
             f"'{words}' says how attention runs, but no attention was recognised in the program. Use 'cp', which "
             "gathers what is needed"
@@ -64,9 +70,10 @@ def sequence_problems(layout: Layout, strategy_of: Callable[[Op], OperatorStrate
     for op, forms in operators:
         chosen = strategy_of(op)
         for way, size in sizes.items():
-            if problem := (_ring_problem if way == RING else _heads_problem)(layout, op, forms, chosen, size):
+            check = _ring_problem if way == RING else partial(_heads_problem, named[way])
+            if problem := check(layout, op, forms, chosen, size):
                 source = line_text(_compat.source_line(op.eqn))
-                problems.setdefault((way, problem), f"{way}:{size}: attention at {source} {problem}")
+                problems.setdefault((way, problem), f"{named[way]}:{size}: attention at {source} {problem}")
     return list(problems.values())
 
 
@@ -84,7 +91,7 @@ def _ring_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: Operator
     return f"has a sequence of {length}{blocks}, which {size} devices do not divide. Pad it, or use fewer devices"
 
 
-def _heads_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: OperatorStrategy, size: int) -> str:
+def _heads_problem(word: str, layout: Layout, op: Op, forms: SequenceForms, chosen: OperatorStrategy, size: int) -> str:
     axes = {a for a, way in layout.sequence.items() if way == ULYSSES and layout.mesh[a] > 1}
     if all(chosen.factors.get(a) in forms.heads for a in axes):
         return ""
@@ -92,7 +99,7 @@ def _heads_problem(layout: Layout, op: Op, forms: SequenceForms, chosen: Operato
     taken = math.prod(layout.mesh[a] for a, f in chosen.factors.items() if f in heads and a not in axes)
     left = max(math.prod(heads.values()) // taken, 1)
     fitting = max(d for d in range(1, size) if size % d == 0 and left % d == 0)
-    would = f"ring:{size // fitting} ulysses:{fitting}" if fitting > 1 else f"ring:{size}"
+    would = f"ring:{size // fitting} {word}:{fitting}" if fitting > 1 else f"ring:{size}"
     shared = f", sharded {taken} ways by other mesh axes" if taken > 1 else ""
     kinds = " x ".join(str(n) for n in heads.values() if n > 1)
     return f"has {kinds or 1} heads{shared}; {size} devices do not divide them. Use '{would}' instead"

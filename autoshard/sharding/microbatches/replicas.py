@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 from autoshard.errors import PlanError, PlanRequestError
-from autoshard.sharding.layout.plan_request import parse_request
+from autoshard.sharding.layout.plan_request import CONTEXT, parse_request
 from autoshard.sharding.program.tracing import Traced
 
 # With groups, XLA:TPU all-reduces gradients that it would else reduce-scatter to shards of the state. A step of a Llama
 # of 16 layers under `dp:4 fsdp:4`, compiled for v5e:4x4, then takes 760 ms in place of 736.
 _SHARDS_STATE = ("zero1", "fsdp")
-_WHOLE_ROWS = ("cp", "gather", "ring", "ulysses")  # their operators take no further dimension
+_WHOLE_ROWS = CONTEXT  # their operators take no further dimension
 
 
 def requested_replicas(plan: Any) -> int:

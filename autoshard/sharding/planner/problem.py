@@ -260,8 +260,9 @@ class PlanningProblem:
     def _check_sequence(self, strategy: str, layout: Layout) -> None:
         """Raises a `PlanError` if attention cannot run as the words of a plan say."""
         strategy_of = partial(strategy_in_layout, layout, prices=self.machine.target.link_prices)
-        if problems := sequence_problems(layout, strategy_of):
-            left = [r for r in self.traced.kernels if not r.replaced]
+        kinds = plan_request.parse_request(strategy).kinds if plan_request.is_request(strategy) else None
+        if problems := sequence_problems(layout, strategy_of, kinds):
+            left = [r for r in self.traced.kernels if not r.replaced and r.operator == "attention"]
             more = [f"Not recognised: attention at {r.line}: {r.reason}" for r in left]
             raise PlanError(f"auto_shard({self.traced.name}): plan '{strategy}': {'. '.join([*problems, *more])}")
 

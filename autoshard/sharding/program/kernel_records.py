@@ -19,11 +19,12 @@ class KernelRecord:
     """One operator that was found in the user's code.
 
     Attributes:
-        kernel: the kernel that computes it now, or that would: `splash`, `cudnn`, `blockwise`.
+        kernel: the kernel that computes it now, or that would: `splash`, `cudnn`, `blockwise`, `megablox`.
         line: the user's line, `file.py:12 (function)`.
         replaced: whether the kernel takes its place.
         reason: what was proven if it was replaced; else why it was left.
         count: how many places of the program come from this line, such as unrolled layers.
+        operator: what was found: `attention` or `grouped product`.
     """
 
     kernel: str
@@ -31,11 +32,12 @@ class KernelRecord:
     replaced: bool
     reason: str
     count: int = 1
+    operator: str = "attention"
 
     def __str__(self) -> str:
         times = f" ({self.count} times)" if self.count > 1 else ""
         what = f"{self.kernel} takes its place" if self.replaced else "left as it is"
-        return f"attention at {self.line}{times}: {what}: {self.reason}"
+        return f"{self.operator} at {self.line}{times}: {what}: {self.reason}"
 
 
 def read_word(value: Any) -> KernelWord:

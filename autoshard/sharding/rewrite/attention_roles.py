@@ -22,9 +22,10 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.sharding.rewrite.attention_forward import Candidate, dimension_numbers
+from autoshard.sharding.rewrite.masks.array_masks import Row
+from autoshard.sharding.rewrite.masks.static_masks import used_dims
 from autoshard.sharding.rewrite.shrinking import Axes, SmallShapes
 from autoshard.sharding.rewrite.slices import Refused
-from autoshard.sharding.rewrite.static_masks import used_dims
 from autoshard.sharding.rewrite.values import Value
 
 
@@ -99,30 +100,47 @@ class Roles:
         return Fold(tuple(tuple(places[dim] for dim in role) for role in roles))
 
 
-def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value]) -> Roles:
+def sides_of(found: Candidate, shapes: SmallShapes) -> tuple[frozenset[Axes], frozenset[Axes], Axes]:
+    """Return the axes that queries and keys share, the other ones of the queries, and the axis of the keys."""
+    contracted, batch, free = dimension_numbers(found.scores, found.query_side)
+    keys = shapes.axes[found.k][dimension_numbers(found.scores, 1 - found.query_side)[2][0]]
+    of_query = shapes.axes[found.q]
+    return frozenset(of_query[d] for d in batch), frozenset(of_query[d] for d in free), keys
+
+
+def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value], rows: Sequence[Row]) -> Roles:
     """Find which dimensions of a recognised attention are batch, heads, queries, keys and so on.
 
     Args:
         found: the attention.
         shapes: the axes of its values.
         masks: the static arrays that are not one number.
+        rows: the other arrays of which its mask is made.
 
     Raises:
-        Refused: a mask depends on a dimension other than the queries and the keys.
+        Refused: a mask depends on a dimension other than the queries and the keys, or an array also on the heads.
     """
     axes = shapes.axes
     contracted, batch, free = dimension_numbers(found.scores, found.query_side)
     keys = axes[found.k][dimension_numbers(found.scores, 1 - found.query_side)[2][0]]
     features = [axes[found.v][d] for d in dimension_numbers(found.product, 1 - found.weight_side)[2]]
     of_batch, of_free = [axes[found.q][d] for d in batch], [axes[found.q][d] for d in free]
+    of_rows = {each for row in rows for each in row.axes}
     masked = {axes[mask][d] for mask in masks for d in used_dims(mask)} - {keys, ()}
     if len(masked) > 1 or not masked <= {*of_free}:
         raise Refused("a constant array of the scores differs between rows of the batch or heads")
+    masked |= of_rows & {*of_free}
+    if len(masked) > 1:
+        raise Refused("its mask depends on more dimensions than one of the queries")
+    shared = [dim for dim in of_batch if dim not in of_rows]
+    if len(of_batch) > 1 and not shared:
+        raise Refused("its mask differs between heads")
+    heads = shared[-1:] if len(of_batch) > 1 else []
     sizes = {axes[found.q][d]: found.q.shape[d] for d in free}
     queries = next(iter(masked)) if masked else max(of_free, key=lambda dim: sizes[dim])
     return Roles(
-        batch=tuple(of_batch[:-1] if len(of_batch) > 1 else of_batch),
-        heads=tuple(of_batch[-1:] if len(of_batch) > 1 else []),
+        batch=tuple(dim for dim in of_batch if dim not in heads),
+        heads=tuple(heads),
         queries=(queries,),
         group=tuple(dim for dim in of_free if dim != queries),
         keys=(keys,),

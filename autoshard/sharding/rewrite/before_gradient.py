@@ -7,7 +7,8 @@ covers its result and the gradients of q, k and v, as in a step that is already 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord, 
 from autoshard.sharding.rewrite.attention_forward import Candidate, Unread, candidates
 from autoshard.sharding.rewrite.attention_proof import Attention
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits, evaluated, rewritten
+from autoshard.sharding.rewrite.experts.grouped_edits import edit_grouped_products
+from autoshard.sharding.rewrite.kernel_edits import segments_edit
 from autoshard.sharding.rewrite.kernel_rewriting import (
     attention_of,
     check_kernel,
@@ -83,7 +86,8 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
     kernel = kernel_of(planned_platform())
     closed = rewritten(_compat.dce(closed))
     graph = graph_of(closed)
-    edits, records = FrameEdits(), []
+    edits = FrameEdits()
+    records = edit_grouped_products(edits, graph, differentiable=True)
     for found in candidates(graph):
         if isinstance(found, Unread):
             records.append(left(kernel, found, found.error))
@@ -112,50 +116,59 @@ def _replace(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel) ->
         raise Refused("no equation computes its result")
     proven = one
     for frame, position, variables in places:
-        proven = _differentiated(frame, position, variables)
+        proven = _differentiated(frame, position, variables, one.segments.bases if one.segments else ())
         if proven.proof.softmax != one.proof.softmax:
             raise Refused("its gradients are not those of attention")
+    one = replace(one, proof=proven.proof)  # how rows without a visible key are computed shows in their gradients only
     for frame, position, variables in places:
         eqn = frame.jaxpr.eqns[position]
-        edit = Edit(tuple(variables), (eqn.outvars[0],), functools.partial(_attention, kernel, one), eqn)
+        keys: tuple[Any, ...] = ()
+        if one.segments is not None:
+            (at, made), outside = segments_edit(one.segments, frame, position)
+            edits.at(outside.path).before.setdefault(at, []).append(made)
+            keys = made.writes
+        edit = Edit((*variables, *keys), (eqn.outvars[0],), functools.partial(_attention, kernel, one), eqn)
         here = edits.at(frame.path)
         here.before.setdefault(position, []).append(edit)
         here.skipped.add(position)
     return proven
 
 
-def _attention(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any) -> list[Any]:
+def _attention(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any, *segments: Any) -> list[Any]:
     folded = [one.folds[name].fold(x) for name, x in zip("qkv", (q, k, v), strict=True)]
-    out = differentiable_pass(kernel, one.proof.softmax, *folded)
+    out = differentiable_pass(one.passes(kernel), *folded, *segments)
     return [one.folds["out"].unfold(out, one.out.shape).astype(one.out.aval.dtype)]
 
 
-def _differentiated(frame: Frame, position: int, variables: list[Any]) -> Attention:
-    """Differentiate a region alone, and prove its gradients too."""
+def _differentiated(frame: Frame, position: int, variables: list[Any], bases: Sequence[Value]) -> Attention:
+    """Differentiate a region alone, and prove its gradients too. `bases` are the arrays that its mask is made of."""
     jaxpr = frame.jaxpr
+    of_bases = {var: value for var, value in frame.values.items() if value in bases}
+    given = {*variables, *of_bases}
     needed, used = {jaxpr.eqns[position].outvars[0]}, []
     for eqn in reversed(jaxpr.eqns[: position + 1]):
-        if needed & {*eqn.outvars} - {*variables}:
+        if needed & {*eqn.outvars} - given:
             used.append(eqn)
-            needed |= {atom for atom in eqn.invars if not isinstance(atom, _compat.Literal)} - {*variables}
+            needed |= {atom for atom in eqn.invars if not isinstance(atom, _compat.Literal)} - given
     made = {var for eqn in used for var in eqn.outvars}
-    outside = {v: frame.values[v] for v in needed - made - {*variables}}
-    if not all(value.is_static for value in outside.values()):
-        raise Refused("its scores depend on an array from outside")
+    outside = {v: frame.values[v] for v in needed - made - given}
 
-    def region(*operands: Any) -> Any:
-        env = dict(zip(variables, operands, strict=True)) | {var: _rebuilt(value, {}) for var, value in outside.items()}
+    def region(rows: Sequence[Any], *operands: Any) -> Any:
+        known = dict(zip(bases, rows, strict=True))
+        env = {var: known[value] for var, value in of_bases.items()} | dict(zip(variables, operands, strict=True))
+        env |= {var: _rebuilt(value, known) for var, value in outside.items()}
         for eqn in reversed(used):
             args = [atom.val if isinstance(atom, _compat.Literal) else env[atom] for atom in eqn.invars]
             env |= zip(eqn.outvars, _compat.bind(eqn, eqn.params, *args), strict=True)
         return env[jaxpr.eqns[position].outvars[0]]
 
-    def both(d_out: Any, *operands: Any) -> Any:
-        out, pullback = jax.vjp(region, *operands)
+    def both(d_out: Any, rows: Sequence[Any], *operands: Any) -> Any:
+        out, pullback = jax.vjp(functools.partial(region, rows), *operands)
         return out, pullback(d_out)
 
-    shapes = [_compat.shape_dtype_of(var) for var in (jaxpr.eqns[position].outvars[0], *variables)]
-    graph = graph_of(rewritten(jax.make_jaxpr(both)(*shapes)))
+    d_out, *shapes = [_compat.shape_dtype_of(var) for var in (jaxpr.eqns[position].outvars[0], *variables)]
+    of_rows = [jax.ShapeDtypeStruct(base.shape, base.aval.dtype) for base in bases]
+    graph = graph_of(rewritten(jax.make_jaxpr(both)(d_out, of_rows, *shapes)))
     proven = [attention_of(found, {}) for found in candidates(graph) if isinstance(found, Candidate)]
     if len(proven) != 1 or proven[0].gradients is None or len(proven[0].gradients.present) != 3:
         raise Refused("its gradients are not those of attention")
@@ -163,10 +176,16 @@ def _differentiated(frame: Frame, position: int, variables: list[Any]) -> Attent
 
 
 def _rebuilt(value: Value, known: dict[Value, Any]) -> Any:
-    """Compute a static value again, such as a mask from outside of a loop."""
+    """Compute a value again from static ones and known ones, such as a mask from outside of a loop.
+
+    Raises:
+        Refused: it depends on another array.
+    """
     if value not in known:
         if value.op in ("const", "literal"):
             known[value] = value.data
+        elif value.eqn is None or value.op in ("carry", "opaque"):
+            raise Refused("its scores depend on an array from outside")
         else:
             operands = [_rebuilt(v, known) for v in value.operands]
             known[value] = _compat.bind(value.eqn, value.eqn.params, *operands)[value.index]

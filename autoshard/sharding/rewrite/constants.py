@@ -38,3 +38,12 @@ MOST_CHANGES_TO_QUOTIENT = 3
 
 # Values that the search for random ones looks at. Beyond it, only the reason is less exact.
 MOST_VALUES_FOR_RANDOM = 200
+
+# Operators between a mask and the arrays of padding or segments that it is made of.
+MOST_STEPS_TO_ROWS = 40
+
+# Conditions of one attention. Each can mean visible or hidden, and all combinations are tried.
+MOST_CONDITIONS = 4
+
+# Draws of small arrays for a mask until some rows see a key, and some see none where that is possible.
+MOST_DRAWS = 200

@@ -3,14 +3,16 @@
 An edit computes variables of a frame in another way: it reads variables of the frame and writes others, before the
 equation at its position, and the equations that it replaces are skipped. A key stands for a value that has no variable
 in the original program. A frame returns the keys that it exports, and takes the keys that it imports. If the body of a
-forward scan exports a key, the scan stacks it; the body of the backward scan imports it slice by slice.
+forward scan exports a key, the scan stacks it; the body of the backward scan imports it slice by slice. An edit also
+reads variables and keys of the frames around its own; in a loop, these are the same in all iterations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax import lax
@@ -26,7 +28,7 @@ class Edit:
     """One change of one frame.
 
     Attributes:
-        reads: the variables and keys that it takes.
+        reads: the variables and keys that it takes, of its frame or of those around it.
         writes: the variables and keys that it makes.
         compute: the function from the one to the other.
         eqn: the equation whose source line and names it gets.
@@ -70,7 +72,7 @@ _NO_EDITS = FrameEdits()
 
 def evaluated(closed: Any, edits: FrameEdits = _NO_EDITS) -> Callable[..., list[Any]]:
     """Return a closed jaxpr with edits as a function from its flat inputs to its flat results."""
-    return lambda *args: _evaluate(closed, edits, args)
+    return lambda *args: _evaluate(closed, edits, args, {})
 
 
 def rewritten(closed: Any, edits: FrameEdits = _NO_EDITS) -> Any:
@@ -79,11 +81,12 @@ def rewritten(closed: Any, edits: FrameEdits = _NO_EDITS) -> Any:
     return _compat.dce(jax.make_jaxpr(evaluated(closed, edits))(*shapes))
 
 
-def _evaluate(closed: Any, edits: FrameEdits, args: Sequence[Any]) -> list[Any]:
+def _evaluate(closed: Any, edits: FrameEdits, args: Sequence[Any], around: Mapping[Any, Any]) -> list[Any]:
     """Evaluate one frame. The imported keys follow its inputs, and the exported ones its results."""
     jaxpr = _compat.open_jaxpr(closed)
     env: dict[Any, Any] = dict(zip(jaxpr.constvars, _compat.constants(closed), strict=True))
     env |= zip((*jaxpr.invars, *edits.imports), args, strict=True)
+    scope = ChainMap(env, cast("dict[Any, Any]", around))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, _compat.Literal) else env[atom]
@@ -91,24 +94,24 @@ def _evaluate(closed: Any, edits: FrameEdits, args: Sequence[Any]) -> list[Any]:
     for position, eqn in enumerate(jaxpr.eqns):
         for edit in edits.before.get(position, ()):
             with _compat.source_of(edit.eqn):
-                env |= zip(edit.writes, edit.compute(*map(env.__getitem__, edit.reads)), strict=True)
+                env.update(zip(edit.writes, edit.compute(*map(scope.__getitem__, edit.reads)), strict=True))
         if position in edits.skipped:
             continue
         with _compat.source_of(eqn):
             inner = edits.children.get(position, _NO_EDITS)
             operands = [read(atom) for atom in eqn.invars] + [env[key] for key in inner.imports]
-            results = _equation(eqn, inner, operands)
-        env |= zip((*eqn.outvars, *inner.exports), results, strict=True)
+            results = _equation(eqn, inner, operands, scope)
+        env.update(zip((*eqn.outvars, *inner.exports), results, strict=True))
     return [read(atom) for atom in jaxpr.outvars] + [env[key] for key in edits.exports]
 
 
-def _equation(eqn: Any, edits: FrameEdits, operands: list[Any]) -> list[Any]:
+def _equation(eqn: Any, edits: FrameEdits, operands: list[Any], around: Mapping[Any, Any]) -> list[Any]:
     if (called := call_of(eqn)) is not None:
-        return _evaluate(called, edits, operands)
+        return _evaluate(called, edits, operands, around)
     if eqn.primitive.name == "scan":
-        return bind_scan(eqn, lambda *args: _evaluate(eqn.params["jaxpr"], edits, args), operands)
+        return bind_scan(eqn, lambda *args: _evaluate(eqn.params["jaxpr"], edits, args, around), operands)
     if eqn.primitive.name == "remat2":
-        return bind_checkpoint(eqn, lambda *args: _evaluate(eqn.params["jaxpr"], edits, args), operands)
+        return bind_checkpoint(eqn, lambda *args: _evaluate(eqn.params["jaxpr"], edits, args, around), operands)
     return _compat.bind(eqn, eqn.params, *operands)
 
 

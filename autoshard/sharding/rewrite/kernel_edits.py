@@ -6,6 +6,8 @@
 If both are in one frame (unrolled layers), the backward operator takes the variables of the forward one. In a frame
 under `remat2` the forward operator runs again, like everything else there. Otherwise the forward scan stacks `out` and
 `log_sum`, and the backward scan takes them slice by slice. The operators that computed the weights are then dead code.
+
+The segments of a mask are computed once, in the outermost frame that has the arrays that they are made of.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 from autoshard.kernels.two_passes import Kernel, forward_pass, gradients_pass
 from autoshard.sharding.rewrite.attention_proof import Attention
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits
+from autoshard.sharding.rewrite.masks.array_masks import Row
+from autoshard.sharding.rewrite.masks.segment_ids import SegmentMask
 from autoshard.sharding.rewrite.slices import Refused
 from autoshard.sharding.rewrite.values import Frame, Graph, Value
 
@@ -27,7 +31,7 @@ def edit_attention(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kern
     Raises:
         Refused: the operands are not available where the operators are inserted.
     """
-    plan = _Placement(graph, one, kernel, number)
+    plan = _Placement(edits, graph, one, kernel, number)
     plan.place()
     for path, position, edit in plan.edits:
         edits.at(path).before.setdefault(position, []).append(edit)
@@ -42,10 +46,11 @@ def edit_attention(edits: FrameEdits, graph: Graph, one: Attention, kernel: Kern
 class _Placement:
     """Where the operators of one attention are inserted."""
 
-    def __init__(self, graph: Graph, one: Attention, kernel: Kernel, number: int):
-        self.graph, self.one = graph, one
+    def __init__(self, edits: FrameEdits, graph: Graph, one: Attention, kernel: Kernel, number: int):
+        self.known, self.graph, self.one = edits, graph, one
         self.kernel: Kernel = kernel
         self.keys = ("out", number), ("log_sum", number)
+        self.carried: tuple[Any, ...] | None = None  # the keys of segments that the backward scan takes slice by slice
         self.edits: list[tuple[tuple[int, ...], int, Edit]] = []
         self.skipped: list[tuple[tuple[int, ...], int]] = []
         self.exports: list[tuple[tuple[int, ...], list[Any]]] = []
@@ -72,7 +77,7 @@ class _Placement:
         if recomputed and frame not in frames:
             self.forward(frame, first, writes_out=False)
         elif not recomputed:
-            self.carry_over(frames, frame)
+            self.carry_over(frames, frame, first)
         self.backward(frame, first, positions)
 
     def backward_place(self) -> tuple[Frame, int, list[int]]:
@@ -103,7 +108,8 @@ class _Placement:
         compute = partial(_forward, self.kernel, self.one)
         eqn = frame.jaxpr.eqns[position] if writes_out else out.eqn
         writes = (*([frame.jaxpr.eqns[position].outvars[0]] if writes_out else [("unused", self.keys)]), *self.keys)
-        self.edits.append((frame.path, position, Edit(tuple(reads), writes, compute, eqn)))
+        segments = self.segments(frame, position)
+        self.edits.append((frame.path, position, Edit((*reads, *segments), writes, compute, eqn)))
         if writes_out:
             self.skipped.append((frame.path, position))
 
@@ -113,30 +119,95 @@ class _Placement:
         reads = self.variables(frame, (found.q, found.k, found.v, gradients.d_out), first)
         writes = tuple(frame.jaxpr.eqns[position].outvars[0] for position in positions)
         compute = partial(_backward, self.kernel, self.one)
-        edit = Edit((*reads, *self.keys), writes, compute, frame.jaxpr.eqns[first])
+        segments = self.segments(frame, first) if self.carried is None else self.carried
+        edit = Edit((*reads, *self.keys, *segments), writes, compute, frame.jaxpr.eqns[first])
         self.edits.append((frame.path, first, edit))
         self.skipped += [(frame.path, position) for position in positions]
 
-    def carry_over(self, forward: dict[Frame, int], backward: Frame) -> None:
-        """Make the forward scan stack `out` and `log_sum`, and the backward scan take them."""
+    def segments(self, frame: Frame, position: int) -> tuple[Any, ...]:
+        """Return the keys of the segments of queries and keys, for a use before an equation; none without segments."""
+        if self.one.segments is None:
+            return ()
+        made, found = segments_edit(self.one.segments, frame, position)
+        earlier = [(found.path, at, edit) for at, edits in self.known.at(found.path).before.items() for edit in edits]
+        if not any(
+            (path, edit.writes) == (found.path, made[1].writes) and at <= made[0]
+            for path, at, edit in (*earlier, *self.edits)
+        ):
+            self.edits.append((found.path, *made))
+        return made[1].writes
+
+    def carry_over(self, forward: dict[Frame, int], backward: Frame, first: int) -> None:
+        """Make the forward scan stack `out` and `log_sum`, and the backward scan take them.
+
+        The same for the segments of a mask, if only the forward scan has the arrays that they are made of.
+        """
         sources = [f for f in forward if f.kind == "scan" and f.parent is backward.parent]
         if backward.kind != "scan" or len(sources) != 1 or sources[0].path > backward.path:
             raise Refused("its forward and backward pass are not in a pair of scans")
-        self.exports.append((sources[0].path, [*self.keys]))
-        self.imports.append((backward.path, [*self.keys]))
+        keys: list[Any] = [*self.keys]
+        if self.one.segments is not None:
+            try:
+                segments_edit(self.one.segments, backward, first)
+            except Refused:
+                (_, edit), made_in = segments_edit(self.one.segments, sources[0], forward[sources[0]])
+                if made_in is not sources[0]:
+                    raise
+                self.carried = edit.writes
+                keys += edit.writes
+        self.exports.append((sources[0].path, keys))
+        self.imports.append((backward.path, keys))
 
 
-def _forward(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+def segments_edit(mask: SegmentMask, frame: Frame, position: int) -> tuple[tuple[int, Edit], Frame]:
+    """Return the edit that computes the segments of a mask, with its position, and the frame in which it has to be.
+
+    Args:
+        mask: the mask.
+        frame: the frame that uses them.
+        position: the position of the equation before which it uses them.
+
+    Raises:
+        Refused: the arrays of the mask are not available there.
+    """
+    chain = [(frame, position)]
+    while (parent := chain[0][0].parent) is not None:
+        chain.insert(0, (parent, chain[0][0].path[-1]))
+    known: dict[Value, Any] = {}
+    for each, at in chain:
+        for base in mask.bases:
+            if base not in known and (place := each.places.get(base)) is not None and place[0] < at:
+                known[base] = place[1]
+        if len(known) == len(mask.bases):
+            reads = tuple(known[base] for base in mask.bases)
+            # Equal masks have equal keys, so layers share their segments.
+            writes = tuple(("segments", side, each.path, _name(mask)) for side in ("queries", "keys"))
+            return (at, Edit(reads, writes, mask.segments, each.jaxpr.eqns[at])), each
+    missing = next(base for base in mask.bases if base not in known)
+    raise Refused(f"its mask's {missing.aval.dtype}{list(missing.shape)} is not available where the kernel has to run")
+
+
+def _name(mask: SegmentMask) -> Any:
+    """Return what masks with equal segments share."""
+    axes = {each: n for n, each in enumerate((*mask.batch, mask.queries, mask.keys))}
+
+    def name(row: Row) -> Any:
+        return row.base.number, tuple(axes.get(each, -1) for each in row.base_index)
+
+    return mask.shape, tuple((term.kind, term.is_positive, *map(name, term.rows)) for term in mask.terms)
+
+
+def _forward(kernel: Kernel, one: Attention, q: Any, k: Any, v: Any, *segments: Any) -> tuple[Any, ...]:
     """Return the result in the program's order of dimensions, and the two arrays that the backward operator takes."""
     folded = [one.folds[name].fold(x) for name, x in zip("qkv", (q, k, v), strict=True)]
-    out, log_sum = forward_pass(kernel, one.proof.softmax, *folded)
+    out, log_sum = forward_pass(one.passes(kernel), *folded, *segments)
     return one.folds["out"].unfold(out, one.out.shape).astype(one.out.aval.dtype), out, log_sum
 
 
 def _backward(kernel: Kernel, one: Attention, *arrays: Any) -> list[Any]:
     q, k, v, d_out = (one.folds[n].fold(x) for n, x in zip(("q", "k", "v", "d_out"), arrays[:4], strict=True))
-    out, log_sum = arrays[4:]
-    made = gradients_pass(kernel, one.proof.softmax, q, k, v, out, log_sum, d_out)
+    out, log_sum, *segments = arrays[4:]
+    made = gradients_pass(one.passes(kernel), q, k, v, out, log_sum, d_out, *segments)
     assert one.gradients is not None
     wanted = zip(("d_q", "d_k", "d_v"), (one.gradients.d_q, one.gradients.d_k, one.gradients.d_v), made, strict=True)
     return [

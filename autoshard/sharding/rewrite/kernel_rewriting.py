@@ -1,4 +1,4 @@
-"""Replaces attention in a traced program by kernels: `kernels=`."""
+"""Replaces attention and grouped products in a traced program by kernels: `kernels=`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.attention_forward import Candidate, Unread, candidates
 from autoshard.sharding.rewrite.attention_gradient import gradients_of
-from autoshard.sharding.rewrite.attention_proof import Attention, Proof, Region, prove
+from autoshard.sharding.rewrite.attention_proof import Attention, Proof, prove
+from autoshard.sharding.rewrite.attention_region import Region, regions_of
 from autoshard.sharding.rewrite.constants import MOST_CHANGES_TO_QUOTIENT
 from autoshard.sharding.rewrite.evaluation import FrameEdits, rewritten
+from autoshard.sharding.rewrite.experts.grouped_edits import edit_grouped_products
 from autoshard.sharding.rewrite.kernel_edits import edit_attention
 from autoshard.sharding.rewrite.pairs import check_program
 from autoshard.sharding.rewrite.slices import Refused, cut_out, reason_of, used_elsewhere
@@ -26,7 +28,7 @@ from autoshard.sharding.rewrite.values import Value, graph_of
 
 
 def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
-    """Return a traced step with its attention replaced by kernels.
+    """Return a traced step with its attention and its grouped products replaced by kernels.
 
     Args:
         traced: the step.
@@ -50,7 +52,7 @@ def with_kernels(traced: Traced, word: KernelWord, machine: Planned) -> Traced:
 
 
 def check_required(name: str, records: Sequence[KernelRecord]) -> None:
-    """Check that there is attention, and that all of it was replaced.
+    """Check that there is something to replace, and that all of it was replaced.
 
     Raises:
         PlanError: there is none, or some of it was left.
@@ -58,21 +60,24 @@ def check_required(name: str, records: Sequence[KernelRecord]) -> None:
     if not records:
         raise PlanError(
             f"auto_shard({name}): kernels='require', but no attention was found in the program: two products around a "
-            "softmax. Leave kernels out, or use kernels='auto'"
+            "softmax; nor a grouped product for which the target has a kernel. Leave kernels out, or use kernels='auto'"
         )
     if left := [record for record in records if not record.replaced]:
-        texts = "; ".join(f"at {record.line}: {record.reason}" for record in left)
-        raise PlanError(
-            f"auto_shard({name}): kernels='require', but attention cannot be replaced {texts}. Change the code, or use "
-            "kernels='auto'"
-        )
+        texts = "; ".join(f"{record.operator} cannot be replaced at {record.line}: {record.reason}" for record in left)
+        raise PlanError(f"auto_shard({name}): kernels='require', but {texts}. Change the code, or use kernels='auto'")
 
 
 def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
-    """Return a closed jaxpr with its attention replaced by a kernel, and the records of what was found."""
+    """Return a closed jaxpr with attention and grouped products replaced, and the records of what was found.
+
+    Args:
+        closed: the program.
+        kernel: the kernel of attention. That of grouped products is the one of the planned platform.
+    """
     closed = rewritten(_compat.dce(closed))
     graph = graph_of(closed)
-    edits, records = FrameEdits(), []
+    edits = FrameEdits()
+    records = edit_grouped_products(edits, graph)
     proofs: dict[Any, Proof | Refused] = {}
     done: set[Value] = set()
     for number, found in enumerate(candidates(graph)):
@@ -115,6 +120,8 @@ def mask_text(one: Attention) -> str:
     """Describe the mask of an attention."""
     seen = one.proof.softmax.visibility
     words = [*(["causal"] if seen.causal else []), *([f"window {seen.window}"] if seen.window is not None else [])]
+    kinds = {term.kind for term in one.segments.terms} if one.segments else set()
+    words += [*(["segments"] if "equal" in kinds else []), *(["padding"] if kinds - {"equal"} else [])]
     return " with ".join(words) or "no mask"
 
 
@@ -149,20 +156,25 @@ def attention_of(found: Candidate, proofs: dict[Any, Proof | Refused]) -> Attent
 def _attention(found: Candidate, out: Value, proofs: dict[Any, Proof | Refused]) -> Attention:
     forward = cut_out([out], (found.q, found.k, found.v))
     gradients = gradients_of(found, out)
-    region = Region(found, out, forward, gradients)
-    ends = (out, *(gradients.present if gradients else ()))
-    if (other := used_elsewhere(region.inner, (found.q, found.k, found.v), ends)) is not None:
-        raise Refused(f"the program also uses its {other.aval.dtype}{list(other.shape)} elsewhere, such as the weights")
-    key = _structure(region)
-    if key not in proofs:
-        try:
-            proofs[key] = prove(region)
-        except Refused as refused:
-            proofs[key] = refused
-    proof = proofs[key]
-    if isinstance(proof, Refused):
-        raise proof
-    return Attention(found, out, forward, gradients, region.folds, proof)
+    reason: Refused | None = None
+    for region in regions_of(found, out, forward, gradients):
+        ends = (out, *(gradients.present if gradients else ()))
+        if (other := used_elsewhere(region.inner, (found.q, found.k, found.v), ends)) is not None:
+            raise Refused(
+                f"the program also uses its {other.aval.dtype}{list(other.shape)} elsewhere, such as the weights"
+            )
+        key = _structure(region)
+        if key not in proofs:
+            try:
+                proofs[key] = prove(region)
+            except Refused as refused:
+                proofs[key] = refused
+        proof = proofs[key]
+        if not isinstance(proof, Refused):
+            return Attention(found, out, forward, gradients, region.folds, region.segments, proof)
+        reason = reason or proof
+    assert reason is not None
+    raise reason
 
 
 def _structure(region: Region) -> Any:
@@ -175,12 +187,24 @@ def _structure(region: Region) -> Any:
         numbers.setdefault(value, len(numbers))
         one = region.static[value]
         rows.append((value.shape, str(one), value.aval.dtype))
-    for value in region.inner:
+    for top in region.small_tops(region.small_rows(None)):
+        numbers.setdefault(top, len(numbers))
+    for value in region.evaluated:
         operands = tuple(numbers.get(v, -1) for v in value.operands)
         numbers.setdefault(value, len(numbers))
         rows.append((value.op, str(value.eqn.params), operands, numbers[value], value.shape))
     folds = tuple((name, fold, numbers[region.arrays[name]]) for name, fold in region.folds.items())
-    return tuple(rows), folds
+    segments = region.segments
+    axes = (
+        {}
+        if segments is None
+        else {each: n for n, each in enumerate((*segments.batch, segments.queries, segments.keys))}
+    )
+    terms = tuple(
+        (term.kind, term.is_positive, *((numbers[row.top], *(axes.get(a, -1) for a in row.index)) for row in term.rows))
+        for term in (segments.terms if segments else ())
+    )
+    return tuple(rows), folds, terms, segments is not None and segments.is_reflexive
 
 
 def _results(found: Candidate) -> list[Value]:
@@ -207,5 +231,5 @@ def check_kernel(one: Attention, kernel: Kernel) -> None:
         jax.ShapeDtypeStruct(one.folds[name].sizes(value.shape), value.aval.dtype)
         for name, value in (("q", one.found.q), ("k", one.found.k), ("v", one.found.v))
     ]
-    if reasons := kernel_refusals(kernel, one.proof.softmax, *operands):
+    if reasons := kernel_refusals(kernel, one.proof.softmax, *operands, has_segments=one.segments is not None):
         raise Refused(f"the kernel {kernel!r} cannot run: {'; '.join(reasons)}")

@@ -8,11 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.sharding.rewrite.slices import SIZE_FREE
+from autoshard.sharding.rewrite.slices import COMPARISONS, SIZE_FREE
 
 _BINARY = {
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum,
-    "and": np.logical_and, "or": np.logical_or, "eq": np.equal, "ge": np.greater_equal,
+    "and": np.logical_and, "or": np.logical_or, "eq": np.equal, "ge": np.greater_equal, "ne": np.not_equal,
+    "gt": np.greater, "le": np.less_equal, "lt": np.less, "min": np.minimum,
 }  # fmt: skip
 _UNARY = {
     "abs": np.abs, "sign": np.sign, "exp": np.exp,
@@ -34,7 +35,7 @@ def evaluate_operator(op: str, params: Mapping[str, Any], *operands: np.ndarray)
     """Return the result of an operator.
 
     Args:
-        op: the name of its primitive, one of `SIZE_FREE`.
+        op: the name of its primitive, one of `SIZE_FREE` and `COMPARISONS`.
         params: its parameters.
         *operands: its operands; floats are float64.
     """
@@ -88,4 +89,6 @@ _OTHERS: dict[str, Callable[..., np.ndarray]] = {
     "expand_dims": lambda params, x: np.expand_dims(x, tuple(params["dimensions"])),
 }
 
-assert {*_BINARY, *_UNARY, *_REDUCTIONS, *_OTHERS} == SIZE_FREE, "the table and `slices` name other operators"
+assert {*_BINARY, *_UNARY, *_REDUCTIONS, *_OTHERS} == SIZE_FREE | COMPARISONS, (
+    "the table and `slices` name other operators"
+)

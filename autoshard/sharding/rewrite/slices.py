@@ -4,7 +4,8 @@
 
 Only operators that do the same at every size may be in a slice: products, reductions, elementwise arithmetic, changes
 of shape. So two slices that agree on small arrays agree on large ones. A value that depends only on positions (a mask
-from `iota`) is static. It is a leaf here, and is compared at full size (`static_masks`).
+from `iota`) is static. It is a leaf here, and is compared at full size (`masks.static_masks`). Other booleans by which
+scores or weights are chosen are leaves too, the conditions (`masks.array_masks`).
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ STRUCTURAL = frozenset(
     "reduce_or".split()
 )
 SIZE_FREE = ELEMENTWISE | STRUCTURAL
+COMPARISONS = frozenset("ne gt le lt min".split())  # besides SIZE_FREE, what a condition may be made of
 _RANDOM = ("random_bits", "random_wrap", "random_unwrap", "threefry2x32", "rng_bit_generator", "random_seed")
-_DROPOUT = "it has dropout: the weights are multiplied by random values, which no kernel draws in the same way"
+DROPOUT = "it has dropout: the weights are multiplied by random values, which no kernel draws in the same way"
 
 
 class Refused(Exception):
@@ -55,12 +57,14 @@ class Slice:
         results: the values that it computes.
         inner: the values in between, the results included, in order.
         static: the static arrays that it takes.
+        conditions: the arrays of booleans that it takes.
     """
 
     cut: tuple[Value, ...]
     results: tuple[Value, ...]
     inner: list[Value] = field(default_factory=list)
     static: list[Value] = field(default_factory=list)
+    conditions: list[Value] = field(default_factory=list)
 
 
 def cut_out(results: Iterable[Value], cut: Iterable[Value]) -> Slice:
@@ -79,6 +83,9 @@ def cut_out(results: Iterable[Value], cut: Iterable[Value]) -> Slice:
         if value.is_static and not _is_only_shaped(value):
             made.static.append(value)
             continue
+        if not value.is_static and value.aval.dtype == bool and value.op != "not" and not _chooses_largest(value):
+            made.conditions.append(value)
+            continue
         if value.op not in SIZE_FREE:
             raise Refused(foreign_text(value))
         check_smooth(value)
@@ -86,6 +93,7 @@ def cut_out(results: Iterable[Value], cut: Iterable[Value]) -> Slice:
         todo += value.operands
     made.inner.sort(key=lambda v: v.number)
     made.static.sort(key=lambda v: v.number)
+    made.conditions.sort(key=lambda v: v.number)
     return made
 
 
@@ -108,11 +116,6 @@ def check_smooth(value: Value) -> None:
     elif value.op in ("abs", "sign", "ge"):  # logsumexp has them
         if not _is_positive(value.operands[0]) or any(v.op != "literal" or v.data != 0 for v in value.operands[1:]):
             raise Refused(f"the scores or weights are compared with a threshold ({value.op})")
-    elif value.op == "select_n" and not value.operands[0].is_static:
-        if not _chooses_largest(value.operands[0]):
-            if _is_random(value.operands[0]):
-                raise Refused(_DROPOUT)
-            raise Refused("the scores or weights are chosen by a condition that is an array or a threshold")
 
 
 def _is_positive(value: Value) -> bool:
@@ -157,10 +160,13 @@ def _is_only_shaped(value: Value) -> bool:
 def foreign_text(value: Value) -> str:
     """Say what prevents a slice: a value that it would have to take besides its cut."""
     shape = f"{value.aval.dtype}{list(value.shape)}"
-    if _is_random(value):
-        return _DROPOUT
+    if is_random(value):
+        return DROPOUT
     if value.op in ("input", "carry", "slice", "stack", "const"):
-        return f"the scores or weights also depend on {shape} from outside, such as a bias or a mask that is an array"
+        return (
+            f"the scores or weights also depend on {shape} from outside, such as a bias. A mask must be booleans: "
+            "compare its numbers, as in mask > 0"
+        )
     line = _compat.source_line(value.eqn) if value.eqn is not None else ""
     name = value.eqn.primitive.name if value.eqn is not None else value.op
     if name == "sharding_constraint":
@@ -168,7 +174,8 @@ def foreign_text(value: Value) -> str:
     return f"the scores or weights also depend on the {name} of {shape}{' at ' + line if line else ''}"
 
 
-def _is_random(value: Value) -> bool:
+def is_random(value: Value) -> bool:
+    """Return whether a value depends on random numbers, as far as a bounded search finds."""
     seen: set[Value] = set()
     todo = [value]
     while todo:

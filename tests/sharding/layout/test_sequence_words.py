@@ -103,3 +103,19 @@ def test_cp_stands_for_all_ways_that_divide():
         "fsdp:2 ring:4 ulysses:2 tp:2 seq",
     ]
     assert list(sequence_variants(axes, parse_request("fsdp:8"))) == []
+
+
+def test_isp_is_ulysses_with_parameters_and_state_over_the_same_devices():
+    isp, ulysses = planned("dp:2 isp:4"), planned("dp:2 ulysses:4")
+    assert isp.sequence == {"isp": "ulysses"}
+    assert strategy(isp).factors == {"dp": "b", "isp": "h"}
+    assert strategy(ulysses).factors == {"dp": "b", "ulysses": "h"}
+    layouts = [bound_or_error(plan.bound).layout for plan in (isp, ulysses)]
+    assert [*layouts[0].table.values()] == [*layouts[1].table.values()]
+    assert [layout.storage for layout in layouts] == [{"parameter": ("isp",), "optimizer": ("isp",)}, {}]
+    sent = {(kind, axes) for kind, axes, *_ in isp.traffic}
+    assert {("all-to-all", "isp"), ("all-gather", "isp")} <= sent
+
+
+def test_isp_gives_the_words_of_its_request_again():
+    assert str(parse_request("ISP:4 dp:2")) == "dp:2 isp:4"

@@ -1,0 +1,50 @@
+"""Edits that replace grouped products by the kernel of the target. Only TPUs have one."""
+
+from __future__ import annotations
+
+import functools
+
+from autoshard import _compat
+from autoshard.kernels.constants import SCOPED_VMEM_BYTES, VECTOR_MEMORY_PART
+from autoshard.kernels.grouped.call import GroupedCall
+from autoshard.kernels.planned_platform import planned_platform, planned_vector_memory
+from autoshard.sharding.program.kernel_records import KernelRecord
+from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits
+from autoshard.sharding.rewrite.experts.grouped_products import RAGGED_DOT, grouped_product_of
+from autoshard.sharding.rewrite.slices import Refused, reason_of
+from autoshard.sharding.rewrite.values import Graph
+
+
+def edit_grouped_products(edits: FrameEdits, graph: Graph, *, differentiable: bool = False) -> list[KernelRecord]:
+    """Add the edits of all grouped products of a program; return what was found.
+
+    Args:
+        edits: the edits, which are extended.
+        graph: the program.
+        differentiable: whether the program is differentiated later.
+    """
+    if planned_platform() != "tpu":
+        return []
+    memory = max(planned_vector_memory() // VECTOR_MEMORY_PART, SCOPED_VMEM_BYTES)
+    call, records = GroupedCall("megablox", memory), []
+    for frame in graph.root.walk():
+        for position, eqn in enumerate(frame.jaxpr.eqns):
+            if eqn.primitive.name != RAGGED_DOT:
+                continue
+            try:
+                found = grouped_product_of(eqn)
+                if frame.is_in_call:
+                    raise Refused("it is in a function with a derivative or shardings of its own")
+                if differentiable and found.kind != "rows":
+                    raise Refused("it sums over the rows of each group, for which the kernel has no derivative")
+                compute = functools.partial(found.differentiable if differentiable else found.compute, call)
+                here = edits.at(frame.path)
+                here.before.setdefault(position, []).append(Edit(tuple(eqn.invars), tuple(eqn.outvars), compute, eqn))
+                here.skipped.add(position)
+                is_replaced, reason = True, f"{found.groups} matrices, proven on small arrays"
+            except Exception as error:
+                # Programs differ from what was foreseen, so any error is possible. The program stays, the record tells.
+                is_replaced, reason = False, reason_of(error)
+            line = _compat.program_line(eqn)
+            records.append(KernelRecord("megablox", line, is_replaced, reason, operator="grouped product"))
+    return records
