@@ -7,7 +7,7 @@ reused across layouts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
@@ -30,12 +30,14 @@ class SpecQueries:
             kernel reads and writes.
     """
 
-    def __init__(self, axes: LogicalAxes, roles: Roles, classes: Sequence[OperatorClass]):
+    def __init__(
+        self, axes: LogicalAxes, roles: Roles, classes: Sequence[OperatorClass], distinct: Collection[int] = ()
+    ):
         self.queries: list[tuple[_SpecOf, int]] = []
         self.of_class: list[tuple[int, ...]] = []
         needed = [_needed_specs(each, axes, roles) for each in classes]
         values = dict.fromkeys(v for some in needed for _, v in some if v >= 0)
-        found = value_classes(axes, roles, values, distinct=roles.inputs)
+        found = value_classes(axes, roles, values, distinct)
         class_of = dict(zip(values, found.numbers.tolist(), strict=True)) | {-1: -1}
         numbers: dict[tuple[_SpecOf, int], int] = {}
         for some in needed:

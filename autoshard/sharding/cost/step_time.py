@@ -27,6 +27,7 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ class CostModel:
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
-        self.queries = SpecQueries(axes, roles, self.classes)
+        self.queries = SpecQueries(axes, roles, self.classes, distinct)
         self._memo: dict[Any, Price] = {}
         self._by_distinct: dict[frozenset[int], CostModel] = {}
         self._original: CostModel | None = None  # the model that was resized to this one
@@ -384,11 +385,12 @@ class CostModel:
                 after_update[move.value] = gather
             else:
                 before_loops.append(replace(gather, place=Place(np.array([self.stretches.first_loop]), True)))
-        if not after_update:
-            return before_loops
-        of_class = [after_update.get(v) for v in updated.examples]
+        ops: dict[int, list[int]] = defaultdict(list)  # class -> the operators that update its inputs
+        for n, (_, result) in zip(updated.numbers.tolist(), self.state, strict=True):
+            ops[n].append(self.stretches.of_result.get(result, 0))
         return before_loops + [
-            replace(gather, place=Place(np.array([self.stretches.of_result.get(result, 0)]), False))
-            for n, (_, result) in zip(updated.numbers.tolist(), self.state, strict=True)
-            if (gather := of_class[n]) is not None
-        ]
+            replace(gather, count=float(len(ops[n])), time_us=gather.time_us * len(ops[n]),
+                    exposed_us=gather.time_us * len(ops[n]), place=Place(np.array(ops[n]), False))
+            for n, v in enumerate(updated.examples)
+            if (gather := after_update.get(v)) is not None
+        ]  # fmt: skip
