@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_classes
@@ -60,6 +64,29 @@ def _spec_of_literal(layout: Layout, literal: int) -> Spec:
     return ()
 
 
+@shown
+@dataclass(frozen=True)
+class CanonicalSpecs:
+    """Specs in which numbers stand for mesh axes.
+
+    Attributes:
+        names: number -> the mesh axes that it stands for.
+        sizes: number -> their size.
+        sequence: number -> how attention runs over them (`Layout.sequence`).
+        specs: the specs.
+    """
+
+    names: Names
+    sizes: Sizes
+    sequence: Mapping[str, str]
+    specs: tuple[Spec, ...]
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for specs with the same prices."""
+        return self.specs, tuple(self.sizes.items()), tuple(self.sequence.items())
+
+
 class CanonicalLayout:
     """The answers of one layout to the queries."""
 
@@ -68,21 +95,25 @@ class CanonicalLayout:
         numbers: dict[Spec, int] = {}
         self.spec_of = [numbers.setdefault(spec_of(layout, v), len(numbers)) for spec_of, v in queries.queries]
         self.specs = list(numbers)
-        self._known: dict[frozenset[int], tuple[Names, Sizes, Mapping[int, Spec]]] = {}
+        self._known: dict[tuple[int, ...], CanonicalSpecs] = {}
+        self._of_distinct: dict[frozenset[int], tuple[Names, Sizes, Mapping[str, str], Mapping[int, Spec]]] = {}
 
-    def __call__(self, queries: Sequence[int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
-        """Return the specs that answer the queries, in canonical form.
+    def __call__(self, queries: Sequence[int]) -> CanonicalSpecs:
+        """Return the specs that answer the queries, in canonical form."""
+        specs = tuple([self.spec_of[n] for n in queries])
+        found = self._known.get(specs)
+        if found is None:
+            names, sizes, sequence, renamed = self._renamed(frozenset(specs))
+            found = CanonicalSpecs(names, sizes, sequence, tuple([renamed[n] for n in specs]))
+            self._known[specs] = found
+        return found
 
-        Returns:
-            number -> the mesh axes that it stands for; number -> size; the specs.
-        """
-        specs = [self.spec_of[n] for n in queries]
-        distinct = frozenset(specs)
-        if distinct not in self._known:
+    def _renamed(self, distinct: frozenset[int]) -> tuple[Names, Sizes, Mapping[str, str], Mapping[int, Spec]]:
+        if distinct not in self._of_distinct:
             names, sizes, renamed = canonical([self.specs[n] for n in distinct], self.mesh, self.sequence)
-            self._known[distinct] = names, sizes, dict(zip(distinct, renamed, strict=True))
-        names, sizes, renamed = self._known[distinct]
-        return names, sizes, tuple([renamed[n] for n in specs])
+            ways = {n: self.sequence[axes[0]] for n, axes in names.items() if axes[0] in self.sequence}
+            self._of_distinct[distinct] = names, sizes, ways, dict(zip(distinct, renamed, strict=True))
+        return self._of_distinct[distinct]
 
 
 def canonical(

@@ -175,9 +175,9 @@ class CostModel:
                     buffers["reduced", number, move.array] = reduced
                 if len(new):
                     for ops, place in self._places(each.op, move, new):
-                        runs, size = float(self.stretches.trips[ops].sum()), move.local_bytes
+                        runs = each.runs if ops is each.members else float(self.stretches.trips[ops].sum())
                         ring = Ring(move.hops, price.beside_us) if move.hops else None
-                        some = assignment, move.kind, axes, size, runs, each.line, place, ring, ops, move.array
+                        some = assignment, move.kind, axes, move.local_bytes, runs, each.line, place, ring, ops, move.array
                         collectives.append(collective(*some))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
@@ -245,30 +245,23 @@ class CostModel:
 
     def _price(self, number: int, op_class: OperatorClass, canonical: CanonicalLayout) -> tuple[Price, Names]:
         """Return the cost of one run of a class's operator, and the mesh axes that its moves name by number."""
-        names, mesh, specs = canonical(self.queries.of_class[number])
-        ways = canonical.sequence
-        sequence = {n: ways[axes[0]] for n, axes in names.items() if axes[0] in ways} if ways else {}
-        key = (number, specs, tuple(mesh.items()), tuple(sequence.items()))
-        found = self._memo.get(key)
-        if found is None:
-            operands = len(op_class.op.operands)
-            results = operands + len(op_class.op.results)
-            found = self._price_new(
-                op_class, mesh, specs[:operands], specs[operands:results], specs[results:], sequence
-            )
-            self._memo[key] = found
-        return found, names
+        found = canonical(self.queries.of_class[number])
+        key = number, found.key
+        price = self._memo.get(key)
+        if price is None:
+            price = self._memo[key] = self._price_new(op_class, found.sizes, found.specs, found.sequence)
+        return price, found.names
 
     def _price_new(
         self,
         op_class: OperatorClass,
         mesh: Mapping[str, int],
-        specs: Sequence[Spec],
-        result_specs: Sequence[Spec],
-        memory: Sequence[Spec],
+        every: Sequence[Spec],
         sequence: Mapping[str, str],
     ) -> Price:
         op, kernel, chip = op_class.op, op_class.kernel, self.target.chip
+        operands, arrays = len(op.operands), len(op.operands) + len(op.results)
+        specs, result_specs, memory = every[:operands], every[operands:arrays], every[arrays:]
         if not is_decision_point(op):
             return Price(self._memory_us(kernel, mesh, memory, {}), self._plain_moves(op, mesh, specs, result_specs))
         strategy = strategy_for_specs(

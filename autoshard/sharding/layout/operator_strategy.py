@@ -170,27 +170,30 @@ def choose_strategy(
 
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
+    moves: list[Move] | None = None  # those of the last choice
     for axis, n in sorted(mesh.items(), key=lambda item: item[0] in forced):
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
         dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         touched = any(axis in p for a in (operands, results) for p in a.factors_of_axes)
         allowed = [f for f in forced.get(axis, ()) if touched and rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         choices = allowed or ([*dividing, None] if options else [None])
-        best = (math.inf, choices[0])
+        best, moves = (math.inf, choices[0]), None
         for factor in choices if len(choices) > 1 else ():
-            cost = sum(map(price, _moves(rule, operands, results, mesh, {**chosen, axis: factor})))
+            needed = _moves(rule, operands, results, mesh, {**chosen, axis: factor})
+            cost = sum(map(price, needed))
             if factor is None:
                 cost += (
                     flops * (n - 1) / n / math.prod(shards.values() or [1]) / prices.flops_per_byte if options else 0.0
                 )
             if cost < best[0] * (1 - STRATEGY_TIE):
-                best = (cost, factor)
+                best, moves = (cost, factor), needed
         chosen[axis] = best[1]
         if best[1] is not None:
             shards[best[1]] = shards.get(best[1], 1) * n
     for axis in _non_contiguous(rule, chosen, shards):
-        chosen[axis] = None
-    return OperatorStrategy(chosen, tuple(_moves(rule, operands, results, mesh, chosen)))
+        chosen[axis], moves = None, None
+    moves = _moves(rule, operands, results, mesh, chosen) if moves is None else moves
+    return OperatorStrategy(chosen, tuple(moves))
 
 
 def _non_contiguous(rule: Rule, chosen: Mapping[str, str | None], shards: Mapping[str, int]) -> list[str]:
