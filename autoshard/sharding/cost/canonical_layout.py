@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
@@ -65,8 +63,7 @@ def _spec_of_literal(layout: Layout, literal: int) -> Spec:
 
 
 @shown
-@dataclass(frozen=True)
-class CanonicalSpecs:
+class CanonicalSpecs(NamedTuple):
     """Specs in which numbers stand for mesh axes.
 
     Attributes:
@@ -74,17 +71,14 @@ class CanonicalSpecs:
         sizes: number -> their size.
         sequence: number -> how attention runs over them (`Layout.sequence`).
         specs: the specs.
+        key: equal for specs with the same prices.
     """
 
     names: Names
     sizes: Sizes
     sequence: Mapping[str, str]
     specs: tuple[Spec, ...]
-
-    @cached_property
-    def key(self) -> tuple[Any, ...]:
-        """Equal for specs with the same prices."""
-        return self.specs, tuple(self.sizes.items()), tuple(self.sequence.items())
+    key: tuple[Any, ...]
 
 
 class CanonicalLayout:
@@ -96,24 +90,26 @@ class CanonicalLayout:
         self.spec_of = [numbers.setdefault(spec_of(layout, v), len(numbers)) for spec_of, v in queries.queries]
         self.specs = list(numbers)
         self._known: dict[tuple[int, ...], CanonicalSpecs] = {}
-        self._of_distinct: dict[frozenset[int], tuple[Names, Sizes, Mapping[str, str], Mapping[int, Spec]]] = {}
+        self._of_distinct: dict[frozenset[int], tuple[Names, Sizes, Mapping[str, str], Any, Mapping[int, Spec]]] = {}
 
     def __call__(self, queries: Sequence[int]) -> CanonicalSpecs:
         """Return the specs that answer the queries, in canonical form."""
         specs = tuple([self.spec_of[n] for n in queries])
         found = self._known.get(specs)
         if found is None:
-            names, sizes, sequence, renamed = self._renamed(frozenset(specs))
-            found = CanonicalSpecs(names, sizes, sequence, tuple([renamed[n] for n in specs]))
-            self._known[specs] = found
+            names, sizes, sequence, mesh, renamed = self._renamed(frozenset(specs))
+            form = tuple([renamed[n] for n in specs])
+            found = self._known[specs] = CanonicalSpecs(names, sizes, sequence, form, (form, mesh))
         return found
 
-    def _renamed(self, distinct: frozenset[int]) -> tuple[Names, Sizes, Mapping[str, str], Mapping[int, Spec]]:
-        if distinct not in self._of_distinct:
+    def _renamed(self, distinct: frozenset[int]) -> tuple[Names, Sizes, Mapping[str, str], Any, Mapping[int, Spec]]:
+        found = self._of_distinct.get(distinct)
+        if found is None:
             names, sizes, renamed = canonical([self.specs[n] for n in distinct], self.mesh, self.sequence)
             ways = {n: self.sequence[axes[0]] for n, axes in names.items() if axes[0] in self.sequence}
-            self._of_distinct[distinct] = names, sizes, ways, dict(zip(distinct, renamed, strict=True))
-        return self._of_distinct[distinct]
+            mesh = tuple(sizes.items()), tuple(ways.items())
+            found = self._of_distinct[distinct] = names, sizes, ways, mesh, dict(zip(distinct, renamed, strict=True))
+        return found
 
 
 def canonical(

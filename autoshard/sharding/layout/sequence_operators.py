@@ -15,7 +15,6 @@ from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForms, rule_of_form, sequence_forms_of
 from autoshard.spmdrules.ir.program import Op, Program
 
-
 _known: WeakKeyDictionary[Program, tuple[tuple[Op, SequenceForms], ...]] = WeakKeyDictionary()
 
 
