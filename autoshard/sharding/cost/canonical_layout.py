@@ -6,8 +6,9 @@ reused across layouts.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autoshard._shown import shown
@@ -20,6 +21,7 @@ from autoshard.spmdrules.core.placement import Spec
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
 Sizes = Mapping[str, int]
+Renamed = tuple[Names, Mapping[str, str], tuple[Spec, ...]]  # see `canonical`
 _SpecOf = Callable[[Layout, int], Spec]
 
 
@@ -28,6 +30,9 @@ class SpecQueries:
 
     Attributes:
         queries: pairs (function, value). `function(layout, value)` is a spec.
+        numbers: the specs that layouts gave so far, numbered.
+        specs: the same as a list.
+        renamed: the mesh axes and the ways of attention of a layout -> numbers of specs -> their canonical form.
         of_class: for each operator class, the numbers of the queries of its operands, of its results, and of what its
             kernel reads and writes.
     """
@@ -37,6 +42,9 @@ class SpecQueries:
     ):
         self.queries: list[tuple[_SpecOf, int]] = []
         self.of_class: list[tuple[int, ...]] = []
+        self.numbers: dict[Spec, int] = {}
+        self.specs: list[Spec] = []
+        self.renamed: dict[Any, dict[tuple[int, ...], Renamed]] = {}
         needed = [_needed_specs(each, axes, roles) for each in classes]
         values = dict.fromkeys(v for some in needed for _, v in some if v >= 0)
         found = value_classes(axes, roles, values, distinct)
@@ -86,41 +94,39 @@ class CanonicalLayout:
 
     def __init__(self, layout: Layout, queries: SpecQueries):
         self.mesh, self.sequence = layout.mesh, layout.sequence
-        numbers: dict[Spec, int] = {}
+        numbers = queries.numbers
         self.spec_of = [numbers.setdefault(spec_of(layout, v), len(numbers)) for spec_of, v in queries.queries]
-        self.specs = list(numbers)
+        self.specs = queries.specs
+        self.specs += itertools.islice(numbers, len(self.specs), None)
+        self._renamed = queries.renamed.setdefault((*self.mesh, None, *self.sequence.items()), {})
         self._known: dict[tuple[int, ...], CanonicalSpecs] = {}
-        self._of_distinct: dict[frozenset[int], tuple[Names, Sizes, Mapping[str, str], Any, Mapping[int, Spec]]] = {}
 
     def __call__(self, queries: Sequence[int]) -> CanonicalSpecs:
         """Return the specs that answer the queries, in canonical form."""
         specs = tuple([self.spec_of[n] for n in queries])
         found = self._known.get(specs)
         if found is None:
-            names, sizes, sequence, mesh, renamed = self._renamed(frozenset(specs))
-            form = tuple([renamed[n] for n in specs])
-            found = self._known[specs] = CanonicalSpecs(names, sizes, sequence, form, (form, mesh))
-        return found
-
-    def _renamed(self, distinct: frozenset[int]) -> tuple[Names, Sizes, Mapping[str, str], Any, Mapping[int, Spec]]:
-        found = self._of_distinct.get(distinct)
-        if found is None:
-            names, sizes, renamed = canonical([self.specs[n] for n in distinct], self.mesh, self.sequence)
-            ways = {n: self.sequence[axes[0]] for n, axes in names.items() if axes[0] in self.sequence}
-            mesh = tuple(sizes.items()), tuple(ways.items())
-            found = self._of_distinct[distinct] = names, sizes, ways, mesh, dict(zip(distinct, renamed, strict=True))
+            if specs not in self._renamed:
+                self._renamed[specs] = canonical([self.specs[n] for n in specs], self.mesh, self.sequence)
+            names, ways, form = self._renamed[specs]
+            sizes = {number: math.prod([self.mesh[a] for a in axes]) for number, axes in names.items()}
+            key = form, tuple(sizes.items()), tuple(ways.items())
+            found = self._known[specs] = CanonicalSpecs(names, sizes, ways, form, key)
         return found
 
 
-def canonical(
-    specs: Sequence[Spec], mesh: Mapping[str, int], sequence: Mapping[str, str]
-) -> tuple[Names, Sizes, tuple[Spec, ...]]:
+def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str, str]) -> Renamed:
     """Return specs with mesh axes numbered in mesh order. Axes that follow each other in every spec become one.
 
     Those over which attention runs in different ways (`Layout.sequence`) stay apart.
 
+    Args:
+        specs: the specs.
+        mesh: the mesh axes in order.
+        sequence: see `Layout.sequence`.
+
     Returns:
-        number -> the mesh axes that it stands for; number -> size; the specs.
+        number -> the mesh axes that it stands for; number -> how attention runs over them; the specs.
     """
     after: dict[str, str | None] = {}
     before: dict[str, str | None] = {}
@@ -146,6 +152,6 @@ def canonical(
     number = {axis: str(i) for i, axis in enumerate(chains)}
     return (
         {number[axis]: tuple(chain) for axis, chain in chains.items()},
-        {number[axis]: math.prod(mesh[a] for a in chain) for axis, chain in chains.items()},
+        {number[axis]: sequence[axis] for axis in chains if axis in sequence},
         tuple(tuple(tuple(number[a] for a in dim if a in number) for dim in spec) for spec in specs),
     )
