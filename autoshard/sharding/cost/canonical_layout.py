@@ -6,9 +6,12 @@ reused across layouts.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_classes
@@ -18,6 +21,7 @@ from autoshard.spmdrules.core.placement import Spec
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
 Sizes = Mapping[str, int]
+Renamed = tuple[Names, Mapping[str, str], tuple[Spec, ...]]  # see `canonical`
 _SpecOf = Callable[[Layout, int], Spec]
 
 
@@ -26,16 +30,24 @@ class SpecQueries:
 
     Attributes:
         queries: pairs (function, value). `function(layout, value)` is a spec.
+        numbers: the specs that layouts gave so far, numbered.
+        specs: the same as a list.
+        renamed: the mesh axes and the ways of attention of a layout -> numbers of specs -> their canonical form.
         of_class: for each operator class, the numbers of the queries of its operands, of its results, and of what its
             kernel reads and writes.
     """
 
-    def __init__(self, axes: LogicalAxes, roles: Roles, classes: Sequence[OperatorClass]):
+    def __init__(
+        self, axes: LogicalAxes, roles: Roles, classes: Sequence[OperatorClass], distinct: Collection[int] = ()
+    ):
         self.queries: list[tuple[_SpecOf, int]] = []
         self.of_class: list[tuple[int, ...]] = []
+        self.numbers: dict[Spec, int] = {}
+        self.specs: list[Spec] = []
+        self.renamed: dict[Any, dict[tuple[int, ...], Renamed]] = {}
         needed = [_needed_specs(each, axes, roles) for each in classes]
         values = dict.fromkeys(v for some in needed for _, v in some if v >= 0)
-        found = value_classes(axes, roles, values, distinct=roles.inputs)
+        found = value_classes(axes, roles, values, distinct)
         class_of = dict(zip(values, found.numbers.tolist(), strict=True)) | {-1: -1}
         numbers: dict[tuple[_SpecOf, int], int] = {}
         for some in needed:
@@ -58,40 +70,63 @@ def _spec_of_literal(layout: Layout, literal: int) -> Spec:
     return ()
 
 
+@shown
+class CanonicalSpecs(NamedTuple):
+    """Specs in which numbers stand for mesh axes.
+
+    Attributes:
+        names: number -> the mesh axes that it stands for.
+        sizes: number -> their size.
+        sequence: number -> how attention runs over them (`Layout.sequence`).
+        specs: the specs.
+        key: equal for specs with the same prices.
+    """
+
+    names: Names
+    sizes: Sizes
+    sequence: Mapping[str, str]
+    specs: tuple[Spec, ...]
+    key: tuple[Any, ...]
+
+
 class CanonicalLayout:
     """The answers of one layout to the queries."""
 
     def __init__(self, layout: Layout, queries: SpecQueries):
         self.mesh, self.sequence = layout.mesh, layout.sequence
-        numbers: dict[Spec, int] = {}
+        numbers = queries.numbers
         self.spec_of = [numbers.setdefault(spec_of(layout, v), len(numbers)) for spec_of, v in queries.queries]
-        self.specs = list(numbers)
-        self._known: dict[frozenset[int], tuple[Names, Sizes, Mapping[int, Spec]]] = {}
+        self.specs = queries.specs
+        self.specs += itertools.islice(numbers, len(self.specs), None)
+        self._renamed = queries.renamed.setdefault((*self.mesh, None, *self.sequence.items()), {})
+        self._known: dict[tuple[int, ...], CanonicalSpecs] = {}
 
-    def __call__(self, queries: Sequence[int]) -> tuple[Names, Sizes, tuple[Spec, ...]]:
-        """Return the specs that answer the queries, in canonical form.
+    def __call__(self, queries: Sequence[int]) -> CanonicalSpecs:
+        """Return the specs that answer the queries, in canonical form."""
+        specs = tuple([self.spec_of[n] for n in queries])
+        found = self._known.get(specs)
+        if found is None:
+            if specs not in self._renamed:
+                self._renamed[specs] = canonical([self.specs[n] for n in specs], self.mesh, self.sequence)
+            names, ways, form = self._renamed[specs]
+            sizes = {number: math.prod([self.mesh[a] for a in axes]) for number, axes in names.items()}
+            key = form, tuple(sizes.items()), tuple(ways.items())
+            found = self._known[specs] = CanonicalSpecs(names, sizes, ways, form, key)
+        return found
 
-        Returns:
-            number -> the mesh axes that it stands for; number -> size; the specs.
-        """
-        specs = [self.spec_of[n] for n in queries]
-        distinct = frozenset(specs)
-        if distinct not in self._known:
-            names, sizes, renamed = canonical([self.specs[n] for n in distinct], self.mesh, self.sequence)
-            self._known[distinct] = names, sizes, dict(zip(distinct, renamed, strict=True))
-        names, sizes, renamed = self._known[distinct]
-        return names, sizes, tuple([renamed[n] for n in specs])
 
-
-def canonical(
-    specs: Sequence[Spec], mesh: Mapping[str, int], sequence: Mapping[str, str]
-) -> tuple[Names, Sizes, tuple[Spec, ...]]:
+def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str, str]) -> Renamed:
     """Return specs with mesh axes numbered in mesh order. Axes that follow each other in every spec become one.
 
     Those over which attention runs in different ways (`Layout.sequence`) stay apart.
 
+    Args:
+        specs: the specs.
+        mesh: the mesh axes in order.
+        sequence: see `Layout.sequence`.
+
     Returns:
-        number -> the mesh axes that it stands for; number -> size; the specs.
+        number -> the mesh axes that it stands for; number -> how attention runs over them; the specs.
     """
     after: dict[str, str | None] = {}
     before: dict[str, str | None] = {}
@@ -117,6 +152,6 @@ def canonical(
     number = {axis: str(i) for i, axis in enumerate(chains)}
     return (
         {number[axis]: tuple(chain) for axis, chain in chains.items()},
-        {number[axis]: math.prod(mesh[a] for a in chain) for axis, chain in chains.items()},
+        {number[axis]: sequence[axis] for axis in chains if axis in sequence},
         tuple(tuple(tuple(number[a] for a in dim if a in number) for dim in spec) for spec in specs),
     )

@@ -20,7 +20,8 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.fusion import Fusion, Kernel
-from autoshard.sharding.program.array_sizes import itemsize
+from autoshard.sharding.layout.operator_sharding import transfer_bytes
+from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.ir.merged_recomputation import is_merged_checkpoint, merged_values
@@ -86,6 +87,21 @@ class SharedOperands:
 
 
 @shown
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an operator class without a layout.
+
+    Attributes:
+        transfer_bytes: see `operator_sharding.transfer_bytes`.
+        memory: what its kernel reads and writes: the value, its bytes before sharding, and its shares in
+            `Fusion.narrow` and `Fusion.on_chip`. Values in host memory count as 0 bytes.
+    """
+
+    transfer_bytes: list[float]
+    memory: list[tuple[int, float, float, float]]
+
+
+@shown
 @dataclass(eq=False)
 class OperatorClass:
     """Operators with the same rule, shapes and logical axes.
@@ -103,6 +119,19 @@ class OperatorClass:
     runs: float = 0.0
     numbers: list[int] = field(default_factory=list)
     shared: list[list[SharedOperands]] = field(default_factory=list)
+    _facts: Facts | None = field(default=None, init=False, repr=False)
+
+    def facts(self, axes: LogicalAxes, fusion: Fusion) -> Facts:
+        """What all layouts have in common; `axes` and `fusion` are those of the program."""
+        if self._facts is None:
+            kernel, avals = self.kernel, axes.program.avals
+            memory = [
+                (v, 0.0 if _compat.is_on_host(avals[v]) else float(nbytes(avals[v])),
+                 fusion.narrow.get(v, 1.0), fusion.on_chip.get(v, 0.0))
+                for v in ((*kernel.reads, *kernel.writes) if kernel else ())
+            ]  # fmt: skip
+            self._facts = Facts(transfer_bytes(axes, self.op), memory)
+        return self._facts
 
     @property
     def count(self) -> int:

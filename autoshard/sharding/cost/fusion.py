@@ -21,8 +21,9 @@ Elementwise kernels of one block are one kernel if they read the same value of t
 the parameter of an optimizer's update. A value with several users is written if its sources have at least twice its
 bytes (a residual stream), unless a function of it alone, such as its `relu`, is written for products. A value that is
 broadcast from little data (a mask) is computed again in every kernel, and on TPU in every loop; elsewhere an operand of
-a loop is written. A slice is read without the rest of its operand. An update in place costs the bytes of the update.
-Moves to host memory and back write their results.
+a loop is written. On GPUs the result of a slow function that both passes need, such as the `tanh` of a gelu, is written
+(`SLOW_OPS`), and a value that one kernel needs several times is not. A slice is read without the rest of its operand.
+An update in place costs the bytes of the update. Moves to host memory and back write their results.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
 that memory: its fraction of the bytes of all such values that are live with it. It stays there if its bytes on a device
@@ -45,6 +46,7 @@ from autoshard.sharding.cost.constants import (
     ON_CHIP_OPS,
     PASS_OPS,
     PRODUCT_OPERAND_BYTES,
+    SLOW_OPS,
     WRITTEN_SOURCES,
 )
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
@@ -112,20 +114,22 @@ def reads_memory(user: Op) -> bool:
     return bool(user.blocks) or reads or is_declared(user) or is_host_transfer(user)
 
 
-def fuse(program: Program, fuses_operands: bool) -> Fusion:
+def fuse(program: Program, fuses_operands: bool, on_gpu: bool = False) -> Fusion:
     """Group the operators of a program into kernels.
 
     Args:
         program: the program.
         fuses_operands: whether contractions compute their elementwise operands (TPU).
+        on_gpu: whether the results of `SLOW_OPS` that both passes need are written, and values that one kernel needs
+            several times are not.
     """
-    finder = _Finder(program, fuses_operands)
+    finder = _Finder(program, fuses_operands, on_gpu)
     return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
 
 
 class _Finder:
-    def __init__(self, program: Program, fuses_operands: bool):
-        self.program, self.fuses_operands = program, fuses_operands
+    def __init__(self, program: Program, fuses_operands: bool, on_gpu: bool):
+        self.program, self.fuses_operands, self.on_gpu = program, fuses_operands, on_gpu
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
@@ -134,6 +138,7 @@ class _Finder:
         self.maker: dict[int, Op] = {}  # value -> the operator that makes it
         self.memory: set[int] = set()  # values that are stored in memory
         self.when: dict[int, int] = {}  # id of an operator of the block in work -> its place
+        self.shared: list[Op] = []  # operators of the block whose results are written because several others take them
         self.known_sources: dict[int, frozenset[int]] = {}  # value -> the values in memory that it is computed from
         self.visit(program.block)
 
@@ -152,6 +157,15 @@ class _Finder:
                 self.memory.update(op.results)
             elif op.rule is not None:
                 self.note_written(op, users)
+        if self.on_gpu:
+            for op in reversed(self.shared):
+                if len({*self.kernels_of(op, users)}) == 1:
+                    self.memory.difference_update(op.results)
+            for op in ops:
+                if op.name in SLOW_OPS and (places := self.kernels_of(op, users)):
+                    self.memory.update(op.results if max(places) - min(places) > PASS_OPS else ())
+            self.known_sources.clear()
+        self.shared.clear()
         loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
             if op.name in CONTRACTIONS and not outputs & set(op.results):
@@ -200,6 +214,7 @@ class _Finder:
         elif len(taken) > 1 and self.has_large_sources(op):
             if not any(self.is_written_instead(u, op, users) for u in taken):
                 self.memory.update(op.results)
+                self.shared.append(op)
         elif (
             self.products_in_one_pass(taken) > 1
             and not self.is_broadcast(op)
@@ -209,6 +224,20 @@ class _Finder:
             for v in op.results:
                 if (size := itemsize(self.program.avals[v])) > PRODUCT_OPERAND_BYTES:
                     self.narrow[v] = PRODUCT_OPERAND_BYTES / size
+
+    def kernels_of(self, op: Op, users: Mapping[int, Sequence[Op]]) -> list[int]:
+        """Return the places in the block of the kernels that need a result of an elementwise operator."""
+        todo, seen, found = [*op.results], set(), []
+        while todo:
+            for user in users.get(todo.pop(), ()):
+                if id(user) in seen:
+                    continue
+                seen.add(id(user))
+                if user.blocks or is_kernel(user) or self.memory & {*user.results}:
+                    found.append(self.when[id(user)])
+                else:
+                    todo += user.results
+        return found
 
     def products_in_one_pass(self, taken: Sequence[Op]) -> int:
         """Return the largest number of products that take a value within `PASS_OPS` operators: those of one pass."""

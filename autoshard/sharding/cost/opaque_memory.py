@@ -45,7 +45,7 @@ def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, platform: str)
     program = inner_program(fn, operands)
     if program is None:
         return None
-    fusion = fuse(program, fuses_operands=platform == "tpu")
+    fusion = fuse(program, platform == "tpu", platform == "cuda")
     costs = {key: _declared(k.op) for key, k in fusion.kernels.items()}
     moved = sum(
         k.op.trips * (_bytes(program, fusion, (*k.reads, *k.writes)) + 2 * _masked(k.op, platform))

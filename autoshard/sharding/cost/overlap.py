@@ -74,6 +74,10 @@ class Overlap:
             if place is None:
                 continue
             numbers = stretch_of[place.ops]
+            if not len(place.starts) and len(numbers) and (numbers == numbers[0]).all():
+                some = found[int(numbers[0])]
+                (some.gathers if place.is_before else some.reductions).append((n, place.ops))
+                continue
             starts = place.starts if len(place.starts) else np.zeros(len(place.ops))
             self._starts[n] = starts.sum()
             for stretch in sorted(set(numbers.tolist())):

@@ -106,6 +106,7 @@ class MemoryModel:
         tiled = row_major_values(program) if self.is_tiled else ()
         self.row_major = [v for v in temporaries.tolist() if v in tiled and program.avals[v].shape]
         self._classes: dict[frozenset[int], ValueClasses] = {}
+        self._row_major: dict[int, list[tuple[int, np.ndarray]]] = {}  # by the `id` of the classes
 
     def _free_overwritten(self, program: Program, fusion: Fusion) -> None:
         """End the lives of values over which a result is written before the operator that writes it."""
@@ -237,11 +238,22 @@ class MemoryModel:
         fractions = np.array([self._fraction(layout, v) for v in classes.examples])
         local = np.zeros_like(self.whole)
         local[classes.values] = self.whole[classes.values] * fractions[classes.numbers]
-        for v in self.row_major:
-            spec, shape = operand_spec(layout, v), self.axes.program.avals[v].shape
+        for example, values in self._row_major_of(classes):
+            spec, shape = operand_spec(layout, example), self.axes.program.avals[example].shape
             rows = shape[-1] // layout.shard_count(spec[-1])
-            local[v] = self.whole[v] / layout.shard_count(axes_of(spec)) * row_padding(rows)
+            local[values] = self.whole[values] / layout.shard_count(axes_of(spec)) * row_padding(rows)
         return local
+
+    def _row_major_of(self, classes: ValueClasses) -> list[tuple[int, np.ndarray]]:
+        """Return the values that are stored row by row: the first of each class, and all of it."""
+        found = self._row_major.get(id(classes))
+        if found is None:
+            numbers = dict(zip(classes.values.tolist(), classes.numbers.tolist(), strict=True))
+            alike: dict[int, list[int]] = {}
+            for v in self.row_major:
+                alike.setdefault(numbers[v], []).append(v)
+            found = self._row_major[id(classes)] = [(vs[0], np.array(vs)) for vs in alike.values()]
+        return found
 
     def _fraction(self, layout: Layout, value: int) -> float:
         """Return the bytes of a value on one device as a fraction of the whole, with padding."""

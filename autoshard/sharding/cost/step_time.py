@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 
-from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
@@ -43,6 +42,7 @@ from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, Spe
 from autoshard.sharding.cost.collectives import Collective, LiveBuffers, Ring, StepCost, collective, step_cost
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import (
+    Facts,
     OperatorClass,
     SharedOperands,
     ValueClasses,
@@ -50,7 +50,7 @@ from autoshard.sharding.cost.equivalence_classes import (
     operator_classes,
     value_classes,
 )
-from autoshard.sharding.cost.fusion import Fusion, Kernel
+from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
 from autoshard.sharding.cost.offload_time import HostTraffic
@@ -59,7 +59,7 @@ from autoshard.sharding.cost.overlap import Place
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.cost.tiles import filled_tile_fraction
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs, transfer_bytes
+from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
@@ -126,7 +126,7 @@ class CostModel:
         self.classes = operator_classes(axes, roles, fusion, distinct)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
-        self.queries = SpecQueries(axes, roles, self.classes)
+        self.queries = SpecQueries(axes, roles, self.classes, distinct)
         self._memo: dict[Any, Price] = {}
         self._by_distinct: dict[frozenset[int], CostModel] = {}
         self._original: CostModel | None = None  # the model that was resized to this one
@@ -174,9 +174,20 @@ class CostModel:
                     buffers["reduced", number, move.array] = reduced
                 if len(new):
                     for ops, place in self._places(each.op, move, new):
-                        runs, size = float(self.stretches.trips[ops].sum()), move.local_bytes
+                        runs = each.runs if ops is each.members else float(self.stretches.trips[ops].sum())
                         ring = Ring(move.hops, price.beside_us) if move.hops else None
-                        some = assignment, move.kind, axes, size, runs, each.line, place, ring, ops, move.array
+                        some = (
+                            assignment,
+                            move.kind,
+                            axes,
+                            move.local_bytes,
+                            runs,
+                            each.line,
+                            place,
+                            ring,
+                            ops,
+                            move.array,
+                        )
                         collectives.append(collective(*some))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
@@ -244,34 +255,27 @@ class CostModel:
 
     def _price(self, number: int, op_class: OperatorClass, canonical: CanonicalLayout) -> tuple[Price, Names]:
         """Return the cost of one run of a class's operator, and the mesh axes that its moves name by number."""
-        names, mesh, specs = canonical(self.queries.of_class[number])
-        ways = canonical.sequence
-        sequence = {n: ways[axes[0]] for n, axes in names.items() if axes[0] in ways} if ways else {}
-        key = (number, specs, tuple(mesh.items()), tuple(sequence.items()))
-        found = self._memo.get(key)
-        if found is None:
-            operands = len(op_class.op.operands)
-            results = operands + len(op_class.op.results)
-            found = self._price_new(
-                op_class, mesh, specs[:operands], specs[operands:results], specs[results:], sequence
-            )
-            self._memo[key] = found
-        return found, names
+        found = canonical(self.queries.of_class[number])
+        key = number, found.key
+        price = self._memo.get(key)
+        if price is None:
+            price = self._memo[key] = self._price_new(op_class, found.sizes, found.specs, found.sequence)
+        return price, found.names
 
     def _price_new(
         self,
         op_class: OperatorClass,
         mesh: Mapping[str, int],
-        specs: Sequence[Spec],
-        result_specs: Sequence[Spec],
-        memory: Sequence[Spec],
+        every: Sequence[Spec],
         sequence: Mapping[str, str],
     ) -> Price:
-        op, kernel, chip = op_class.op, op_class.kernel, self.target.chip
+        op, chip, facts = op_class.op, self.target.chip, op_class.facts(self.axes, self.fusion)
+        operands, arrays = len(op.operands), len(op.operands) + len(op.results)
+        specs, result_specs, memory = every[:operands], every[operands:arrays], every[arrays:]
         if not is_decision_point(op):
-            return Price(self._memory_us(kernel, mesh, memory, {}), self._plain_moves(op, mesh, specs, result_specs))
+            return Price(self._memory_us(facts, mesh, memory, {}), self._plain_moves(op, mesh, specs, result_specs))
         strategy = strategy_for_specs(
-            op, specs, result_specs, transfer_bytes(self.axes, op), mesh, self.target.link_prices, sequence
+            op, specs, result_specs, facts.transfer_bytes, mesh, self.target.link_prices, sequence
         )
         rule = strategy.rule(op)
         if strategy.form is not None:
@@ -286,7 +290,7 @@ class CostModel:
             time += sum(declared_us(cost, chip) for cost in opaque.costs)
         else:
             dims_of = zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True)
-            time = self._memory_us(kernel, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
+            time = self._memory_us(facts, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
         if flops_by_type := matmul_flops(op, self.target.platform):
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
@@ -313,24 +317,20 @@ class CostModel:
         return trace_opaque_memory(op.eqn.params["fn"], shapes, self.target.platform)
 
     def _memory_us(
-        self, kernel: Kernel | None, mesh: Mapping[str, int], memory: Sequence[Spec], resharded: Mapping[int, Spec]
+        self, facts: Facts, mesh: Mapping[str, int], memory: Sequence[Spec], resharded: Mapping[int, Spec]
     ) -> float:
         """Return the microseconds of a kernel's reads and writes.
 
         Args:
-            kernel: the kernel.
+            facts: what is known of the kernel.
             mesh: mesh axis -> size.
             memory: the specs of what it reads and writes.
             resharded: value -> the spec in which the operator takes or returns it instead.
         """
-        if kernel is None:
-            return 0.0
-        avals, total, on_chip_bytes = self.axes.program.avals, 0.0, self.target.chip.on_chip_bytes * ON_CHIP_SHARE
-        for v, spec in zip((*kernel.reads, *kernel.writes), memory, strict=True):
-            if _compat.is_on_host(avals[v]):
-                continue
-            size = nbytes(avals[v]) / shard_count(resharded.get(v, spec), mesh) * self.fusion.narrow.get(v, 1.0)
-            total += 0.0 if size <= on_chip_bytes * self.fusion.on_chip.get(v, 0.0) else size
+        total, on_chip_bytes = 0.0, self.target.chip.on_chip_bytes * ON_CHIP_SHARE
+        for (v, whole, narrow, on_chip), spec in zip(facts.memory, memory, strict=True):
+            size = whole / shard_count(resharded.get(v, spec), mesh) * narrow
+            total += 0.0 if size <= on_chip_bytes * on_chip else size
         return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
 
     def _plain_moves(
@@ -372,6 +372,12 @@ class CostModel:
         """The classes of the inputs that the step updates."""
         return value_classes(self.axes, self.roles, [source for source, _ in self.state], self.distinct)
 
+    @cached_property
+    def _updating(self) -> list[np.ndarray]:
+        """For each class of `_updated`, the operators that compute the new values."""
+        ops = np.array([self.stretches.of_result.get(result, 0) for _, result in self.state], int)
+        return [ops[self._updated.numbers == n] for n in range(len(self._updated.examples))]
+
     def _state_moves(self, layout: Layout) -> list[Collective]:
         """Return the gathers of stored state outside of operators."""
         updated = self._updated
@@ -384,11 +390,9 @@ class CostModel:
                 after_update[move.value] = gather
             else:
                 before_loops.append(replace(gather, place=Place(np.array([self.stretches.first_loop]), True)))
-        if not after_update:
-            return before_loops
-        of_class = [after_update.get(v) for v in updated.examples]
         return before_loops + [
-            replace(gather, place=Place(np.array([self.stretches.of_result.get(result, 0)]), False))
-            for n, (_, result) in zip(updated.numbers.tolist(), self.state, strict=True)
-            if (gather := of_class[n]) is not None
-        ]
+            replace(gather, count=float(len(ops)), time_us=gather.time_us * len(ops),
+                    exposed_us=gather.time_us * len(ops), place=Place(ops, False))
+            for v, ops in zip(updated.examples, self._updating, strict=True)
+            if (gather := after_update.get(v)) is not None
+        ]  # fmt: skip

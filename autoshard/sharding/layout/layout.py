@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from autoshard import _compat
 from autoshard._shown import shown
@@ -106,7 +107,7 @@ class Layout:
 
     def shard_count(self, axes: Iterable[str]) -> int:
         """The number of shards over these mesh axes."""
-        return math.prod(self.mesh[a] for a in axes)
+        return math.prod([self.mesh[a] for a in axes])
 
     def sharded_classes(self) -> set[int]:
         """The logical axes that this layout shards in some tensor."""
@@ -245,7 +246,8 @@ class Layout:
         roles = {role for role in ("optimizer", "parameter") if self.storage.get(role)}
         specs: dict[Leaves, Spec] = {}
         slices: dict[tuple[Leaves, Spec], list[tuple[Leaves, Spec]]] = {}  # many inputs are alike
-        for v, role in self.roles.inputs.items():
+        for v in self.roles.inputs if self.fixed else typical_inputs(self.axes, self.roles):
+            role = self.roles.inputs[v]
             if role not in roles and not (v in self.fixed and is_float(self.axes.program.avals[v])):
                 continue
             stored = self.axes.of_value[v], self.stored_spec(v)
@@ -278,3 +280,23 @@ class Layout:
                 sharded = (*spec[:d], self._leading(dim, 1, spec[d]), *spec[d + 1 :])
                 found += [(chunk, sharded), ((dim[1:], *chunk), ((), *sharded))]
         return found
+
+
+_typical: WeakKeyDictionary[Roles, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def typical_inputs(axes: LogicalAxes, roles: Roles) -> tuple[int, ...]:
+    """The first and the last of all program inputs that have the same role, shape and logical axes, in order.
+
+    If nothing is fixed, a layout stores equal inputs alike, such as those of equal layers.
+    """
+    if roles not in _typical:
+        first: dict[Any, int] = {}
+        last: dict[Any, int] = {}
+        for v, role in roles.inputs.items():
+            key = axes.of_value[v], axes.program.avals[v].shape, role
+            first.setdefault(key, v)
+            last[key] = v
+        kept = {*first.values(), *last.values()}
+        _typical[roles] = tuple(v for v in roles.inputs if v in kept)
+    return _typical[roles]

@@ -120,6 +120,16 @@ class OperandSpecs:
             for dims, spec in zip(self.dims, self.specs, strict=True)
         ]
 
+    @cached_property
+    def arrays(self) -> list[tuple[int, frozenset[str], float, tuple[str, ...], dict[str, str]]]:
+        """For each array: its number, its factors, its bytes, the mesh axes of its spec, and `factors_of_axes`."""
+        return [
+            (i, frozenset(f for dim in dims for f in dim), size, tuple(axes_of(spec)), of_axes)
+            for i, (dims, size, spec, of_axes) in enumerate(
+                zip(self.dims, self.nbytes, self.specs, self.factors_of_axes, strict=True)
+            )
+        ]
+
 
 def shard_types(op: Op, rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
     """Shape and dtype of each operand on one shard, by a rule of the operator."""
@@ -156,31 +166,34 @@ def choose_strategy(
     forced = forced or {}
 
     def price(move: Move) -> float:
-        return move.wire_bytes * prices.weight(move.kind, shard_count((move.axes,), mesh))
+        return move.wire_bytes * prices.weight(move.kind, math.prod([mesh[a] for a in move.axes]))
 
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
+    moves: list[Move] | None = None  # those of the last choice
     for axis, n in sorted(mesh.items(), key=lambda item: item[0] in forced):
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
         dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         touched = any(axis in p for a in (operands, results) for p in a.factors_of_axes)
         allowed = [f for f in forced.get(axis, ()) if touched and rule.factor(f).shardable_into(shards.get(f, 1) * n)]
-        best: tuple[float, str | None] | None = None
-        for factor in allowed or ([*dividing, None] if options else [None]):
-            cost = sum(map(price, _moves(rule, operands, results, mesh, {**chosen, axis: factor})))
+        choices = allowed or ([*dividing, None] if options else [None])
+        best, moves = (math.inf, choices[0]), None
+        for factor in choices if len(choices) > 1 else ():
+            needed = _moves(rule, operands, results, mesh, {**chosen, axis: factor})
+            cost = sum(map(price, needed))
             if factor is None:
                 cost += (
                     flops * (n - 1) / n / math.prod(shards.values() or [1]) / prices.flops_per_byte if options else 0.0
                 )
-            if best is None or cost < best[0] * (1 - STRATEGY_TIE):
-                best = (cost, factor)
-        assert best is not None
+            if cost < best[0] * (1 - STRATEGY_TIE):
+                best, moves = (cost, factor), needed
         chosen[axis] = best[1]
         if best[1] is not None:
             shards[best[1]] = shards.get(best[1], 1) * n
     for axis in _non_contiguous(rule, chosen, shards):
-        chosen[axis] = None
-    return OperatorStrategy(chosen, tuple(_moves(rule, operands, results, mesh, chosen)))
+        chosen[axis], moves = None, None
+    moves = _moves(rule, operands, results, mesh, chosen) if moves is None else moves
+    return OperatorStrategy(chosen, tuple(moves))
 
 
 def _non_contiguous(rule: Rule, chosen: Mapping[str, str | None], shards: Mapping[str, int]) -> list[str]:
@@ -212,35 +225,29 @@ def _moves(
 
     def add(kind: MoveKind, axes: list[str], array: int, local: float) -> float:
         """Add a collective of an array with `local` bytes on each device. Return the bytes that it has afterwards."""
-        n = math.prod(mesh[a] for a in axes)
+        if not axes:
+            return local
+        n = math.prod([mesh[a] for a in axes])
         if wire := bytes_sent_per_byte(kind, n) * local:
             moves.append(Move(kind, tuple(axes), array, local, wire))
         return local / n if kind == "reduce-scatter" else local
 
-    for i, (dims, size, spec, factor_of_axis) in enumerate(
-        zip(operands.dims, operands.nbytes, operands.specs, operands.factors_of_axes, strict=True)
-    ):
+    for i, own, size, axes, factor_of_axis in operands.arrays:
         differing = [a for a, f in factors.items() if a in factor_of_axis and factor_of_axis[a] != f]
         if differing:
-            local = size / shard_count(spec, mesh)
-            moved = [a for a in differing if (f := factors[a]) is not None and _has(dims, f)]  # to another dimension
+            local = size / math.prod([mesh[a] for a in axes])
+            moved = [a for a in differing if (f := factors[a]) is not None and f in own]  # to another dimension
             add("all-to-all", moved, i, local)
             add("all-gather", [a for a in differing if a not in moved], i, local)
-    for i, (dims, size, spec, factor_of_axis) in enumerate(
-        zip(results.dims, results.nbytes, results.specs, results.factors_of_axes, strict=True)
-    ):
+    for i, own, size, axes, factor_of_axis in results.arrays:
         differing = {a: f for a, f in factors.items() if f is not None and factor_of_axis.get(a) != f}
         if not differing:
             continue
-        computed = [a for a, f in factors.items() if f is not None and _has(dims, f)]  # axes that shard the result
-        local = size / math.prod(mesh[a] for a in {*computed, *(a for a in axes_of(spec) if a not in factors)})
+        computed = [a for a, f in factors.items() if f is not None and f in own]  # axes that shard the result
+        local = size / math.prod([mesh[a] for a in {*computed, *(a for a in axes if a not in factors)}])
         partial = [a for a, f in differing.items() if a not in computed and rule.partial(f, i) is not None]
         local = add("reduce-scatter", [a for a in partial if a in factor_of_axis], -1 - i, local)
         add("all-reduce", [a for a in partial if a not in factor_of_axis], -1 - i, local)
         add("all-to-all", [a for a in differing if a in computed and a in factor_of_axis], -1 - i, local)
         add("all-gather", [a for a in differing if a in computed and a not in factor_of_axis], -1 - i, local)
     return moves
-
-
-def _has(dims: Dims, factor: str) -> bool:
-    return any(factor in dim for dim in dims)

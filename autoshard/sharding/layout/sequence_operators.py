@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from autoshard import _compat
 from autoshard._units import line_text
@@ -14,12 +15,21 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForms, rule_of_form, sequence_forms_of
-from autoshard.spmdrules.ir.program import Op
+from autoshard.spmdrules.ir.program import Op, Program
+
+_known: WeakKeyDictionary[Program, tuple[tuple[Op, SequenceForms], ...]] = WeakKeyDictionary()
 
 
-def sequence_operators(axes: LogicalAxes) -> Iterator[tuple[Op, SequenceForms]]:
+def sequence_operators(program: Program) -> tuple[tuple[Op, SequenceForms], ...]:
     """The operators of attention that can run over a sharded sequence in several ways, with their forms."""
-    for op in axes.program.ops():
+    if program not in _known:
+        _known[program] = tuple(with_forms(program.ops()))
+    return _known[program]
+
+
+def with_forms(operators: Iterable[Op]) -> Iterator[tuple[Op, SequenceForms]]:
+    """Those operators that can run over a sharded sequence in several ways, with their forms."""
+    for op in operators:
         if op.rule is not None:
             forms = sequence_forms_of(op.eqn.params, [v.aval for v in op.eqn.invars])
             if forms is not None:
@@ -33,7 +43,7 @@ def usable_heads(axes: LogicalAxes, size: int, taken: int) -> list[int]:
 
 def _heads_left(axes: LogicalAxes, taken: int) -> Iterator[tuple[list[int], int]]:
     """For each attention, the sizes of its factors of heads, and the size of the first one after `tp` shards it."""
-    for op, forms in sequence_operators(axes):
+    for op, forms in sequence_operators(axes.program):
         if sizes := [size for _, size in _heads(op, forms)]:
             yield sizes, sizes[0] // math.gcd(sizes[0], taken)
 
@@ -45,7 +55,10 @@ def _heads(op: Op, forms: SequenceForms) -> list[tuple[str, int]]:
 
 
 def sequence_problems(
-    layout: Layout, strategy_of: Callable[[Op], OperatorStrategy], kinds: Mapping[str, str] | None = None
+    layout: Layout,
+    strategy_of: Callable[[Op], OperatorStrategy],
+    kinds: Mapping[str, str] | None = None,
+    operators: Iterable[Op] | None = None,
 ) -> list[str]:
     """The reasons why a layout cannot run attention as its words say, each with an alternative; empty if it can.
 
@@ -53,21 +66,24 @@ def sequence_problems(
         layout: the layout.
         strategy_of: returns the strategy of an operator under the layout.
         kinds: mesh axis -> its word in the plan, if that is not how attention runs (`isp`).
+        operators: operators of the program, with at least one of each class of equal ones; all of them by default.
     """
     named = {way: (kinds or {}).get(re.sub(r"_\d+$", "", axis), way) for axis, way in layout.sequence.items()}
     sizes: dict[str, int] = {}  # word -> devices; its mesh axis may have been split
     for axis, way in layout.sequence.items():
         sizes[way] = sizes.get(way, 1) * layout.mesh[axis]
     sizes = {way: n for way, n in sizes.items() if n > 1 and way != GATHER}
-    operators = list(sequence_operators(layout.axes)) if sizes else []
-    if sizes and not operators:
+    if not sizes:
+        return []
+    found = list(sequence_operators(layout.axes.program) if operators is None else with_forms(operators))
+    if not found:
         words = " ".join(f"{named[way]}:{n}" for way, n in sizes.items())
         return [
             f"'{words}' says how attention runs, but no attention was recognised in the program. Use 'cp', which "
             "gathers what is needed"
         ]
     problems: dict[tuple[str, str], str] = {}  # each once: the forward and the backward pass have the same
-    for op, forms in operators:
+    for op, forms in found:
         chosen = strategy_of(op)
         for way, size in sizes.items():
             check = _ring_problem if way == RING else partial(_heads_problem, named[way])

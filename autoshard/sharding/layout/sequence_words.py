@@ -19,7 +19,7 @@ def sequence_variants(axes: LogicalAxes, requested: Request) -> Iterator[str]:
     heads, and `ring` the others.
     """
     axis = next((a for a, kind in requested.kinds.items() if kind == "cp"), None)
-    if axis is None or not any(True for _ in sequence_operators(axes)):
+    if axis is None or not sequence_operators(axes.program):
         return
     size = requested.sizes[axis]
     if requested.fixed_mesh:

@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +36,8 @@ def flops_of(op: Op) -> float:
     """FLOPs of one operator on whole operands, of a grouped product those on a TPU."""
     if op.rule is None:
         return 0.0
-    if op.name in CONTRACTIONS:
-        return _contraction_flops(op, "tpu")
     found = sum(matmul_flops(op).values())
-    return found or float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
+    return found if found or op.name in CONTRACTIONS else float(sum(math.prod(v.aval.shape) for v in op.eqn.outvars))
 
 
 @shown
@@ -49,8 +48,18 @@ class ElementType(NamedTuple):
     integer: bool = False
 
 
+_known: WeakKeyDictionary[Op, dict[str, Mapping[ElementType, float]]] = WeakKeyDictionary()
+
+
 def matmul_flops(op: Op, platform: str = "tpu") -> Mapping[ElementType, float]:
     """FLOPs of the contractions in an operator on a platform: what they multiply -> FLOPs."""
+    known = _known.setdefault(op, {})
+    if platform not in known:
+        known[platform] = _matmul_flops(op, platform)
+    return known[platform]
+
+
+def _matmul_flops(op: Op, platform: str) -> Mapping[ElementType, float]:
     if op.name in CONTRACTIONS:
         return {_multiplied(*(v.aval for v in op.eqn.invars[:2])): _contraction_flops(op, platform)}
     if op.name in KERNELS:

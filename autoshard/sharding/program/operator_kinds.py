@@ -15,6 +15,8 @@ INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "sc
 # compiled program fails, or adds an initial value once per shard.
 NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
 
+_CONSTRAINED = frozenset((*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *REDUCTIONS, *KERNELS, *LAYER_STACKS))
+
 
 def is_decision_point(op: Op) -> bool:
     """Whether the layout decides how to shard an operator. A reduction over dimensions of size 1 is only a reshape."""
@@ -27,7 +29,7 @@ def is_decision_point(op: Op) -> bool:
 
 def constrained(op: Op) -> bool:
     """Whether the operands and results of an operator get sharding constraints, so that XLA shards it as planned."""
-    return any(op.name in names for names in (CONTRACTIONS, INDEXED, NEEDS_GATHERED, REDUCTIONS, KERNELS, LAYER_STACKS))
+    return op.name in _CONSTRAINED
 
 
 def is_declared(op: Op) -> bool:

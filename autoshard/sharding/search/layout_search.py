@@ -86,7 +86,8 @@ def search(
         return not c.fits(limit), candidate_time(c) if c.fits(limit) else c.peak_bytes
 
     known = sorted(priced, key=order)
-    if ways := sequence_ways(known, price_changed, mesh, cost.target.link_prices):
+    operators = [each.op for each in cost.classes]
+    if ways := sequence_ways(known, price_changed, mesh, cost.target.link_prices, operators):
         priced = [*priced, *ways]
         known = sorted(priced, key=order)
     if mesh is None and (spread := spread_better(known, price_changed, limit)):

@@ -9,11 +9,12 @@ from functools import partial
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import strategy_in_layout
 from autoshard.sharding.layout.plan_request import is_request, layout_of, parse_request
-from autoshard.sharding.layout.sequence_operators import sequence_problems
+from autoshard.sharding.layout.sequence_operators import sequence_problems, with_forms
 from autoshard.sharding.layout.sequence_words import sequence_variants
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.search.candidate import Candidate
 from autoshard.sharding.search.constants import PLANS_WITH_OTHER_ATTENTION
+from autoshard.spmdrules.ir.program import Op
 
 _BATCH = ("dp", "zero1", "fsdp")
 
@@ -23,6 +24,7 @@ def sequence_ways(
     price: Callable[[str, Layout], Candidate | None],
     mesh: Mapping[str, int] | None,
     prices: LinkPrices,
+    operators: Sequence[Op],
 ) -> list[Candidate]:
     """Return the best plans that shard a sequence, one for each use of the inner mesh axes, with other attention.
 
@@ -31,7 +33,9 @@ def sequence_ways(
         price: prices a layout; None if it is not possible.
         mesh: mesh axis -> size, if the mesh is given.
         prices: what bytes cost on the links of the target.
+        operators: one of each class of equal operators.
     """
+    attention = [op for op, _ in with_forms(operators)]
     found, tried = [], set()
     for candidate in known:
         if not is_request(candidate.name) or not candidate.layout.sharded_classes():
@@ -42,7 +46,7 @@ def sequence_ways(
         for name in words:
             new = replace(parse_request(name), fixed_mesh=requested.fixed_mesh)
             layout = layout_of(candidate.layout.axes, candidate.layout.roles, new)
-            if not sequence_problems(layout, partial(strategy_in_layout, layout, prices=prices)):
+            if not sequence_problems(layout, partial(strategy_in_layout, layout, prices=prices), operators=attention):
                 priced = price(name, layout)
                 found += [priced] if priced is not None else []
         tried |= {inner} if words else set()

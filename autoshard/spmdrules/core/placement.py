@@ -72,7 +72,7 @@ def axes_of(spec: Spec) -> Iterator[str]:
 
 def shard_count(spec: Spec, mesh: Mapping[str, int]) -> int:
     """The number of different shards under a spec."""
-    return math.prod(mesh[a] for a in axes_of(spec))
+    return math.prod([mesh[a] for dim in spec for a in dim])
 
 
 def bytes_of(aval: Any) -> float:

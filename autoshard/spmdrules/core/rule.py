@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
 from autoshard._shown import shown
@@ -169,12 +170,9 @@ class Rule:
 
     def factor(self, name: str) -> Factor:
         """The factor called `name`."""
-        for f in self.factors:
-            if f.name == name:
-                return f
-        raise KeyError(name)
+        return self.by_name[name]
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, Factor]:
         """The factors by name."""
         return {f.name: f for f in self.factors}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -123,20 +124,33 @@ def workload_step(work: Workload, microbatches: int = 1) -> tuple[TrainStep, Tra
 def workload_steps(work: Workload) -> Callable[[str, int], tuple[TrainStep, TrainState, dict[str, Any]]]:
     """Make the function that returns `workload_step` of a remat policy and a number of microbatches.
 
-    They change no shapes, so the shapes are found once.
+    They change no shapes, so the shapes are found once. Microbatches do not change the model, so it is made once for
+    each policy.
     """
-    _, state, batch = workload_step(work)
-    return lambda remat, microbatches: (_workload_program(work.with_(remat=remat), microbatches)[0], state, batch)
+    program_of = functools.cache(lambda remat: _program(work.with_(remat=remat)))
+    state, batch = _program(work).abstract_state(), work.batch()
+
+    def step(remat: str, microbatches: int) -> tuple[TrainStep, TrainState, dict[str, Any]]:
+        return _workload_step(work, program_of(remat), microbatches), state, batch
+
+    return step
 
 
 def _workload_program(work: Workload, microbatches: int) -> tuple[TrainStep, Program]:
+    program = _program(work)
+    return _workload_step(work, program, microbatches), program
+
+
+def _program(work: Workload) -> Program:
+    return make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
+
+
+def _workload_step(work: Workload, program: Program, microbatches: int) -> TrainStep:
     if microbatches < 1:
         raise ConfigError(f"{work.name}: microbatches is {microbatches}; it must be at least 1")
     if work.batch_size % microbatches:
         raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {microbatches} microbatches")
-    settings = OptimizerConfig()
-    program = make_program(work.build, make_optimizer(settings, 1000))
-    return make_train_step(program, learning_rate_schedule(settings, 1000), microbatches), program
+    return make_train_step(program, learning_rate_schedule(OptimizerConfig(), 1000), microbatches)
 
 
 def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:

@@ -8,6 +8,8 @@ import pytest
 from autoshard.models.workloads import workload
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout
 from autoshard.sharding.cost.equivalence_classes import ops_with_scopes
+from autoshard.sharding.layout import layout as layout_module
+from autoshard.sharding.layout.layout import typical_inputs
 from autoshard.sharding.layout.operator_sharding import operand_spec, result_spec
 from autoshard.sharding.machines.device_mesh import find_machine
 from autoshard.sharding.planner.planning import PlanningProblem
@@ -125,3 +127,13 @@ def test_gathered_values_are_live_from_their_first_use_to_their_last(strategy):
     ]  # fmt: skip
     assert sorted(actual) == sorted(map(tuple, expected.values()))
     assert actual
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_inputs_of_one_layer_give_the_shardings_of_all_gradients(strategy, monkeypatch):
+    few, many = problem(layers=3), problem(layers=6)
+    typical = typical_inputs(many.axes, many.roles)
+    assert len(typical) == len(typical_inputs(few.axes, few.roles)) < len(many.roles.inputs)
+    found = many._requested_layout(strategy)._derive_gradient_specs()
+    monkeypatch.setattr(layout_module, "typical_inputs", lambda axes, roles: tuple(roles.inputs))
+    assert many._requested_layout(strategy)._derive_gradient_specs() == found

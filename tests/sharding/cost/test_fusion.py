@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
+from autoshard.sharding.cost import fusion as fusion_module
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.ir.program import build
@@ -162,3 +164,31 @@ def test_a_residual_stream_is_written_once_per_layer():
 
     reads = [read for name, read, _ in kernel_traffic(fn, X, W, V) if name == "reduce_sum"]
     assert reads == [[(B, D)]] * 6
+
+
+ACTIVATIONS = {
+    "gelu": (jax.nn.gelu, {"tanh"}),
+    "gelu by erf": (lambda x: jax.nn.gelu(x, approximate=False), {"erf", "erfc"}),
+    "silu": (jax.nn.silu, set()),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gpus_write_slow_functions_that_both_passes_need_and_nothing_that_one_kernel_needs_twice(name, monkeypatch):
+    """As compiled for h100: the forward kernel writes the operand of the next product and the slow function."""
+    monkeypatch.setattr(fusion_module, "PASS_OPS", 8)  # the program is short
+    act, slow = ACTIVATIONS[name]
+
+    def gradients(x, w, v, cotangent):
+        return jax.vjp(lambda x, w, v: act(x @ w) @ v, x, w, v)[1](cotangent)
+
+    program = build(jax.make_jaxpr(gradients)(X, W, V, X))
+
+    def written(on_gpu):
+        memory = fuse(program, fuses_operands=False, on_gpu=on_gpu).written
+        found = [op.name for op in program.ops() if {*op.results} & memory and not op.blocks]
+        return [name for name in found if name not in ("dot_general", "transpose")]
+
+    assert len({*written(True)} & slow) == bool(slow)
+    assert len(written(True)) == 2 + bool(slow)  # also the operands of the products of both passes
+    assert not {*written(False)} & slow
