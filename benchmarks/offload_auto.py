@@ -101,9 +101,9 @@ def rows_of(name: str, timeout_s: float) -> list[Row]:
         "sizes": dict(case.sizes),
         **{side: f"{p.variant['remat']}, {p.estimate.step_time_us / 1e3:.1f} ms predicted" for side, p in made.items()},
     }
+    store.begin()
     if made["auto"].variant == made["none"].variant:
         store.notes["same"] = True
-        store.rows = []
         store.save()
         return []
     store.notes.pop("same", None)

@@ -106,7 +106,7 @@ def rows_of(name: str, timeout_s: float) -> None:
             for side, each in made.items()
         },
     }
-    store.rows = []
+    store.begin()
     store.save()
     for side, each in made.items():
         compiled(store, side, each)

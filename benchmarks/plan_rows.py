@@ -127,7 +127,6 @@ class Store:
         self.lock = threading.Lock()
         data = json.loads(self.path.read_text()) if self.path.exists() else {}
         self.rows = [Row(**row) for row in data.get("rows", [])]
-        self.earlier: list[Row] = []
         self.pruned: list[dict[str, Any]] = data.get("pruned", [])
         self.notes: dict[str, Any] = data.get("notes", {})
 
@@ -137,14 +136,14 @@ class Store:
         return cls(path.stem, json.loads(path.read_text())["target"], path.parent)
 
     def begin(self) -> None:
-        """Set the rows of earlier runs aside. Those whose programs this run meets again are not compiled again."""
-        self.earlier, self.rows, self.pruned = [*self.earlier, *self.rows], [], []
+        """Forget the rows of earlier runs: of other versions of the planner, the experts or the referee."""
+        self.rows, self.pruned = [], []
 
     def finish(self, planned: Planned, options: Mapping[str, str], job: CompileJob) -> Row:
         """Return the row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
         # A compiler that was stopped may finish on a less busy machine, or with more time.
-        known = next((row for row in [*self.rows, *self.earlier] if row.digest == digest and row.kind != "timeout"), None)
+        known = next((row for row in self.rows if row.digest == digest and row.kind != "timeout"), None)
         if known is not None:
             row = replace(known, **_plan_fields(planned), cached=True)
         else:
