@@ -49,6 +49,15 @@ def test_an_experts_step_computes_what_one_device_does(name):
         assert other == pytest.approx((loss, norm), rel=2e-5), (style.name, count)
 
 
+@pytest.mark.slow
+def test_an_experts_step_with_the_attention_kernel_computes_what_one_device_does():
+    work = workload("llama-tiny").with_(attention="splash", context=128, layers=1, remat="host:residual keep:context")
+    styles_tried = [Style((1, 4, 1, 2), 3), Style((2, 2, 1, 2), 2, sequence=True)]
+    loss, norm, sharded = losses(work, [(style, 1) for style in styles_tried])
+    for other, style in zip(sharded, styles_tried, strict=True):
+        assert other == pytest.approx((loss, norm), rel=2e-5), style.name
+
+
 def specs_of(work: Workload, style: Style) -> dict[str, Any]:
     """Return the spec of each leaf of the state, by its path."""
     _, state, _ = workload_step(work)
