@@ -14,7 +14,7 @@ For each case, these programs are compiled:
 `estimate.py` gives the times. All rows are stored in `results/plans/CASE.json`, in place of an earlier run's; a
 program in the compiler's cache is not compiled again. `--quick` compiles four cases and only the first programs of their grids, and
 reports how many it left out. `--few N` ranks the grid by the planner's estimate of the same strategies instead, compiles
-the first N programs of it, and leaves out mixes of policies, `options` and `today`.
+the first N programs of both sides, one by one, and leaves out mixes of policies, `options` and `today`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from autoshard.train.program.constants import REMATS
 from autoshard.train.program.workload_search import workload_search
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
-QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2  # programs of a quick grid, candidates as with verify=3, compilations
+QUICK_PROGRAMS, CANDIDATES = 4, 3  # programs of a quick grid, candidates as with verify=3
 
 
 def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
@@ -133,7 +133,7 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None, fe
         done = [row for row in store.rows if row.side == "expert" and row.ok]
         fastest = min((row.step["roofline"] for row in done), default=float("inf"))
         batch: list[Planned] = []
-        while remaining and len(batch) < AT_ONCE:
+        while remaining and len(batch) < store.at_once:
             one = remaining.pop(0)
             if one.bound >= fastest:
                 pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
@@ -190,9 +190,10 @@ def _pruned(one: Planned, why: str) -> dict[str, Any]:
     return {"style": one.style, "remat": one.remat, "microbatches": one.microbatches, "why": why}
 
 
-def run_planner(case: Case, store: Store, clock: Clock, *, options_too: bool = True) -> None:
-    """Compile the planner's best variant, and the best of its candidates by the compiler."""
+def run_planner(case: Case, store: Store, clock: Clock, few: int | None = None) -> None:
+    """Compile the planner's best variant, and the best of its candidates by the compiler; with `few`, only so many."""
     found, seconds = candidates(case)
+    found = found[:few]
     options = OPTION_SETS[case.target.partition(":")[0]][0]
     store.notes["planning_seconds"] = round(seconds, 1)
     if not found:
@@ -200,7 +201,7 @@ def run_planner(case: Case, store: Store, clock: Clock, *, options_too: bool = T
         return
     store.notes["chosen"] = found[0].style + ", " + found[0].remat + f", {found[0].microbatches}"
     compile_all(store, [(one, options) for one in found])
-    if options_too:
+    if few is None:
         run_options(case, store, "plan", clock)
 
 
@@ -312,9 +313,9 @@ def predict(case: Case, store: Store) -> None:
 
 
 def compile_all(store: Store, jobs: Sequence[tuple[Planned, Mapping[str, str]]]) -> list[Row]:
-    """Compile programs, two at once. They are exported one by one, because tracing is not thread-safe."""
+    """Compile programs, `store.at_once` at once. They are exported one by one, because tracing is not thread-safe."""
     exported = [(one, options, one.export(options)) for one, options in jobs]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(store.at_once) as pool:
         rows = list(pool.map(lambda job: store.finish(*job), exported))
     for row in rows:
         outcome = f"{row.seconds * 1e3:.0f} ms" if row.ok else "does not fit" if row.too_large else row.kind
@@ -348,10 +349,10 @@ def main() -> None:
         print(f"{name} on {case.target}", flush=True)
         if not arguments.predict:
             store.begin()
-            whole = arguments.few is None
-            run_planner(case, store, clock, options_too=whole)
+            store.at_once = 1 if arguments.few else store.at_once
+            run_planner(case, store, clock, arguments.few)
             run_experts(case, store, clock, QUICK_PROGRAMS if arguments.quick else None, arguments.few)
-            if whole:
+            if arguments.few is None:
                 run_today(case, store)
         predict(case, store)
     show([Store(name, CASES[name].target) for name in names])
@@ -361,7 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="cases to run; default: all")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and the start of their grids")
-    parser.add_argument("--few", type=int, help="programs of the expert's grid to compile, by the planner's estimate")
+    parser.add_argument("--few", type=int, help="programs of each side to compile, by the planner's estimate")
     parser.add_argument("--minutes", type=float, default=30.0, help="time after which no compilation starts")
     parser.add_argument("--predict", action="store_true", help="renew the estimates of stored rows, compile nothing")
     parser.add_argument("--figures", action="store_true", help="print the figures of stored rows, compile nothing")
