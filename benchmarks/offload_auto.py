@@ -110,9 +110,9 @@ def rows_of(name: str, timeout_s: float) -> list[Row]:
     return [compiled(store, side, each) for side, each in made.items()]
 
 
-def compiled(store: Store, side: str, made: Any) -> Row:
-    """Compile a plan and store its row."""
-    used = made.compiler_options.get(find_target(store.target).platform, {})
+def compiled(store: Store, side: str, made: Any, options: Mapping[str, Any] | None = None) -> Row:
+    """Compile a plan, with these options beside its own, and store its row."""
+    used = {**made.compiler_options.get(find_target(store.target).platform, {}), **(options or {})}
     predicted = {"step": made.estimate.step_time_us / 1e6, "memory_bytes": made.estimate.peak_memory_bytes}
     planned = Planned(side, made.chosen, made.chosen, made.variant["remat"], 1, None, predicted)
     return store.finish(planned, used, export_plan(bound_or_error(made.bound).executable, used))
