@@ -11,10 +11,10 @@ For each case, these programs are compiled:
     options    the best program of both, under every option set
     today      common practice, under the expert's remat, microbatches and options
 
-`estimate.py` gives the times. All rows are stored in `results/plans/CASE.json`, in place of an earlier run's; a
-program in the compiler's cache is not compiled again. `--quick` compiles four cases and only the first programs of their grids, and
-reports how many it left out. `--few N` ranks the grid by the planner's estimate of the same strategies instead, compiles
-the first N programs of both sides, one by one, and leaves out mixes of policies, `options` and `today`.
+`estimate.py` gives the times. All rows are stored in `results/plans/CASE.json`, in place of an earlier run's; a program
+in the compiler's cache is not compiled again. `--quick` compiles four cases and only the first programs of their grids,
+and reports how many it left out. `--few N` ranks the grid by the planner's estimate of the same strategies instead,
+compiles the first N programs of both sides, one by one, and leaves out mixes of policies, `options` and `today`.
 """
 
 from __future__ import annotations
