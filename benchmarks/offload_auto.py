@@ -72,14 +72,14 @@ class Case:
         return peaks[0] + self.share * (peaks[1] - peaks[0])
 
 
+LLAMA3 = {"layers": 4, "batch_size": 16, "context": 8192}
 CASES: Mapping[str, Case] = {
-    case.model: case
-    for case in (
-        Case("gpt-1.3b", "v5e:2x4", 0.02, {"layers": 4, "batch_size": 32, "context": 512}),
-        Case("llama-7b", "v6e:2x4", 0.02, {"layers": 3, "batch_size": 64, "context": 512}),
-        Case("gpt-2.6b", "v6e:2x4", 0.05, {"layers": 4, "batch_size": 64, "context": 512}),
-        Case("llama3.1-8b", "v6e:2x4", 0.0, {"layers": 4, "batch_size": 16, "context": 8192}),
-    )
+    "gpt-1.3b": Case("gpt-1.3b", "v5e:2x4", 0.02, {"layers": 4, "batch_size": 32, "context": 512}),
+    "llama-7b": Case("llama-7b", "v6e:2x4", 0.02, {"layers": 3, "batch_size": 64, "context": 512}),
+    "gpt-2.6b": Case("gpt-2.6b", "v6e:2x4", 0.05, {"layers": 4, "batch_size": 64, "context": 512}),
+    "llama3.1-8b": Case("llama3.1-8b", "v6e:2x4", 0.0, LLAMA3),
+    "llama3.1-8b-v5e": Case("llama3.1-8b", "v5e:2x4", 0.02, {**LLAMA3, "batch_size": 8}),
+    "mistral-7b": Case("mistral-7b", "v6e:2x4", 0.02, LLAMA3),
 }
 
 
