@@ -58,6 +58,7 @@ from autoshard.train.program.workload_search import workload_search
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
 QUICK_PROGRAMS, CANDIDATES = 4, 3  # programs of a quick grid, candidates as with verify=3
+SPARE = 4  # chosen: so many times `--few` programs are ranked, because some may not fit
 
 
 def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
@@ -119,12 +120,12 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None, fe
         store: its rows. Those of the planner say what the expert tries beside the case's own variants.
         clock: when to stop.
         programs: the number of programs that compile, after which it ends; None for all.
-        few: the number of programs to compile, chosen by the planner's estimate; None for all.
+        few: the number of programs that compile, in the order of the planner's estimate; None for all.
     """
     planners = [(row.remat, row.microbatches) for row in store.rows if row.side == "plan"]
     remaining, pruned = grid(case, planners)
     if few is not None:
-        chosen = most_promising(case, remaining, few)
+        programs, chosen = few, most_promising(case, remaining, SPARE * few)
         pruned += [_pruned(one, "not among the best by estimate") for one in remaining if one not in chosen]
         remaining = chosen
     options, reached = OPTION_SETS[case.target.partition(":")[0]][0], 0
