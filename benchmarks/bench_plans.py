@@ -1,18 +1,20 @@
 """Compare the planner with an expert's plans and with common practice, compiled for the same machine.
 
-    python benchmarks/bench_plans.py [CASE ...] [--quick] [--minutes 30] [--figures]
+    python benchmarks/bench_plans.py [CASE ...] [--quick] [--few 4] [--minutes 30] [--figures]
 
 For each case, these programs are compiled:
 
     expert     the grid `expert_plans.styles` x remat x microbatches, in the order of lower bounds (`rooflines`), until
-               the next bound exceeds the fastest time so far. Programs that cannot fit are left out
+               the next bound exceeds the fastest time so far. Programs that cannot fit are left out. Experts have the
+               kernels of the machine, and what the planner's candidates keep and offload beside their own policies
     planner    its best variant by its own estimate, and the best of its candidates by the compiler (`verify=3`)
     options    the best program of both, under every option set
     today      common practice, under the expert's remat, microbatches and options
 
-`estimate.py` gives the times. All rows are stored in `results/plans/CASE.json`; a program that is there, or in the
-compiler's cache, is not compiled again. `--quick` compiles four cases and only the first programs of their grids, and
-reports how many it left out.
+`estimate.py` gives the times. All rows are stored in `results/plans/CASE.json`, in place of an earlier run's; a program
+in the compiler's cache is not compiled again. `--quick` compiles four cases and only the first programs of their grids,
+and reports how many it left out. `--few N` ranks the grid by the planner's estimate of the same strategies instead,
+compiles the first N programs of both sides, one by one, and leaves out mixes of policies, `options` and `today`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 import common  # noqa: F401  sets up the path and the devices first
 from estimate import find_target
 from expert_plans import CASES, OPTION_SETS, Case, Style, styles, today
+from expert_ranking import most_promising
 from expert_step import expert_step
 from plan_figures import show
 from plan_rows import Planned, Row, Store, best
@@ -41,6 +44,7 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
 from autoshard.sharding.autotune.selection import requested_shortlist
+from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
 from autoshard.train.program.build import (
@@ -53,29 +57,37 @@ from autoshard.train.program.constants import REMATS
 from autoshard.train.program.workload_search import workload_search
 
 QUICK = ("gpt-1.3b", "llama2-7b-2k", "moe-2.4b", "vit-l16")
-QUICK_PROGRAMS, CANDIDATES, AT_ONCE = 4, 3, 2  # programs of a quick grid, candidates as with verify=3, compilations
+QUICK_PROGRAMS, CANDIDATES = 4, 3  # programs of a quick grid, candidates as with verify=3
+SPARE = 4  # chosen: so many times `--few` programs are ranked, because some may not fit
 
 
 def export_expert(case: Case, style: Style, remat: str, microbatches: int, options: Mapping[str, str]) -> CompileJob:
     """Export an expert's step for the compiler."""
-    made = expert_step(case.variant(remat), style, microbatches)
+    made = expert_step(case.variant(remat), style, microbatches, traced_machine(None, case.target))
     platform = "cuda" if find_target(case.target).gpu else "tpu"
     program = export(made.fn, made.avals, made.in_shardings, made.out_shardings, platform)
     return CompileJob(program, platform, case.target, made.mesh, tuple(range(case.devices)), made.donated, options)
 
 
-def grid(case: Case) -> tuple[list[Planned], list[dict[str, Any]]]:
-    """Return the expert's programs in the order of their bounds, and those that cannot fit."""
+def grid(case: Case, more: Sequence[tuple[str, int]] = ()) -> tuple[list[Planned], list[dict[str, Any]]]:
+    """Return the expert's programs in the order of their bounds, and those that cannot fit.
+
+    Args:
+        case: the case.
+        more: remat and microbatches to try beside those of the case.
+    """
     limit = find_target(case.target).chip.memory_bytes
     found, pruned = [], []
     for style in styles(case):
-        for remat, microbatches in case.variants:
+        for remat, microbatches in dict.fromkeys([*case.variants, *more]):
             if case.work.batch_size // microbatches % style.ways(style.batch):
                 continue
             low = bound(case, style, remat, microbatches)
             made = partial(export_expert, case, style, remat, microbatches)
-            more = {"family": (style.sizes[2:], style.sequence), "least_bytes": low.memory}
-            one = Planned("expert", style.name, style.words, remat, microbatches, made, bound=low.seconds, **more)
+            one = Planned(
+                "expert", style.name, style.words, remat, microbatches, made, bound=low.seconds,
+                family=(style.sizes[2:], style.sequence), least_bytes=low.memory,
+            )  # fmt: skip
             if low.memory > limit:
                 pruned.append(_pruned(one, f"at least {low.memory / 2**30:.1f} GiB"))
             else:
@@ -100,16 +112,29 @@ def _leanest_first(ordered: Sequence[Planned]) -> list[Planned]:
     return list(found.values())
 
 
-def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) -> None:
-    """Compile the grid, two programs at once, until no bound is below the fastest time."""
-    remaining, pruned = grid(case)
+def run_experts(case: Case, store: Store, clock: Clock, programs: int | None, few: int | None = None) -> None:
+    """Compile the grid, until no bound is below the fastest time.
+
+    Args:
+        case: the case.
+        store: its rows. Those of the planner say what the expert tries beside the case's own variants.
+        clock: when to stop.
+        programs: the number of programs that compile, after which it ends; None for all.
+        few: the number of programs that compile, in the order of the planner's estimate; None for all.
+    """
+    planners = [(row.remat, row.microbatches) for row in store.rows if row.side == "plan"]
+    remaining, pruned = grid(case, planners)
+    if few is not None:
+        programs, chosen = few, most_promising(case, remaining, SPARE * few)
+        pruned += [_pruned(one, "not among the best by estimate") for one in remaining if one not in chosen]
+        remaining = chosen
     options, reached = OPTION_SETS[case.target.partition(":")[0]][0], 0
     failed: list[Planned] = []
     while remaining:
         done = [row for row in store.rows if row.side == "expert" and row.ok]
         fastest = min((row.step["roofline"] for row in done), default=float("inf"))
         batch: list[Planned] = []
-        while remaining and len(batch) < AT_ONCE:
+        while remaining and len(batch) < store.at_once:
             one = remaining.pop(0)
             if one.bound >= fastest:
                 pruned.append(_pruned(one, f"at least {one.bound * 1e3:.0f} ms"))
@@ -124,6 +149,9 @@ def run_experts(case: Case, store: Store, clock: Clock, programs: int | None) ->
         failed += [one for one, row in zip(batch, rows, strict=True) if row.too_large]
         reached += sum(row.ok for row in rows)
     store.pruned = pruned
+    store.save()
+    if few is not None:
+        return
     run_mixed_remat(case, store, clock)
     run_options(case, store, "expert", clock)
 
@@ -132,7 +160,7 @@ def run_mixed_remat(case: Case, store: Store, clock: Clock) -> None:
     """Compile the expert's best program with mixes of two remat policies over the layers, as the planner tries them."""
     options = OPTION_SETS[case.target.partition(":")[0]][0]
     winner = best([row for row in store.rows if row.side == "expert" and row.options == options])
-    if winner is None or "," in winner.remat:
+    if winner is None or winner.remat not in REMATS:
         return
     style, parts = next(s for s in styles(case) if s.name == winner.style), winner.microbatches
     lighter = REMATS[: REMATS.index(winner.remat)][-1:]
@@ -153,7 +181,9 @@ def run_mixed_remat(case: Case, store: Store, clock: Clock) -> None:
 def _needs_at_least_as_much(one: Planned, other: Planned) -> bool:
     """Whether a program needs at least another's memory: no less state, no more microbatches, no stricter remat."""
     order = ("full", "dots", "none")
-    more = order.index(one.remat) >= order.index(other.remat) and one.microbatches <= other.microbatches
+    known = one.remat in order and other.remat in order
+    more = order.index(one.remat) >= order.index(other.remat) if known else one.remat == other.remat
+    more = more and one.microbatches <= other.microbatches
     return one.family == other.family and one.least_bytes >= other.least_bytes and more
 
 
@@ -161,9 +191,10 @@ def _pruned(one: Planned, why: str) -> dict[str, Any]:
     return {"style": one.style, "remat": one.remat, "microbatches": one.microbatches, "why": why}
 
 
-def run_planner(case: Case, store: Store, clock: Clock) -> None:
-    """Compile the planner's best variant, and the best of its candidates by the compiler."""
+def run_planner(case: Case, store: Store, clock: Clock, few: int | None = None) -> None:
+    """Compile the planner's best variant, and the best of its candidates by the compiler; with `few`, only so many."""
     found, seconds = candidates(case)
+    found = found[:few]
     options = OPTION_SETS[case.target.partition(":")[0]][0]
     store.notes["planning_seconds"] = round(seconds, 1)
     if not found:
@@ -171,7 +202,8 @@ def run_planner(case: Case, store: Store, clock: Clock) -> None:
         return
     store.notes["chosen"] = found[0].style + ", " + found[0].remat + f", {found[0].microbatches}"
     compile_all(store, [(one, options) for one in found])
-    run_options(case, store, "plan", clock)
+    if few is None:
+        run_options(case, store, "plan", clock)
 
 
 def candidates(case: Case) -> tuple[list[Planned], float]:
@@ -282,9 +314,9 @@ def predict(case: Case, store: Store) -> None:
 
 
 def compile_all(store: Store, jobs: Sequence[tuple[Planned, Mapping[str, str]]]) -> list[Row]:
-    """Compile programs, two at once. They are exported one by one, because tracing is not thread-safe."""
+    """Compile programs, `store.at_once` at once. They are exported one by one, because tracing is not thread-safe."""
     exported = [(one, options, one.export(options)) for one, options in jobs]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(store.at_once) as pool:
         rows = list(pool.map(lambda job: store.finish(*job), exported))
     for row in rows:
         outcome = f"{row.seconds * 1e3:.0f} ms" if row.ok else "does not fit" if row.too_large else row.kind
@@ -317,9 +349,12 @@ def main() -> None:
         store = Store(name, case.target)
         print(f"{name} on {case.target}", flush=True)
         if not arguments.predict:
-            run_planner(case, store, clock)
-            run_experts(case, store, clock, QUICK_PROGRAMS if arguments.quick else None)
-            run_today(case, store)
+            store.begin()
+            store.at_once = 1 if arguments.few else store.at_once
+            run_planner(case, store, clock, arguments.few)
+            run_experts(case, store, clock, QUICK_PROGRAMS if arguments.quick else None, arguments.few)
+            if arguments.few is None:
+                run_today(case, store)
         predict(case, store)
     show([Store(name, CASES[name].target) for name in names])
 
@@ -328,6 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="cases to run; default: all")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and the start of their grids")
+    parser.add_argument("--few", type=int, help="programs of each side to compile, by the planner's estimate")
     parser.add_argument("--minutes", type=float, default=30.0, help="time after which no compilation starts")
     parser.add_argument("--predict", action="store_true", help="renew the estimates of stored rows, compile nothing")
     parser.add_argument("--figures", action="store_true", help="print the figures of stored rows, compile nothing")

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.kernels.grouped.call import grouped_call
 from autoshard.kernels.grouped.matmul import grouped_product
-from autoshard.kernels.planned_platform import planned_for
+from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.models import gpt, moe, wide_resnet
 from autoshard.models.workloads import Workload
 from autoshard.spmdrules.core.rule import Rule
@@ -318,10 +318,10 @@ class Expert:
     mesh: Mapping[str, int] = field(default_factory=dict)
 
 
-def expert_step(work: Workload, style: Style, microbatches: int = 1, platform: str = "cpu") -> Expert:
+def expert_step(work: Workload, style: Style, microbatches: int = 1, machine: Planned | str = "cpu") -> Expert:
     """Make the workload's train step, that of `autoshard.train.program.build.workload_step`, under a style.
 
-    It has the attention kernel of the platform.
+    It has the kernels of the machine, or of the platform. Common practice has none: XLA does not partition them.
     """
     note, settings = Annotator(style, work.config), OptimizerConfig()
     plain = make_program(work.build, make_optimizer(settings, 1000))
@@ -337,7 +337,7 @@ def expert_step(work: Workload, style: Style, microbatches: int = 1, platform: s
         return note.parameter(text, leaf.shape, stored=style.zero == 3 or "opt_state" in text)
 
     def run(*flat: Any) -> list[Any]:
-        with annotated(note), planned_for(platform):
+        with annotated(note), planned_for("cpu" if style.today else machine):
             return jax.tree.leaves(step(*jax.tree.unflatten(tree, flat)))
 
     shardings = [NamedSharding(style.mesh, PartitionSpec(*spec_of(*each))) for each in leaves]

@@ -18,6 +18,7 @@ from math import prod
 HBM, ON_CHIP, HOST = 0, 1, 5
 BITS = {"pred": 8, "token": 0, "opaque": 0, "s2": 2, "u2": 2, "s4": 4, "u4": 4}
 ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,<=]*)\](?:\{([^}]*)\})?")
+CLOSING = re.compile(r"\}(\s*//.*)?")  # the last line of a computation
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 
 
@@ -169,7 +170,7 @@ def read(text: str) -> Module:
     computations: dict[str, Computation] = {}
     tables: dict[str, dict[int, str]] = {}
     entry, current, table = "", None, None
-    for line in text.splitlines():
+    for line in _unwrapped(text):
         if line.startswith((" ", "\t")) and current is not None:
             current.instructions.append(instruction_of(line))
         elif line.endswith("{") and not line.startswith("HloModule"):
@@ -182,6 +183,25 @@ def read(text: str) -> Module:
             table[int(numbered[1])] = numbered[2]
     partitions = re.search(r"num_partitions=(\d+)", text[:1_000_000].split("\n\n", 1)[0])
     return Module(computations, computations[entry], int(partitions[1]) if partitions else 1, tables)
+
+
+def _unwrapped(text: str) -> Iterator[str]:
+    """Yield the lines of a program. An instruction is one line, also where an attribute contains line breaks.
+
+    The metadata that JAX's splash attention gives to its kernels does.
+    """
+    parts: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        ends = CLOSING.fullmatch(line) is not None
+        if inside and parts and line and not ends and not line.startswith((" ", "\t")):
+            parts.append(line)
+            continue
+        if parts:
+            yield "".join(parts)
+        parts = [line]
+        inside = not ends and (inside or (line.endswith("{") and not line.startswith(("HloModule", " ", "\t"))))
+    yield "".join(parts)
 
 
 def instruction_of(line: str) -> Instruction:

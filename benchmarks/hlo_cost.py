@@ -148,9 +148,10 @@ def async_copy_cost(module: Module, where: Computation, start: Instruction) -> C
         plain = Instruction(start.name, result, kind, start.arguments, start.attributes)
         return cost(module, where, plain)
     size = result.bytes if isinstance(result, Array) else sum(leaf.bytes for leaf in start.leaves)
-    if base == "dynamic-update-slice":
-        size = _update(where, start).bytes
     ends = [whole.space, result.space if isinstance(result, Array) else HBM]
+    if base == "dynamic-update-slice":  # of a buffer that stays where it is
+        update = _update(where, start)
+        size, ends[0] = update.bytes, update.space
     return Cost(hbm_bytes=size * ends.count(HBM), host_bytes=size * ends.count(HOST))
 
 

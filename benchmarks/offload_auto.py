@@ -48,12 +48,14 @@ class Case:
         target: the machine.
         share: the memory limit, as a share of the way from the peak of full rematerialization to that of none.
         sizes: fields of the workload: layers, batch size, context.
+        strategy: the strategy of both plans.
     """
 
     model: str
     target: str
     share: float
     sizes: Mapping[str, Any]
+    strategy: str = STRATEGY
 
     @property
     def work(self) -> Any:
@@ -65,24 +67,25 @@ class Case:
         peaks = []
         for remat in ("full", "none"):
             step, *shapes = workload_step(self.work.with_(remat=remat), 1)
-            made = plan(step, *shapes, target=self.target, plan=STRATEGY, donate_argnums=0)
+            made = plan(step, *shapes, target=self.target, plan=self.strategy, donate_argnums=0)
             peaks.append(made.estimate.peak_memory_bytes)
         return peaks[0] + self.share * (peaks[1] - peaks[0])
 
 
+LLAMA3 = {"layers": 4, "batch_size": 16, "context": 8192}
 CASES: Mapping[str, Case] = {
-    case.model: case
-    for case in (
-        Case("gpt-1.3b", "v5e:2x4", 0.02, {"layers": 4, "batch_size": 32, "context": 512}),
-        Case("llama-7b", "v6e:2x4", 0.02, {"layers": 3, "batch_size": 64, "context": 512}),
-        Case("gpt-2.6b", "v6e:2x4", 0.05, {"layers": 4, "batch_size": 64, "context": 512}),
-    )
+    "gpt-1.3b": Case("gpt-1.3b", "v5e:2x4", 0.02, {"layers": 4, "batch_size": 32, "context": 512}),
+    "llama-7b": Case("llama-7b", "v6e:2x4", 0.02, {"layers": 3, "batch_size": 64, "context": 512}),
+    "gpt-2.6b": Case("gpt-2.6b", "v6e:2x4", 0.05, {"layers": 4, "batch_size": 64, "context": 512}),
+    "llama3.1-8b": Case("llama3.1-8b", "v6e:2x4", 0.0, LLAMA3),
+    "llama3.1-8b-v5e": Case("llama3.1-8b", "v5e:2x4", 0.02, {**LLAMA3, "batch_size": 8}),
+    "mistral-7b": Case("mistral-7b", "v6e:2x4", 0.02, LLAMA3),
 }
 
 
-def best(case: Case, offload: str, limit: float) -> Any:
-    """The best variant of a case."""
-    options = {"target": case.target, "plan": STRATEGY, "memory_limit_bytes": limit}
+def best(case: Any, offload: str, limit: float) -> Any:
+    """The best variant of a case: of anything with its target, strategy and workload."""
+    options = {"target": case.target, "plan": case.strategy, "memory_limit_bytes": limit}
     step, *shapes = workload_variants(case.work)
     search = workload_search(case.work, options, offload=offload, microbatches=1)
     return plan(step, *shapes, donate_argnums=0, variants=search, **options)
@@ -98,17 +101,18 @@ def rows_of(name: str, timeout_s: float) -> list[Row]:
         "sizes": dict(case.sizes),
         **{side: f"{p.variant['remat']}, {p.estimate.step_time_us / 1e3:.1f} ms predicted" for side, p in made.items()},
     }
+    store.begin()
     if made["auto"].variant == made["none"].variant:
         store.notes["same"] = True
-        store.rows = []
         store.save()
         return []
     store.notes.pop("same", None)
-    return [_compiled(store, side, each) for side, each in made.items()]
+    return [compiled(store, side, each) for side, each in made.items()]
 
 
-def _compiled(store: Store, side: str, made: Any) -> Row:
-    used = made.compiler_options.get(find_target(store.target).platform, {})
+def compiled(store: Store, side: str, made: Any, options: Mapping[str, Any] | None = None) -> Row:
+    """Compile a plan, with these options beside its own, and store its row."""
+    used = {**made.compiler_options.get(find_target(store.target).platform, {}), **(options or {})}
     predicted = {"step": made.estimate.step_time_us / 1e6, "memory_bytes": made.estimate.peak_memory_bytes}
     planned = Planned(side, made.chosen, made.chosen, made.variant["remat"], 1, None, predicted)
     return store.finish(planned, used, export_plan(bound_or_error(made.bound).executable, used))

@@ -20,6 +20,7 @@ from autoshard.sharding.audit.compiler_process import versions as compilers
 from autoshard.sharding.audit.constants import TIMEOUT_S
 
 FOLDER = RESULTS / "plans"
+AT_ONCE = 2  # programs that are compiled at the same time
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Store:
     def __init__(self, case: str, target: str, folder: Path = FOLDER, timeout_s: float = TIMEOUT_S):
         """Read the file, if there is one. A compiler is stopped after `timeout_s` seconds."""
         self.case, self.target, self.path = case, target, folder / f"{case}.json"
-        self.timeout_s = timeout_s
+        self.timeout_s, self.at_once = timeout_s, AT_ONCE
         self.lock = threading.Lock()
         data = json.loads(self.path.read_text()) if self.path.exists() else {}
         self.rows = [Row(**row) for row in data.get("rows", [])]
@@ -134,6 +135,10 @@ class Store:
     def read(cls, path: Path) -> Store:
         """Read a store from its file."""
         return cls(path.stem, json.loads(path.read_text())["target"], path.parent)
+
+    def begin(self) -> None:
+        """Forget the rows of earlier runs: of other versions of the planner, the experts or the referee."""
+        self.rows, self.pruned = [], []
 
     def finish(self, planned: Planned, options: Mapping[str, str], job: CompileJob) -> Row:
         """Return the row of an exported program, from the file, the compiler's cache or the compiler."""

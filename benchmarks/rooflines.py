@@ -3,7 +3,7 @@
 Units: seconds, bytes, operations (2 for a multiply-add), of one device. n devices, t of them along tensor, e along
 expert, g along fsdp, m microbatches, P parameters (P_e of them experts'), L layers, B tokens of a device's batch.
 
-    compute   products of the traced step, with recomputation / n / (0.95 peak)
+    compute   products of the traced step and what its kernels state, with recomputation / n / (0.95 peak)
     wire      bytes that a device must send, over all links at 0.9 of their bandwidth:
         fsdp      (g - 1) / g x Q x 2 bytes, for ZeRO-3 one gather forward and one backward in each microbatch and one
                   reduction a step, for ZeRO-2 and 1 one reduction and one gather a step, Q = P_e / (e t) + (P-P_e) / t
@@ -12,7 +12,8 @@ expert, g along fsdp, m microbatches, P parameters (P_e of them experts'), L lay
         tensor    (t - 1) / t x 2 bytes x B x width x 8 for each layer: two all-reduces forward and two backward
     time      max(compute, wire), as if communication were hidden completely
     memory    the stored state, and the residuals of each layer for the backward pass of one microbatch: its input
-              (`full`), the results of its projections too (`dots`, `none`), and scores of plain attention (`none`)
+              (`full`), the results of its projections too (`dots`, `none`), and scores of plain attention (`none`).
+              Of named values only the layer's input counts, if it is not on the host
 
 No implementation sends or stores less, so pruning by these bounds never loses the best program.
 """
@@ -29,11 +30,14 @@ from estimate import FLOPS_SHARE, find_target
 from expert_plans import Case, Style
 from links import LINK_SHARE
 
-from autoshard.kernels.constants import BLOCKWISE_KEYS
+from autoshard.kernels.constants import BLOCKWISE_KEYS, KERNEL_KEYS
+from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.models.moe import MoEConfig
 from autoshard.models.vit import ViTConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
+from autoshard.sharding.machines.device_mesh import traced_machine
+from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.train.program.build import workload_step
 
 HALF, WORD, MOMENTS = 2, 4, 8  # bytes: of 16 bits, of 32 bits, of both moments of a parameter in 32 bits
@@ -58,7 +62,7 @@ def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
     chip = find_target(case.target).chip
     work = case.variant(remat)
     data, group, expert, tensor = style.sizes
-    flops = products(work) / case.devices / (FLOPS_SHARE * chip.flops)
+    flops = products(work, traced_machine(None, case.target)) / case.devices / (FLOPS_SHARE * chip.flops)
     links = LINK_SHARE * chip.link * (2 * chip.torus if chip.torus else 1)
     total, experts = parameters(work)
     own, dense = experts / (expert * tensor), (total - experts) / tensor
@@ -82,10 +86,11 @@ def bound(case: Case, style: Style, remat: str, microbatches: int) -> Bound:
 
 
 @lru_cache
-def products(work: Workload) -> float:
-    """Return the operations of all products of the traced train step."""
+def products(work: Workload, machine: Planned | None = None) -> float:
+    """Return the operations of all products of the train step, traced with the kernels of a machine."""
     step, state, batch = workload_step(work)
-    return _products(jax.make_jaxpr(step)(state, batch).jaxpr)
+    with planned_for(machine):
+        return _products(jax.make_jaxpr(step)(state, batch).jaxpr)
 
 
 @lru_cache
@@ -113,6 +118,9 @@ def _products(jaxpr: Any) -> float:
         elif name == "conv_general_dilated":
             shape, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
             total += 2.0 * prod(eqn.outvars[0].aval.shape) * prod(shape) / shape[numbers[0]]
+        if stated := declared_costs(eqn, [v.aval for v in eqn.invars]):
+            total += sum(cost.flops for cost in stated)
+            continue
         trips = eqn.params.get("length", 1) if name == "scan" else 1
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else [value]:
@@ -136,13 +144,16 @@ def _positions(config: Any) -> int:
 def _residual_bytes(work: Workload, decoder: Any, tokens: float, style: Style, remat: str) -> float:
     tensor = style.sizes[3]
     stream = HALF * tokens * decoder.width / (tensor if style.sequence else 1)
+    if "host:" in remat:
+        return 0.0
     residual_bytes = decoder.layers * stream
-    if remat != "full":
+    if remat in ("dots", "none"):
         heads = decoder.head_dim * (decoder.heads + 2 * decoder.key_heads)
         hidden = 0 if isinstance(work.config, MoEConfig) else decoder.hidden * (2 if decoder.mlp == "swiglu" else 1)
         residual_bytes += decoder.layers * HALF * tokens * (heads + hidden) / tensor
     positions = _positions(work.config)
-    plain = decoder.attention == "plain" or (decoder.attention == "auto" and positions < BLOCKWISE_KEYS)
+    fewest = min(KERNEL_KEYS, BLOCKWISE_KEYS)  # keys for which `auto` may be another implementation
+    plain = decoder.attention == "plain" or (decoder.attention == "auto" and positions < fewest)
     if remat == "none" and plain:
         residual_bytes += decoder.layers * HALF * tokens * positions * decoder.heads / tensor
     return residual_bytes

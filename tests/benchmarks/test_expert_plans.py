@@ -5,12 +5,15 @@ from typing import Any
 
 import jax
 import pytest
+from bench_plans import grid, planned
 from expert_plans import CASES, Case, Style, styles, today
+from expert_ranking import most_promising
 from expert_step import expert_step
 from real_steps import batch_of, by_hand, create
 from rooflines import bound, parameters, products
 
 from autoshard.models.workloads import Workload, workload
+from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.train.program.build import workload_step
 
 STYLES = {
@@ -47,6 +50,15 @@ def test_an_experts_step_computes_what_one_device_does(name):
     assert math.isfinite(loss) and norm > 0
     for other, (style, count) in zip(sharded, runs, strict=True):
         assert other == pytest.approx((loss, norm), rel=2e-5), (style.name, count)
+
+
+@pytest.mark.slow
+def test_an_experts_step_with_the_attention_kernel_computes_what_one_device_does():
+    work = workload("llama-tiny").with_(attention="splash", context=128, layers=1, remat="host:residual keep:context")
+    styles_tried = [Style((1, 4, 1, 2), 3), Style((2, 2, 1, 2), 2, sequence=True)]
+    loss, norm, sharded = losses(work, [(style, 1) for style in styles_tried])
+    for other, style in zip(sharded, styles_tried, strict=True):
+        assert other == pytest.approx((loss, norm), rel=2e-5), style.name
 
 
 def specs_of(work: Workload, style: Style) -> dict[str, Any]:
@@ -120,3 +132,26 @@ def test_bounds_agree_with_hand_counts():
     moe = Case("tiny", workload("moe-tiny"), "v5e:2x4")
     apart, overlapped = (bound(moe, Style((1, 2, 4, 1), spread=spread), "full", 1) for spread in (False, True))
     assert apart.memory - overlapped.memory == pytest.approx(12 * (total - experts) * (1 / 2 - 1 / 8))
+
+
+def test_bounds_count_kernels_and_values_on_the_host():
+    work = workload("gpt-tiny").with_(context=4096, remat="none")
+    kernels = traced_machine(None, "v5e:2x4")
+    tokens, width, layers = 16 * 4096, 64, 2
+    scores = 2 * 2 * tokens * 4096 * width * layers * 3  # of the plain implementation; causal kernels visit fewer pairs
+    assert products(work) - scores < products(work, kernels) < products(work)
+    case, style = Case("tiny", workload("gpt-tiny"), "v5e:2x4"), Style((1, 8, 1, 1))
+    host, full = (bound(case, style, remat, 1).memory for remat in ("host:residual", "full"))
+    assert full - host == pytest.approx(2 * 2 * 2 * 32 * 64)  # 2 layers, 16 bits, 2 rows of 32 positions
+
+
+@pytest.mark.slow
+def test_few_programs_of_an_expert_are_those_with_the_fastest_estimates():
+    case = Case("tiny", workload("gpt-tiny").with_(batch_size=64), "v5e:2x4")
+    programs, pruned = grid(case, [("keep:context", 1)])
+    assert not pruned and any(one.remat == "keep:context" for one in programs)
+    one, two = most_promising(case, programs, 2)
+    assert one in programs and two in programs and one is not two
+    times = [planned(case, each.remat, each.microbatches, each.words).estimate.step_time_us for each in (one, two)]
+    slow = next(each for each in programs if each.words == "tp:8" and each.remat == "full")
+    assert times[0] <= times[1] < planned(case, "full", slow.microbatches, "tp:8").estimate.step_time_us

@@ -36,6 +36,25 @@ def test_operands(arguments):
     assert (line.root, line.opcode, line.called, line.channel) == (True, "fusion", ("g",), "7")
 
 
+def test_an_attribute_with_line_breaks():
+    """The metadata of JAX's splash attention break the line of a kernel before its stated cost."""
+    program = read(
+        """HloModule step, is_scheduled=true, num_partitions=2
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %k = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 1024}"
+}}, metadata={op_name="jit(step)/splash"}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"77"}}}
+  ROOT %r = f32[8]{0} add(%k, %a)
+}
+"""
+    )
+    kernel = program.entry.named["k"]
+    assert kernel.op_name == "jit(step)/splash" and '"flops":"77"' in kernel.attributes
+    assert [i.name for i in program.entry.instructions] == ["a", "k", "r"] and program.partitions == 2
+
+
 def test_called_computations():
     """A reduction's `to_apply` is a scalar function and does not count; a call's is a computation."""
     reduction = instruction_of("  %r = f32[2]{0} reduce(%a, %z), dimensions={1}, to_apply=%add")

@@ -246,6 +246,11 @@ def test_relayout_before_a_slice(whole, size):
             f"(({STACK}), f32[6,16,16]{{2,1,0:S(1)}}, s32[]{{:S(2)}}) slice-start(%a), slice={{[0:6], [0:16], [0:16]}}",
             dict(a=STACK), 6 * KB, 0,
         ),
+        (  # one iteration's values go into a stack on the host: over the link once
+            "((f32[6,256]{1,0:S(5)}, f32[1,256]{1,0}, s32[], s32[]), f32[6,256]{1,0:S(5)}, u32[]{:S(2)}) "
+            "dynamic-update-slice-start(%a, %b, %i, %i)",
+            dict(a="f32[6,256]{1,0:S(5)}", b="f32[1,256]{1,0}", i="s32[]"), KB, KB,
+        ),
     ],
 )  # fmt: skip
 def test_asynchronous_copies(line, shapes, hbm, host):

@@ -52,6 +52,8 @@ class Collective:
         place: where it runs, if it moves parameters or gradients, so that compute can hide it; None for activations.
         exposed_us: the part of `time_us` that compute does not hide.
         ring: the transfers of a ring, which run beside the compute of their own operator; None for any other.
+        devices: the number of devices of a group; 0 for a ring.
+        box_dims: the number of dimensions of the topology that a group spans; 0 if other devices lie in between.
     """
 
     kind: ReshardKind
@@ -67,6 +69,8 @@ class Collective:
     array: int = 0
     exposed_us: float = 0.0
     ring: Ring | None = None
+    devices: int = 0
+    box_dims: int = 0
 
     @property
     def once_us(self) -> float:
@@ -131,7 +135,10 @@ def collective(
     local = local_bytes * factor
     wire = bytes_sent_per_byte(kind, devices) * local
     time = assignment.time_us(kind, axes, local) * count
-    return Collective(kind, axes, requested, local_bytes, wire, count, time, line, place, ops, array, exposed_us=time)
+    return Collective(
+        kind, axes, requested, local_bytes, wire, count, time, line, place, ops, array, exposed_us=time,
+        devices=devices, box_dims=assignment.box_dims(axes),
+    )  # fmt: skip
 
 
 def step_cost(
@@ -166,7 +173,7 @@ def _step_cost(
 ) -> StepCost:
     comm = sum(c.time_us for c in collectives)
     if overlap is not None:
-        can_hide = [c.place is not None and c.kind in chip.hides and c.count > 0 for c in collectives]
+        can_hide = [c.place is not None and _is_asynchronous(c, chip) and c.count > 0 for c in collectives]
         once = [c.once_us if hides else 0.0 for c, hides in zip(collectives, can_hide, strict=True)]
         waits = overlap.exposed_us(once).tolist()
         collectives = [
@@ -188,6 +195,12 @@ def _exposing(one: Collective, exposed_us: float) -> Collective:
     changed = object.__new__(Collective)
     changed.__dict__.update(one.__dict__, exposed_us=exposed_us)
     return changed
+
+
+def _is_asynchronous(c: Collective, chip: Chip) -> bool:
+    if c.kind == "all-gather" and (c.devices <= chip.synchronous_gathers or c.box_dims < chip.gather_dims):
+        return False
+    return c.kind in chip.hides
 
 
 def _exposed_on_ring(travel: Collective, ring: Ring) -> float:

@@ -3,12 +3,16 @@
     time     = bytes of the shards / (HOST_BANDWIDTH_REACHED x the chip's host bandwidth)
     busy     = max(time of transfers to the host, time of transfers from it), for each loop body and each stretch of
                straight code
-    exposed  = max(0, busy - compute of the same body or stretch)
+    first    = time of the transfers from the host that the first iteration of a loop needs, each time the loop starts
+    exposed  = first + max(0, busy - first - compute of the same body or stretch)
 
 The link carries both directions at once. Compilers start a transfer, and wait for its end, in the loop body or straight
 code that contains it. So only the compute there can hide it. A nested loop body does not count: it is a stretch of its
 own. If one stretch contains the forward and the backward pass, as with unrolled layers, all of its compute may hide
 transfers of both directions. The compiler's own schedule of transfers is in the audit (`hlo.host_transfers`).
+
+What an iteration needs comes from the host during the one before it, so nothing hides what the first one needs. In the
+backward loop that is what the last layer has just sent: XLA waits for it to arrive, and brings it straight back.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.core.placement import axes_of
-from autoshard.spmdrules.ir.program import Op
+from autoshard.spmdrules.ir.program import Op, walk
 
 
 @shown
@@ -81,6 +85,8 @@ class HostTraffic:
             self.whole[stretch, number, to_host] += nbytes(op.eqn.invars[n].aval) * op.trips
         trips = dict(zip(stretches.number.tolist(), stretches.trips.tolist(), strict=True))
         self.trips = {stretch: trips[stretch] for stretch, _, _ in self.whole}
+        starts = _loop_starts(stretches)
+        self.starts = {stretch: starts.get(id(op), 0.0) for op, stretch, _ in moved}
 
     def __call__(self, layout: Layout, times: StretchTimes, chip: Chip) -> HostTime:
         """Return the transfers of a step.
@@ -102,7 +108,18 @@ class HostTraffic:
         per_byte = 1e6 / (chip.host_bandwidth * HOST_BANDWIDTH_REACHED)
         busy = {stretch: max(both) * per_byte for stretch, both in sent.items()}
         compute = {stretch: times.total_us(stretch) * self.trips[stretch] for stretch in busy}
-        return HostTime(total, sum(busy.values()), sum(max(busy[s] - compute[s], 0.0) for s in busy))
+        first = {s: sent[s][False] * per_byte * self.starts[s] / self.trips[s] for s in busy}
+        exposed = sum(first[s] + max(busy[s] - first[s] - compute[s], 0.0) for s in busy)
+        return HostTime(total, sum(busy.values()), exposed)
+
+
+def _loop_starts(stretches: Stretches) -> dict[int, float]:
+    """Return the id of each operator in a scan -> how often its innermost scan starts in a step."""
+    found: dict[int, float] = {}
+    for op in stretches.ops:  # inner scans come after the outer ones
+        if op.name == "scan":
+            found.update(dict.fromkeys(map(id, walk(op.blocks[0])), op.trips))
+    return found
 
 
 def _moved(op: Op) -> Iterator[int]:

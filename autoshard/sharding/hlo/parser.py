@@ -1,7 +1,7 @@
 """Parses the text of a compiled program: computations, instructions, buffers, the user's source lines.
 
 The text is what XLA's compilers for TPU, GPU and CPU print after scheduling (`is_scheduled=true`): the instructions of
-a computation run in the order in which they are printed. An instruction is one line,
+a computation run in the order in which they are printed. An instruction is one line (an attribute may break it),
 
     [ROOT] %name = shape opcode(operands), attribute=value, ..., metadata={...}, backend_config={...}
 
@@ -32,6 +32,7 @@ _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 _OPCODE = re.compile(r" ?([\w\-]+)\(")
 _BRACKET = re.compile(r"[()]")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)\s*\(.*\{\s*$")
+_END = re.compile(r"\}(\s*//.*)?")
 _COMPILING = re.compile(r"audit[/\\](compiler_process|export)\.py$")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
@@ -247,7 +248,7 @@ def parse_program(text: str) -> Program:
     current: Computation | None = None
     table: dict[int, str] | None = None
     entry = ""
-    for line in text.splitlines():
+    for line in _unwrapped(text):
         if not line.strip():
             continue
         if current is not None and line[:1] == " ":
@@ -263,6 +264,25 @@ def parse_program(text: str) -> Program:
         raise ValueError("no ENTRY computation: pass the text of a compiled program")
     partitions = re.search(r"num_partitions=(\d+)", text.partition("\n\n")[0])
     return Program(computations, computations[entry], int(partitions[1]) if partitions else 1, tables)
+
+
+def _unwrapped(text: str) -> Iterator[str]:
+    """Yields the lines of a program, with an instruction as one line also where an attribute contains line breaks.
+
+    The metadata that JAX's splash attention gives to its kernels does.
+    """
+    parts: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        ends = _END.fullmatch(line) is not None
+        if inside and line and not ends and line[:1] != " ":
+            parts.append(line)
+            continue
+        if parts:
+            yield "".join(parts)
+        parts = [line]
+        inside = not ends and (inside or _HEADER.match(line) is not None)
+    yield "".join(parts)
 
 
 def instruction(line: str) -> Instruction:

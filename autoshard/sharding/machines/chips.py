@@ -46,7 +46,7 @@ from autoshard._shown import shown
 from autoshard.sharding.machines import constants
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED as BANDWIDTH_REACHED
 from autoshard.sharding.machines.constants import PEAK_REACHED as PEAK_REACHED
-from autoshard.sharding.machines.options.asynchronous import asynchronous_kinds
+from autoshard.sharding.machines.options.asynchronous import GATHER_DIMS, SYNCHRONOUS_GATHERS, asynchronous_kinds
 from autoshard.sharding.machines.options.choice import default_options
 from autoshard.sharding.machines.options.option_table import Options as Options
 
@@ -82,6 +82,8 @@ class Chip:
         cores: devices per chip; the shape in a target's name counts chips.
         tile: elements along one side of the matrix unit's tiles; 1 if tiling does not matter.
         hides: kinds of collectives that the compiler makes asynchronous under `options`, so that compute hides them.
+        synchronous_gathers: gathers over groups of up to this many devices are synchronous in spite of `hides`.
+        gather_dims: so are gathers over groups that are not a box of neighbours in so many dimensions of the torus.
         options: compiler options (`options.default_options`). They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
@@ -112,6 +114,8 @@ class Chip:
     flops_int8: float = 0.0
     flops_fp8: float = 0.0
     hides: tuple[str, ...] = ()
+    synchronous_gathers: int = 0
+    gather_dims: int = 0
     options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
@@ -172,7 +176,8 @@ def _tpu(
         torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
         on_chip_bytes=on_chip_mib * 2**20, vector_memory_bytes=vector_mib * 2**20,
         vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
-        hides=asynchronous_kinds(name, options), options=options, **more,
+        hides=asynchronous_kinds(name, options), synchronous_gathers=SYNCHRONOUS_GATHERS.get(name, 0),
+        gather_dims=GATHER_DIMS.get(name, 0), options=options, **more,
     )  # fmt: skip
 
 

@@ -33,7 +33,9 @@ from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 
 # Attributes of a chip that a target file cannot set. They describe named targets, or the compiler.
-_NOT_IN_FILES = ("kinds", "hides", "options", "torus", "wraps_at", "pod", "domain", "cores")
+_NOT_IN_FILES = (
+    "kinds", "hides", "synchronous_gathers", "gather_dims", "options", "torus", "wraps_at", "pod", "domain", "cores"
+)  # fmt: skip
 _FINITE: Readers = {float: finite}
 
 

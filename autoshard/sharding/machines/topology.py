@@ -95,7 +95,7 @@ class Topology:
             pieces: the devices of one group.
             local_bytes: bytes of each device's operand (for an all-gather: its shard).
         """
-        merged = self._merged(pieces)
+        merged = self.merged(pieces)
         if not merged:
             return 0.0
         whole = local_bytes * math.prod(p.size for p in merged) if kind == "all-gather" else local_bytes
@@ -118,7 +118,7 @@ class Topology:
         One link carries it, in one direction. Where the devices form no closed ring, the message of the last one passes
         all others on the way back to the first.
         """
-        merged = self._merged(pieces)
+        merged = self.merged(pieces)
         if not merged:
             return 0.0
         dims = [(self.dims[p.dim], p) for p in merged]
@@ -136,7 +136,7 @@ class Topology:
         sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros. Pieces of two
         devices do not count as dimensions here.
         """
-        rings = [p for p in self._merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
+        rings = [p for p in self.merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
         lines = [p for p in rings if not self._closed(p)]
         if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1):
             return "all-reduce", local_bytes
@@ -148,7 +148,7 @@ class Topology:
         dim = self.dims[piece.dim]
         return dim.wraps and piece.size * piece.stride == dim.size
 
-    def _merged(self, pieces: Pieces) -> list[Piece]:
+    def merged(self, pieces: Pieces) -> list[Piece]:
         """Merges the pieces of each dimension into one, so that two halves of a ring count as a closed ring."""
         of_dim: dict[int, list[Piece]] = defaultdict(list)
         for p in pieces:
@@ -205,6 +205,7 @@ class DeviceAssignment:
     pieces: Mapping[str, Pieces]
     _times: dict = field(default_factory=dict, compare=False, repr=False)
     _compiled: dict = field(default_factory=dict, compare=False, repr=False)
+    _box_dims: dict = field(default_factory=dict, compare=False, repr=False)
 
     def time_us(self, kind: ReshardKind, axes: Iterable[str], local_bytes: float) -> float:
         """Microseconds of a collective over these mesh axes; see `Topology.time_us`."""
@@ -231,6 +232,14 @@ class DeviceAssignment:
             over = self.pieces_of(axes)
             compiled_kind, growth = self.topology.compiled(kind, over, 1.0)
             found = self._compiled[kind, axes] = compiled_kind, growth, math.prod(p.size for p in over)
+        return found
+
+    def box_dims(self, axes: tuple[str, ...]) -> int:
+        """The number of dimensions that a group over these mesh axes spans; 0 if it leaves out devices in between."""
+        found = self._box_dims.get(axes)
+        if found is None:
+            merged = self.topology.merged(self.pieces_of(axes))
+            found = self._box_dims[axes] = len(merged) if all(p.stride == 1 for p in merged) else 0
         return found
 
     def pieces_of(self, axes: Iterable[str]) -> Pieces:

@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from autoshard import plan
+from autoshard.sharding.cost.collectives import best_assignment, collective, step_cost
+from autoshard.sharding.cost.offload_time import HostTime
 from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.machines.topology import assignments
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 
@@ -50,6 +54,29 @@ def test_a_gather_hides_behind_the_operators_before_the_one_that_needs_it():
     assert exposed([before(2)], [12.0], [5, 5, 5, 5]) == [2.0]
     assert exposed([before(2)], [10.0], [5, 5, 5, 5]) == [0.0]
     assert exposed([before(0)], [3.0], [5, 5, 5, 5]) == [3.0]  # nothing runs before the first operator
+
+
+@pytest.mark.parametrize(
+    ("target", "mesh", "first", "hidden", "best"),
+    [
+        ("v5p:4x4x4", {"dp": 2, "fsdp": 32}, "fsdp", True, True),  # two neighbouring planes
+        ("v5p:4x4x4", {"dp": 2, "fsdp": 32}, "dp", False, True),  # every second plane
+        ("v5p:4x4x4", {"dp": 4, "fsdp": 16}, "fsdp", False, False),  # one plane
+        ("v5p:8x8x4", {"dp": 4, "fsdp": 64}, "fsdp", False, True),  # one plane; half of the chips along y are a box
+        ("v5p:2x2x4", {"fsdp": 16}, "fsdp", False, False),
+        ("v6e:4x4", {"dp": 2, "fsdp": 8}, "dp", True, True),
+    ],
+)
+def test_the_compiler_for_v5p_runs_gathers_alone_unless_over_a_box(target, mesh, first, hidden, best):
+    """As libtpu 0.0.42.1 compiles gathers of a scanned layer's weights over these groups of devices."""
+    machine = find_target(target)
+    order = sorted(mesh, key=lambda axis: axis != first)
+    assignment = next(assignments(machine.topology, mesh, order))
+    gather = collective(assignment, "all-gather", ("fsdp",), 2.0**20, 1.0, "", before(3))
+    cost = step_cost(4e6, [gather], machine.chip, HostTime(), straight().times([1e6] * 4))
+    assert [c.exposed_us for c in cost.collectives] == [0.0 if hidden else gather.time_us]
+    _, cheapest = best_assignment(machine, mesh, cost)
+    assert all(c.exposed_us == 0 for c in cheapest.collectives) == best
 
 
 def test_gathers_run_one_after_another():

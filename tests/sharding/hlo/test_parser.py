@@ -66,6 +66,25 @@ def test_a_program():
     assert [i.name for i in program.entry.users["a"]] == ["b"]
 
 
+def test_an_attribute_with_line_breaks():
+    """The metadata of JAX's splash attention break the line of a kernel before its stated cost."""
+    program = parse_program(
+        """HloModule step, is_scheduled=true, num_partitions=2
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %k = f32[8]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 1024}"
+}}, metadata={op_name="jit(step)/splash"}, backend_config={"custom_call_config":{"cost_estimate":{"flops":"77"}}}
+  ROOT %r = f32[8]{0} add(%k, %a)
+}
+"""
+    )
+    kernel = program.entry.by_name["k"]
+    assert kernel.op_name == "jit(step)/splash" and '"flops":"77"' in kernel.attributes
+    assert [i.name for i in program.entry.instructions] == ["a", "k", "r"]
+
+
 def test_a_text_that_is_not_a_program_raises():
     with pytest.raises(ValueError, match="no ENTRY"):
         parse_program("not a program")

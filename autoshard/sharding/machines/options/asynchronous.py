@@ -2,8 +2,10 @@
 
 Gathers are asynchronous on v5e, v5p, v6e and tpu7x under every set that `verify` tries. Reductions are asynchronous
 where they run on the SparseCores, and only there. On tpu7x that is the compiler's own default. Source: programs that
-libtpu 0.0.42.1 compiled (`option_sets`, `benchmarks/option_sets.py`). On v5p slices of up to 16 chips this compiler
-also runs gathers synchronously; on larger ones it does not.
+libtpu 0.0.42.1 compiled (`option_sets`, `benchmarks/option_sets.py`). On v5p this compiler runs a gather asynchronously
+only over a box of more than 16 neighbouring devices, at least 2 along each of the three dimensions. On v5p:4x4x4, a
+gather over half of the chips is asynchronous over two neighbouring planes, and synchronous over every second plane. It
+is synchronous over a single plane: of 16 chips there, of 64 chips on v5p:8x8x4.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ _REDUCTIONS: Mapping[str, str] = {"reduce-scatter": f"{_OFFLOAD}reduce_scatter",
 _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
-_SYNCHRONOUS_UNTIL = {"v5p": 16}  # chip -> largest number of devices at which its gathers are synchronous
+SYNCHRONOUS_GATHERS: Mapping[str, int] = {"v5p": 16}
+"""Chip -> the number of devices up to which gathers over a group are synchronous."""
+
+GATHER_DIMS: Mapping[str, int] = {"v5p": 3}
+"""Chip -> the dimensions of the torus that a box of neighbours must span, so that gathers over it are asynchronous."""
 
 
 def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
@@ -40,9 +46,9 @@ def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
 
 
 def gathers_beside_compute(chip: str, devices: int) -> bool:
-    """Return whether the compiler for so many devices of a TPU runs gathers asynchronously.
+    """Return whether the compiler for a TPU runs gathers over so many neighbouring devices asynchronously.
 
     >>> gathers_beside_compute("v5p", 8), gathers_beside_compute("v5p", 64)
     (False, True)
     """
-    return chip in _GATHERING and devices > _SYNCHRONOUS_UNTIL.get(chip, 0)
+    return chip in _GATHERING and devices > SYNCHRONOUS_GATHERS.get(chip, 0)

@@ -1,0 +1,176 @@
+"""The smallest memory that a step reaches with offload, and what it costs, as compiled.
+
+    python benchmarks/offload_memory.py                            # all cases
+    python benchmarks/offload_memory.py gpt-1.3b --timeout 600     # one case
+    python benchmarks/offload_memory.py --show                     # the stored rows, without compiling
+
+For each case, under one strategy and without microbatches, the memory limit is lowered below the peak of each plan,
+once with `offload="none"` and once with `offload="auto"`, until no plan fits, or the plan is predicted to take more
+than 1.10 of the time of full rematerialization without a limit. The last plan of each descent is compiled, and so is
+full rematerialization. `estimate.py` gives the times, the compiler the peaks:
+
+    memory = compiled memory with "auto" / with "none"                      it must be at most 0.75
+    time   = compiled step time with "auto" / of full rematerialization     it must be at most 1.10
+
+Memory is what the programs allocate: arguments and temporaries. Not all of it is in use at the same time. The
+compiler's own peak includes the host's memory, so a program with values there has none, and `peak` is an upper bound.
+Each program with values on the host is also compiled with the option set `host-transfers`, as `verify` does, and the
+faster one counts.
+
+Nothing runs. Rows are stored in `results/offload_memory/` one by one. The exit code is 1 if a ratio is larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import common
+from common import Console, Table
+from offload_auto import best, compiled
+from plan_rows import TIMEOUT_S, Store
+from plan_rows import best as fastest
+
+from autoshard import plan
+from autoshard.errors import PlanError
+from autoshard.models.workloads import workload
+from autoshard.sharding.machines.options.choice import named_set
+from autoshard.train.program.build import workload_variants
+
+FOLDER = common.RESULTS / "offload_memory"
+MOST_MEMORY, MOST_TIME = 0.75, 1.10  # the largest allowed ratios
+TRANSFERS = "host-transfers"  # the option set
+STEP_DOWN = 0.995  # chosen: the next limit, as a share of the last plan's peak
+GiB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step.
+
+    Attributes:
+        model: the name of the workload.
+        target: the machine.
+        strategy: the strategy of all its plans.
+        sizes: fields of the workload: layers, batch size, context.
+    """
+
+    model: str
+    target: str
+    strategy: str
+    sizes: Mapping[str, Any]
+
+    @property
+    def work(self) -> Any:
+        """The workload."""
+        return workload(self.model).with_(**self.sizes)
+
+    @property
+    def unlimited(self) -> Any:
+        """The plan of full rematerialization without a memory limit."""
+        step, *shapes = workload_variants(self.work)
+        options = {
+            "target": self.target,
+            "plan": self.strategy,
+            "donate_argnums": 0,
+            "memory_limit_bytes": float("inf"),
+        }
+        return plan(step, *shapes, variants={"remat": ["full"], "microbatches": [1]}, **options)
+
+
+CASES: Mapping[str, Case] = {
+    case.model: case
+    for case in (
+        Case("gpt-1.3b", "v5e:4x4", "fsdp:16", {"batch_size": 512, "context": 1024, "loss_chunks": 16}),
+        Case("llama2-7b", "v6e:4x4", "fsdp:16", {"batch_size": 128, "context": 4096, "loss_chunks": 16}),
+    )
+}
+
+
+def leanest(case: Case, offload: str, full: Any) -> Any:
+    """The last plan of a descent, of those that are predicted to take at most `MOST_TIME` of full rematerialization."""
+    found, limit = full, full.estimate.peak_memory_bytes
+    while True:
+        try:
+            made = best(case, offload, limit)
+        except PlanError:
+            return found
+        if made.estimate.step_time_us > MOST_TIME * full.estimate.step_time_us:
+            return found
+        found, limit = made, STEP_DOWN * made.estimate.peak_memory_bytes
+
+
+def rows_of(name: str, timeout_s: float) -> None:
+    """Compile the plans of a case."""
+    case, made = CASES[name], {}
+    made["full"] = case.unlimited
+    made |= {side: leanest(case, side, made["full"]) for side in ("none", "auto")}
+    store = Store(name, case.target, FOLDER, timeout_s)
+    peaks = {side: each.estimate.peak_memory_bytes for side, each in made.items()}
+    store.notes = {
+        "strategy": case.strategy,
+        "sizes": dict(case.sizes),
+        **{
+            side: f"{each.variant['remat']}, {each.estimate.step_time_us / 1e3:.1f} ms and "
+            f"{peaks[side] / GiB:.2f} GiB predicted"
+            for side, each in made.items()
+        },
+    }
+    store.begin()
+    store.save()
+    for side, each in made.items():
+        compiled(store, side, each)
+        if each.estimate.host_traffic_bytes:
+            chip = case.target.partition(":")[0]
+            compiled(store, side, each, named_set(TRANSFERS, chip).options[chip])
+
+
+def ratios(store: Store) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
+    """Return the ratios of memory and of times, by measure; None if a program did not compile."""
+    rows = {side: fastest([row for row in store.rows if row.side == side]) for side in ("full", "none", "auto")}
+    full, none, auto = rows.values()
+    if full is None or none is None or auto is None:
+        return None
+    sizes = {"allocated": (auto.memory_bytes, none.memory_bytes), "peak, at most": (auto.memory_bytes, none.peak_bytes)}
+    memory = {name: one / other for name, (one, other) in sizes.items() if one and other}
+    return memory, {measure: seconds / full.step[measure] for measure, seconds in auto.step.items()}
+
+
+def show(stores: Sequence[Store]) -> int:
+    """Print the rows; return 1 if a ratio is too large, or is unknown."""
+    table = Table("model", "target", "full", "leanest: none", "leanest: auto", "compiled: memory", "time", "verdict")
+    failed = 0
+    for store in stores:
+        notes, found = store.notes, ratios(store)
+        good = found is not None and found[0]["allocated"] <= MOST_MEMORY and max(found[1].values()) <= MOST_TIME
+        failed |= not good
+        memory, time = ("-", "-") if found is None else (
+            ", ".join(f"{value:.3f} by {measure}" for measure, value in each.items()) for each in found
+        )  # fmt: skip
+        texts = [notes.get(side) for side in ("full", "none", "auto")]
+        table.add_row(store.case, store.target, *texts, memory, time, "ok" if good else "missed")
+    Console(width=180).print(table)
+    return int(failed)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile and print the cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"cases: {', '.join(CASES)}; default: all")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
+    parser.add_argument("--show", action="store_true", help="print the stored rows only")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.cases if name not in CASES]:
+        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
+    names = given.cases or list(CASES)
+    if not given.show:
+        for name in names:
+            rows_of(name, given.timeout)
+    return show([Store(name, CASES[name].target, FOLDER) for name in names if (FOLDER / f"{name}.json").exists()])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
