@@ -55,6 +55,14 @@ STEP_OVERHEAD_US = 0.35
 # fuse more. Only prices of attention on platforms without a kernel depend on it.
 PLAIN_SCORE_PASSES = 5
 
+# --- The cost of cuDNN's attention (`cudnn_attention`). Predicted times of attention on GPUs depend on these figures.
+
+# FLOP/s that the products of cuDNN's attention reach, as a fraction of those of large products: the forward pass, the
+# causal forward pass, and the backward pass. Source: FlashAttention-3 (arXiv:2407.08608), figures 5 and 6: on an H100
+# SXM with heads of 128 and 8192 positions, cuDNN reaches 600, 529 and 518 TFLOP/s (the last one without a mask). Large
+# products reach 794 TFLOP/s there (`machines.chips`).
+CUDNN_FORWARD, CUDNN_CAUSAL_FORWARD, CUDNN_BACKWARD = 600 / 794, 529 / 794, 518 / 794
+
 # --- The choice of an implementation (`kernel_choice`).
 
 # With at least this many keys, `auto` uses the blockwise implementation where no kernel serves. Below, the score matrix

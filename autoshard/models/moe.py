@@ -118,11 +118,12 @@ def dispatch_masks(cfg: MoEConfig, gates: jax.Array, chosen: jax.Array) -> tuple
     # An expert's queue: all first choices in the order of tokens, then all second choices.
     queue = jnp.swapaxes(choice, 1, 2).reshape(groups, top_k * size, cfg.experts)
     before = (jnp.cumsum(queue, axis=1) - queue).reshape(groups, top_k, size, cfg.experts)
-    slot = jnp.sum(jnp.swapaxes(before, 1, 2) * choice, axis=-1)
-    slots = _one_hot(slot, cfg.capacity(size), gates.dtype)  # a slot beyond the capacity gives a row of zeros
-    choice = choice.astype(gates.dtype)
-    taken = jnp.einsum("gske,gskc->gsec", choice, slots)
-    return taken, jnp.einsum("gske,gskc->gsec", choice * gates[..., None], slots)
+    # A token chooses an expert at most once, so sums over the choices pick one of them: its slot, counted from 1.
+    slot = jnp.sum((jnp.swapaxes(before, 1, 2) + 1) * choice, axis=2)
+    gate = jnp.sum(gates[..., None] * choice.astype(gates.dtype), axis=2)
+    # An expert that is not chosen, or a slot beyond the capacity, gives a row of zeros.
+    taken = _one_hot(slot - 1, cfg.capacity(size), gates.dtype)
+    return taken, taken * gate[..., None]
 
 
 class Experts(nnx.Module):

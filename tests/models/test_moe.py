@@ -123,6 +123,13 @@ def test_slots_go_to_first_choices_in_order(factor):
     np.testing.assert_array_equal(weighted, expected_gates.astype(np.float32))
 
 
+def test_masks_are_computed_without_products():
+    """A product would contract over a token's two choices and fill a small part of a TPU's matrix unit."""
+    gates, chosen = jnp.ones((3, 12, 2)), jnp.zeros((3, 12, 2), jnp.int32)
+    grads = jax.make_jaxpr(jax.grad(lambda g: dispatch_masks(SMALL, g, chosen)[1].sum()))(gates)
+    assert "dot_general" not in str(grads)
+
+
 def test_a_choice_without_a_slot_adds_nothing():
     """All tokens choose the same two experts, which have two slots each: from token 2 on, only the residual is left."""
     cfg = dataclasses.replace(SMALL, capacity_factor=0.5)

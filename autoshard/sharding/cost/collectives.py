@@ -183,8 +183,10 @@ def _step_cost(
     if chip.platform != "cpu":  # XLA's compilers for accelerators make all collective-permutes asynchronous
         collectives = [c if c.ring is None else _exposing(c, _exposed_on_ring(c, c.ring)) for c in collectives]
     # An all-reduce sends each byte twice.
-    reduced = sum(c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested)
-    compute = kernels_us + ALL_REDUCE_PASSES * reduced / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+    moved = sum(
+        ALL_REDUCE_PASSES[c.requested] * c.wire_bytes * c.count / 2 for c in collectives if c.kind != c.requested
+    )
+    compute = kernels_us + moved / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     wire = sum(c.wire_bytes * c.count for c in collectives)
     step = compute + sum(c.exposed_us for c in collectives) + host.exposed_us
     return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host, overlap=overlap)

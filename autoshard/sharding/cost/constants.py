@@ -13,9 +13,12 @@ MOST_ASSIGNMENTS = 64
 # Source: chosen.
 TIME_TOLERANCE = 1e-9
 
-# Number of additional passes over the reduced bytes in device memory where XLA:TPU emits an all-reduce in place of a
-# reduce-scatter or an all-gather (`Topology.compiled`). Source: chosen, not measured.
-ALL_REDUCE_PASSES = 4
+# Additional passes over the reduced bytes in device memory where XLA:TPU emits an all-reduce in place of the requested
+# collective (`Topology.compiled`): requested kind -> passes. An all-reduce is a reduce-scatter and an all-gather. In
+# place of a reduce-scatter, the all-gather is added: each part is received (written) and sent (read). In place of an
+# all-gather, shards are padded with zeros (written), and the reduce-scatter is added: each part is received (written),
+# and added to the own one (both read). Source: counted, not measured.
+ALL_REDUCE_PASSES = {"reduce-scatter": 2, "all-gather": 4}
 
 # --- Kernels and on-chip memory (`fusion`, `step_time`).
 

@@ -2,8 +2,8 @@
 
     compute_us = sum over kernels (`fusion`) of max(flops / (efficiency x peak x tiles), bytes / bandwidth) on one
                  shard, times their runs
-                 + ALL_REDUCE_PASSES x reduced bytes / bandwidth, for gathers and reduce-scatters that XLA replaces by
-                 an all-reduce
+                 + ALL_REDUCE_PASSES[kind] x reduced bytes / bandwidth, for gathers and reduce-scatters that XLA
+                 replaces by an all-reduce
     efficiency = the fraction of its peak that the chip reaches (`chips`)
     bandwidth  = BANDWIDTH_REACHED x memory bandwidth
     comm_us    = sum over collectives of their time on the links between their devices (`topology`), times their runs

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
-from autoshard.kernels.constants import VECTOR_OPS
+from autoshard.kernels.constants import CUDNN_BACKWARD, CUDNN_CAUSAL_FORWARD, CUDNN_FORWARD, VECTOR_OPS
 from autoshard.kernels.visibility import Visibility
 from autoshard.sharding.hlo.parser import Array, Computation, Instruction, bits
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
@@ -33,12 +33,15 @@ def attention_cost(computation: Computation, i: Instruction) -> KernelCost | Non
     window = int(config.get("sliding_window_length", 0)) or None
     visibility = Visibility("CAUSAL" in config.get("mask_type", ""), window)
     pairs = float(batch * heads * visibility.pairs(queries, keys))
-    products = _PRODUCTS_BACKWARD if "Backward" in i.target else _PRODUCTS
+    products, efficiency = _PRODUCTS, CUDNN_CAUSAL_FORWARD if visibility.causal else CUDNN_FORWARD
+    if "Backward" in i.target:
+        products, efficiency = _PRODUCTS_BACKWARD, CUDNN_BACKWARD
     return KernelCost(
         flops=pairs * products * (d + e),
         itemsize=max(bits(q.dtype) // 8, 1),
         moved_bytes=_bytes_of(operands) + _bytes_of(a for a in i.arrays if a.dtype != _SCRATCH),
         vector_ops=pairs * VECTOR_OPS,
+        efficiency=efficiency,
     )
 
 

@@ -13,7 +13,9 @@
           per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default. At 8 bits the peak is twice that of 16, for int8 and,
-          except on A100, for float8.
+          except on A100, for float8. Efficiency: products measured with `mamf-finder.py` over many shapes, the best of
+          them: https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS", which
+          says that H200 equals H100 at 16 bits. Products of most shapes reach less.
     CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
           2 cores. The memory of the host is that of the devices.
 
@@ -192,14 +194,16 @@ def _gpu(
     ram_gb: float,
     domain: int,
     kinds: str,
-    fp8: bool = True,
+    efficiency: float,
+    efficiency_fp8: float = 0.0,
 ) -> Chip:
     # No compiler options: XLA:GPU's defaults are kept.
     return Chip(
         "cuda", tflops * 1e12, tflops / 2 * 1e12, gb * GB, hbm_gb * GB, nvlink_gb * GB, net_gb * GB,
         constants.NVLINK_LATENCY_US, constants.GPU_HOST_LATENCY_US, host_gb * GB,
         ram_gb * GB, domain=domain,
-        tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_int8=2e12 * tflops, flops_fp8=2e12 * tflops * fp8,
+        tile=constants.GPU_TILE, hides=_ASYNCHRONOUS, flops_int8=2e12 * tflops,
+        flops_fp8=2e12 * tflops * (efficiency_fp8 > 0), efficiency=efficiency, efficiency_fp8=efficiency_fp8,
         kinds=tuple(kinds.split("|")),
     )  # fmt: skip
 
@@ -254,7 +258,7 @@ CHIPS: Mapping[str, Chip] = {
         vector_units=2,
         clock_hz=1.75e9,
         flops_int8=918e12,
-        efficiency=0.924,
+        efficiency=0.919,
     ),
     "v6e": _tpu(
         "v6e",
@@ -271,7 +275,7 @@ CHIPS: Mapping[str, Chip] = {
         tile=256,
         clock_hz=1.75e9,
         flops_int8=1836e12,
-        efficiency=0.695,
+        efficiency=0.699,
     ),
     "tpu7x": _tpu(
         "tpu7x",
@@ -291,8 +295,8 @@ CHIPS: Mapping[str, Chip] = {
         vector_mib=64,
         clock_hz=2.2e9,
         flops_fp8=2307e12,
-        efficiency=0.779,
-        efficiency_fp8=0.765,
+        efficiency=0.774,
+        efficiency_fp8=0.752,
     ),
     "a100-40": _gpu(
         tflops=312,
@@ -304,7 +308,7 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=680 / 8,
         domain=8,
         kinds="a100-sxm4-40gb|a100 40gb",
-        fp8=False,
+        efficiency=0.869,
     ),
     "a100-80": _gpu(
         tflops=312,
@@ -316,16 +320,46 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=1360 / 8,
         domain=8,
         kinds="a100",
-        fp8=False,
+        efficiency=0.869,
     ),
     "h100": _gpu(
-        tflops=989, gb=80, hbm_gb=3350, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=1872 / 8, domain=8, kinds="h100"
+        tflops=989,
+        gb=80,
+        hbm_gb=3350,
+        nvlink_gb=450,
+        net_gb=50,
+        host_gb=64,
+        ram_gb=1872 / 8,
+        domain=8,
+        kinds="h100",
+        efficiency=0.803,
+        efficiency_fp8=0.709,
     ),
     "h200": _gpu(
-        tflops=989, gb=141, hbm_gb=4800, nvlink_gb=450, net_gb=50, host_gb=64, ram_gb=2952 / 8, domain=8, kinds="h200"
+        tflops=989,
+        gb=141,
+        hbm_gb=4800,
+        nvlink_gb=450,
+        net_gb=50,
+        host_gb=64,
+        ram_gb=2952 / 8,
+        domain=8,
+        kinds="h200",
+        efficiency=0.803,
+        efficiency_fp8=0.734,
     ),
     "b200": _gpu(
-        tflops=2250, gb=180, hbm_gb=8000, nvlink_gb=900, net_gb=50, host_gb=64, ram_gb=3968 / 8, domain=8, kinds="b200"
+        tflops=2250,
+        gb=180,
+        hbm_gb=8000,
+        nvlink_gb=900,
+        net_gb=50,
+        host_gb=64,
+        ram_gb=3968 / 8,
+        domain=8,
+        kinds="b200",
+        efficiency=0.776,
+        efficiency_fp8=0.763,
     ),
     "gb200": _gpu(
         tflops=2500,
@@ -337,6 +371,8 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=884 / 4,
         domain=72,
         kinds="gb200",
+        efficiency=0.729,
+        efficiency_fp8=0.723,
     ),
     "cpu": Chip("cpu", 3e10, 3e10, 4 * GiB, 2e9, 1.5e9, 1e9, 30.0, 100.0, 2e9, domain=1 << 20),
 }

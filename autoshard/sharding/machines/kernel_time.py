@@ -13,7 +13,7 @@ def declared_us(cost: KernelCost, chip: Chip) -> float:
     Its matrix products, its vector operations and its memory traffic overlap, so the slowest of them counts.
     """
     times = (
-        cost.flops / chip.reached(cost.itemsize),
+        cost.flops / (chip.reached(cost.itemsize) * cost.efficiency),
         cost.vector_ops / chip.vector_ops if chip.vector_ops else 0.0,
         cost.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED),
     )

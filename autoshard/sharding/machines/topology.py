@@ -15,12 +15,14 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     shift                   each device sends to the next one over one link: the latency of a hop + bytes / bandwidth
     permute                 some devices send across every dimension of the group: the latencies of all pieces add up,
                             and the slowest piece limits the bandwidth
-    all-to-all on a torus   is limited by the bisection of the longest dimension, see `_all_to_all_us`
+    all-to-all on a torus   is limited by the links of a device and by the bisection of the longest dimension, see
+                            `_all_to_all_us`
     on a torus, XLA:TPU     replaces some collectives by an all-reduce, see `Topology.compiled`
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -178,17 +180,19 @@ class Topology:
         return dim.latency_us * hops * piece.stride
 
     def _all_to_all_us(self, group: Sequence[Piece], local_bytes: float) -> float:
-        """Microseconds of an all-to-all. On a torus, the bisection bandwidth of the longest dimension limits it.
+        """Microseconds of an all-to-all.
 
-        Of n devices with B bytes each, n B / 4 bytes cross the bisection in each direction. They are carried by
-        n / longest links, or by twice as many where the dimension is a closed ring.
+        On a torus, the links of a device or the bisection of the longest dimension limit it. A device sends
+        (n - 1)/n of its B bytes over its links in all dimensions. Of n devices, n B / 4 bytes cross the bisection in
+        each direction. They are carried by n / longest links, or by twice as many where the dimension is a closed ring.
         """
         n = math.prod(p.size for p in group)
         longest = max(group, key=lambda p: p.size / self._piece_bandwidth(p))
         bandwidth = self._piece_bandwidth(longest)
         if self.dims[longest.dim].kind == "switch":
             return self._latency_us(longest) + (n - 1) / n * local_bytes / bandwidth * 1e6
-        return self._latency_us(longest) + max(longest.size / 4, (n - 1) / n) * local_bytes / bandwidth * 1e6
+        sent = (n - 1) / n / sum(map(self._piece_bandwidth, group))
+        return self._latency_us(longest) + max(longest.size / 4 / bandwidth, sent) * local_bytes * 1e6
 
 
 @shown
@@ -276,9 +280,9 @@ def assignments(topology: Topology, mesh: Mapping[str, int], axis_order: Sequenc
     """Yields the device assignments of a mesh, without duplicates.
 
     The axes choose their pieces in the order of `axis_order`, near dimensions before far ones. Of several equal
-    dimensions only the nearest is tried. If the sizes do not fit the dimensions (an axis of 3 on 4 x 4), the only
-    assignment puts the axes in row-major order on all devices and prices them as one switch with the figures of the
-    slowest dimension.
+    dimensions only the nearest is tried. An axis fills whole dimensions as far as it can, or it spans a square of a
+    torus. If the sizes do not fit the dimensions (an axis of 3 on 4 x 4), the only assignment puts the axes in
+    row-major order on all devices and prices them as one switch with the figures of the slowest dimension.
     """
     yielded: set[tuple[tuple[str, Pieces], ...]] = set()
     for found in _all_assignments(topology, [(a, mesh[a]) for a in axis_order], {}, {}):
@@ -337,3 +341,22 @@ def _pieces(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator
         for others in _pieces(topology, size // shared, {**taken, number: stride * shared}):
             options.append((*others, piece))
     yield from options
+    yield from _squares(topology, size, taken)
+
+
+def _squares(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator[Pieces]:
+    """Yields squares of `size` devices in two dimensions of a torus that have more devices.
+
+    Devices in a square have links to each other in both dimensions. In a line, they have links in one.
+    """
+    side = math.isqrt(size)
+    if side * side != size:
+        return
+    free = {n: dim.size // taken.get(n, 1) for n, dim in enumerate(topology.dims) if dim.kind == "ring"}
+    dims = [n for n, left in free.items() if left > side and left % side == 0]
+    tried: set[tuple[tuple[Dim, int], ...]] = set()  # equal dimensions are interchangeable
+    for pair in itertools.combinations(reversed(dims), 2):
+        key = tuple((replace(topology.dims[n], name=""), taken.get(n, 1)) for n in pair)
+        if key not in tried:
+            tried.add(key)
+            yield tuple(Piece(n, side, taken.get(n, 1)) for n in reversed(pair))

@@ -6,7 +6,7 @@ fraction of the time of a plan, which searches all layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,13 +119,23 @@ class StrategyPrices:
     @paused()
     def of(self, strategies: Iterable[str]) -> dict[str, StrategyPrice]:
         """Return the prices of some strategies. Those that are not possible for this program are left out."""
-        found = {}
+        return {words: _price(chosen) for words, chosen in self._chosen(strategies)}
+
+    @paused()
+    def specified(self, strategies: Iterable[str]) -> dict[str, StrategyPrice]:
+        """Return prices as `of` does, but by words that name the way of attention over a sharded sequence.
+
+        For `cp`, the way depends on the program: `cp:4` can be `ring:4` for one variant of a step, and `gather:4` for
+        another one.
+        """
+        return {chosen.name: _price(chosen) for _, chosen in self._chosen(strategies)}
+
+    def _chosen(self, strategies: Iterable[str]) -> Iterator[tuple[str, Candidate]]:
         for words in strategies:
             try:
-                found[words] = _price(self.problem.choose(words, {}, self.fixed)[0])
+                yield words, self.problem.choose(words, {}, self.fixed)[0]
             except PlanError:
                 continue
-        return found
 
 
 def _price(candidate: Candidate) -> StrategyPrice:

@@ -20,7 +20,8 @@ IDLE_SPEEDUP = 1.05
 # --- Ways of attention (`sequence_ways`)
 
 # Number of known plans that shard a sequence, the best for each use of the inner mesh axes, whose attention is priced
-# with all-to-alls and on a ring, too. Source: chosen for the time of planning, not measured.
+# with all-to-alls and on a ring, too; one more may be added (`sequence_ways`). Source: chosen for the time of planning,
+# not measured.
 PLANS_WITH_OTHER_ATTENTION = 4
 
 # --- Local search (`local_search`)

@@ -21,6 +21,7 @@ class KernelCost:
         held_bytes: peak bytes of its own values in device memory, besides operands and results.
         vector_ops: operations on elements outside of the matrix products, of 32 bits.
         overhead_us: microseconds that pass beside arithmetic and memory traffic, such as steps of a kernel's grid.
+        efficiency: FLOP/s that its products reach, as a fraction of what large products reach on the chip.
 
     >>> KernelCost(flops=2e9, itemsize=2, moved_bytes=1e6).times(3).flops
     6000000000.0
@@ -32,6 +33,7 @@ class KernelCost:
     held_bytes: float = 0.0
     vector_ops: float = 0.0
     overhead_us: float = 0.0
+    efficiency: float = 1.0
 
     def times(self, runs: float) -> KernelCost:
         """Return the cost of several runs at once."""

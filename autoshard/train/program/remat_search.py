@@ -150,11 +150,12 @@ class _Probes:
         may_offload = bandwidth > 0 and base.platform in constants.OFFLOADING_PLATFORMS
         self.offloads = bool(space.host) or (space.offloads and may_offload)
         self.full = self._full(base)
-        self.strategies = list(
-            dict.fromkeys(itertools.chain.from_iterable(map(self._best_strategies, self.full.values())))
-        )
+        fastest = dict.fromkeys(itertools.chain.from_iterable(map(self._best_strategies, self.full.values())))
+        specified = base.specified(fastest)
+        self.strategies = list(specified)
         if not self.strategies:
             return
+        self.full[self.first] |= specified
         for count, found in self.full.items():  # strategies that another number of microbatches suggested
             missing = [words for words in self.strategies if words not in found]
             found |= (base if count == self.first else self.prices("full", count)).of(missing) if missing else {}
@@ -333,12 +334,17 @@ class _Guesses:
 
     Attributes:
         limit: memory of a device.
-        margin: bytes by which a peak was underestimated.
+        margins: bytes by which peaks were underestimated, of mixes (True) and of single policies (False).
         mix_factor: the factor by which the time of a mix was underestimated.
     """
 
     def __init__(self, limit: float):
-        self.limit, self.margin, self.mix_factor = limit, 0.0, 1.0
+        self.limit, self.mix_factor = limit, 1.0
+        self.margins = {True: 0.0, False: 0.0}
+
+    def fits(self, guess: Priced) -> bool:
+        """Whether a guess seems to fit the memory."""
+        return guess.peak_bytes + self.margins[_is_mix(guess)] <= self.limit
 
     def score_us(self, guess: Priced) -> float:
         """The corrected score."""
@@ -346,11 +352,11 @@ class _Guesses:
 
     def is_worth(self, guess: Priced, most_us: float) -> bool:
         """Whether a guess seems to fit, with a score of at most `most_us`."""
-        return guess.peak_bytes + self.margin <= self.limit and self.score_us(guess) <= most_us
+        return self.fits(guess) and self.score_us(guess) <= most_us
 
     def best(self, guesses: Sequence[Priced]) -> Priced | None:
         """The best of those that seem to fit, or else the leanest; None without guesses."""
-        fitting = [each for each in guesses if each.peak_bytes + self.margin <= self.limit]
+        fitting = [each for each in guesses if self.fits(each)]
         if fitting:
             return min(fitting, key=self.score_us)
         return min(guesses, key=lambda each: each.peak_bytes, default=None)
@@ -360,7 +366,8 @@ class _Guesses:
         if math.isinf(priced.peak_bytes):  # the host's memory is full, which says nothing about other choices
             return
         if priced.peak_bytes > self.limit:
-            self.margin = max(self.margin, priced.peak_bytes - guess.peak_bytes)
+            is_mix = _is_mix(guess)
+            self.margins[is_mix] = max(self.margins[is_mix], priced.peak_bytes - guess.peak_bytes)
         elif _is_mix(guess):
             self.mix_factor = max(self.mix_factor, priced.time_us / guess.time_us)
 

@@ -10,7 +10,7 @@ from autoshard import plan
 from autoshard.sharding.cost.tiles import filled_tile_fraction
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.layout.plan_request import parse_request
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, CHIPS, PEAK_REACHED
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, CHIPS
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.sharding_plan import Estimate
 from autoshard.spmdrules.core.rule import Rule
@@ -31,7 +31,7 @@ def product(w, x):
 @pytest.mark.parametrize(("dtype", "peak"), [("float32", H100.flops_f32), ("bfloat16", H100.flops)])
 def test_a_product_takes_the_time_of_its_flops(dtype, peak):
     estimated = estimate(product, (4096, 4096), (4096, 4096), dtype=dtype, target="h100:8", plan="dp:8")
-    assert estimated.compute_us == pytest.approx(2 * 4096**3 / (PEAK_REACHED * peak) / 8 * 1e6)
+    assert estimated.compute_us == pytest.approx(2 * 4096**3 / (H100.efficiency * peak) / 8 * 1e6)
     assert (estimated.comm_us, estimated.comm_bytes, estimated.step_time_us) == (0, 0, estimated.compute_us)
 
 

@@ -23,7 +23,7 @@ def planned(target, *dtypes):
 @pytest.mark.parametrize(
     ("target", "dtype", "times", "slow"),
     [
-        ("h100:1", "float8_e4m3fn", 2, ""),
+        ("h100:1", "float8_e4m3fn", 2 * CHIPS["h100"].efficiency_fp8 / CHIPS["h100"].efficiency, ""),
         ("h100:1", "int8", 2, ""),
         ("a100:1", "float8_e4m3fn", 1, "fp8"),
         ("a100:1", "int8", 2, ""),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoshard.kernels.constants import VECTOR_OPS
+from autoshard.kernels.constants import CUDNN_BACKWARD, CUDNN_CAUSAL_FORWARD, CUDNN_FORWARD, VECTOR_OPS
 from autoshard.sharding.hlo.attention_calls import attention_cost
 from autoshard.sharding.hlo.kernel_costs import Kernels, kernel_cost
 from autoshard.sharding.hlo.link_times import ProgramLinks
@@ -68,6 +68,11 @@ def test_the_gradients_take_five_products():
     found = cost(BACKWARD)
     assert found.flops == B * H * S * (S + 1) // 2 * 5 * 2 * D
     assert found.moved_bytes == 2 * WHOLE + 2 * 2 * B * S * H * D + 4 * B * H * S
+
+
+def test_the_kernels_reach_the_flops_that_were_measured():
+    found = [cost(program).efficiency for program in (forward(), forward(mask="CAUSAL"), BACKWARD)]
+    assert found == [CUDNN_FORWARD, CUDNN_CAUSAL_FORWARD, CUDNN_BACKWARD]
 
 
 def test_other_calls_have_no_such_cost():

@@ -72,6 +72,13 @@ def test_an_all_to_all_crosses_the_middle_of_the_longest_dimension():
     assert collective_us((SWITCH,), "all-to-all", (0, 8, 1)) == expected_us(7 / 8 * 160, 40, latency=3)
 
 
+def test_an_all_to_all_over_a_square_uses_the_links_of_both_dimensions():
+    """Half of all bytes cross the middle of a square over two links, and that of a line over one."""
+    line = collective_us((LINE, LINE), "all-to-all", (0, 4, 1))
+    square = collective_us((LINE, LINE), "all-to-all", (0, 2, 1), (1, 2, 1))
+    assert line == expected_us(160, 10, latency=3) and square == expected_us(160 / 2, 10, latency=1)
+
+
 def test_a_collective_of_no_bytes_takes_no_time():
     assert collective_us((RING,), "all-gather") == 0 == collective_us((RING,), "all-gather", (0, 1, 1))
 
@@ -98,6 +105,13 @@ def test_every_assignment_uses_each_device_once(mesh):
         every_assignment = list(assignments(topology, mesh, first))
         assert every_assignment
         assert all(sorted(one.order) == list(range(16)) for one in every_assignment)
+
+
+def test_an_axis_can_span_a_square_of_a_torus():
+    topology = find_target("v6e:16x16").topology
+    texts = [each.text() for each in assignments(topology, {"fsdp": 64, "ep": 4}, ("ep", "fsdp"))]
+    assert texts[0] == {"fsdp": "y:16 x:4/4", "ep": "x:4"}
+    assert {"fsdp": "y:8/2 x:8/2", "ep": "y:2 x:2"} in texts
 
 
 def test_the_order_of_devices_follows_the_pieces():

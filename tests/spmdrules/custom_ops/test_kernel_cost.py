@@ -51,6 +51,8 @@ def test_the_slowest_unit_decides_and_overhead_is_added():
     by_vectors = declared_us(KernelCost(1.0, 2, 1.0, vector_ops=chip.vector_ops, overhead_us=7.0), chip)
     assert by_vectors == pytest.approx(1e6 + 7.0)
     assert declared_us(KernelCost(chip.flops, 2, 1.0, vector_ops=1.0), chip) == pytest.approx(1e6 / chip.efficiency)
+    half = KernelCost(chip.flops, 2, 1.0, efficiency=0.5)
+    assert declared_us(half, chip) == pytest.approx(2e6 / chip.efficiency)
 
 
 def test_a_cost_that_is_no_function_is_an_error():

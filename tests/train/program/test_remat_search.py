@@ -147,6 +147,22 @@ def test_prices_are_those_of_plans():
     assert prices["fsdp:8"].host_traffic_bytes == pytest.approx(estimate.host_traffic_bytes)
 
 
+def test_specified_prices_name_the_way_of_attention():
+    """A search prices `cp` without a way, and a request for it takes the fastest one: the difference is no saving."""
+    step, *shapes = workload_step(SMALL.with_(context=4096, batch_size=2, attention="auto", remat="full"))
+    prices = StrategyPrices(step, tuple(shapes), target="v5e:2x4", donate_argnums=(0,))
+    [(words, price)] = prices.specified(["dp:2 cp:4"]).items()
+    assert "cp:" not in words
+    assert prices.of([words])[words] == price == prices.of(["dp:2 cp:4"])["dp:2 cp:4"]
+
+
+def test_what_mixes_add_to_the_memory_says_nothing_about_single_policies():
+    guesses = remat_search._Guesses(limit=100.0)
+    guesses.learn(Priced("host:qkv,full", 1, 1.0, 95.0), Priced("host:qkv,full", 1, 1.0, 110.0))
+    assert guesses.fits(Priced("host:qkv", 1, 1.0, 95.0))
+    assert not guesses.fits(Priced("host:qkv,full,full,full", 1, 1.0, 90.0))
+
+
 @pytest.mark.slow
 def test_the_chosen_policy_has_the_results_of_one_device():
     """Under a limit that only values on the host meet: losses, gradients and parameters of two steps."""
