@@ -202,15 +202,18 @@ def _type_key(aval: Any) -> Hashable:
 
 
 def _parameter_key(value: Any) -> Hashable:
+    """Equal for equal parameters. Objects that cannot be compared are equal only to themselves."""
     if _compat.is_jaxpr(value):
         return _jaxpr_key(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_parameter_key, value))
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes()
     try:
         hash(value)
     except TypeError:
-        return repr(value)
-    return value
+        return id(value)
+    return type(value), value
 
 
 def _jaxpr_key(jaxpr: Any) -> Hashable:
