@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 from autoshard.sharding.layout.layout import Layout
@@ -19,6 +20,8 @@ _WINDOWED = {
 }
 """Platform -> an option, and whether the compiler makes collective matmuls by default. The option is a size in MiB:
 larger products become collective matmuls."""
+_COMBINED = {GATHER: ("all_gather",), REDUCE: ("reduce_scatter", "all_reduce")}
+"""Kind of `overlap=` -> the collectives that XLA:GPU combines, each up to a size that an option gives."""
 
 
 def effect_notes(
@@ -45,9 +48,23 @@ def effect_notes(
                 notes.append(f"{entry} changes nothing: {reason}")
         elif (kind, word) == (MATMUL, ON):
             notes.append(f"{entry}: the estimate does not count how much of the permutes the products hide")
+        elif word == OFF and (options := _combining_options(kind, target)):
+            wanted = ", ".join(f"{name!r}: '1'" for name in options)
+            notes.append(
+                f"{entry}: the compiler for {target.name} combines collectives of several parameters, and what it "
+                f"combines runs as one. For each module alone, give compiler_options={{{wanted}}}"
+            )
         if kind == GATHER and word == OFF and named & late:
             notes.append(f"{entry} does not concern the gathers after the update, which the compiler schedules")
     return notes
+
+
+def _combining_options(kind: str, target: Target) -> list[str]:
+    """The options by which a target's compiler combines collectives of a kind, if it combines them under the plan's."""
+    options = [f"xla_gpu_{name}_combine_threshold_bytes" for name in _COMBINED.get(kind, ())]
+    if target.platform != "cuda":
+        return []
+    return [name for name in options if float(target.chip.options.get(name, math.inf)) > 1]
 
 
 def _changes(

@@ -35,6 +35,15 @@ def test_entries_with_an_effect_have_no_such_note():
     assert "the estimate does not count" in note
 
 
+def test_gpus_combine_collectives():
+    (note,) = notes("*/up:gather=off", "h100:1x8")
+    assert "give compiler_options={'xla_gpu_all_gather_combine_threshold_bytes': '1'}" in note
+    alone = {"xla_gpu_all_gather_combine_threshold_bytes": "1"}
+    assert notes("*/up:gather=off", "h100:1x8", compiler_options=alone) == []
+    (note,) = notes("*/up:reduce=off", "h100:1x8", compiler_options=alone)
+    assert "'xla_gpu_reduce_scatter_combine_threshold_bytes': '1', 'xla_gpu_all_reduce_combine_threshold" in note
+
+
 def test_an_entry_that_others_replace():
     (note,) = notes({"1/up": {"gather": "off"}, "*": {"gather": "off"}, "*/*": {"gather": "off"}})
     assert note.startswith("overlap '*': gather=off changes nothing: later entries, or exact paths")
