@@ -121,8 +121,8 @@ MASKED: dict[str, MaskedAttention] = {
     fn.__name__: fn
     for fn in (
         documents, causal_documents, nested_choices, padding, hides_padding, shared_padding, causal_padding,
-        padded_documents, two_segments, lengths, added, added_by_numbers, flax_linen, flax_nnx, jax_nn, key_lengths, other_rows,
-        moved_by_one,
+        padded_documents, two_segments, lengths, added, added_by_numbers, flax_linen, flax_nnx, jax_nn, key_lengths,
+        other_rows, moved_by_one,
     )
 }  # fmt: skip
 
