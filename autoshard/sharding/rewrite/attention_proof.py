@@ -9,6 +9,7 @@ a row may see no key, some rows see none, and what the program computes there mu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,26 +158,51 @@ def _differences(region: Region, softmax: Softmax, unseen: Unseen) -> dict[str, 
     rng = np.random.default_rng(0)
     for scale in PROBE_SCALES:
         small = {value: region.small(value, rng, scale) for value in operands}
-        rows, visible = _mask(region, proxy, rng, some_unseen=unseen != "none")
-        env = region.shapes.evaluate(region.evaluated, {**small, **static, **region.small_tops(rows)})
         arrays = {name: region.folds[name].fold(small[region.arrays[name]], np) for name in names}
-        expected = _reference(softmax, unseen, visible, **arrays)
-        for name in compared:
-            x, y = region.folds[name].fold(env[region.arrays[name]], np), expected[name]
-            difference = float(np.max(np.abs(x - y)) / (np.max(np.abs(y)) + 1e-30)) if x.shape == y.shape else math.inf
-            worst[name] = max(worst[name], difference if math.isfinite(difference) else math.inf)
+        for rows, visible in _masks(region, proxy, rng, some_unseen=unseen != "none"):
+            env = region.shapes.evaluate(region.evaluated, {**small, **static, **region.small_tops(rows)})
+            expected = _reference(softmax, unseen, visible, **arrays)
+            for name in compared:
+                x, y = region.folds[name].fold(env[region.arrays[name]], np), expected[name]
+                difference = (
+                    float(np.max(np.abs(x - y)) / (np.max(np.abs(y)) + 1e-30)) if x.shape == y.shape else math.inf
+                )
+                worst[name] = max(worst[name], difference if math.isfinite(difference) else math.inf)
     return worst
 
 
-def _mask(region: Region, proxy: Visibility, rng: np.random.Generator, *, some_unseen: bool) -> tuple[SmallRows, Any]:
-    """Draw the arrays of a mask; return them, and which pairs are visible, `[batch or 1, queries, keys]`."""
+def _masks(
+    region: Region, proxy: Visibility, rng: np.random.Generator, *, some_unseen: bool
+) -> list[tuple[SmallRows, np.ndarray]]:
+    """Draw the arrays of a mask; return them, and which pairs are visible, `[batch or 1, queries, keys]`.
+
+    In one draw or another, some rows see a key, each term hides a key that all others let see, and, if `some_unseen`,
+    some rows see no key.
+
+    Raises:
+        Refused: no such draws were found.
+    """
     sizes = [region.shapes.small[role[0][0]] for role in (region.roles.queries, region.roles.keys)]
+    by_position = proxy(np.arange(sizes[0])[:, None], np.arange(sizes[1])[None])[None]
+    found: list[tuple[SmallRows, np.ndarray]] = []
+    missing: set[Any] = {"seen", *(["unseen"] if some_unseen else [])}
+    missing |= {*range(len(region.segments.terms) if region.segments is not None else 0)}
     for _ in range(MOST_DRAWS):
         rows = region.small_rows(rng)
-        visible = region.seen(rows) & proxy(np.arange(sizes[0])[:, None], np.arange(sizes[1])[None])[None]
+        terms = region.seen(rows)
+        visible = functools.reduce(np.logical_and, terms, by_position)
         sees = np.any(visible, axis=-1)
-        if np.any(sees) and np.all(sees) != some_unseen:
-            return rows, visible
+        if not (some_unseen or np.all(sees)):
+            continue
+        cases: set[Any] = {name for name, is_there in (("seen", sees), ("unseen", ~sees)) if np.any(is_there)}
+        for n, term in enumerate(terms):
+            others = functools.reduce(np.logical_and, (*terms[:n], *terms[n + 1 :]), by_position)
+            cases |= {n} if np.any(others & ~term) else set()
+        if missing & cases:
+            found.append((rows, visible))
+            missing -= cases
+        if not missing:
+            return found
     raise Refused("no small arrays were found for its mask, so nothing can be proven")
 
 

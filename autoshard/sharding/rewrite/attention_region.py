@@ -162,7 +162,7 @@ class Region:
                 if term.kind == "equal":
                     x = np.zeros(shape, int) if rng is None else rng.integers(0, 2, shape)
                 else:
-                    x = np.full(shape, term.is_positive) if rng is None else rng.random(shape) < 0.6
+                    x = np.full(shape, term.is_positive) if rng is None else rng.random(shape) < rng.random()
                 if self.segments.is_reflexive and first is not None:
                     x = first
                 first = made[row.key] = made.get(row.key, x)
@@ -189,23 +189,25 @@ class Region:
         sizes = [n if each in present and each else 1 for each, n in zip(row.index, shape, strict=True)]
         return np.broadcast_to(x.reshape(sizes), shape)
 
-    def seen(self, rows: SmallRows) -> Any:
-        """Return which pairs of a query and a key the terms let see, `[batch, queries, keys]` in small sizes."""
+    def seen(self, rows: SmallRows) -> list[np.ndarray]:
+        """Return which pairs of a query and a key each term lets see, `[batch, queries, keys]` in small sizes."""
         if self.segments is None:
-            return True
+            return []
         *batch, queries, keys = (
             self._small_size(a) for a in (*self.segments.batch, *self.roles.queries, *self.roles.keys)
         )
-        found = np.ones((int(np.prod(batch)), queries, keys), bool)
+        shape = int(np.prod(batch)), queries, keys
         sizes = {"queries": queries, "keys": keys}
 
         def whole(row: Row, side: str) -> np.ndarray:
             return np.broadcast_to(rows[row.key], (*batch, sizes[side])).reshape(-1, sizes[side])
 
+        found = []
         for term in self.segments.terms:
             if term.kind == "equal":
-                found &= whole(term.rows[0], "queries")[:, :, None] == whole(term.rows[1], "keys")[:, None]
+                each = whole(term.rows[0], "queries")[:, :, None] == whole(term.rows[1], "keys")[:, None]
             else:
                 x = whole(term.rows[0], term.kind) == term.is_positive
-                found &= x[:, None] if term.kind == "keys" else x[:, :, None]
+                each = x[:, None] if term.kind == "keys" else x[:, :, None]
+            found.append(np.broadcast_to(each, shape))
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -73,6 +73,10 @@ def _convert(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64 if jnp.issubdtype(target, jnp.floating) else target)
 
 
+def _ordered(x: np.ndarray, dimensions: Sequence[int] | None) -> np.ndarray:
+    return x if dimensions is None else x.transpose(dimensions)
+
+
 def _select(params: Mapping[str, Any], which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.where(which, cases[1], cases[0])
 
@@ -83,7 +87,7 @@ _OTHERS: dict[str, Callable[..., np.ndarray]] = {
     "convert_element_type": _convert,
     "select_n": _select,
     "integer_pow": lambda params, x: x ** float(params["y"]),
-    "reshape": lambda params, x: x.reshape(params["new_sizes"]),
+    "reshape": lambda params, x: _ordered(x, params["dimensions"]).reshape(params["new_sizes"]),
     "transpose": lambda params, x: x.transpose(params["permutation"]),
     "squeeze": lambda params, x: np.squeeze(x, tuple(params["dimensions"])),
     "expand_dims": lambda params, x: np.expand_dims(x, tuple(params["dimensions"])),

@@ -49,6 +49,11 @@ def hides_padding(q: Any, k: Any, v: Any, segments: Any, tokens: Any) -> jax.Arr
     return weighted(jnp.where(causal(), scores, jnp.finfo(jnp.float32).min), v)
 
 
+def shared_padding(q: Any, k: Any, v: Any, segments: Any, tokens: Any) -> jax.Array:
+    """One row for the whole batch: all queries see keys, or none does."""
+    return chosen((tokens[0] > 0)[None, None, None, :], q, k, v)
+
+
 def causal_padding(q: Any, k: Any, v: Any, segments: Any, tokens: Any) -> jax.Array:
     return chosen(jnp.where((tokens > 0)[:, None, None, :], causal(), False), q, k, v)
 
@@ -115,9 +120,9 @@ def moved_by_one(q: Any, k: Any, v: Any, segments: Any, tokens: Any) -> jax.Arra
 MASKED: dict[str, MaskedAttention] = {
     fn.__name__: fn
     for fn in (
-        documents, causal_documents, nested_choices, padding, hides_padding, causal_padding, padded_documents,
-        two_segments, lengths, added, added_by_numbers, flax_linen, flax_nnx, jax_nn, key_lengths, other_rows,
-        moved_by_one,
+        documents, causal_documents, nested_choices, padding, hides_padding, shared_padding, causal_padding,
+        padded_documents, two_segments, lengths, added, added_by_numbers, flax_linen, flax_nnx, jax_nn, key_lengths,
+        other_rows, moved_by_one,
     )
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from autoshard import _compat, auto_shard, plan, replace_kernels
 from autoshard.errors import PlanError
+from autoshard.kernels.visibility import Visibility
 from autoshard.sharding.rewrite import attention_proof
 from autoshard.sharding.rewrite.kernel_rewriting import kernels_in
 from tests.sharding.rewrite.formulations import POLICIES, parameters, rows
@@ -91,6 +93,20 @@ def test_the_proof_compares_rows_that_see_no_key(monkeypatch: pytest.MonkeyPatch
     assert "the proof failed" in record.reason
     _, (record,) = kernels_in(traced("causal_documents"), "blockwise")  # each query sees its own position
     assert record.replaced
+
+
+def test_the_proof_draws_what_each_term_hides() -> None:
+    nothing, first, second = np.ones((1, 2, 2), bool), np.array([[[True, False]] * 2]), np.array([[[False, True]] * 2])
+    draws = [(first, nothing), (first, first), (nothing, second), (first, second)]  # the second one adds nothing
+    left = iter(range(len(draws)))
+    roles = SimpleNamespace(queries=((0,),), keys=((1,),))
+    region: Any = SimpleNamespace(
+        shapes=SimpleNamespace(small={0: 2, 1: 2}), roles=roles, segments=SimpleNamespace(terms=("a", "b")),
+        small_rows=lambda rng: next(left), seen=lambda rows: list(draws[rows]),
+    )  # fmt: skip
+    found = attention_proof._masks(region, Visibility(), np.random.default_rng(0), some_unseen=True)
+    assert [rows for rows, _ in found] == [0, 2, 3]
+    np.testing.assert_array_equal([visible for _, visible in found], [first, second, first & second])
 
 
 def test_equal_layers_share_their_segments() -> None:

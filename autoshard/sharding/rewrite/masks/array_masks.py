@@ -297,9 +297,11 @@ def before_shape(value: Value, index: Index) -> Index:
     """Return the index of the operand of a change of shape.
 
     Raises:
-        Refused: dimensions are merged or split.
+        Refused: dimensions are merged or split, or `lax.reshape` reads them in another order.
     """
     operand, params = value.operands[0], value.eqn.params
+    if value.op == "reshape" and params["dimensions"] is not None:
+        raise Refused(_UNKNOWN)
     if value.op in ("stop_gradient", "convert_element_type"):
         return index
     if value.op == "broadcast_in_dim":

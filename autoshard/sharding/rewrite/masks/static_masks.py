@@ -75,7 +75,7 @@ def _used_dims(value: Value, known: dict[Value, frozenset[int]]) -> Iterable[int
         return [params["broadcast_dimensions"][d] for d in inner[0]]
     if value.op == "transpose":
         return [params["permutation"].index(d) for d in inner[0]]
-    if value.op in ("reshape", "squeeze", "expand_dims"):
+    if _keeps_order(value):
         before, after = ([d for d, n in enumerate(v.shape) if n != 1] for v in (value.operands[0], value))
         if [value.operands[0].shape[d] for d in before] == [value.shape[d] for d in after]:
             return [after[before.index(d)] for d in inner[0]]
@@ -179,7 +179,7 @@ def elements(value: Value, index: Sequence[Any]) -> Any:
     if op == "transpose":
         inner = [index[params["permutation"].index(d)] for d in range(len(index))]
         return elements(operands[0], inner)
-    if op in ("reshape", "squeeze", "expand_dims"):
+    if _keeps_order(value):
         return elements(operands[0], _reshaped(index, value.shape, operands[0].shape))
     if op == "slice":
         strides = params["strides"] or (1,) * len(index)
@@ -192,6 +192,11 @@ def elements(value: Value, index: Sequence[Any]) -> Any:
         parts = [elements(v, [zero if n == 1 else i for n, i in zip(v.shape, index, strict=False)]) for v in operands]
         return _OPERATORS[op](*parts)
     return _whole(value)[tuple(map(_number, index))]
+
+
+def _keeps_order(value: Value) -> bool:
+    """Whether a value is another one in a new shape, with the same elements in row-major order."""
+    return value.op in ("squeeze", "expand_dims") or (value.op == "reshape" and value.eqn.params["dimensions"] is None)
 
 
 def _number(index: Any) -> np.ndarray:
