@@ -20,10 +20,11 @@ from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
+from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
-from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE, STAGE_OPERATORS, shift_p
+from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE, STAGE_OPERATORS, shift_p, unstack_p
 from autoshard.spmdrules.ir.program import Op
 
 AFTER_UPDATE = "after the update"
@@ -164,7 +165,7 @@ def strategy_for_specs(
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
     given = [nbytes(v.aval) for v in op.eqn.outvars]
     forms = sequence_forms_of(op.eqn.params, avals) if sequence else None
-    if forms is None:
+    if forms is None and op.name not in LAYER_STACKS:
         chosen = known_strategy(op.rule, moved, specs, given, result_specs, mesh, flops_of(op), prices)
         return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
 
@@ -173,7 +174,34 @@ def strategy_for_specs(
         results = OperandSpecs(rule.results, given, result_specs, rule, mesh)
         return choose_strategy(rule, operands, results, mesh, flops_of(op), prices, forced)
 
+    if forms is None:
+        if op.name == unstack_p.name:  # a stage takes its shards of the layers before the exchange
+            specs = [exchanged_spec(((), *result_specs[0]), specs[0])]
+        of_layers = project(op.rule, *_layer_of(op, specs, result_specs), mesh)
+        stages = axes_of((specs if op.name == unstack_p.name else result_specs)[0][:1])
+        # The exchange between the stages moves shards. Each mesh axis alone would rather gather small shards, before
+        # other mesh axes gather all layers.
+        return choose(op.rule, {axis: [of_layers[axis]] for axis in stages if axis in of_layers})
     return over_sequence(op, forms, mesh, sequence, choose)
+
+
+def _layer_of(op: Op, operand_specs: Sequence[Spec], result_specs: Sequence[Spec]) -> tuple[Dims, Spec]:
+    """The factors and the sharding of one layer, where an operator stacks the layers or takes them from a stack."""
+    assert op.rule is not None
+    if op.name == unstack_p.name:
+        return op.rule.results[0], result_specs[0]
+    return op.rule.operands[0], operand_specs[0]
+
+
+def exchanged_spec(of_layers: Spec, of_stages: Spec) -> Spec:
+    """The sharding of a stack whose stages have their layers, while the layers keep their other shards.
+
+    Args:
+        of_layers: the sharding of the stack by which each stage has a part of all layers.
+        of_stages: the sharding by which each stage has its layers.
+    """
+    moved = {*axes_of(of_stages)}
+    return tuple((*own, *(a for a in part if a not in moved)) for own, part in zip(of_stages, of_layers, strict=True))
 
 
 def _with_shift(op: Op, chosen: OperatorStrategy, mesh: Mapping[str, int]) -> OperatorStrategy:

@@ -226,8 +226,10 @@ def storage_for(kinds: Mapping[str, str], everything: bool, separate_layers: boo
     if everything:
         return {role: tuple(kinds) for role in STATE}
     storing = ("pp", *STORING) if separate_layers else STORING
-    full = tuple(a for a, kind in kinds.items() if kind in storing)
-    moments = tuple(a for a, kind in kinds.items() if kind in (*storing, "zero1"))
+    # The stages come last: shards of ("fsdp", "pp") become those of "fsdp" in an all-to-all over "pp".
+    ordered = sorted(kinds.items(), key=lambda item: item[1] == "pp")
+    full = tuple(a for a, kind in ordered if kind in storing)
+    moments = tuple(a for a, kind in ordered if kind in (*storing, "zero1"))
     stored: dict[Role, tuple[str, ...]] = {"parameter": full, "optimizer": moments}
     return {role: axes for role, axes in stored.items() if axes}
 

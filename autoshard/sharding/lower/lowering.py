@@ -1,9 +1,8 @@
 """Writes a layout into a program: evaluates its jaxpr again and adds sharding constraints at decision points.
 
 Operands and results of contractions, gathers, scatters and reductions are constrained. A stored parameter is
-constrained in the narrower of its stored and its compute dtype, so the gather moves that one. If it is stored in
-float32 and computed in bfloat16, this is after the cast; in the opposite case, before it. XLA propagates shardings to
-all other values. Constraints on them too would make XLA keep gathered activations for the backward pass.
+constrained in the narrower of its stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA
+propagates shardings to all other values. With more constraints, it would keep gathered activations for the gradients.
 
 Loops, branches and calls are rewritten in place. Source lines and name scopes are kept.
 """
@@ -36,6 +35,7 @@ from autoshard.sharding.lower.declared_operators import run_declared
 from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
+from autoshard.sharding.lower.layer_exchange import exchanged_layers
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, scope
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
@@ -218,8 +218,7 @@ class Lowering:
 
     def decision_point(self, op: Op, args: list[Any], chosen: OperatorStrategy, wants: Sequence[Spec]) -> list[Any]:
         """Return the results of an operator for which the layout has a strategy, with their wanted shardings."""
-        rule = op.rule
-        assert rule is not None
+        assert (rule := op.rule) is not None
         marks = self.modules.marks(op, chosen) if self.modules is not None else Marks()
         args = list(args)
         for i, alone in marks.gathers.items():
@@ -237,14 +236,15 @@ class Lowering:
         if runs_on_shards(op, chosen, self.layout.mesh):
             factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
             return run_on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, factors, wants, *args)
+        if (layers := exchanged_layers(self.layout, op, chosen, args, wants, self.constrain)) is not None:
+            return layers
         if not constrained(op):
             return self.constrain_like_parameter(op, _compat.bind(op.eqn, op.eqn.params, *args))
         if op.name in INDEXED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
-            operands = enumerate(zip(args, rule.operands, op.operands, strict=True))
             whole = marks.ring.array if marks.ring is not None else -1
-            for i, (x, d, v) in operands:
+            for i, (x, d, v) in enumerate(zip(args, rule.operands, op.operands, strict=True)):
                 if i not in marks.gathers and i != whole:
                     with scope(self.modules, op, i):
                         args[i] = self.resharded(x, chosen.spec(d), v)

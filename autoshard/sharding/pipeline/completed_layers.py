@@ -126,6 +126,8 @@ def _has_same_flow(part: _Part, carried: dict[Hashable, Any]) -> bool:
     run = part.run
     if not part.present or len(part.present) == run.size:
         return False
+    if any(eqn.effects for j, eqn in enumerate(run.block) if j not in part.present):
+        return False  # an added print would be seen
     part.operands |= carried
     for j, eqn in part.present.items():
         if not _fits(run, j, part.present):
@@ -149,6 +151,7 @@ def _completed(jaxpr: Any, parts: Sequence[_Part | None], runs: Sequence[Run]) -
             found[part.at] = part
     if not found:
         return None
+    written = {id(eqn) for part in found.values() for eqn in part.present.values()}
 
     def run(*args: Any) -> list[Any]:
         env = dict(zip(jaxpr.invars, args, strict=True))
@@ -158,7 +161,7 @@ def _completed(jaxpr: Any, parts: Sequence[_Part | None], runs: Sequence[Run]) -
         for position, eqn in enumerate(jaxpr.eqns):
             if position in found:
                 sums |= _write(found[position], env)
-            if eqn.outvars[0] not in env:
+            if id(eqn) not in written:
                 operands = [sums.get((position, atom_key(a)), _read(env, a)) for a in eqn.invars]
                 env |= zip(eqn.outvars, _bind(eqn, operands), strict=True)
         return [_read(env, a) for a in jaxpr.outvars]

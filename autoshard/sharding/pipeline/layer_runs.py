@@ -207,8 +207,11 @@ def _parameter_key(value: Any) -> Hashable:
         return _jaxpr_key(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_parameter_key, value))
-    if isinstance(value, np.ndarray):
-        return value.shape, str(value.dtype), value.tobytes()
+    if isinstance(value, (np.ndarray, np.generic, float)):  # 0.0 == -0.0, but they differ
+        array = np.asarray(value)
+        return array.shape, str(array.dtype), array.tobytes()
+    if isinstance(value, dict):
+        return tuple((name, _parameter_key(each)) for name, each in value.items())
     try:
         hash(value)
     except TypeError:

@@ -85,15 +85,16 @@ def separate_layers():
 
 
 @pytest.mark.filterwarnings("ignore:.*devices")
-def test_layers_one_after_another_equal_one_device():
+@pytest.mark.parametrize(("words", "summed"), [("pp:2 dp:2 tp:2", ["dp"]), ("fsdp:4 pp:2", [])])
+def test_layers_one_after_another_equal_one_device(words, summed):
     fn, *args = separate_layers()
     expected = jax.tree.leaves(jax.device_get(jax.jit(fn)(*args)))
-    step = auto_shard(fn, plan="pp:2 dp:2 tp:2", microbatches=4)
+    step = auto_shard(fn, plan=words, microbatches=4)
     for one, other in zip(jax.tree.leaves(jax.device_get(step(*args))), expected, strict=True):
         assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
     made = step.plan(*args)
     assert made.stages == 2
-    assert [*made.reduce_axes("0/0/0")] == ["dp"]
+    assert [*made.reduce_axes("0/0/0")] == summed
 
 
 def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
@@ -106,6 +107,22 @@ def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
     assert moved == {("all-to-all", "pp"): pytest.approx(shard / 2)}  # one half of the shards stays where it is
     text = made.jit().lower(*args).compile().as_text()
     assert "all-to-all" in text and " all-gather(" not in text
+
+
+def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
+    fn, *args = separate_layers()
+    made = plan(fn, *args, target="cpu:4", plan="pp:2 fsdp:2", microbatches=4)
+    weights = [leaf for leaf in made.inputs if leaf.path != "1"]
+    assert all(("fsdp", "pp") in leaf.spec for leaf in weights)
+    shard = sum(4 * np.prod(leaf.shape) for leaf in weights) / 4
+    moved = [(kind, axes, sent) for kind, axes, sent, line in made.traffic if "stack_layers" in line]
+    assert sorted(moved) == [
+        ("all-gather", "fsdp", shard),
+        ("all-to-all", "pp", shard / 2),  # the weights
+        ("all-to-all", "pp", shard / 2),  # their gradients
+    ]
+    gathered = re.findall(r"= (\S+) all-gather\(", made.jit().lower(*args).compile().as_text())
+    assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
 def test_the_plan_keeps_its_stages_in_json():

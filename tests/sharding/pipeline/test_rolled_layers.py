@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from autoshard import _compat
+from autoshard.sharding.pipeline.layer_runs import equation_key
 from autoshard.sharding.pipeline.rolled_layers import roll_layers
 from autoshard.sharding.rewrite.evaluation import rewritten
 
@@ -159,3 +161,61 @@ def test_layers_that_differ(change):
         ws[1], ws[2] = jnp.ones((WIDTH, 5)), jnp.ones((5, WIDTH))
     found = rolled(loss, ws, inputs())
     assert found is None or all(length < LAYERS for length, _ in scans(found))
+
+
+def counted(calls):
+    """Return the identity. Its gradient counts how often it is computed."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    def backward(_, g):
+        io_callback(count, None, g.sum())
+        return (g,)
+
+    def count(_):
+        calls[0] += 1
+
+    identity.defvjp(lambda x: (x, None), backward)
+    return identity
+
+
+def test_the_first_layer_has_no_effect_of_others():
+    calls = [0]
+    identity = counted(calls)
+
+    def loss(ws, x):
+        for w in ws:
+            x = identity(x)
+            x = x + jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    rolled(loss, matrices(), inputs(), rows=False)
+    jax.effects_barrier()
+    assert calls[0] % (LAYERS - 1) == 0
+
+
+def test_effects_outside_of_layers_that_are_completed():
+    calls = [0]
+    identity = counted(calls)
+
+    def loss(ws, x):
+        for w in ws:
+            x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
+            x = x + jnp.tanh(x @ w)
+        return (identity(x) ** 2).mean()
+
+    assert scans(must_roll(loss, matrices(), inputs(), rows=False)) == [(LAYERS, False), (LAYERS, True)]
+    jax.effects_barrier()
+    assert calls == [2]  # once as written, once rolled
+
+
+@pytest.mark.parametrize("changed", [np.arange(2000.0) * (np.arange(2000) != 1000), -0.0, True])
+def test_parameters_that_look_alike(changed):
+    """Equations with different parameters are not equal, even if Python or `repr` calls the parameters equal."""
+    same = {True: 1, -0.0: 0.0}.get(changed, None) if np.isscalar(changed) else np.arange(2000.0)
+    (eqn,) = jax.make_jaxpr(jnp.sin)(1.0).eqns
+    one, other = (eqn.replace(params={**eqn.params, "extra": value}) for value in (same, changed))
+    assert equation_key(one) != equation_key(other)
+    assert equation_key(one) == equation_key(one.replace(params={**one.params}))
