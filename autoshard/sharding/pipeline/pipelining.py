@@ -23,7 +23,7 @@ from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_st
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
-from autoshard.spmdrules.families.stages import stack_layers, unstack_layers
+from autoshard.spmdrules.families.stages import stack_layers
 
 DEFAULT = "1f1b"
 
@@ -125,16 +125,20 @@ def _runner(schedule: Schedule) -> Runner:
         closed = rewritten(jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), shapes))
         jaxpr, whole = _compat.split_constants(closed)
         groups = [(n,) for n in range(len(ops))]
+        separate: dict[Any, list[Any]] = {}
         if not find_stacks(jaxpr, len(whole)) and (rolled := roll_layers(jaxpr, len(whole), ops)):
-            stacks = [stack_layers(*(whole[n] for n in layers)) for layers in rolled.stacks]
-            whole = [*rolled.constants, *whole, *stacks]
+            layers = [[whole[n] for n in positions] for positions in rolled.stacks]
+            whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
+            separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
         cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages)
-        combined = {var: ops[group[0]] for var, group in zip(jaxpr.outvars, groups, strict=False)}
-        found = StageLoop(cut, schedule, combined, rows, whole).run()
+        results = dict(zip(jaxpr.outvars, groups, strict=False))
+        combined = {var: ops[group[0]] for var, group in results.items()}
+        apart = {var for var, group in results.items() if len(group) > 1}
+        found = StageLoop(cut, schedule, combined, rows, whole, separate).run(apart)
         sums: dict[int, Any] = {}
         for var, group in zip(jaxpr.outvars, groups, strict=False):
-            sums |= zip(group, unstack_layers(found[var]) if len(group) > 1 else [found[var]], strict=True)
+            sums |= zip(group, found[var] if var in apart else [found[var]], strict=True)
         return [sums[n] for n in range(len(ops))], [found[var] for var in jaxpr.outvars[len(groups) :]]
 
     return run
