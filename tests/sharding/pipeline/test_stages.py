@@ -104,14 +104,13 @@ def layer(x, w):
 @pytest.mark.parametrize(
     ("kind", "schedule", "layers"),
     [
-        ("plain", "1f1b", "scan"),
-        ("tied", "zb", "scan"),
         ("auxiliary", "gpipe", "scan"),
-        ("auxiliary", "zb", "scan"),
-        ("frozen", "zb", "scan"),
         ("dropout", "1f1b", "scan"),
-        ("shared", "1f1b", "list"),
-        ("encoder", "zb", "index"),
+        ("shared", "zb", "list"),
+        pytest.param("plain", "1f1b", "scan", marks=pytest.mark.slow),
+        pytest.param("tied", "zb", "scan", marks=pytest.mark.slow),
+        pytest.param("frozen", "zb", "scan", marks=pytest.mark.slow),
+        pytest.param("encoder", "zb", "index", marks=pytest.mark.slow),
     ],
 )
 def test_stages_with_different_numbers_of_layers(kind, schedule, layers):
