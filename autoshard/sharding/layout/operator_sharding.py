@@ -23,7 +23,7 @@ from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, Sharde
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
-from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE, STAGE_OPERATORS, shift_p
+from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE, STAGE_OPERATORS, TO_STAGES, shift_p
 from autoshard.spmdrules.ir.program import Op
 
 AFTER_UPDATE = "after the update"
@@ -211,6 +211,18 @@ def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) ->
     axes = sum(n > 1 for n in mesh.values())
     fault = known_fault(op.name, application, axes=axes)
     return fault is not None and fault.avoided
+
+
+def before_exchange(op: Op, computed: Spec, want: Spec) -> Spec:
+    """The sharding of a result before it is constrained to the wanted one; the computed sharding for most operators.
+
+    If layers are given to the stages, it has only the mesh axes of the wanted sharding, because a gather over the other
+    axes comes first. Without it, XLA would replicate the layers of all stages, and then take a part.
+    """
+    if op.name not in TO_STAGES:
+        return computed
+    kept = {axis for dim in want for axis in dim}
+    return tuple(tuple(axis for axis in dim if axis in kept) for dim in computed)
 
 
 def can_constrain_at_once(layout: Layout, op: Op, strategy: OperatorStrategy, result: int, want: Spec) -> bool:

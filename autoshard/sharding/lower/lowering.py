@@ -22,6 +22,7 @@ from autoshard import _compat
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.loop_gathers import OPEN_CALLS, Gather, is_parameter
 from autoshard.sharding.layout.operator_sharding import (
+    before_exchange,
     can_constrain_at_once,
     extends_computed_spec,
     operand_spec,
@@ -242,9 +243,8 @@ class Lowering:
         if op.name in INDEXED and args[1].dtype.itemsize < 4:
             args = [args[0], args[1].astype("int32"), *args[2:]]  # XLA's partitioner aborts on narrower indices
         if op.name not in REDUCTIONS:
-            operands = enumerate(zip(args, rule.operands, op.operands, strict=True))
             whole = marks.ring.array if marks.ring is not None else -1
-            for i, (x, d, v) in operands:
+            for i, (x, d, v) in enumerate(zip(args, rule.operands, op.operands, strict=True)):
                 if i not in marks.gathers and i != whole:
                     with scope(self.modules, op, i):
                         args[i] = self.resharded(x, chosen.spec(d), v)
@@ -259,7 +259,7 @@ class Lowering:
             return [add_window_dims(op, self.constrain(product, drop_window_dims(op, wants[0])))]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
         if op.name not in REDUCTIONS:
-            computed = [chosen.spec(d) for d in rule.results]
+            computed = [before_exchange(op, chosen.spec(d), w) for d, w in zip(rule.results, wants, strict=True)]
             results = [
                 x if can_constrain_at_once(self.layout, op, chosen, r, want) else self.constrain(x, computed[r])
                 for r, (x, want) in enumerate(zip(results, wants, strict=True))

@@ -137,6 +137,14 @@ def test_stages_that_do_not_divide_the_layers():
     assert "all-gather" not in {kind for kind, *_ in made.traffic}
 
 
+def test_no_stage_gathers_the_layers_of_all():
+    fn, *args = stacked_layers(6)
+    made = plan(fn, *args, target="cpu:8", plan="pp:4 fsdp:2", microbatches=4)
+    text = made.jit().lower(*args).compile().as_text()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    assert "4,2,16,8" in gathered and "4,2,16,32" not in gathered  # over fsdp; pp still shards each layer 4 ways
+
+
 def test_a_stage_takes_the_time_of_the_largest_one():
     plans = [plan(*stacked_layers(n), target="cpu:4", plan="pp:4", microbatches=4) for n in (8, 7)]
     even, uneven = (made.estimate.compute_us for made in plans)
