@@ -27,7 +27,7 @@ from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.families.stages import STAGE, shift_p, stack_p
+from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, shift_p
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -59,7 +59,8 @@ class Roles:
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
-        separate_layers: whether the layers on the stages have weights of their own, which are stacked once a step.
+        separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
+            own, or the number of stages does not divide that of the layers.
     """
 
     inputs: dict[int, Role]
@@ -150,7 +151,7 @@ def find_roles(
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
         replicas=replicas,
-        separate_layers=stages is not None and any(op.name == stack_p.name for op in program.ops()),
+        separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
     )
 
 
@@ -346,7 +347,7 @@ def _input_roles(
             owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not has_batch[v]))
             if any(has_batch[v] for v in (*op.operands, *op.results) if v >= 0):
                 parameters.update(owned)
-            elif owned and (len(owned) <= MAX_FUSED_WEIGHTS or op.name == stack_p.name):
+            elif owned and (len(owned) <= MAX_FUSED_WEIGHTS or op.name in TO_STAGES):
                 for v in op.results:
                     owner.setdefault(v, owned)
 

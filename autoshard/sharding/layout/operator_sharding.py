@@ -24,7 +24,14 @@ from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
-from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE, STAGE_OPERATORS, shift_p, unstack_p
+from autoshard.spmdrules.families.stages import (
+    LAYER_STACKS,
+    STAGE,
+    STAGE_OPERATORS,
+    TO_STAGES,
+    WITH_ALL_LAYERS,
+    shift_p,
+)
 from autoshard.spmdrules.ir.program import Op
 
 AFTER_UPDATE = "after the update"
@@ -175,10 +182,11 @@ def strategy_for_specs(
         return choose_strategy(rule, operands, results, mesh, flops_of(op), prices, forced)
 
     if forms is None:
-        if op.name == unstack_p.name:  # a stage takes its shards of the layers before the exchange
-            specs = [exchanged_spec(((), *result_specs[0]), specs[0])]
-        of_layers = project(op.rule, *_layer_of(op, specs, result_specs), mesh)
-        stages = axes_of((specs if op.name == unstack_p.name else result_specs)[0][:1])
+        dims, of_layer = _layer_of(op, specs, result_specs)
+        of_stages = (result_specs if op.name in TO_STAGES else specs)[0]
+        if op.name not in TO_STAGES:  # a stage takes its shards of the layers before the exchange
+            specs = [exchanged_spec((*((),) * (len(of_stages) - len(of_layer)), *of_layer), of_stages)]
+        of_layers, stages = project(op.rule, dims, of_layer, mesh), axes_of(of_stages[:1])
         # The exchange between the stages moves shards. Each mesh axis alone would rather gather small shards, before
         # other mesh axes gather all layers.
         return choose(op.rule, {axis: [of_layers[axis]] for axis in stages if axis in of_layers})
@@ -186,11 +194,13 @@ def strategy_for_specs(
 
 
 def _layer_of(op: Op, operand_specs: Sequence[Spec], result_specs: Sequence[Spec]) -> tuple[Dims, Spec]:
-    """The factors and the sharding of one layer, where an operator stacks the layers or takes them from a stack."""
+    """The factors and the sharding of one layer, where an operator gives layers to the stages or takes them back."""
     assert op.rule is not None
-    if op.name == unstack_p.name:
-        return op.rule.results[0], result_specs[0]
-    return op.rule.operands[0], operand_specs[0]
+    dims, spec = (
+        (op.rule.operands[0], operand_specs[0]) if op.name in TO_STAGES else (op.rule.results[0], result_specs[0])
+    )
+    first = 1 if op.name in WITH_ALL_LAYERS else 0
+    return dims[first:], spec[first:]
 
 
 def exchanged_spec(of_layers: Spec, of_stages: Spec) -> Spec:

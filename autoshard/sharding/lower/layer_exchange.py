@@ -1,4 +1,4 @@
-"""The exchange of layers between the stages of a pipeline, where separate layers are stacked or unstacked."""
+"""The exchange of layers between the stages of a pipeline, where each stage stores a part of every layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import exchanged_spec, operand_spec
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.spmdrules.core.placement import Spec
-from autoshard.spmdrules.families.stages import LAYER_STACKS, stack_p
+from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
 from autoshard.spmdrules.ir.program import Op
 
 
@@ -22,7 +22,7 @@ def exchanged_layers(
     wants: Sequence[Spec],
     constrain: Callable[[Any, Spec], Any],
 ) -> list[Any] | None:
-    """Return the results of `stack_layers` or `unstack_layers`; None for any other operator.
+    """Return the results of an operator that gives layers to the stages or takes them back; None for any other one.
 
     The stages exchange shards, in an all-to-all. What else shards a layer is gathered afterwards, or taken before. In
     one step, XLA's partitioner would gather the layers of all stages.
@@ -38,7 +38,7 @@ def exchanged_layers(
     if op.name not in LAYER_STACKS:
         return None
     assert (rule := op.rule) is not None
-    if op.name == stack_p.name:
+    if op.name in TO_STAGES:
         layers = [constrain(x, chosen.spec(dims)) for x, dims in zip(args, rule.operands, strict=True)]
         (stack,) = _compat.bind(op.eqn, op.eqn.params, *layers)
         computed = chosen.spec(rule.results[0])

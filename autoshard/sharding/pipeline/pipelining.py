@@ -23,7 +23,7 @@ from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_st
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
-from autoshard.spmdrules.families.stages import stack_layers, unstack_layers
+from autoshard.spmdrules.families.stages import stack_layers, stage_sizes
 
 DEFAULT = "1f1b"
 
@@ -70,7 +70,7 @@ def with_stages(
 
     Raises:
         NotMovable: the step moves residuals to the host.
-        PlanError: the step has no repeated part, the stages do not divide it, there are too few microbatches, or the
+        PlanError: the step has no repeated part or fewer layers than stages, there are too few microbatches, or the
             step cannot be cut into microbatches.
     """
     if microbatches < stages:
@@ -84,12 +84,22 @@ def with_stages(
             f"auto_shard({traced.name}): pp:{stages} keeps the residuals of its stages in device memory, so "
             f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer', or leave out pp:{stages}"
         )
-    table = SCHEDULES[schedule](stages, microbatches)
+    table, sizes = SCHEDULES[schedule](stages, microbatches), []
     try:
-        cut = with_microbatches(traced, microbatches, _runner(table), replicas=replicas, numerics=numerics)
+        cut = with_microbatches(traced, microbatches, _runner(table, sizes), replicas=replicas, numerics=numerics)
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
-    return replace(cut, closed=_without_layer_maps(cut.closed), stages=stages, schedule=schedule)
+    closed = _without_layer_maps(cut.closed)
+    return replace(cut, closed=closed, stages=stages, stage_layers=tuple(sizes), schedule=schedule)
+
+
+def stage_notes(traced: Traced) -> list[str]:
+    """A note that gives the layers of each stage, if not all stages have as many."""
+    sizes = traced.stage_layers
+    if len({*sizes}) < 2:
+        return []
+    return [f"{sum(sizes)} layers on {len(sizes)} stages: {', '.join(map(str, sizes))}; each stage takes the time and "
+            f"memory of {max(sizes)}, and the stages exchange the weights of the layers once a step"]  # fmt: skip
 
 
 def _without_layer_maps(closed: Any) -> Any:
@@ -119,22 +129,29 @@ def _mapped_or_bound(eqn: Any, operands: list[Any]) -> list[Any]:
     return jax.vmap(body, in_axes=(*[None] * consts, *[0] * (len(operands) - consts)))(*operands)
 
 
-def _runner(schedule: Schedule) -> Runner:
+def _runner(schedule: Schedule, sizes: list[int]) -> Runner:
+    """What runs the microbatches in stages. It writes the number of layers of each stage to `sizes`."""
+
     def run(one: Callable[[Any, list[Any]], Terms], rows: list[Any], ops: list[str]) -> Terms:
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
         closed = rewritten(jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), shapes))
         jaxpr, whole = _compat.split_constants(closed)
         groups = [(n,) for n in range(len(ops))]
+        separate: dict[Any, list[Any]] = {}
         if not find_stacks(jaxpr, len(whole)) and (rolled := roll_layers(jaxpr, len(whole), ops)):
-            stacks = [stack_layers(*(whole[n] for n in layers)) for layers in rolled.stacks]
-            whole = [*rolled.constants, *whole, *stacks]
+            layers = [[whole[n] for n in positions] for positions in rolled.stacks]
+            whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
+            separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
         cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages)
-        combined = {var: ops[group[0]] for var, group in zip(jaxpr.outvars, groups, strict=False)}
-        found = StageLoop(cut, schedule, combined, rows, whole).run()
+        sizes[:] = stage_sizes(cut.forward.layers, schedule.stages)
+        results = dict(zip(jaxpr.outvars, groups, strict=False))
+        combined = {var: ops[group[0]] for var, group in results.items()}
+        apart = {var for var, group in results.items() if len(group) > 1}
+        found = StageLoop(cut, schedule, combined, rows, whole, separate).run(apart)
         sums: dict[int, Any] = {}
         for var, group in zip(jaxpr.outvars, groups, strict=False):
-            sums |= zip(group, unstack_layers(found[var]) if len(group) > 1 else [found[var]], strict=True)
+            sums |= zip(group, found[var] if var in apart else [found[var]], strict=True)
         return [sums[n] for n in range(len(ops))], [found[var] for var in jaxpr.outvars[len(groups) :]]
 
     return run

@@ -213,22 +213,24 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
         stages: number of stages.
 
     Raises:
-        NotStaged: it has no stack of layers, or `stages` does not divide the layers.
+        NotStaged: it has no stack of layers, or fewer layers than stages.
     """
     stacks = find_stacks(jaxpr, whole)
     if not stacks:
         raise NotStaged(_no_stack(jaxpr))
     forward, backward = stacks
-    if forward.layers % stages:
-        fits = ", ".join(f"pp:{n}" for n in range(2, forward.layers + 1) if forward.layers % n == 0)
+    if stages > forward.layers:
         raise NotStaged(
-            f"{stages} stages do not divide {forward.place}, whose number is {forward.layers}. "
-            f"{'Use one of ' + fits if fits else 'Leave pp out'}"
+            f"{stages} stages are more than {forward.place}, whose number is {forward.layers}. {_fewer(forward.layers)}"
         )
     terms = {*_variables(jaxpr.outvars[:sums])}
     found = StageCut(jaxpr, jaxpr.invars[whole:], jaxpr.invars[:whole], terms, forward, backward)
     found.find_travellers()
     return found
+
+
+def _fewer(layers: int) -> str:
+    return f"Use pp:{layers}, or fewer stages" if layers > 2 else "Use pp:2" if layers == 2 else "Leave pp out"
 
 
 def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:

@@ -7,7 +7,7 @@ sums. What is not on stages, such as the head, is computed by all devices togeth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, WEIGHTS, Schedule
 from autoshard.sharding.pipeline.split_backward import Body, split_backward
 from autoshard.sharding.pipeline.stage_cut import NotStaged, Stack, StageCut
+from autoshard.sharding.pipeline.stage_stacks import StageStacks
 from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_one, write_slots
 
 WAITING = {
@@ -51,15 +52,23 @@ class StageLoop:
         rows: for each of the microbatch's inputs after the first, which is its number, the rows of all microbatches
             `[M, ...]`.
         whole: the program's other inputs.
+        separate: stack of layers among these inputs -> the separate values of its layers.
     """
 
     def __init__(
-        self, cut: StageCut, schedule: Schedule, ops: Mapping[Any, str], rows: Sequence[Any], whole: Sequence[Any]
+        self,
+        cut: StageCut,
+        schedule: Schedule,
+        ops: Mapping[Any, str],
+        rows: Sequence[Any],
+        whole: Sequence[Any],
+        separate: Mapping[Any, Sequence[Any]],
     ):
         self.cut, self.schedule, self.ops = cut, schedule, ops
         self.values = MicrobatchValues(cut, rows, whole)
         self.stages = schedule.stages
         self.first, self.last = 0, schedule.stages - 1
+        self.stacks = StageStacks(cut.forward.layers, schedule.stages)
         self.reverse = cut.forward.reverse  # the first stage has the last layers
         if self.reverse:
             self.first, self.last = self.last, self.first
@@ -67,6 +76,9 @@ class StageLoop:
         self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # the middle runs in a later tick
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
+        given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in self.residuals]
+        # If the layers do not divide, stages exchange them. They do so once, not in each tick.
+        self.given: Env = {} if self.stacks.even else {v: self.layers_of(v, separate) for v in dict.fromkeys(given)}
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
         if self.halves and cut.after_stacks:
             raise NotStaged(
@@ -78,8 +90,12 @@ class StageLoop:
         }
         self.slots = {name: schedule.slots(made, taken) for name, (made, taken) in self.waiting.items() if taken}
 
-    def run(self) -> Env:
-        """Return the results of the program, over all microbatches: sums, and rows `[M, ...]`."""
+    def run(self, apart: Collection[Any]) -> Env:
+        """Return the results of the program, over all microbatches: sums, and rows `[M, ...]`.
+
+        Args:
+            apart: the sums whose layers are wanted as L arrays `[...]` in place of a stack.
+        """
         state: State = {}
         tables = self.tables()
         for start, end, parts in self.schedule.phases:
@@ -95,9 +111,10 @@ class StageLoop:
         found: Env = {}
         for name in ("forward_sums", "middle", "backward_sums", "after"):
             found |= zip(self.results_of(name), state.get(name, ()), strict=True)
+        found = {var: x.astype(var.aval.dtype) if var in self.ops else x for var, x in found.items()}
         for var in (*self.results_of("forward_sums"), *self.results_of("backward_sums")):
-            found[var] = found[var].reshape(var.aval.shape)
-        return {var: x.astype(var.aval.dtype) if var in self.ops else x for var, x in found.items()}
+            found[var] = (self.stacks.collect_separate if var in apart else self.stacks.collect)(found[var])
+        return found
 
     # --- what the loop carries ---
 
@@ -143,12 +160,12 @@ class StageLoop:
         The variables are stacks of layers. Those of `for_weights` are values of one layer.
         """
         count, layers = self.slots[name].count, (self.cut.backward.layers,) * (name == "for_weights")
-        shapes = [self.by_stage_shape((*layers, *v.aval.shape)) for v in variables]
+        shapes = [self.stacks.shape((*layers, *v.aval.shape)) for v in variables]
         return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]
 
     def start(self, var: Any, name: str) -> Any:
         """Return the identity element that a sum starts from, or zeros for the rows of all microbatches."""
-        shape = self.by_stage_shape(var.aval.shape) if name.endswith("_sums") else var.aval.shape
+        shape = self.stacks.shape(var.aval.shape) if name.endswith("_sums") else var.aval.shape
         if var in self.ops:
             return neutral(self.ops[var], shape, wide(var.aval.dtype))
         return jnp.zeros((self.schedule.microbatches, *shape), var.aval.dtype)
@@ -300,38 +317,40 @@ class StageLoop:
         varying = [v for v in stack.consts if v in own and v not in known]
         sides = {**known, **dict(zip(varying, self.values.on_stages(varying, numbers), strict=True))}
         whole = [v for v in stack.slices if v not in slices]
-        slices = {**slices, **{v: self.by_stage(self.values.of_shared(v)) for v in whole}}
+        slices = {
+            **slices,
+            **{v: self.given[v] if self.given else self.layers_of(v, {}) for v in whole},
+        }
         names = [*dict.fromkeys(v for v in stack.consts if v in sides)]
         shared = {
             v: self.values.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)
         }
         options = {name: eqn.params[name] for name in ("reverse", "unroll")}
         run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
-        n_carry = len(carry)
+        n_carry, own_slots = len(carry), self.stacks.own_slots()
 
         def stage(of_stage: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
             known = {**shared, **dict(zip(names, of_stage, strict=True))}
             consts = [v.val if isinstance(v, _compat.Literal) else known[v] for v in stack.consts]
 
             def layer(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+                x, own = x[: len(x) - len(own_slots)], x[len(x) - len(own_slots) :]
                 results = run(*consts, *carry, *x)
-                return results[:n_carry], results[n_carry:]
+                return self.stacks.carried(own, results[:n_carry], carry), results[n_carry:]
 
-            return lax.scan(layer, [*carry], [*xs], length=stack.layers // self.stages, **options)
+            return lax.scan(layer, [*carry], [*xs], length=self.stacks.slots, **options)
 
         with _compat.source_of(eqn):
             carried, made = jax.vmap(stage)(
-                [sides[v] for v in names], [*carry], [*(slices[v] for v in stack.slices), *waited]
+                [sides[v] for v in names], [*carry], [*(slices[v] for v in stack.slices), *waited, *own_slots]
             )
         return list(carried), list(made)
 
-    def by_stage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a stack of layers after `by_stage`."""
-        return (self.stages, shape[0] // self.stages, *shape[1:])
-
-    def by_stage(self, x: Any) -> Any:
-        """Split the layers of a stack into stages: `[L, ...]` to `[N, L / N, ...]`."""
-        return x.reshape(self.by_stage_shape(x.shape))
+    def layers_of(self, var: Any, separate: Mapping[Any, Sequence[Any]]) -> Any:
+        """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""
+        if var in separate:
+            return self.stacks.spread_separate(separate[var])
+        return self.stacks.spread(self.values.of_shared(var))
 
     def of_stage(self, x: Any, stage: int) -> Any:
         """Return the value of one stage: the sum over all stages after the others are set to zero."""
@@ -342,7 +361,7 @@ class StageLoop:
 
     def gathered(self, state: State, name: str, variables: Sequence[Any], index: Any) -> Env:
         """Return stacks over all layers of one microbatch, from the slots of all stages."""
-        return {v: read_slots(s, index).reshape(v.aval.shape) for v, s in zip(variables, state[name], strict=True)}
+        return {v: self.stacks.collect(read_slots(s, index)) for v, s in zip(variables, state[name], strict=True)}
 
     # --- sums and rows ---
 

@@ -22,6 +22,7 @@ from autoshard.sharding.machines.option_requests import requested
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.overlap.effects import effect_notes
 from autoshard.sharding.overlap.module_times import ModuleTimes, estimated_times
+from autoshard.sharding.pipeline.pipelining import stage_notes
 from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.plan.program_facts import layer_bytes
@@ -160,6 +161,7 @@ def _notes(problem: PlanningProblem, layout: Layout) -> tuple[str, ...]:
     idle = idle_notes(problem, layout)
     notes += [*idle, *offload_notes(problem)]
     notes += own_sum_notes(problem)
+    notes += stage_notes(problem.traced)
     notes += product_notes(problem.program, problem.machine.target.chip, problem.machine.target.name)
     if problem.overlap is not None:
         updated, sequential = tuple(i for i, _ in problem.state), problem.gather == SEQUENTIAL

@@ -66,6 +66,7 @@ class Traced:
         kernels_word: the word of `kernels=` with which the program was rewritten.
         microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
         stages: the number of stages of its pipeline; 1 if it has none.
+        stage_layers: the number of layers of each of its stages, in the order of the layers; empty if it has none.
         schedule: the word of the pipeline's schedule; empty if it has none.
         replicas: the number of groups of rows whose sums are added after the loop over microbatches.
         own_sums: the operators, with their lines, that take the sums of each microbatch in place of those of the batch.
@@ -101,6 +102,7 @@ class Traced:
     microbatches: int = 1
     replicas: int = 1
     stages: int = 1
+    stage_layers: tuple[int, ...] = ()
     schedule: str = ""
     own_sums: tuple[str, ...] = ()
     batch: tuple[int, int, int, int] | None = None

@@ -2,6 +2,8 @@
 
 `shift_stages` is the only operator that lets a value move to another stage. On shards it is a collective-permute.
 `read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages.
+If the number of stages does not divide that of the layers, `spread_layers` and `collect_layers` are between a stack of
+all layers and one with a dimension of stages.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -27,7 +30,9 @@ def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[
     """Creates a primitive with one result, which is lowered as `fn`; its result has the dtype of its first operand."""
     made = Primitive(name)
     made.def_impl(lambda *args, **params: jax.jit(fn, static_argnames=tuple(params))(*args, **params))
-    made.def_abstract_eval(lambda *avals, **_: _compat.result_type(shape_of(*avals), avals[0].dtype, avals))
+    made.def_abstract_eval(
+        lambda *avals, **params: _compat.result_type(shape_of(*avals, **params), avals[0].dtype, avals)
+    )
     mlir.register_lowering(made, mlir.lower_fun(fn, multiple_results=False))
     return made
 
@@ -59,10 +64,55 @@ def write_one(stack: Any, x: Any, index: Any) -> Any:
     return lax.dynamic_update_index_in_dim(stack, jnp.where(index >= 0, x, kept), place, 0)
 
 
-shift_p = _primitive("shift_stages", _shifted, lambda x, edge: x.shape)
+def stage_sizes(layers: int, stages: int) -> tuple[int, ...]:
+    """Returns the number of layers of each stage. The first stages have one more, if `stages` does not divide `layers`.
+
+    Example:
+        >>> stage_sizes(30, 4)
+        (8, 8, 7, 7)
+    """
+    each, more = divmod(layers, stages)
+    return (each + 1,) * more + (each,) * (stages - more)
+
+
+def _windows(layers: int, stages: int) -> list[tuple[int, int, int]]:
+    """For each stage, the start and the end of its slots among the layers, and the number of its own layers.
+
+    Its own layers are the last ones. A slot before them has the last layer of the stage before.
+    """
+    sizes = stage_sizes(layers, stages)
+    ends = [sum(sizes[: n + 1]) for n in range(stages)]
+    return [(end - sizes[0], end, size) for end, size in zip(ends, sizes, strict=True)]
+
+
+def layers_of_slots(layers: int, stages: int) -> np.ndarray:
+    """Returns the layer in each slot of each stage, `[N, K]`, see `spread_layers`."""
+    return np.array([range(start, end) for start, end, _ in _windows(layers, stages)])
+
+
+def own_layers(layers: int, stages: int) -> np.ndarray:
+    """Returns for each slot of each stage, `[N, K]`, whether it has a layer of the stage, see `spread_layers`."""
+    first = [[end - size] for _, end, size in _windows(layers, stages)]
+    return layers_of_slots(layers, stages) >= np.array(first)
+
+
+def _spread(stack: Any, *, stages: int) -> Any:
+    return jnp.stack([stack[start:end] for start, end, _ in _windows(stack.shape[0], stages)])
+
+
+def _collected(stack: Any, *, layers: int) -> Any:
+    windows = _windows(layers, stack.shape[0])
+    return jnp.concatenate([stack[n, end - start - size :] for n, (start, end, size) in enumerate(windows)])
+
+
+shift_p = _primitive("shift_stages", _shifted, lambda x, edge, backward: x.shape)
 read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
 write_p = _primitive("write_slots", _written, lambda slots, x, index: slots.shape)
 stack_p = _primitive("stack_layers", lambda *layers: jnp.stack(layers), lambda *layers: (len(layers), *layers[0].shape))
+spread_p = _primitive(
+    "spread_layers", _spread, lambda stack, stages: (stages, -(-stack.shape[0] // stages), *stack.shape[1:])
+)
+collect_p = _primitive("collect_layers", _collected, lambda stack, layers: (layers, *stack.shape[2:]))
 unstack_p = Primitive("unstack_layers")
 unstack_p.multiple_results = True
 unstack_p.def_impl(lambda stack: list(stack))
@@ -72,8 +122,12 @@ unstack_p.def_abstract_eval(
 mlir.register_lowering(unstack_p, mlir.lower_fun(lambda stack: list(stack), multiple_results=True))
 STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, write_p))
 """The names of the operators on stages. They run on shards, because XLA's partitioner would gather the stages."""
-LAYER_STACKS = frozenset({"stack_layers", "unstack_layers"})
+LAYER_STACKS = frozenset({"stack_layers", "unstack_layers", "spread_layers", "collect_layers"})
 """The names of the operators that exchange the layers of a stack between the stages. XLA partitions them."""
+TO_STAGES = frozenset({"stack_layers", "spread_layers"})
+"""The names of those that give the stages their layers."""
+WITH_ALL_LAYERS = frozenset({"spread_layers", "collect_layers"})
+"""The names of those whose other side is a stack of all layers."""
 
 
 def shift_stages(x: Any, edge: Any, *, backward: bool = False) -> Any:
@@ -138,6 +192,34 @@ def unstack_layers(stack: Any) -> list[Any]:
     return unstack_p.bind(stack)
 
 
+def spread_layers(stack: Any, stages: int) -> Any:
+    """Gives each stage its layers of a stack, if the number of stages does not divide that of the layers.
+
+    On shards, the stack may be sharded along any dimension but its layers before, and along the stages afterwards. The
+    exchange is an all-to-all.
+
+    Args:
+        stack: `[L, ...]`.
+        stages: N, the number of stages, at most L.
+
+    Returns:
+        `[N, K, ...]`, where K is the largest number of layers of a stage. A stage with a layer less has in its first
+        slot the last layer of the stage before (`own_layers`).
+
+    Example:
+        >>> spread_layers(jnp.arange(4), 3).tolist()
+        [[0, 1], [1, 2], [2, 3]]
+    """
+    if _compat.is_extended(stack.dtype):  # random keys
+        return _spread(stack, stages=stages)
+    return spread_p.bind(stack, stages=stages)
+
+
+def collect_layers(stack: Any, layers: int) -> Any:
+    """Returns the stack `[L, ...]` of all layers of `[N, K, ...]`: the inverse of `spread_layers`."""
+    return collect_p.bind(stack, layers=layers)
+
+
 @rule(shift_p)
 def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
     """``s a, a -> s a; linear 0 1``: the neighbouring shards exchange the values of their border stages."""
@@ -193,3 +275,23 @@ def _unstack_rule(stack: Any) -> Rule:
     number = build.whole(stack.shape[0], "n")
     dims = tuple(build.next(n) for n in stack.shape[1:])
     return build.rule([(number, *dims)], [dims] * stack.shape[0], linear=((0,),))
+
+
+@rule(spread_p)
+def _spread_rule(stack: Any, *, stages: int) -> Rule:
+    """``l a -> s k a; whole l s k; linear 0``: each shard has its part of all layers."""
+    build = RuleBuilder()
+    slots = -(-stack.shape[0] // stages)
+    layers, stage, slot = build.whole(stack.shape[0], "l"), build.whole(stages, "s"), build.whole(slots, "k")
+    dims = tuple(build.next(n) for n in stack.shape[1:])
+    return build.rule([(layers, *dims)], [(stage, slot, *dims)], linear=((0,),))
+
+
+@rule(collect_p)
+def _collect_rule(stack: Any, *, layers: int) -> Rule:
+    """``s k a -> l a; whole s k l; linear 0``: each shard has its part of all layers."""
+    build = RuleBuilder()
+    stage, slot = build.whole(stack.shape[0], "s"), build.whole(stack.shape[1], "k")
+    layer = build.whole(layers, "l")
+    dims = tuple(build.next(n) for n in stack.shape[2:])
+    return build.rule([(stage, slot, *dims)], [(layer, *dims)], linear=((0,),))

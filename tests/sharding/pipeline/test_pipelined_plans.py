@@ -125,6 +125,50 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+def stacked_layers(layers):
+    """Return a step whose layers are a stack of weights, and its arguments."""
+
+    def step(weights, x):
+        def loss(weights):
+            return (jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w[0]) @ w[1], None), x, weights)[0] ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.3  # noqa: E731
+    return step, (draw(0, layers, 16, 32), draw(1, layers, 32, 16)), draw(2, 32, 16)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+def test_stages_that_do_not_divide_the_layers():
+    fn, *args = stacked_layers(6)
+    step = auto_shard(fn, plan="pp:4 dp:2", microbatches=4)
+    for one, other in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(fn(*args)), strict=True):
+        assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
+    made = step.plan(*args)
+    assert all(leaf.spec[0] is None and "pp" in leaf.spec[1:] for leaf in made.inputs[:2])
+    assert any(note.startswith("6 layers on 4 stages: 2, 2, 1, 1; each stage takes the time") for note in made.notes)
+    moved = [sent for kind, axes, sent, _ in made.traffic if (kind, axes) == ("all-to-all", "pp")]
+    of_stage = 4 * 2 * (2 * 16 * 32)  # bytes of two layers in float32
+    assert moved == [pytest.approx(of_stage * 3 / 4)] * 2  # weights, and their gradients; a quarter stays where it is
+    assert "all-gather" not in {kind for kind, *_ in made.traffic}
+
+
+def test_no_stage_gathers_the_layers_of_all():
+    fn, *args = stacked_layers(6)
+    made = plan(fn, *args, target="cpu:8", plan="pp:4 fsdp:2", microbatches=4)
+    text = made.jit().lower(*args).compile().as_text()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    whole = {"6,16,32", "6,32,16", "4,2,16,32", "4,2,32,16"}
+    assert "6,16,8" in gathered and whole.isdisjoint(gathered)  # over fsdp; pp still shards each layer 4 ways
+
+
+def test_a_stage_takes_the_time_of_the_largest_one():
+    plans = [plan(*stacked_layers(n), target="cpu:4", plan="pp:4", microbatches=4) for n in (8, 7)]
+    even, uneven = (made.estimate.compute_us for made in plans)
+    assert even <= uneven < 1.2 * even
+
+
 def test_the_plan_keeps_its_stages_in_json():
     made = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, schedule="zb")
     assert "pipeline: 2 stages, schedule zb, 4 microbatches" in str(made)
@@ -161,8 +205,9 @@ def test_memory_is_flat_in_the_number_of_microbatches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plan": "pp:3", "target": "cpu:3", "microbatches": 4}, r"pp:3, but the function cannot be cut: 3 stages do "
-         r"not divide the layers at .*, whose number is 4\. Use one of pp:2, pp:4"),
+        ({"plan": "pp:5", "target": "cpu:5", "microbatches": 8}, r"pp:5, but the function cannot be cut: 5 stages are "
+         r"more than the layers at .*, whose number is 4\. Use pp:4, or fewer stages"),
+        ({"plan": "pp:2 ulysses:2", "target": "cpu:4", "microbatches": 4}, "'ulysses:2' does not run within the stages"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
          "time; use at least 4 microbatches"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),

@@ -101,12 +101,29 @@ def layer(x, w):
     return x, x
 
 
+@pytest.mark.parametrize(
+    ("kind", "schedule", "layers"),
+    [
+        ("auxiliary", "gpipe", "scan"),
+        ("dropout", "1f1b", "scan"),
+        ("shared", "zb", "list"),
+        pytest.param("plain", "1f1b", "scan", marks=pytest.mark.slow),
+        pytest.param("tied", "zb", "scan", marks=pytest.mark.slow),
+        pytest.param("frozen", "zb", "scan", marks=pytest.mark.slow),
+        pytest.param("encoder", "zb", "index", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_with_different_numbers_of_layers(kind, schedule, layers):
+    check(kind, True, 4, 3, schedule, layers)
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
 def test_layers_that_run_from_last_to_first(schedule):
     fn, args, want = train(lambda weights, x: jax.lax.scan(layer, x, weights[0], reverse=True)[0])
-    cut = with_stages(trace(fn, args, {}), 4, stages=2, schedule=schedule)
-    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    for stages in (2, 3):
+        cut = with_stages(trace(fn, args, {}), 4, stages=stages, schedule=schedule)
+        for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_later_stack_in_the_same_direction_is_no_gradient():

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.spmdrules.families.stages import read_slots, shift_stages, stack_layers, unstack_layers, write_slots
+from autoshard.spmdrules.families.stages import (
+    collect_layers,
+    read_slots,
+    shift_stages,
+    spread_layers,
+    stack_layers,
+    stage_sizes,
+    unstack_layers,
+    write_slots,
+)
 from tests.spmdrules.rows import Row, f32
 
 X, SLOTS, INDEX = f32(4, 8), f32(3, 4, 8), np.array([2, 0, -1, 1], np.int32)
@@ -22,6 +31,8 @@ ROWS = [
     Row("read_slots", read_slots, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
     Row("stack_layers", stack_layers, (X, X, X), "a b, a b, a b -> n a b; whole n; linear 0 1 2"),
     Row("unstack_layers", unstack_layers, (f32(2, 4, 8),), "n a b -> a b, a b; whole n; linear 0"),
+    Row("spread_layers", lambda x: spread_layers(x, 3), (X,), "l a -> s k a; whole l s k; linear 0"),
+    Row("collect_layers", lambda x: collect_layers(x, 4), (f32(3, 2, 8),), "s k a -> l a; whole s k l; linear 0"),
     Row("write_slots", write_slots, (SLOTS, X, INDEX), "n s a, s a, s -> n s a; whole n; linear 0 1"),
 ]
 
@@ -35,6 +46,16 @@ def test_values_move_to_the_next_stage():
     x, edge = jnp.arange(4.0), jnp.float32(9)
     assert shift_stages(x, edge).tolist() == [9, 0, 1, 2]
     assert shift_stages(x, edge, backward=True).tolist() == [1, 2, 3, 9]
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(4, 3), (5, 4), (11, 4), (6, 3), (3, 3)])
+def test_each_stage_has_its_own_layers_last(layers, stages):
+    x = jnp.arange(2 * layers).reshape(layers, 2)
+    spread = spread_layers(x, stages)
+    np.testing.assert_array_equal(collect_layers(spread, layers), x)
+    sizes = stage_sizes(layers, stages)
+    assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1 and spread.shape == (stages, max(sizes), 2)
+    assert spread[:, -1, 0].tolist() == [2 * sum(sizes[: n + 1]) - 2 for n in range(stages)]
 
 
 @pytest.mark.parametrize("stages", [1, 3])
