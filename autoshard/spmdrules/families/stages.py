@@ -261,7 +261,7 @@ def _write_rule(slots: Any, x: Any, index: Any) -> Rule:
 
 @rule(stack_p)
 def _stack_rule(*layers: Any) -> Rule:
-    """``a, ..., a -> n a; whole n; linear all``: each shard stacks its part of each layer."""
+    """``a b, a b, a b -> n a b; whole n; linear 0 1 2``: each shard stacks its part of each layer."""
     build = RuleBuilder()
     dims = tuple(build.next(n) for n in layers[0].shape)
     number = build.whole(len(layers), "n")
@@ -270,7 +270,7 @@ def _stack_rule(*layers: Any) -> Rule:
 
 @rule(unstack_p)
 def _unstack_rule(stack: Any) -> Rule:
-    """``n a -> a, ..., a; whole n; linear 0``: each shard takes its part of each layer."""
+    """``n a b -> a b, a b; whole n; linear 0``: each shard takes its part of each layer."""
     build = RuleBuilder()
     number = build.whole(stack.shape[0], "n")
     dims = tuple(build.next(n) for n in stack.shape[1:])
