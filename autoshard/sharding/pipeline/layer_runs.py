@@ -127,6 +127,17 @@ def find_runs(eqns: Sequence[Any]) -> list[list[Run]]:
     return sorted(found, key=lambda cuts: cuts[0].first)
 
 
+def in_blocks(run: Run, count: int) -> Run | None:
+    """Return a run with its equations in a smaller number of larger blocks; None if that is not possible.
+
+    The gradients of two kinds of layers may be equal operators. Then their blocks must be as large as those of the
+    forward pass.
+    """
+    if run.count % count:
+        return None
+    return run if run.count == count else _run(run.eqns, run.keys, run.first, run.size * (run.count // count), count)
+
+
 def _repetitions(keys: np.ndarray, heavy: np.ndarray) -> list[tuple[int, int, int]]:
     """Return (first, period, end) where keys repeat and some are heavy, the longest first, then the shortest period."""
     found = []

@@ -6,6 +6,7 @@ over microbatches, and the gradients of the stack become those of each layer aga
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.pipeline.completed_layers import complete_layers
-from autoshard.sharding.pipeline.layer_runs import Operand, Run, atom_key, find_runs
+from autoshard.sharding.pipeline.layer_runs import Operand, Run, atom_key, find_runs, in_blocks
 from autoshard.sharding.program.array_sizes import nbytes
 
 Atoms = tuple[Any, ...]  # for each layer, in the order of the forward pass
@@ -66,7 +67,7 @@ def _pairs(jaxpr: Any, whole: int) -> list[tuple[int, Run, Run]]:
     shared = {*jaxpr.invars[:whole]}
     for n, backward_cuts in enumerate(runs):
         for forward_cuts in runs[:n]:
-            pair = next(((f, b) for f in forward_cuts for b in backward_cuts if _is_gradient(f, b)), None)
+            pair = _pair(forward_cuts, backward_cuts)
             if pair:
                 of_layers = (o.atoms for o in pair[0].of_kind("slices"))
                 weights = (atoms[0] for atoms in of_layers if all(_is_in(atom, shared) for atom in atoms))
@@ -74,6 +75,16 @@ def _pairs(jaxpr: Any, whole: int) -> list[tuple[int, Run, Run]]:
                 size *= pair[0].count
                 found += [(size, *pair)] if size else []
     return found
+
+
+def _pair(forward_cuts: Sequence[Run], backward_cuts: Sequence[Run]) -> tuple[Run, Run] | None:
+    """Cuts of two runs of which one has the gradients of the other."""
+    for forward, backward in itertools.product(forward_cuts, backward_cuts):
+        count = min(forward.count, backward.count)
+        layers, gradients = in_blocks(forward, count), in_blocks(backward, count)
+        if layers is not None and gradients is not None and _is_gradient(layers, gradients):
+            return layers, gradients
+    return None
 
 
 def _is_gradient(forward: Run, backward: Run) -> bool:

@@ -110,6 +110,16 @@ def test_two_kinds_of_layers_in_turn_are_one_block():
     assert [len(layers) for layers in found.stacks] == [LAYERS // 2] * 2
 
 
+def test_two_kinds_of_layers_whose_gradients_are_equal_operators():
+    def loss(ws, x):
+        for n, w in enumerate(ws):
+            x = x + (jnp.exp if n % 2 else jnp.sin)(x @ w)
+        return (x**2).mean()
+
+    found = must_roll(loss, matrices(), inputs())
+    assert scans(found) == [(LAYERS // 2, False), (LAYERS // 2, True)]
+
+
 def test_numbers_that_differ_between_layers():
     def loss(ws, x):
         for n, w in enumerate(ws):
