@@ -15,7 +15,7 @@ from autoshard._tracebacks import users_stacklevel
 from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.microbatches.constants import GAIN, MOST_TRIALS
-from autoshard.sharding.microbatches.microbatching import AUTO, with_microbatches
+from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
 from autoshard.sharding.program.tracing import Traced
 
 
@@ -70,7 +70,7 @@ def _first_cut(traced: Traced, cut: Callable[[Traced, int], Traced], least: int)
     for number in range(least, 2 * least):
         try:
             return number, cut(traced, number)
-        except PlanError as error:
+        except RowsNotDivided as error:
             reasons.append(error)
     raise reasons[0]
 

@@ -26,6 +26,10 @@ from autoshard.sharding.rewrite.pairs import check_program
 AUTO = "auto"
 
 
+class RowsNotDivided(PlanError):
+    """The number of microbatches does not divide the rows of the batch."""
+
+
 def read_microbatches(count: Any) -> int | str:
     """Return the number of microbatches, or "auto"; 1 for None.
 
@@ -125,7 +129,7 @@ def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int,
     if size % count:
         leaf, split = next(iter(where.items()))
         fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
-        raise PlanError(
+        raise RowsNotDivided(
             f"auto_shard({traced.name}): microbatches={count} does not divide the batch of {size} rows, which is in "
             f"dimension {split.dim} of {traced.in_names[leaf]}. Use one of {fits}"
         )
