@@ -186,9 +186,9 @@ def read(text: str) -> Module:
 
 
 def _unwrapped(text: str) -> Iterator[str]:
-    """Yield the lines of a program. An instruction is one line, also where an attribute contains line breaks.
+    """Yield the lines of a program. Each instruction is one line, even if an attribute contains line breaks.
 
-    The metadata that JAX's splash attention gives to its kernels does.
+    The metadata of JAX's splash attention kernels contains line breaks.
     """
     parts: list[str] = []
     inside = False

@@ -16,7 +16,6 @@ If both choices are the same program, the ratio is 1 and nothing is compiled. No
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 import common
 from common import Console, Table
-from plan_rows import TIMEOUT_S, Planned, Row, Store
+from plan_rows import Planned, Row, Store, run_cases
 
 from autoshard import plan
 from autoshard.models.workloads import workload
@@ -145,18 +144,8 @@ def show(stores: Sequence[Store]) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Compile and print the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"cases: {', '.join(CASES)}; default: all")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
-    parser.add_argument("--show", action="store_true", help="print the stored rows only")
-    given = parser.parse_args(arguments)
-    if unknown := [name for name in given.cases if name not in CASES]:
-        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
-    names = given.cases or list(CASES)
-    if not given.show:
-        for name in names:
-            rows_of(name, given.timeout)
-    return show([Store(name, CASES[name].target, FOLDER) for name in names if (FOLDER / f"{name}.json").exists()])
+    targets = {name: case.target for name, case in CASES.items()}
+    return run_cases(arguments, __doc__, targets, FOLDER, rows_of, show)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ Nothing runs. Rows are stored in `results/offload_memory/` one by one. The exit 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from typing import Any
 import common
 from common import Console, Table
 from offload_auto import best, compiled
-from plan_rows import TIMEOUT_S, Store
+from plan_rows import Store, run_cases
 from plan_rows import best as fastest
 
 from autoshard import plan
@@ -158,18 +157,8 @@ def show(stores: Sequence[Store]) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Compile and print the cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"cases: {', '.join(CASES)}; default: all")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
-    parser.add_argument("--show", action="store_true", help="print the stored rows only")
-    given = parser.parse_args(arguments)
-    if unknown := [name for name in given.cases if name not in CASES]:
-        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}")
-    names = given.cases or list(CASES)
-    if not given.show:
-        for name in names:
-            rows_of(name, given.timeout)
-    return show([Store(name, CASES[name].target, FOLDER) for name in names if (FOLDER / f"{name}.json").exists()])
+    targets = {name: case.target for name, case in CASES.items()}
+    return run_cases(arguments, __doc__, targets, FOLDER, rows_of, show)
 
 
 if __name__ == "__main__":

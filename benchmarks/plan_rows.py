@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -189,3 +190,35 @@ def _key(row: Row) -> tuple[Any, ...]:
 def best(rows: Sequence[Row]) -> Row | None:
     """Return the fastest row that fits."""
     return min((row for row in rows if row.ok), key=lambda row: row.seconds, default=None)
+
+
+def run_cases(
+    arguments: Sequence[str],
+    description: str | None,
+    targets: Mapping[str, str],
+    folder: Path,
+    compile_rows: Callable[[str, float], Any],
+    show: Callable[[Sequence[Store]], int],
+) -> int:
+    """Run a benchmark's command line: compile and store the rows of some cases, then print them.
+
+    Args:
+        arguments: the names of cases, `--timeout` and `--show`.
+        description: what the benchmark does, for `--help`.
+        targets: the name of each case -> its target.
+        folder: the folder of the stored rows.
+        compile_rows: compiles and stores the rows of a case, within a number of seconds for each program.
+        show: prints stored rows; returns the exit code.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"cases: {', '.join(targets)}; default: all")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
+    parser.add_argument("--show", action="store_true", help="print the stored rows only")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.cases if name not in targets]:
+        parser.error(f"unknown case {unknown[0]!r}; choose from {', '.join(targets)}")
+    names = given.cases or list(targets)
+    if not given.show:
+        for name in names:
+            compile_rows(name, given.timeout)
+    return show([Store(name, targets[name], folder) for name in names if (folder / f"{name}.json").exists()])

@@ -267,9 +267,9 @@ def parse_program(text: str) -> Program:
 
 
 def _unwrapped(text: str) -> Iterator[str]:
-    """Yields the lines of a program, with an instruction as one line also where an attribute contains line breaks.
+    """Yields the lines of a program. Each instruction is one line, even if an attribute contains line breaks.
 
-    The metadata that JAX's splash attention gives to its kernels does.
+    The metadata of JAX's splash attention kernels contains line breaks.
     """
     parts: list[str] = []
     inside = False

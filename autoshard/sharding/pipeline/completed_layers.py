@@ -66,7 +66,7 @@ def _part_before(run: Run) -> _Part | None:
 
 
 def _followed(part: _Part) -> _Part | None:
-    """The part, if the run's first block takes what the part makes; finds the sums that the part begins."""
+    """Return a part if the run's first block takes its results, else None. Also finds the sums that it starts."""
     for c in part.run.of_kind("carry"):
         made: tuple[int, int] | None = c.made
         if c.made[0] not in part.present and (made := _added(part.run, c)) is not None:
@@ -77,7 +77,7 @@ def _followed(part: _Part) -> _Part | None:
 
 
 def _part_after(run: Run, results: Sequence[Any]) -> _Part | None:
-    """The incomplete block after a run. It has all that others need of a block, such as the gradients of its weights.
+    """Return the incomplete block after a run; None if it lacks a result that is used outside of the run.
 
     Args:
         run: the run.
@@ -94,7 +94,11 @@ def _part_after(run: Run, results: Sequence[Any]) -> _Part | None:
 
 
 def _present(run: Run, position: int, end: int) -> tuple[dict[int, Any], int]:
-    """The equations of a block that follow each other from a position, and the position after them."""
+    """Match equations from a position on with those of a block; some of the block may be missing.
+
+    Returns:
+        equation of the block -> the equation that matches it; the position after the last match.
+    """
     present: dict[int, Any] = {}
     for j in range(run.size):
         if position < end and run.keys[position] == run.keys[run.first + j]:

@@ -41,7 +41,7 @@ class Operand:
 
     @cached_property
     def key(self) -> Hashable:
-        """Equal for equal operands of equal blocks."""
+        """A key of the operand. Equal operands of equal blocks have equal keys."""
         return self.kind, self.made, tuple(map(atom_key, self.atoms))
 
 
@@ -97,7 +97,7 @@ class Run:
 
 
 def atom_key(atom: Any) -> Hashable:
-    """Equal for the same variable, and for equal literals."""
+    """Return a key of a variable or literal. Equal keys mean the same variable, or literals of equal value."""
     if not isinstance(atom, _compat.Literal):
         return id(atom)
     value, aval = np.asarray(atom.val), atom.aval
@@ -199,7 +199,7 @@ def _operand(run: Run, atoms: Sequence[Any]) -> Operand | None:
 
 
 def equation_key(eqn: Any) -> Hashable:
-    """Equal for equations that compute the same function of their operands."""
+    """Return a key of an equation. Equations that compute the same function of their operands have equal keys."""
     return (
         eqn.primitive.name,
         tuple(_type_key(a.aval) for a in eqn.invars),
@@ -213,7 +213,10 @@ def _type_key(aval: Any) -> Hashable:
 
 
 def _parameter_key(value: Any) -> Hashable:
-    """Equal for equal parameters. Objects that cannot be compared are equal only to themselves."""
+    """Return a key of an equation's parameter. Equal parameters have equal keys.
+
+    An object that cannot be compared has a key of its own.
+    """
     if _compat.is_jaxpr(value):
         return _jaxpr_key(value)
     if isinstance(value, (tuple, list)):
@@ -231,7 +234,7 @@ def _parameter_key(value: Any) -> Hashable:
 
 
 def _jaxpr_key(jaxpr: Any) -> Hashable:
-    """Equal for jaxprs with the same equations, whatever the names of their variables."""
+    """Return a key of a jaxpr. Jaxprs with the same equations have equal keys; names of variables do not matter."""
     inner = _compat.open_jaxpr(jaxpr)
     number: dict[Any, int] = {}
 

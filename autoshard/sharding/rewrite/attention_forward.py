@@ -101,8 +101,7 @@ def candidates(graph: Graph) -> Iterator[Candidate | Unread]:
         for side in (0, 1):
             try:
                 found = _candidate(product, side)
-            except Exception as error:
-                # The matcher reads programs that nobody foresaw, so any error is possible. The caller records it.
+            except Exception as error:  # the matcher reads any user's program; the caller records the error
                 found = Unread(product, error)
             if found is not None:
                 yield found

@@ -96,8 +96,7 @@ def _edits_of(closed: Any) -> tuple[FrameEdits, Any, list[KernelRecord]]:
             one = attention_of(found, {})
             check_kernel(one, kernel)
             records.append(replaced(kernel, found, _replace(edits, graph, one, kernel)))
-        except Exception as error:
-            # Matchers read programs that nobody foresaw, so any error is possible. The program stays, the record tells.
+        except Exception as error:  # matchers read any user's program; it is left unchanged, with the error as reason
             records.append(left(kernel, found, error))
     return edits, closed, grouped(records)
 

@@ -140,7 +140,7 @@ class _Placement:
     def carry_over(self, forward: dict[Frame, int], backward: Frame, first: int) -> None:
         """Make the forward scan stack `out` and `log_sum`, and the backward scan take them.
 
-        The same for the segments of a mask, if only the forward scan has the arrays that they are made of.
+        If only the forward scan has the arrays from which a mask's segments are made, it stacks the segments, too.
         """
         sources = [f for f in forward if f.kind == "scan" and f.parent is backward.parent]
         if backward.kind != "scan" or len(sources) != 1 or sources[0].path > backward.path:

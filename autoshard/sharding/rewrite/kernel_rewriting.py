@@ -92,8 +92,7 @@ def kernels_in(closed: Any, kernel: Kernel) -> tuple[Any, list[KernelRecord]]:
             edit_attention(edits, graph, one, kernel, number)
             done.add(found.scores)
             records.append(replaced(kernel, found, one))
-        except Exception as error:
-            # Matchers read programs that nobody foresaw, so any error is possible. The program stays, the record tells.
+        except Exception as error:  # matchers read any user's program; it is left unchanged, with the error as reason
             records.append(left(kernel, found, error))
     if any(record.replaced for record in records):
         closed = rewritten(closed, edits)

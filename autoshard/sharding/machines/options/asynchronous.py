@@ -20,10 +20,11 @@ _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
 SYNCHRONOUS_GATHERS: Mapping[str, int] = {"v5p": 16}
-"""Chip -> the number of devices up to which gathers over a group are synchronous."""
+"""Chip -> the size of the largest group of devices whose gathers are always synchronous. Source: see above."""
 
 GATHER_DIMS: Mapping[str, int] = {"v5p": 3}
-"""Chip -> the dimensions of the torus that a box of neighbours must span, so that gathers over it are asynchronous."""
+"""Chip -> the least number of torus dimensions that a group of neighbours must span for its gathers to be asynchronous.
+Source: see above."""
 
 
 def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:

@@ -42,8 +42,7 @@ def edit_grouped_products(edits: FrameEdits, graph: Graph, *, differentiable: bo
                 here.before.setdefault(position, []).append(Edit(tuple(eqn.invars), tuple(eqn.outvars), compute, eqn))
                 here.skipped.add(position)
                 is_replaced, reason = True, f"{found.groups} matrices, proven on small arrays"
-            except Exception as error:
-                # Programs differ from what was foreseen, so any error is possible. The program stays, the record tells.
+            except Exception as error:  # the matcher reads any user's program; it is left unchanged, with a reason
                 is_replaced, reason = False, reason_of(error)
             line = _compat.program_line(eqn)
             records.append(KernelRecord("megablox", line, is_replaced, reason, operator="grouped product"))
