@@ -1,7 +1,7 @@
 """Runs a sequence of layers: a list, or one module whose parameters are stacked and which runs in a scan.
 
-A layer is an `nnx.Module` whose only state is parameters and whose call is `(carry, key) -> carry`. The carry is an
-array or a tuple of arrays. The key is the layer's own random key, or None.
+A layer is an `nnx.Module` whose only state is parameters and whose call is `(carry, key, *sides) -> carry`. The carry is
+an array or a tuple of arrays. The key is the layer's own random key, or None. `sides` are the same for all layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def make_layers(make: Callable[[jax.Array], nnx.Module], keys: jax.Array, *, sca
     return nnx.merge(graph, jax.vmap(lambda key: nnx.state(make(key)))(keys))
 
 
-def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat: str) -> Any:
+def run_layers(
+    layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat: str, sides: tuple[Any, ...] = ()
+) -> Any:
     """Apply all layers in order.
 
     Args:
@@ -44,6 +46,7 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
         keys: a key for each layer, `[layers]`, or None.
         remat: a policy of `remat.policies`, or several, separated by commas, that alternate over the layers. With n
             policies, stacked layers are scanned in groups of n. `remat_problems` checks it.
+        sides: further arguments of each layer.
 
     Returns:
         The last layer's carry.
@@ -51,12 +54,12 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
     stacked, policies = not isinstance(layers, nnx.List), remat_policies(remat)
     count = len(policies)
 
-    def run(graph: Any, index: int | None, params: Any, carry: Any, key: jax.Array | None) -> Any:
+    def run(graph: Any, index: int | None, params: Any, carry: Any, key: jax.Array | None, sides: Any) -> Any:
         # Slice a layer out of its group inside the rematerialized function. Then the group is saved, not copies of its
         # layers.
         if index is not None:
             params, key = jax.tree.map(lambda leaf: lax.index_in_dim(leaf, index, keepdims=False), (params, key))
-        return nnx.merge(graph, params)(carry, key)
+        return nnx.merge(graph, params)(carry, key, *sides)
 
     # `prevent_cse` is not needed in a scan over single layers: its forward and backward bodies are compiled separately,
     # so XLA cannot merge a layer with its recomputation. In a scan over groups, XLA would recompute all layers of a
@@ -66,15 +69,17 @@ def run_layers(layers: nnx.Module, carry: Any, keys: jax.Array | None, *, remat:
     if isinstance(layers, nnx.List):
         for n, layer in enumerate(layers):
             graph, params = nnx.split(layer)
-            carry = runs[n % count](graph, None, params, carry, None if keys is None else keys[n])
+            carry = runs[n % count](graph, None, params, carry, None if keys is None else keys[n], sides)
         return carry
     graph, params = nnx.split(layers)
     if count == 1:
-        return lax.scan(lambda x, each: (runs[0](graph, None, each[0], x, each[1]), None), carry, (params, keys))[0]
+        return lax.scan(
+            lambda x, each: (runs[0](graph, None, each[0], x, each[1], sides), None), carry, (params, keys)
+        )[0]
 
     def body(carry: Any, group: Any) -> Any:
         for index, run_one in enumerate(runs):
-            carry = run_one(graph, index, group[0], carry, group[1])
+            carry = run_one(graph, index, group[0], carry, group[1], sides)
         return carry, None
 
     grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), (params, keys))

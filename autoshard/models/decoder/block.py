@@ -1,0 +1,57 @@
+"""One layer of a `Decoder`, and the layers of one repetition of a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from flax import nnx
+
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.experts import Experts
+from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.layers import MLP, Attention, Norm, Sides
+from autoshard.models.remat.named_values import named
+from autoshard.models.stack import run_layers
+
+
+class Block(nnx.Module):
+    """One layer: attention, then the MLP or the experts, each normalised before and added to the residual stream."""
+
+    def __init__(self, cfg: DecoderConfig, kind: LayerKind, key: jax.Array):
+        attention_key, mlp_key = jax.random.split(key)
+        self.attention_norm, self.mlp_norm = Norm(cfg, cfg.width), Norm(cfg, cfg.width)
+        self.attention = Attention(cfg, kind, attention_key)
+        self.mlp = None if kind.experts else MLP(cfg, mlp_key)
+        self.experts = Experts(cfg, mlp_key) if kind.experts else None
+        self.attention_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
+        self.mlp_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
+
+    def __call__(self, x: jax.Array, key: jax.Array | None, sides: Sides) -> jax.Array:
+        """Apply the layer to `[batch, seq, width]`."""
+        x = named(x, "residual")
+        y = self.attention(self.attention_norm(x), sides)
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = self.feed_forward(self.mlp_norm(x))
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        """Apply the MLP or the experts."""
+        part = self.mlp if self.experts is None else self.experts
+        assert part is not None
+        return part(x)
+
+
+class Group(nnx.Module):
+    """The layers of one repetition of a segment's pattern."""
+
+    def __init__(self, cfg: DecoderConfig, pattern: Sequence[LayerKind], key: jax.Array):
+        keys = jax.random.split(key, len(pattern))
+        self.remat = cfg.remat
+        self.layers = nnx.List([Block(cfg, kind, each) for kind, each in zip(pattern, keys, strict=True)])
+
+    def __call__(self, x: jax.Array, key: jax.Array | None, sides: Sides) -> jax.Array:
+        """Apply the layers to `[batch, seq, width]`. If there are several, each is rematerialized on its own."""
+        if len(self.layers) == 1:
+            return self.layers[0](x, key, sides)
+        return run_layers(self.layers, x, None, remat=self.remat, sides=(sides,))

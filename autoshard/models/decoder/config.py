@@ -1,0 +1,125 @@
+"""The configuration of a `Decoder`: sizes, and one switch for each way in which the families differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, get_args
+
+from autoshard.kernels.kernel_choice import Impl
+from autoshard.models.decoder.kinds import ExpertsConfig, LayerKind, expert_problems, kind_problems
+from autoshard.models.decoder.segments import segments_of
+from autoshard.models.remat.policies import remat_problems
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Shape and numerics of a `Decoder`.
+
+    Args:
+        vocab: number of distinct tokens.
+        width: size of the residual stream.
+        kinds: the kind of each layer, in order.
+        heads: query heads.
+        kv_heads: key and value heads; divides `heads`.
+        head_dim: size of one head.
+        ffn: hidden size of the MLP.
+        context: maximum sequence length.
+        experts: the experts of layers that have them.
+        activation: of the gated MLP, `w_down(activation(w_gate x) * w_up x)`: `silu`, `gelu`, or `gelu_tanh`.
+        norm_eps: added to the mean square before its root.
+        norm_offset: added to the norms' scale: 1 for the Gemma families, which store the difference from 1.
+        post_norms: whether the results of attention and MLP are normalised, too, before they are added (Gemma).
+        query_norm: whether each head's queries and keys are normalised before they are rotated (Qwen3, Gemma 3).
+        qkv_bias: whether queries, keys and values have biases.
+        output_bias: whether attention's output has a bias.
+        mlp_bias: whether the MLP's products have biases.
+        score_scale: factor of the scores; None means `1 / sqrt(head_dim)`.
+        score_cap: soft cap of the scores, `cap * tanh(score / cap)`.
+        logit_cap: soft cap of the logits.
+        embed_scale: factor of the embedding.
+        tie_head: whether the head shares the embedding's parameter.
+        scan_layers: whether the parameters of layers that repeat are stacked and run in a scan.
+        remat: what the forward pass of a layer saves; see `GPTConfig`.
+        attention: implementation of attention; see `models.attention`.
+        block_size: number of keys in a block of blockwise attention.
+        loss_chunks: number of chunks of the vocabulary for which the loss computes logits; see `GPTConfig`.
+        init_std: standard deviation of initial parameters.
+        dtype: dtype of the computation. Softmax, norms, rotary positions and the loss use float32.
+        param_dtype: dtype in which parameters are stored.
+
+    Raises:
+        ValueError: if a field is invalid; the message names every invalid field.
+
+    >>> DecoderConfig(vocab=16, width=8, kinds=(LayerKind(),) * 2, heads=2, kv_heads=1, head_dim=4, ffn=16, context=32).layers
+    2
+    """
+
+    vocab: int
+    width: int
+    kinds: tuple[LayerKind, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    context: int
+    experts: ExpertsConfig | None = None
+    activation: Activation = "silu"
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    post_norms: bool = False
+    query_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    score_scale: float | None = None
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    embed_scale: float = 1.0
+    tie_head: bool = False
+    scan_layers: bool = True
+    remat: str = "none"
+    attention: Impl = "auto"
+    block_size: int = 512
+    loss_chunks: int = 1
+    init_std: float = 0.02
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "ffn", "context", "block_size", "loss_chunks")
+        small = {name: getattr(self, name) for name in sizes if getattr(self, name) < 1}
+        problems = [f"{name} is {size}; it must be at least 1" for name, size in small.items()]
+        choices = {"activation": get_args(Activation), "attention": get_args(Impl), "dtype": _DTYPES,
+                   "param_dtype": _DTYPES}  # fmt: skip
+        problems += [
+            f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+            for name, allowed in choices.items()
+            if getattr(self, name) not in allowed
+        ]
+        if not self.kinds:
+            problems.append("kinds is empty; give the kind of each layer")
+        if not small and self.heads % self.kv_heads:
+            problems.append(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; change one of them")
+        if any(kind.rotary is not None for kind in self.kinds) and self.head_dim % 2:
+            problems.append(f"head_dim is {self.head_dim}, and rotary positions rotate pairs of elements: make it even")
+        if any(kind.experts for kind in self.kinds) and self.experts is None:
+            problems.append("layers have experts, but experts is None; give an ExpertsConfig")
+        if self.loss_chunks > self.vocab:
+            problems.append(f"loss_chunks is {self.loss_chunks}; it must be at most vocab, {self.vocab}")
+        problems += kind_problems(self.kinds)
+        if self.experts is not None:
+            problems += expert_problems(self.experts)
+        for segment in segments_of(self.kinds):
+            # A group of several layers rematerializes each of them; else the groups are scanned.
+            scan = self.scan_layers and segment.repeats > 1 and len(segment.pattern) == 1
+            problems += [p for p in remat_problems(self.remat, segment.repeats, scan=scan) if p not in problems]
+        if problems:
+            raise ValueError("DecoderConfig: " + "; ".join(problems))
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.kinds)

@@ -1,0 +1,130 @@
+"""A decoder-only transformer in Flax NNX, written for one device, with the switches of the published families.
+
+    x = embed(tokens) * embed_scale
+    x = x + attention(norm(x)); x = x + mlp(norm(x))        for each layer
+    logits = norm(x) @ head
+
+Layers whose kinds repeat are a segment: one `Group` with stacked parameters, which runs in a scan, or a list of groups.
+There are no sharding annotations here: `auto_shard` finds the shardings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from autoshard.kernels.cross_entropy import linear_cross_entropy
+from autoshard.models.decoder.block import Group
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.layers import Norm, Sides, normal
+from autoshard.models.decoder.segments import segments_of
+from autoshard.models.loss import cross_entropy, sum_and_count
+from autoshard.models.stack import make_layers, run_layers
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer: maps `[batch, seq]` tokens to `[batch, seq, vocab]` logits.
+
+    Args:
+        cfg: shape and numerics of the model.
+        rngs: its `params` stream initializes the parameters.
+
+    >>> from autoshard.models.decoder import LayerKind
+    >>> cfg = DecoderConfig(vocab=16, width=8, kinds=(LayerKind(),), heads=2, kv_heads=1, head_dim=4, ffn=16, context=32)
+    >>> Decoder(cfg, rngs=nnx.Rngs(0))(jnp.zeros((2, 5), jnp.int32)).shape
+    (2, 5, 16)
+    """
+
+    def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs):
+        self.cfg = cfg
+        embed_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
+        self.embed = normal(embed_key, cfg, cfg.vocab, cfg.width)
+        segments = segments_of(cfg.kinds)
+        keys = jax.random.split(layers_key, len(segments))
+        self.segments = nnx.List(
+            [
+                make_layers(
+                    lambda key, pattern=segment.pattern: Group(cfg, pattern, key),
+                    jax.random.split(key, segment.repeats),
+                    scan=cfg.scan_layers and segment.repeats > 1,
+                )
+                for segment, key in zip(segments, keys, strict=True)
+            ]
+        )
+        self.norm = Norm(cfg, cfg.width)
+        self.head = None if cfg.tie_head else normal(head_key, cfg, cfg.width, cfg.vocab)
+
+    def __call__(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Compute the logits of each position's next token.
+
+        Args:
+            tokens: integers `[batch, seq]`, seq at most `cfg.context`. A token outside the vocabulary gives NaNs.
+            positions: the position of each token for rotary positions, `[batch, seq]`; by default counted from 0.
+            segment_ids: the document of each token, `[batch, seq]`: a token sees only its own document. Give padding a
+                document of its own.
+
+        Returns:
+            `[batch, seq, vocab]` in `cfg.dtype`, float32 with a soft cap.
+        """
+        return self._logits(self.features(tokens, positions, segment_ids))
+
+    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Compute the cross-entropy of a batch, with logits in `cfg.loss_chunks` chunks.
+
+        Args:
+            batch: `inputs` and `targets`, integers `[batch, seq]`; optionally `mask`, weights `[batch, seq]`, and
+                `positions` and `segment_ids` as in a call.
+
+        Returns:
+            The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
+        """
+        x = self.features(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
+        targets, mask = batch["targets"], batch.get("mask")
+        if self.cfg.loss_chunks == 1 or self.cfg.logit_cap is not None:
+            return cross_entropy(self._logits(x), targets, mask)
+        weight, vocab_axis = (self.embed, 0) if self.head is None else (self.head, 1)
+        # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
+        weight = weight[...].astype(x.dtype)
+        losses = linear_cross_entropy(x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis)
+        return sum_and_count(losses, mask)
+
+    def features(
+        self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Compute the features `[batch, seq, width]` of which the logits are a linear function."""
+        cfg = self.cfg
+        self._check(tokens)
+        # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
+        x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(cfg.dtype)
+        if cfg.embed_scale != 1.0:
+            x = x * jnp.asarray(cfg.embed_scale, x.dtype)
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        kinds = dict.fromkeys(kind.rotary for kind in cfg.kinds if kind.rotary is not None)
+        sides = Sides({rotary: rotary.table(cfg.head_dim, positions) for rotary in kinds}, segment_ids)
+        for segment, layers in zip(segments_of(cfg.kinds), self.segments, strict=True):
+            # A group of several layers rematerializes each of them.
+            x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
+        return self.norm(x)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        if self.head is None:
+            logits = jnp.einsum("bse,ve->bsv", x, self.embed[...].astype(x.dtype))
+        else:
+            logits = jnp.einsum("bse,ev->bsv", x, self.head[...].astype(x.dtype))
+        cap = self.cfg.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
+
+    def _check(self, tokens: jax.Array) -> None:
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"Decoder: tokens must be integers [batch, seq], not {tokens.dtype}{list(tokens.shape)}")
+        if tokens.shape[1] > self.cfg.context:
+            raise ValueError(
+                f"Decoder: tokens have {tokens.shape[1]} positions (dim 1), more than the context of "
+                f"{self.cfg.context}. Pass fewer positions, or build the model with a larger context"
+            )

@@ -1,0 +1,151 @@
+"""The parts of a layer of a `Decoder`: norm, attention, MLP. Activations are `[batch, seq, width]`.
+
+Sources: RMSNorm (arXiv:1910.07467), grouped queries (arXiv:2305.13245), gated units (arXiv:2002.05202), norms of queries
+and keys (arXiv:2302.05442), soft caps and norms around sublayers (Gemma 2, arXiv:2408.00118).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from autoshard._shown import shown
+from autoshard.models.attention import attention
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.rotary import Rotary, Table, rotate
+from autoshard.models.remat.named_values import named
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+"""Activations by their names in `DecoderConfig.activation`."""
+
+
+@shown
+@jax.tree_util.register_pytree_node_class
+class Sides(NamedTuple):
+    """What all layers take besides the residual stream.
+
+    Attributes:
+        tables: cosine and sine of each kind of rotary positions.
+        segments: the document of each position, `[batch, seq]`, or None.
+    """
+
+    tables: dict[Rotary, Table]
+    segments: jax.Array | None
+
+    def tree_flatten(self):
+        """Return the arrays, and the kinds of rotary positions."""
+        return (tuple(self.tables.values()), self.segments), tuple(self.tables)
+
+    @classmethod
+    def tree_unflatten(cls, kinds, parts):
+        """Undo `tree_flatten`."""
+        return cls(dict(zip(kinds, parts[0], strict=True)), parts[1])
+
+
+def normal(key: jax.Array, cfg: DecoderConfig, *shape: int) -> nnx.Param:
+    """Draw a parameter from a normal distribution with mean 0."""
+    return nnx.Param(cfg.init_std * jax.random.normal(key, shape, jnp.dtype(cfg.param_dtype)))
+
+
+def zeros(cfg: DecoderConfig, *shape: int, wanted: bool = True) -> nnx.Param | None:
+    """Make a parameter of zeros, or None if it is not wanted."""
+    return nnx.Param(jnp.zeros(shape, jnp.dtype(cfg.param_dtype))) if wanted else None
+
+
+def project(spec: str, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None = None) -> jax.Array:
+    """Compute `einsum(spec, x, weight)` in x's dtype, and add a bias to the trailing dimensions."""
+    y = jnp.einsum(spec, x, weight[...].astype(x.dtype))
+    if bias is None:
+        return y
+    return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)
+
+
+class Norm(nnx.Module):
+    """RMSNorm over the last dimension, of size `size`, in float32."""
+
+    def __init__(self, cfg: DecoderConfig, size: int):
+        self.eps, self.offset = cfg.norm_eps, cfg.norm_offset
+        self.scale = nnx.Param(jnp.full((size,), 1.0 - cfg.norm_offset, jnp.dtype(cfg.param_dtype)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalise `[..., size]`."""
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        scale = self.scale[...].astype(jnp.float32) + self.offset
+        return (y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention.
+
+    Parameters: `wq [width, heads, head_dim]`, `wk` and `wv [width, kv_heads, head_dim]`, `wo [heads, head_dim, width]`,
+    their biases, and the scales of the norms of queries and keys, `[head_dim]`.
+    """
+
+    def __init__(self, cfg: DecoderConfig, kind: LayerKind, key: jax.Array):
+        self.cfg, self.kind = cfg, kind
+        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        width, heads, kv_heads, head_dim = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim
+        self.wq = normal(q_key, cfg, width, heads, head_dim)
+        self.wk = normal(k_key, cfg, width, kv_heads, head_dim)
+        self.wv = normal(v_key, cfg, width, kv_heads, head_dim)
+        self.wo = normal(o_key, cfg, heads, head_dim, width)
+        self.bq = zeros(cfg, heads, head_dim, wanted=cfg.qkv_bias)
+        self.bk = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias)
+        self.bv = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias)
+        self.bo = zeros(cfg, width, wanted=cfg.output_bias)
+        self.q_norm = Norm(cfg, head_dim) if cfg.query_norm else None
+        self.k_norm = Norm(cfg, head_dim) if cfg.query_norm else None
+
+    def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
+        """Apply attention to `[batch, seq, width]`."""
+        cfg = self.cfg
+        q, k, v = (named(each, "qkv") for each in self._project(x, sides))
+        y = attention(
+            q, k, v, causal=True, impl=cfg.attention, block_size=cfg.block_size, scale=cfg.score_scale,
+            window=self.kind.window, soft_cap=cfg.score_cap, segment_ids=sides.segments,
+        )  # fmt: skip
+        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
+
+    def _project(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values."""
+        q = project("bse,ehd->bshd", x, self.wq, self.bq)
+        k = project("bse,ehd->bshd", x, self.wk, self.bk)
+        v = project("bse,ehd->bshd", x, self.wv, self.bv)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.kind.rotary is not None:
+            table = sides.tables[self.kind.rotary]
+            q, k = rotate(q, table), rotate(k, table)
+        return q, k, v
+
+
+class MLP(nnx.Module):
+    """The gated MLP `w_down(activation(w_gate x) * w_up x)`."""
+
+    def __init__(self, cfg: DecoderConfig, key: jax.Array):
+        self.cfg = cfg
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.w_gate = normal(gate_key, cfg, cfg.width, cfg.ffn)
+        self.w_up = normal(up_key, cfg, cfg.width, cfg.ffn)
+        self.w_down = normal(down_key, cfg, cfg.ffn, cfg.width)
+        self.b_gate = zeros(cfg, cfg.ffn, wanted=cfg.mlp_bias)
+        self.b_up = zeros(cfg, cfg.ffn, wanted=cfg.mlp_bias)
+        self.b_down = zeros(cfg, cfg.width, wanted=cfg.mlp_bias)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Apply the MLP to each position of `[batch, seq, width]`."""
+        gate = named(project("bse,ef->bsf", x, self.w_gate, self.b_gate), "mlp_in")
+        up = named(project("bse,ef->bsf", x, self.w_up, self.b_up), "mlp_in")
+        y = ACTIVATIONS[self.cfg.activation](gate) * up
+        return named(project("bsf,fe->bse", y, self.w_down, self.b_down), "mlp_out")

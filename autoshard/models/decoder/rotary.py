@@ -1,0 +1,116 @@
+"""Rotary positions: the angle by which each pair of elements of a query or key turns at each position.
+
+    angle[p, i] = p * frequency[i],    frequency[i] = base ** (-2 i / dims)        for i < dims / 2
+
+Models that were extended to longer contexts scale the frequencies:
+
+- `linear` divides all frequencies by `factor` (arXiv:2306.15595).
+- `llama3` divides those whose wavelength exceeds `original_context / low`, keeps those below `original_context / high`,
+  and interpolates between them (Llama 3.1, arXiv:2407.21783).
+- `yarn` divides those that turn less than `beta_slow` times in the original context, keeps those that turn more than
+  `beta_fast` times, interpolates between them by index, and scales queries and keys by `attention_factor`
+  (arXiv:2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard._shown import shown
+
+Scaling = Literal["none", "linear", "llama3", "yarn"]
+Table = tuple[jax.Array, jax.Array]
+
+
+@shown
+@dataclass(frozen=True)
+class Rotary:
+    """The frequencies of rotary positions.
+
+    Attributes:
+        base: base of the frequencies.
+        scaling: how the frequencies are scaled; see the module.
+        factor: how many times longer the context is than the original one.
+        original_context: positions of the original context, for `llama3` and `yarn`.
+        low: `low_freq_factor` of `llama3`.
+        high: `high_freq_factor` of `llama3`.
+        beta_fast: turns in the original context above which `yarn` keeps a frequency.
+        beta_slow: turns below which `yarn` divides it by `factor`.
+        truncate: whether `yarn` rounds the two indices of its ramp to whole numbers.
+        attention_factor: factor of cosine and sine under `yarn`; None means `0.1 log(factor) + 1`.
+    """
+
+    base: float = 10_000.0
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    def frequencies(self, dims: int) -> np.ndarray:
+        """Return the frequencies of the `dims / 2` pairs, in radians per position, float32.
+
+        >>> Rotary(base=100.0).frequencies(4).tolist()
+        [1.0, 0.10000000149011612]
+        """
+        found = self.base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+        if self.scaling == "linear":
+            found = found / self.factor
+        elif self.scaling == "llama3":
+            turns = self.original_context * found / (2 * math.pi)  # in the original context
+            kept = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+            found = found * (kept + (1.0 - kept) / self.factor)
+        elif self.scaling == "yarn":
+            kept = 1.0 - self._ramp(dims)
+            found = found * (kept + (1.0 - kept) / self.factor)
+        return found.astype(np.float32)
+
+    def _ramp(self, dims: int) -> np.ndarray:
+        """Return 0 for the pairs whose frequency `yarn` keeps, 1 for those that it divides, `[dims / 2]`."""
+
+        def index(turns: float) -> float:  # of the pair that turns this often in the original context
+            ratio = self.original_context / (turns * 2 * math.pi)
+            return dims * math.log(ratio) / (2 * math.log(self.base))
+
+        first, last = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dims - 1)
+        # The published code widens an empty ramp by this amount.
+        return np.clip((np.arange(dims // 2) - first) / (last - first or 0.001), 0.0, 1.0)
+
+    @property
+    def magnitude(self) -> float:
+        """The factor of cosine and sine."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def table(self, dims: int, positions: jax.Array) -> Table:
+        """Return cosine and sine of each pair at positions `[..., seq]`: float32 `[..., seq, dims / 2]`."""
+        angles = positions.astype(jnp.float32)[..., None] * self.frequencies(dims)
+        return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
+
+
+def rotate(x: jax.Array, table: Table) -> jax.Array:
+    """Rotate the pairs `(x[i], x[i + head_dim / 2])` of `[batch, seq, heads, head_dim]`, in float32.
+
+    Args:
+        x: queries or keys.
+        table: cosine and sine, `[batch or 1, seq, head_dim / 2]`.
+    """
+    cos, sin = (part[:, :, None, :] for part in table)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
