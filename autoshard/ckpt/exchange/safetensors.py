@@ -56,12 +56,18 @@ class Tensor:
         shape: the shape.
         dtype: the name of the dtype.
         read: returns the values; called once, just before they are written.
+        part: returns a range of them, given a slice of each dimension, if the tensor is in a file.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
+    part: Callable[[tuple[slice, ...]], np.ndarray] | None = None
+
+    def read_part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a range of the values, given a slice of each dimension. Reads no more than that from a file."""
+        return self.read()[index] if self.part is None else self.part(index)
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +202,13 @@ def _tensors(path: Path) -> list[Tensor]:
         if wrong:
             raise CheckpointError(f"{path} has dtypes that are not supported:\n{listing(wrong)}")
         return [
-            Tensor(name, tuple(part.get_shape()), kinds[part.get_dtype()], functools.partial(_read_one, path, name))
+            Tensor(
+                name,
+                tuple(part.get_shape()),
+                kinds[part.get_dtype()],
+                functools.partial(_read_one, path, name),
+                functools.partial(_read_part, path, name),
+            )
             for name, part in parts.items()
         ]
 
@@ -204,6 +216,11 @@ def _tensors(path: Path) -> list[Tensor]:
 def _read_one(path: Path, name: str) -> np.ndarray:
     with open_tensors(path) as file:
         return file.get_tensor(name)
+
+
+def _read_part(path: Path, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    with open_tensors(path) as file:
+        return file.get_slice(name)[index] if index else file.get_tensor(name)
 
 
 @contextlib.contextmanager

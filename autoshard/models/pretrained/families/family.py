@@ -1,0 +1,147 @@
+"""What a family of pretrained models consists of, and readers of values in a `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard._shown import shown
+from autoshard.errors import AutoshardError
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.pretrained.tables import Table
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+
+@shown
+@dataclass(frozen=True)
+class Family:
+    """A family of pretrained models.
+
+    Attributes:
+        name: its name.
+        architectures: the values of `architectures` in a `config.json` that belong to it.
+        config: reads a `config.json`. It raises `AutoshardError` for a feature that is not built.
+        table: the tensors of a model with this config.
+        ignored: patterns of names of tensors that a folder may have and the model does not need, as regular expressions.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    config: Callable[[Config], DecoderConfig]
+    table: Callable[[DecoderConfig], Table]
+    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+
+
+class Config:
+    """The values of a `config.json`. Values of the wrong type and missing ones are errors that name the file.
+
+    Args:
+        values: the file's content.
+        where: the file, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str):
+        self.values, self.where = values, where
+
+    def refuse(self, message: str) -> AutoshardError:
+        """Return an error about the file."""
+        return AutoshardError(f"{self.where}: {message}")
+
+    def number(self, name: str, default: Any = ...) -> Any:
+        """Return a number; `default` if it is missing or null."""
+        value = self.values.get(name)
+        if value is None and default is not ...:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refuse(f"{name} is {value!r}; it must be a number")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1."""
+        value = self.number(name, ... if default is None else default)
+        if not isinstance(value, int) or value < 1:
+            raise self.refuse(f"{name} is {value!r}; it must be a whole number of at least 1")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.refuse(f"{name} is {value!r}; it must be true or false")
+        return value
+
+    def activation(self, *names: str) -> Any:
+        """Return the activation of the first of these names that is there."""
+        value = next((self.values[name] for name in names if self.values.get(name) is not None), None)
+        if value not in ACTIVATIONS:
+            raise self.refuse(f"{names[-1]} is {value!r}; the activations that are built are {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[value]
+
+    def refuse_values(self, **allowed: Any) -> None:
+        """Refuse features that are not built: values other than these, where they are there at all."""
+        for name, value in allowed.items():
+            if self.values.get(name) not in (None, value):
+                raise self.refuse(f"{name} is {self.values[name]!r}; only {value!r} is built")
+
+    def windows(self, default: Sequence[bool]) -> list[int | None]:
+        """Return the window of each layer.
+
+        Args:
+            default: whether each layer has a window, if there are no `layer_types`.
+        """
+        types = self.values.get("layer_types")
+        if types is not None:
+            known = ("sliding_attention", "full_attention")
+            if not isinstance(types, list) or len(types) != len(default) or any(t not in known for t in types):
+                raise self.refuse(f"layer_types must be one of {', '.join(known)} for each of {len(default)} layers")
+            default = [t == "sliding_attention" for t in types]
+        return [self.size("sliding_window") if windowed else None for windowed in default]
+
+    def rotary(self, base: float = 10_000.0, scope: str | None = None) -> Rotary:
+        """Return the rotary positions.
+
+        They are in `rope_parameters`, there perhaps for each type of layer, or in `rope_theta` and `rope_scaling`.
+
+        Args:
+            base: the base if none is given.
+            scope: the type of layer.
+        """
+        given = self.values.get("rope_parameters")
+        given = dict(given) if isinstance(given, Mapping) else dict(self.values.get("rope_scaling") or {})
+        if scope is not None and scope in given:
+            given = dict(given[scope] or {})
+        found_base = given.get("rope_theta", self.values.get("rope_theta"))
+        return self.scaled(base if found_base is None else found_base, given)
+
+    def scaled(self, base: float, given: Mapping[str, Any]) -> Rotary:
+        """Return rotary positions with this base, scaled as a table of the file says."""
+        kind = given.get("rope_type", given.get("type", "default"))
+        if given.get("partial_rotary_factor", 1.0) != 1.0:
+            raise self.refuse("partial_rotary_factor: rotary positions of a part of each head are not built")
+        own = Config(given, f"{self.where}, rotary positions")
+        if kind in ("default", None):
+            return Rotary(base)
+        factor = float(own.number("factor", 1.0))
+        if kind == "linear":
+            return Rotary(base, "linear", factor)
+        original = int(own.number("original_max_position_embeddings", self.size("max_position_embeddings")))
+        if kind == "llama3":
+            low, high = float(own.number("low_freq_factor")), float(own.number("high_freq_factor"))
+            return Rotary(base, "llama3", factor, original, low, high)
+        if kind == "yarn":
+            return Rotary(
+                base, "yarn", factor, original, beta_fast=float(own.number("beta_fast", 32.0)),
+                beta_slow=float(own.number("beta_slow", 1.0)), truncate=own.flag("truncate", True),
+                attention_factor=own.number("attention_factor", None),
+            )  # fmt: skip
+        raise self.refuse(f"rotary positions of type {kind!r} are not built; built are default, linear, llama3, yarn")
+
+
+def same_layers(count: int, **kind: Any) -> tuple[LayerKind, ...]:
+    """Return `count` layers of one kind."""
+    return (LayerKind(**kind),) * count

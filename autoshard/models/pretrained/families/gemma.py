@@ -1,0 +1,65 @@
+"""Gemma 2 and Gemma 3 (text): local and global layers in turn, norms around sublayers, soft caps, scaled embeddings."""
+
+from __future__ import annotations
+
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table, mlp_table
+from autoshard.models.pretrained.tables import Table, stored
+
+
+def _shared(config: Config, **switches) -> DecoderConfig:
+    width = config.size("hidden_size")
+    bias = config.flag("attention_bias")
+    return dense_config(
+        config,
+        head_dim=config.size("head_dim", 256),
+        norm_offset=1.0,
+        post_norms=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        embed_scale=width**0.5,
+        tie_head=config.flag("tie_word_embeddings", True),
+        score_scale=float(config.number("query_pre_attn_scalar", 256)) ** -0.5,
+        score_cap=_cap(config, "attn_logit_softcapping"),
+        logit_cap=_cap(config, "final_logit_softcapping"),
+        **switches,
+    )
+
+
+def _cap(config: Config, name: str) -> float | None:
+    found = config.number(name, None)
+    return None if found is None else float(found)
+
+
+def _gemma2(config: Config) -> DecoderConfig:
+    layers = config.size("num_hidden_layers")
+    windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
+    return _shared(config, windows=windows)
+
+
+def _gemma3(config: Config) -> DecoderConfig:
+    config.refuse_values(use_bidirectional_attention=False)
+    layers, period = config.size("num_hidden_layers"), config.size("sliding_window_pattern", 6)
+    windows = config.windows([(n + 1) % period != 0 for n in range(layers)])
+    whole = config.rotary(1_000_000.0, scope="full_attention")
+    if "rope_parameters" in config.values:
+        local = config.rotary(10_000.0, scope="sliding_attention")
+    else:
+        local = config.scaled(float(config.number("rope_local_base_freq", 10_000.0)), {})
+    kinds = tuple(LayerKind(window, whole if window is None else local) for window in windows)
+    return _shared(config, kinds=kinds, query_norm=True)
+
+
+def _table(cfg: DecoderConfig) -> Table:
+    norms = {
+        "attention_post_norm/scale": stored(LAYER + "post_attention_layernorm.weight", "e -> e"),
+        "mlp_norm/scale": stored(LAYER + "pre_feedforward_layernorm.weight", "e -> e"),
+        "mlp_post_norm/scale": stored(LAYER + "post_feedforward_layernorm.weight", "e -> e"),
+    }
+    return ends_table(cfg) | attention_table(cfg) | mlp_table(cfg) | norms
+
+
+GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, _table)
+GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, _table)

@@ -1,0 +1,69 @@
+"""Mixtral and Qwen3-MoE: experts in place of the MLP, each expert's matrices stored as tensors of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kinds import ExpertsConfig
+from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.llama import (
+    LAYER,
+    attention_table,
+    dense_config,
+    ends_table,
+    mlp_table,
+    qwen_windows,
+)
+from autoshard.models.pretrained.tables import Table, stored
+
+
+def _mixtral(config: Config) -> DecoderConfig:
+    config.refuse_values(router_jitter_noise=0.0)
+    layers = config.size("num_hidden_layers")
+    windows = config.windows([config.values.get("sliding_window") is not None] * layers)
+    cfg = dense_config(config, windows=windows)
+    experts = ExpertsConfig(config.size("num_local_experts"), config.size("num_experts_per_tok"), cfg.ffn)
+    kinds = tuple(dataclasses.replace(kind, experts=True) for kind in cfg.kinds)
+    return dataclasses.replace(cfg, kinds=kinds, experts=experts)
+
+
+def _qwen3_moe(config: Config) -> DecoderConfig:
+    bias = config.flag("attention_bias")
+    cfg = dense_config(config, windows=qwen_windows(config), qkv_bias=bias, output_bias=bias, query_norm=True)
+    count = config.size("num_experts") if "num_experts" in config.values else config.size("num_local_experts")
+    experts = ExpertsConfig(
+        count,
+        config.size("num_experts_per_tok"),
+        config.size("moe_intermediate_size"),
+        renormalize=config.flag("norm_topk_prob"),
+    )
+    step, dense = config.size("decoder_sparse_step", 1), config.values.get("mlp_only_layers") or []
+    kinds = tuple(
+        dataclasses.replace(kind, experts=n not in dense and (n + 1) % step == 0) for n, kind in enumerate(cfg.kinds)
+    )
+    return dataclasses.replace(cfg, kinds=kinds, experts=experts)
+
+
+def _experts(block: str, router: str, gate: str, up: str, down: str) -> Table:
+    own = LAYER + block
+    each = own + ".experts.{expert}."
+    return {
+        "experts/router": stored(f"{own}.{router}.weight", "x e -> e x"),
+        "experts/w_gate": stored(each + f"{gate}.weight", "f e -> e f"),
+        "experts/w_up": stored(each + f"{up}.weight", "f e -> e f"),
+        "experts/w_down": stored(each + f"{down}.weight", "e f -> f e"),
+    }
+
+
+def _mixtral_table(cfg: DecoderConfig) -> Table:
+    return {**ends_table(cfg), **attention_table(cfg), **_experts("block_sparse_moe", "gate", "w1", "w3", "w2")}
+
+
+def _qwen3_moe_table(cfg: DecoderConfig) -> Table:
+    experts = _experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+    return {**ends_table(cfg), **attention_table(cfg), **mlp_table(cfg), **experts}
+
+
+MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), _mixtral, _mixtral_table)
+QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _qwen3_moe, _qwen3_moe_table)

@@ -1,0 +1,118 @@
+"""A folder as it comes from the Hub: `config.json`, and tensors in safetensors files.
+
+Nothing from the folder is executed: no code of its own, and no pickled files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from autoshard._columns import listing
+from autoshard._shown import shown
+from autoshard.ckpt.exchange import safetensors
+from autoshard.ckpt.exchange.safetensors import Tensor
+from autoshard.errors import AutoshardError
+from autoshard.models.pretrained.families.family import Config
+
+CONFIG = "config.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+@shown
+@dataclass(frozen=True)
+class Folder:
+    """A folder of a pretrained model.
+
+    Attributes:
+        path: the folder.
+        config: the content of its `config.json`.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: Any) -> Folder:
+        """Read the config of a folder.
+
+        Raises:
+            AutoshardError: there is no folder or no config, or it is damaged.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise AutoshardError(f"{str(folder)!r} is not a folder: give the folder of a model, with its {CONFIG}")
+        file = folder / CONFIG
+        try:
+            config = json.loads(file.read_text())
+        except FileNotFoundError as error:
+            raise AutoshardError(f"{str(folder)!r} has no {CONFIG}, which says what model it is") from error
+        except (OSError, ValueError) as error:
+            raise AutoshardError(f"{file} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise AutoshardError(f"{file} is damaged: it must be a table, not {type(config).__name__}")
+        return cls(folder, config)
+
+    @property
+    def values(self) -> Config:
+        """The config, with checks."""
+        return Config(self.config, str(self.path / CONFIG))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name. Their values are read on demand.
+
+        Raises:
+            AutoshardError: a file is missing, damaged or truncated, or there are pickled files only.
+        """
+        if not any(self.path.glob("*.safetensors")) and not (self.path / safetensors.INDEX).exists():
+            if pickled := sorted(file.name for pattern in _PICKLED for file in self.path.glob(pattern)):
+                raise AutoshardError(
+                    f"{str(self.path)!r} has no safetensors files, only {pickled[0]}: such files can execute code when "
+                    "they are read, so they are refused. Convert them once, where you trust them: "
+                    "transformers' from_pretrained(FOLDER), then save_pretrained(NEW_FOLDER)"
+                )
+            raise AutoshardError(f"{str(self.path)!r} has no safetensors files, so it has no weights")
+        with self.reading():
+            return {one.name: one for one in safetensors.read(self.path)}
+
+    @contextmanager
+    def reading(self, tensor: str | None = None) -> Iterator[None]:
+        """Turn errors while the files are read into errors that name the folder, and the tensor if there is one."""
+        what = f"{str(self.path)!r} cannot be read" if tensor is None else f"{tensor} in {str(self.path)!r} cannot be read"
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise AutoshardError(f"{what}: {error.filename} is missing; download it again") from error
+        except (OSError, ValueError, SafetensorError) as error:
+            raise AutoshardError(f"{what}: {error}; a file is damaged or truncated: download it again") from error
+
+
+def check_tensors(
+    have: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], ignored: Iterator[str] | Any, where: str
+) -> None:
+    """Compare the tensors of a folder with those of its model.
+
+    Args:
+        have: the folder's tensors.
+        wanted: names and shapes of the model's tensors.
+        ignored: names that the folder may have besides.
+        where: the folder, for messages.
+
+    Raises:
+        AutoshardError: tensors are missing or unexpected, or have other shapes.
+    """
+    wrong = [f"{name}: the folder has no such tensor" for name in wanted if name not in have]
+    wrong += [
+        f"{name}: the folder has {list(have[name].shape)}, the model {list(shape)}"
+        for name, shape in wanted.items()
+        if name in have and have[name].shape != shape
+    ]
+    wrong += [f"{name}: the model has no such tensor" for name in have if name not in wanted and name not in ignored]
+    if wrong:
+        raise AutoshardError(f"the tensors in {where} are not those of the model in its {CONFIG}:\n{listing(wrong)}")

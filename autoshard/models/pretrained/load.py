@@ -1,0 +1,221 @@
+"""Reads a pretrained model onto the shards of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from autoshard.ckpt.exchange.safetensors import Tensor
+from autoshard.errors import AutoshardError
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.pretrained.families import family_of
+from autoshard.models.pretrained.families.family import Family
+from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors
+from autoshard.models.pretrained.origin import Origin
+from autoshard.models.pretrained.tables import Source, sources_of
+from autoshard.sharding.api.entry_points import plan as make_plan
+from autoshard.sharding.api.plan import Plan
+
+Batch = tuple[int, int]
+
+
+def load_pretrained(
+    path: Any,
+    *,
+    mesh: Any = None,
+    target: Any = None,
+    plan: Any = None,
+    dtype: str | None = None,
+    batch: Batch | None = None,
+    **changes: Any,
+) -> Decoder:
+    """Load a model from a folder as it comes from the Hugging Face Hub, with each tensor read onto its shards.
+
+    The model is planned for training on a batch of this shape. No process holds more than its own shards and one
+    tensor. The plan is that of `plan_pretrained`; a step under `auto_shard` makes its own.
+
+    Args:
+        path: the folder, with `config.json` and safetensors files.
+        mesh: the mesh, as in `plan`; by default all devices.
+        target: the target of the plan, as in `plan`.
+        plan: a strategy, or a `Plan` that `plan_pretrained` has made; by default the best one that is found.
+        dtype: dtype of the parameters; by default each has the stored one.
+        batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
+            positions.
+        **changes: fields of `DecoderConfig` to change, such as `dtype` of the computation as `compute_dtype`, `remat`,
+            `scan_layers`, `attention`.
+
+    Returns:
+        The model. `save_pretrained` writes it back.
+
+    Raises:
+        AutoshardError: the architecture or a feature of the config is not known; a file or a tensor is missing,
+            unexpected, damaged or of another shape. Nothing is loaded then.
+    """
+    folder = Folder.open(path)
+    described = Described.of(folder, dtype, changes)
+    tensors = folder.tensors()
+    described.check(tensors, str(folder.path))
+    made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
+    shardings = _by_path(made.in_shardings()[0])
+    abstract = described.abstract(tensors)
+    values = {}
+    for name, leaf in abstract.items():
+        values[name] = _placed(folder, described.sources[name], tensors, leaf.dtype, shardings[name])
+    return described.model(values)
+
+
+def plan_pretrained(path: Any, *, batch: Batch | None = None, dtype: str | None = None, **options: Any) -> Plan:
+    """Plan the training of a folder's model. Only its `config.json` is read.
+
+    Args:
+        path: the folder.
+        batch: rows and positions of the batch.
+        dtype: dtype of the parameters; by default that of the config.
+        **options: of `plan`, and fields of `DecoderConfig`.
+
+    Raises:
+        AutoshardError: the architecture or a feature of the config is not known.
+    """
+    fields = {field.name for field in dataclasses.fields(DecoderConfig)} | {"compute_dtype"}
+    changes = {name: options.pop(name) for name in list(options) if name in fields}
+    return Described.of(Folder.open(path), dtype, changes).plan(batch, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A folder's model, without its values.
+
+    Attributes:
+        cfg: the model's config.
+        family: its family.
+        origin: what `save_pretrained` needs to write it back.
+        graph: its structure.
+        shapes: path of each parameter -> its shape and dtype, before the files are looked at.
+        sources: path of each parameter -> its tensors.
+        dtype: the requested dtype of the parameters.
+    """
+
+    cfg: DecoderConfig
+    family: Family
+    origin: Origin
+    graph: Any
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    sources: Mapping[str, Source]
+    dtype: str | None
+
+    @classmethod
+    def of(cls, folder: Folder, dtype: str | None, changes: Mapping[str, Any]) -> Described:
+        """Describe the model of a folder."""
+        values = folder.values
+        family = family_of(folder.config, str(folder.path / CONFIG))
+        stored = folder.config.get("torch_dtype", folder.config.get("dtype"))
+        stored = stored if stored in ("float32", "bfloat16", "float16") else "float32"
+        changes = dict(changes)
+        kept = dtype or stored
+        changes = {"param_dtype": kept, "dtype": changes.pop("compute_dtype", kept), **changes}
+        try:
+            cfg = dataclasses.replace(family.config(values), **changes)
+        except AutoshardError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise AutoshardError(f"{values.where}: {error}") from error
+        origin = Origin.of(family, folder.config)
+        model = nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(0)))
+        model.origin = origin
+        graph, state = nnx.split(model)
+        shapes = _by_path(nnx.to_pure_dict(state))
+        sources = sources_of(cfg, family.table(cfg), {path: leaf.shape for path, leaf in shapes.items()})
+        return cls(cfg, family, origin, graph, shapes, sources, dtype)
+
+    def check(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Compare the folder's tensors with those of the model."""
+        wanted = {name: one.tensor_shape for one in self.sources.values() for name in one.names.values()}
+        patterns = [*self.family.ignored, *(["lm_head.weight"] if self.cfg.tie_head else [])]
+        ignored = {name for name in tensors if any(re.fullmatch(pattern, name) for pattern in patterns)}
+        check_tensors(tensors, wanted, ignored, where)
+
+    def abstract(self, tensors: Mapping[str, Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shapes of the parameters, with the requested dtype or that of the files."""
+        found = {}
+        for path, leaf in self.shapes.items():
+            dtypes = sorted({tensors[name].dtype for name in self.sources[path].names.values()})
+            if self.dtype is None and len(dtypes) > 1:
+                raise AutoshardError(f"{path} is made of tensors of {' and '.join(dtypes)}: give a dtype for all")
+            found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(self.dtype or dtypes[0]))
+        return found
+
+    def plan(self, batch: Batch | None, **options: Any) -> Plan:
+        """Plan the gradient of the loss."""
+        rows, seq = batch or (8 * len(jax.devices()), min(self.cfg.context, 4096))
+        tokens = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+
+        def training(params: Any, batch: Mapping[str, Any]) -> Any:
+            def loss(params: Any) -> Any:
+                total, count = nnx.merge(self.graph, params).loss(batch)
+                return total / count
+
+            return jax.value_and_grad(loss)(params)
+
+        training.__name__ = f"{self.family.name}_training"
+        return make_plan(training, _tree(self.shapes), {"inputs": tokens, "targets": tokens}, **options)
+
+    def model(self, values: Mapping[str, jax.Array]) -> Decoder:
+        """Return the model with these parameters."""
+        return nnx.merge(self.graph, _tree(values))
+
+
+def _placed(
+    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Read a parameter onto its shards. Devices that hold the same shard share one read."""
+    wanted = sharding.addressable_devices_indices_map(source.shape)
+    groups: dict[Any, list[jax.Device]] = {}
+    for device, index in wanted.items():
+        ranges = tuple(i.indices(n)[:2] for i, n in zip(index or (), source.shape, strict=True))
+        groups.setdefault(ranges, []).append(device)
+    arrays = []
+    for ranges, devices in groups.items():
+        shard = _read_shard(folder, source, tensors, dtype, tuple(slice(*r) for r in ranges))
+        arrays += [jax.device_put(shard, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(source.shape, sharding, arrays)
+
+
+def _read_shard(
+    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, index: tuple[slice, ...]
+) -> np.ndarray:
+    """Read a range of a parameter, tensor by tensor."""
+    shard = np.empty([i.stop - i.start for i in index], dtype)
+    outer, inner, shape = index[: source.leading], index[source.leading :], source.shape[source.leading :]
+    part = source.layout.tensor_index(inner, shape)
+    for place in np.ndindex(*(i.stop - i.start for i in outer)):
+        name = source.names[tuple(n + i.start for n, i in zip(place, outer, strict=True))]
+        with folder.reading(name):
+            stored = tensors[name].read_part(part)
+        shard[place] = source.layout.parameter(stored, inner, shape).astype(dtype, copy=False)
+    return shard
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _tree(leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    """Undo `_by_path`. Names that are numbers are indices of lists."""
+    found: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        *outer, last = (int(name) if name.isdigit() else name for name in path.split("/"))
+        inner = found
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = leaf
+    return found

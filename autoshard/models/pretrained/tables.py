@@ -1,0 +1,98 @@
+"""The table of a family: which stored tensors each parameter of a `Decoder` is made of.
+
+A table maps the path of a parameter within the model, or within a layer, to the name and the layout of its tensor.
+`{layer}` and `{expert}` in a name stand for the number of the layer and of the expert. The same table serves import and
+export, and models whose layers are stacked or separate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.segments import segments_of
+from autoshard.models.pretrained.layouts import Layout
+
+_LAYER = re.compile(r"segments/(\d+)/(?:(\d+)/)?layers/(\d+)/(.+)")
+
+
+@shown
+@dataclass(frozen=True)
+class Stored:
+    """Where the values of a parameter are stored.
+
+    Attributes:
+        name: name of the tensor, with `{layer}` and `{expert}`.
+        layout: how the tensor becomes the parameter. The dimensions of stacked layers and of experts that are separate
+            tensors are not in it.
+    """
+
+    name: str
+    layout: Layout
+
+
+Table = Mapping[str, Stored]
+
+
+def stored(name: str, layout: str, part: int = 0, parts: int = 1) -> Stored:
+    """Make a row of a table."""
+    return Stored(name, Layout(layout, part, parts))
+
+
+@shown
+@dataclass(frozen=True)
+class Source:
+    """The tensors that a parameter is made of.
+
+    Attributes:
+        shape: the parameter's shape.
+        names: the names of the tensors, one for each index of the leading dimensions.
+        leading: the number of leading dimensions, of stacked layers and of experts.
+        layout: how a tensor becomes the other dimensions.
+    """
+
+    shape: tuple[int, ...]
+    names: Mapping[tuple[int, ...], str]
+    leading: int
+    layout: Layout
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """The shape of each tensor."""
+        return self.layout.tensor_shape(self.shape[self.leading :])
+
+
+def sources_of(cfg: DecoderConfig, table: Table, shapes: Mapping[str, Sequence[int]]) -> dict[str, Source]:
+    """Return the source of each parameter.
+
+    Args:
+        cfg: the model's config.
+        table: the family's table.
+        shapes: path of each parameter -> its shape.
+
+    Raises:
+        KeyError: the table has no row for a parameter.
+    """
+    segments = segments_of(cfg.kinds)
+    found = {}
+    for path, shape in shapes.items():
+        within, stacked, layers = path, False, [None]
+        if match := _LAYER.fullmatch(path):
+            segment, position = segments[int(match[1])], int(match[3])
+            within, stacked = match[4], match[2] is None
+            repeats = range(segment.repeats) if stacked else [int(match[2])]
+            layers = [segment.layer(repeat, position) for repeat in repeats]
+        row = table[within]
+        dims = [layers] if stacked else []
+        if "{expert}" in row.name:
+            dims.append(list(range(shape[len(dims)])))
+        names = {}
+        for number, layer in enumerate(layers):
+            for expert in dims[-1] if "{expert}" in row.name else [None]:
+                index = ((number,) if stacked else ()) + (() if expert is None else (expert,))
+                names[index] = row.name.format(layer=layer, expert=expert)
+        found[path] = Source(tuple(shape), names, len(dims), row.layout)
+    return found
