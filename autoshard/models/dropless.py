@@ -15,6 +15,7 @@ Sources: MegaBlocks (arXiv:2211.15841); the gated unit, Shazeer (arXiv:2002.0520
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from autoshard.spmdrules.custom_ops.operator import operator
 
 _TOKENS = "b s d, b s k, b s k, e"
 _GELU, _SWIGLU = "e d f, e f d", "e d f, e d f, e f d"
+_LIMITED = "e d f, e d f, e f, e f, e f d"
 
 
 def experts(
@@ -56,6 +58,49 @@ def experts(
     return swiglu_experts(x, gates, chosen, own_experts, gate, up, down, **options)
 
 
+def limited_experts(
+    x: jax.Array,
+    gates: jax.Array,
+    chosen: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    biases: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    limit: float,
+    alpha: float,
+) -> jax.Array:
+    """Compute `sum over k of gates[k] * expert[chosen[k]](x)` for experts with biases and limited gated units.
+
+    An expert is `((clip(u, -limit, limit) + 1) * g * sigmoid(alpha g)) down + b_down`, with `u = x up + b_up` and
+    `g = min(x gate + b_gate, limit)` (gpt-oss, arXiv:2508.10925).
+
+    Args:
+        x: `[batch, seq, embed]`.
+        gates: `[batch, seq, top_k]`.
+        chosen: indices of the chosen experts, integers `[batch, seq, top_k]`.
+        weights: gate and up `[experts, embed, ffn]`, down `[experts, ffn, embed]`.
+        biases: those of gate and up `[experts, ffn]`, and of down `[experts, embed]`.
+        limit: see above.
+        alpha: see above.
+
+    Returns:
+        `[batch, seq, embed]` in the dtype of `x`.
+    """
+    (gate, up, down), (b_gate, b_up, b_down) = weights, biases
+    count = up.shape[0]
+    own_experts = lax.iota(jnp.int32, count)
+    options = {"count": count, "call": grouped_call(x.dtype), "limit": limit, "alpha": alpha}
+    y = limited_unit_experts(x, gates, chosen.astype(jnp.int32), own_experts, gate, up, b_gate, b_up, down, **options)
+    # A token adds the bias of each of its experts, times its gate.
+    picked = chosen[..., None] == jnp.arange(count)
+    of_expert = jnp.sum(jnp.where(picked, gates[..., None], 0.0), axis=2).astype(x.dtype)
+    return y + jnp.einsum("bse,ed->bsd", of_expert, b_down)
+
+
+def _limited(products: Sequence[jax.Array], *, limit: float, alpha: float) -> jax.Array:
+    gate, up = jnp.minimum(products[0], limit), jnp.clip(products[1], -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+
+
 def _gelu(products: Sequence[jax.Array]) -> jax.Array:
     return jax.nn.gelu(products[0])
 
@@ -74,6 +119,7 @@ def _apply_experts(
     Rows of the other experts are zeros in all products and in their derivatives.
     """
     *up_weights, down = weights
+    up_weights, biases = [w for w in up_weights if w.ndim == 3], [w for w in up_weights if w.ndim == 2]
     top_k, width = chosen.shape[2], x.shape[2]
     choices = chosen.reshape(-1)
     order = jnp.argsort(choices)
@@ -83,11 +129,22 @@ def _apply_experts(
         return grouped_product(call, rows, weights, sizes, own_experts)
 
     rows = x.reshape(-1, width)[order // top_k]
-    hidden = activation([multiply(rows, w) for w in up_weights])
+    products = [multiply(rows, w) for w in up_weights]
+    if biases:
+        place = choices[order] - own_experts[0]  # the experts of a shard have consecutive numbers
+        mine = (place >= 0) & (place < own_experts.shape[0])
+        place = jnp.clip(place, 0, own_experts.shape[0] - 1)
+        products = [y + jnp.where(mine[:, None], b[place], 0) for y, b in zip(products, biases, strict=True)]
+    hidden = activation(products)
     hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
     outputs = multiply(hidden, down)
     unsorted = jnp.zeros_like(outputs).at[order].set(outputs, unique_indices=True)
     return jnp.sum(unsorted.reshape(-1, top_k, width), axis=1).reshape(x.shape).astype(x.dtype)
+
+
+def _unit(options: dict[str, Any]) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """Take the limited unit's constants out of an operator's options; return the unit."""
+    return functools.partial(_limited, limit=options.pop("limit"), alpha=options.pop("alpha"))
 
 
 def _gradients(
@@ -116,6 +173,12 @@ def swiglu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.
     return _gradients(_swiglu, *operands, **options)
 
 
+@operator(f"{_TOKENS}, {_LIMITED}, b s d -> b s d, b s k, {_LIMITED}; reduce b s e f; whole d k")
+def limited_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    """Compute the cotangents of `limited_unit_experts`' tokens, gates, weights and biases."""
+    return _gradients(_unit(options), *operands, **options)
+
+
 def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
     def backward(operands: Sequence[jax.Array], cotangent: jax.Array, **options: Any) -> tuple[jax.Array | None, ...]:
         x, gates, *weights = gradients(*operands, cotangent, **options)
@@ -134,3 +197,9 @@ def gelu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
 def swiglu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
     """Apply the experts with indices `own_experts`: `_apply_experts` with the weights `gate`, `up` and `down`."""
     return _apply_experts(_swiglu, *operands, **options)
+
+
+@operator(f"{_TOKENS}, {_LIMITED} -> b s d; reduce e f; whole d k", vjp=(None, _backward(limited_experts_gradients)))
+def limited_unit_experts(*operands: jax.Array, **options: Any) -> jax.Array:
+    """Apply the experts with indices `own_experts`: weights `gate` and `up`, their biases, and the weights `down`."""
+    return _apply_experts(_unit(options), *operands, **options)

@@ -1,7 +1,7 @@
 """Runs a sequence of layers: a list, or one module whose parameters are stacked and which runs in a scan.
 
-A layer is an `nnx.Module` whose only state is parameters and whose call is `(carry, key, *sides) -> carry`. The carry is
-an array or a tuple of arrays. The key is the layer's own random key, or None. `sides` are the same for all layers.
+A layer is an `nnx.Module` whose only state is parameters and whose call is `(carry, key, *sides) -> carry`. The carry
+is an array or a tuple of arrays. The key is the layer's own random key, or None. `sides` are the same for all layers.
 """
 
 from __future__ import annotations

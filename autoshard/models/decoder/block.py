@@ -10,6 +10,7 @@ from flax import nnx
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Experts
 from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.latent_attention import LatentAttention
 from autoshard.models.decoder.layers import MLP, Attention, Norm, Sides
 from autoshard.models.remat.named_values import named
 from autoshard.models.stack import run_layers
@@ -21,7 +22,8 @@ class Block(nnx.Module):
     def __init__(self, cfg: DecoderConfig, kind: LayerKind, key: jax.Array):
         attention_key, mlp_key = jax.random.split(key)
         self.attention_norm, self.mlp_norm = Norm(cfg, cfg.width), Norm(cfg, cfg.width)
-        self.attention = Attention(cfg, kind, attention_key)
+        attention = Attention if cfg.latent is None else LatentAttention
+        self.attention = attention(cfg, kind, attention_key)
         self.mlp = None if kind.experts else MLP(cfg, mlp_key)
         self.experts = Experts(cfg, mlp_key) if kind.experts else None
         self.attention_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None

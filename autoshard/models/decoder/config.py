@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from autoshard.kernels.kernel_choice import Impl
-from autoshard.models.decoder.kinds import ExpertsConfig, LayerKind, expert_problems, kind_problems
+from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig, LayerKind, expert_problems, kind_problems
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.remat.policies import remat_problems
 
@@ -28,6 +28,8 @@ class DecoderConfig:
         ffn: hidden size of the MLP.
         context: maximum sequence length.
         experts: the experts of layers that have them.
+        latent: attention with latent keys and values in place of heads of `head_dim`.
+        sinks: whether each head has the score of one more key that has no value (gpt-oss, arXiv:2508.10925).
         activation: of the gated MLP, `w_down(activation(w_gate x) * w_up x)`: `silu`, `gelu`, or `gelu_tanh`.
         norm_eps: added to the mean square before its root.
         norm_offset: added to the norms' scale: 1 for the Gemma families, which store the difference from 1.
@@ -53,7 +55,8 @@ class DecoderConfig:
     Raises:
         ValueError: if a field is invalid; the message names every invalid field.
 
-    >>> DecoderConfig(vocab=16, width=8, kinds=(LayerKind(),) * 2, heads=2, kv_heads=1, head_dim=4, ffn=16, context=32).layers
+    >>> sizes = {"vocab": 16, "width": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn": 16, "context": 32}
+    >>> DecoderConfig(kinds=(LayerKind(),) * 2, **sizes).layers
     2
     """
 
@@ -66,6 +69,8 @@ class DecoderConfig:
     ffn: int
     context: int
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    sinks: bool = False
     activation: Activation = "silu"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
@@ -103,8 +108,10 @@ class DecoderConfig:
             problems.append("kinds is empty; give the kind of each layer")
         if not small and self.heads % self.kv_heads:
             problems.append(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; change one of them")
-        if any(kind.rotary is not None for kind in self.kinds) and self.head_dim % 2:
-            problems.append(f"head_dim is {self.head_dim}, and rotary positions rotate pairs of elements: make it even")
+        if any(kind.rotary is not None for kind in self.kinds) and self.rotary_dims % 2:
+            problems.append(
+                f"{self.rotary_dims} elements of a head are rotated, and they are rotated in pairs: make it even"
+            )
         if any(kind.experts for kind in self.kinds) and self.experts is None:
             problems.append("layers have experts, but experts is None; give an ExpertsConfig")
         if self.loss_chunks > self.vocab:
@@ -118,6 +125,11 @@ class DecoderConfig:
             problems += [p for p in remat_problems(self.remat, segment.repeats, scan=scan) if p not in problems]
         if problems:
             raise ValueError("DecoderConfig: " + "; ".join(problems))
+
+    @property
+    def rotary_dims(self) -> int:
+        """Elements of each head of queries and keys that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property
     def layers(self) -> int:

@@ -10,7 +10,7 @@ There are no sharding annotations here: `auto_shard` finds the shardings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,15 @@ class Decoder(nnx.Module):
         rngs: its `params` stream initializes the parameters.
 
     >>> from autoshard.models.decoder import LayerKind
-    >>> cfg = DecoderConfig(vocab=16, width=8, kinds=(LayerKind(),), heads=2, kv_heads=1, head_dim=4, ffn=16, context=32)
+    >>> sizes = {"vocab": 16, "width": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn": 16, "context": 32}
+    >>> cfg = DecoderConfig(kinds=(LayerKind(),), **sizes)
     >>> Decoder(cfg, rngs=nnx.Rngs(0))(jnp.zeros((2, 5), jnp.int32)).shape
     (2, 5, 16)
     """
 
     def __init__(self, cfg: DecoderConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
+        self.origin: Hashable = None  # what `save_pretrained` needs of a model that `load_pretrained` made
         embed_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
         self.embed = normal(embed_key, cfg, cfg.vocab, cfg.width)
         segments = segments_of(cfg.kinds)
@@ -106,7 +108,7 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         kinds = dict.fromkeys(kind.rotary for kind in cfg.kinds if kind.rotary is not None)
-        sides = Sides({rotary: rotary.table(cfg.head_dim, positions) for rotary in kinds}, segment_ids)
+        sides = Sides({rotary: rotary.table(cfg.rotary_dims, positions) for rotary in kinds}, segment_ids)
         for segment, layers in zip(segments_of(cfg.kinds), self.segments, strict=True):
             # A group of several layers rematerializes each of them.
             x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))

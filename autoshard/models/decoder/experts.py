@@ -1,4 +1,9 @@
-"""A mixture of experts in place of the MLP of a `Decoder`'s layer. No choice is dropped."""
+"""A mixture of experts in place of the MLP of a `Decoder`'s layer. No choice is dropped.
+
+Sources: softmax over the chosen experts, Mixtral (arXiv:2401.04088); groups of experts and shared experts, DeepSeek-V2
+(arXiv:2405.04434); sigmoid scores and a bias of the choice, DeepSeek-V3 (arXiv:2412.19437); limited gated units with
+biases, gpt-oss (arXiv:2508.10925).
+"""
 
 from __future__ import annotations
 
@@ -10,24 +15,65 @@ from jax import lax
 from autoshard.models import dropless
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
-from autoshard.models.decoder.layers import normal
+from autoshard.models.decoder.layers import MLP, normal, zeros
+
+
+class ChoiceBias(nnx.Variable):
+    """A bias of the choice of experts. It has no gradient: training rules other than gradients change it."""
+
+
+def route(cfg: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Choose the experts of each token.
+
+    Args:
+        cfg: the experts.
+        logits: the router's logits, float32 `[..., experts]`.
+        choice_bias: added to the scores for the choice, `[experts]`.
+
+    Returns:
+        The gates of the chosen experts, float32 `[..., top_k]`, and their indices, int32 `[..., top_k]`.
+    """
+    softmax = cfg.scoring == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
+    choice = scores if choice_bias is None else scores + choice_bias
+    choice = lax.stop_gradient(choice)
+    if cfg.groups > 1:
+        grouped = choice.reshape(*choice.shape[:-1], cfg.groups, -1)
+        best = jnp.sum(lax.top_k(grouped, cfg.group_best)[0], axis=-1)
+        chosen_groups = lax.top_k(best, cfg.top_groups)[1]
+        allowed = jnp.any(chosen_groups[..., None] == jnp.arange(cfg.groups), axis=-2)
+        choice = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    chosen = lax.top_k(choice, cfg.top_k)[1]
+    # Comparisons and sums in place of a gather: they stay local if the experts are sharded.
+    picked = chosen[..., None] == jnp.arange(cfg.experts)
+    gates = jnp.sum(jnp.where(picked, scores[..., None, :], 0.0), axis=-1)
+    if cfg.renormalize:
+        gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)  # as published
+    return gates * cfg.scale, chosen
 
 
 class Experts(nnx.Module):
     """A mixture of experts.
 
-    Parameters: `router [width, experts]`, `w_gate` and `w_up [experts, width, ffn]`, `w_down [experts, ffn, width]`.
+    Parameters: `router [width, experts]`, `w_gate` and `w_up [experts, width, ffn]`, `w_down [experts, ffn, width]`,
+    their biases `[experts]`, `[experts, ffn]` and `[experts, width]`, `choice_bias [experts]`, and the MLP `shared`.
     """
 
     def __init__(self, cfg: DecoderConfig, key: jax.Array):
         assert cfg.experts is not None
         self.own: ExpertsConfig = cfg.experts
-        router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
-        count, ffn = cfg.experts.experts, cfg.experts.ffn
+        router_key, gate_key, up_key, down_key, shared_key = jax.random.split(key, 5)
+        count, ffn, bias = cfg.experts.experts, cfg.experts.ffn, cfg.experts.bias
         self.router = normal(router_key, cfg, cfg.width, count)
         self.w_gate = normal(gate_key, cfg, count, cfg.width, ffn)
         self.w_up = normal(up_key, cfg, count, cfg.width, ffn)
         self.w_down = normal(down_key, cfg, count, ffn, cfg.width)
+        self.b_router = zeros(cfg, count, wanted=bias)
+        self.b_gate = zeros(cfg, count, ffn, wanted=bias)
+        self.b_up = zeros(cfg, count, ffn, wanted=bias)
+        self.b_down = zeros(cfg, count, cfg.width, wanted=bias)
+        self.choice_bias = ChoiceBias(jnp.zeros((count,), jnp.float32)) if cfg.experts.choice_bias else None
+        self.shared = MLP(cfg, shared_key, cfg.experts.shared_ffn) if cfg.experts.shared_ffn else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the experts to each position of `[batch, seq, width]`."""
@@ -38,10 +84,18 @@ class Experts(nnx.Module):
             self.router[...].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        best, chosen = lax.top_k(logits, self.own.top_k)
-        if self.own.renormalize:
-            gates = jax.nn.softmax(best, axis=-1)
-        else:
-            gates = jnp.exp(best - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
-        up, down, gate = (w[...].astype(x.dtype) for w in (self.w_up, self.w_down, self.w_gate))
-        return dropless.experts(x, gates, chosen, up, down, gate)
+        if self.b_router is not None:
+            logits = logits + self.b_router[...].astype(jnp.float32)
+        bias = None if self.choice_bias is None else self.choice_bias[...].astype(jnp.float32)
+        gates, chosen = route(self.own, logits, bias)
+        y = self._apply(x, gates, chosen)
+        return y if self.shared is None else y + self.shared(x)
+
+    def _apply(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
+        gate, up, down = (w[...].astype(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
+        if self.b_gate is None or self.b_up is None or self.b_down is None or self.own.limit is None:
+            return dropless.experts(x, gates, chosen, up, down, gate)
+        biases = (self.b_gate[...].astype(x.dtype), self.b_up[...].astype(x.dtype), self.b_down[...].astype(x.dtype))
+        return dropless.limited_experts(
+            x, gates, chosen, (gate, up, down), biases, limit=self.own.limit, alpha=self.own.alpha
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Literal, get_args
 
 from autoshard.models.decoder.rotary import Rotary, Scaling
 
@@ -32,13 +32,54 @@ class ExpertsConfig:
         top_k: number of experts per token.
         ffn: hidden size of an expert.
         renormalize: whether the gates of a token's experts are scaled to sum to 1. Otherwise they are the router's
-            probabilities.
+            scores.
+        scoring: how scores follow from the router's logits: `softmax` over all experts, or `sigmoid` of each.
+        groups: number of groups of experts; a token chooses among the experts of its `top_groups` best groups only.
+        top_groups: see `groups`.
+        group_best: the score of a group is the sum of this many of its best experts' scores.
+        choice_bias: whether a bias of each expert is added to its score for the choice, not for the gate. It has no
+            gradient (DeepSeek-V3, arXiv:2412.19437).
+        scale: factor of the gates.
+        shared_ffn: hidden size of an MLP that every token uses besides; 0 means none.
+        bias: whether the router and the experts' products have biases.
+        limit: the limit of gpt-oss's gated unit, or None for the plain one. It is
+            `(clip(up, -limit, limit) + 1) * min(gate, limit) * sigmoid(alpha * min(gate, limit))`.
+        alpha: see `limit`.
     """
 
     experts: int
     top_k: int
     ffn: int
     renormalize: bool = True
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    choice_bias: bool = False
+    scale: float = 1.0
+    shared_ffn: int = 0
+    bias: bool = False
+    limit: float | None = None
+    alpha: float = 1.702  # that of gpt-oss: x * sigmoid(1.702 x) is close to gelu(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Attention whose keys and values are products of one small vector of each position (arXiv:2405.04434).
+
+    Args:
+        kv_rank: size of the vector that keys and values are made of.
+        plain_dim: elements of each head of queries and keys that are not rotated.
+        rotary_dim: elements that are rotated. All heads share those of the keys.
+        value_dim: elements of each head of values.
+        q_rank: size of the vector that queries are made of; None makes them of the layer's input.
+    """
+
+    kv_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    q_rank: int | None = None
 
 
 def kind_problems(kinds: tuple[LayerKind, ...]) -> list[str]:
@@ -65,6 +106,12 @@ def expert_problems(cfg: ExpertsConfig) -> list[str]:
     """Return what is wrong with the experts."""
     small = {name: getattr(cfg, name) for name in ("experts", "top_k", "ffn") if getattr(cfg, name) < 1}
     problems = [f"experts: {name} is {size}; it must be at least 1" for name, size in small.items()]
+    if not small and (cfg.groups < 1 or cfg.experts % cfg.groups):
+        problems.append(f"groups is {cfg.groups}; it must divide the {cfg.experts} experts")
+    elif not small and not 1 <= cfg.top_groups <= cfg.groups:
+        problems.append(f"top_groups is {cfg.top_groups}; it must be from 1 to the number of groups, {cfg.groups}")
+    elif not small and cfg.top_k > cfg.top_groups * (cfg.experts // cfg.groups):
+        problems.append(f"top_k is {cfg.top_k}, but {cfg.top_groups} of {cfg.groups} groups have fewer experts")
     if cfg.top_k > cfg.experts:
         problems.append(f"top_k is {cfg.top_k}; it must be at most the number of experts, {cfg.experts}")
     return problems

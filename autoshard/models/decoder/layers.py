@@ -1,7 +1,7 @@
 """The parts of a layer of a `Decoder`: norm, attention, MLP. Activations are `[batch, seq, width]`.
 
-Sources: RMSNorm (arXiv:1910.07467), grouped queries (arXiv:2305.13245), gated units (arXiv:2002.05202), norms of queries
-and keys (arXiv:2302.05442), soft caps and norms around sublayers (Gemma 2, arXiv:2408.00118).
+Sources: RMSNorm (arXiv:1910.07467), grouped queries (arXiv:2305.13245), gated units (arXiv:2002.05202), norms of
+queries and keys (arXiv:2302.05442), soft caps and norms around sublayers (Gemma 2, arXiv:2408.00118).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def project(spec: str, x: jax.Array, weight: nnx.Param, bias: nnx.Param | None =
 
 
 class Norm(nnx.Module):
-    """RMSNorm over the last dimension, of size `size`, in float32."""
+    """RMSNorm over the last dimension, of size `size`, in float32. `eps` defaults to the config's."""
 
-    def __init__(self, cfg: DecoderConfig, size: int):
-        self.eps, self.offset = cfg.norm_eps, cfg.norm_offset
+    def __init__(self, cfg: DecoderConfig, size: int, eps: float | None = None):
+        self.eps, self.offset = cfg.norm_eps if eps is None else eps, cfg.norm_offset
         self.scale = nnx.Param(jnp.full((size,), 1.0 - cfg.norm_offset, jnp.dtype(cfg.param_dtype)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -106,14 +106,16 @@ class Attention(nnx.Module):
         self.bo = zeros(cfg, width, wanted=cfg.output_bias)
         self.q_norm = Norm(cfg, head_dim) if cfg.query_norm else None
         self.k_norm = Norm(cfg, head_dim) if cfg.query_norm else None
+        self.sinks = zeros(cfg, heads, wanted=cfg.sinks)
 
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
         cfg = self.cfg
         q, k, v = (named(each, "qkv") for each in self._project(x, sides))
+        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
         y = attention(
             q, k, v, causal=True, impl=cfg.attention, block_size=cfg.block_size, scale=cfg.score_scale,
-            window=self.kind.window, soft_cap=cfg.score_cap, segment_ids=sides.segments,
+            window=self.kind.window, soft_cap=cfg.score_cap, segment_ids=sides.segments, sinks=sinks,
         )  # fmt: skip
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
 
@@ -125,22 +127,22 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.kind.rotary is not None:
-            table = sides.tables[self.kind.rotary]
-            q, k = rotate(q, table), rotate(k, table)
+            q, k = (rotate(x, sides.tables[self.kind.rotary], self.kind.rotary.interleaved) for x in (q, k))
         return q, k, v
 
 
 class MLP(nnx.Module):
-    """The gated MLP `w_down(activation(w_gate x) * w_up x)`."""
+    """The gated MLP `w_down(activation(w_gate x) * w_up x)`, of hidden size `ffn`, by default the config's."""
 
-    def __init__(self, cfg: DecoderConfig, key: jax.Array):
+    def __init__(self, cfg: DecoderConfig, key: jax.Array, ffn: int | None = None):
         self.cfg = cfg
+        ffn = cfg.ffn if ffn is None else ffn
         gate_key, up_key, down_key = jax.random.split(key, 3)
-        self.w_gate = normal(gate_key, cfg, cfg.width, cfg.ffn)
-        self.w_up = normal(up_key, cfg, cfg.width, cfg.ffn)
-        self.w_down = normal(down_key, cfg, cfg.ffn, cfg.width)
-        self.b_gate = zeros(cfg, cfg.ffn, wanted=cfg.mlp_bias)
-        self.b_up = zeros(cfg, cfg.ffn, wanted=cfg.mlp_bias)
+        self.w_gate = normal(gate_key, cfg, cfg.width, ffn)
+        self.w_up = normal(up_key, cfg, cfg.width, ffn)
+        self.w_down = normal(down_key, cfg, ffn, cfg.width)
+        self.b_gate = zeros(cfg, ffn, wanted=cfg.mlp_bias)
+        self.b_up = zeros(cfg, ffn, wanted=cfg.mlp_bias)
         self.b_down = zeros(cfg, cfg.width, wanted=cfg.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:

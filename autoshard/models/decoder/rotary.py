@@ -43,6 +43,7 @@ class Rotary:
         beta_fast: turns in the original context above which `yarn` keeps a frequency.
         beta_slow: turns below which `yarn` divides it by `factor`.
         truncate: whether `yarn` rounds the two indices of its ramp to whole numbers.
+        interleaved: whether the pairs are `(x[2 i], x[2 i + 1])` instead of `(x[i], x[i + dims / 2])`.
         attention_factor: factor of cosine and sine under `yarn`; None means `0.1 log(factor) + 1`.
     """
 
@@ -56,6 +57,7 @@ class Rotary:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
+    interleaved: bool = False
 
     def frequencies(self, dims: int) -> np.ndarray:
         """Return the frequencies of the `dims / 2` pairs, in radians per position, float32.
@@ -104,13 +106,20 @@ class Rotary:
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
 
-def rotate(x: jax.Array, table: Table) -> jax.Array:
-    """Rotate the pairs `(x[i], x[i + head_dim / 2])` of `[batch, seq, heads, head_dim]`, in float32.
+def rotate(x: jax.Array, table: Table, interleaved: bool = False) -> jax.Array:
+    """Rotate the pairs of `[batch, seq, heads, head_dim]`, in float32.
 
     Args:
         x: queries or keys.
         table: cosine and sine, `[batch or 1, seq, head_dim / 2]`.
+        interleaved: whether the pairs are `(x[2 i], x[2 i + 1])` instead of `(x[i], x[i + head_dim / 2])`. The result
+            has the pairs in the other order then, which no product of queries and keys sees.
     """
     cos, sin = (part[:, :, None, :] for part in table)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    wide = x.astype(jnp.float32)
+    if interleaved:
+        pairs = wide.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+        first, second = pairs[..., 0], pairs[..., 1]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

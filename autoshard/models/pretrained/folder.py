@@ -84,7 +84,9 @@ class Folder:
     @contextmanager
     def reading(self, tensor: str | None = None) -> Iterator[None]:
         """Turn errors while the files are read into errors that name the folder, and the tensor if there is one."""
-        what = f"{str(self.path)!r} cannot be read" if tensor is None else f"{tensor} in {str(self.path)!r} cannot be read"
+        what = (
+            f"{str(self.path)!r} cannot be read" if tensor is None else f"{tensor} in {str(self.path)!r} cannot be read"
+        )
         try:
             yield
         except FileNotFoundError as error:

@@ -65,7 +65,10 @@ class Layout:
             shape: the parameter's shape.
         """
         sizes = self._sizes(shape)
-        ranges = {name: (i.start or 0, sizes[name] if i.stop is None else i.stop) for name, i in zip(self.names, index, strict=True)}
+        ranges = {
+            name: (i.start or 0, sizes[name] if i.stop is None else i.stop)
+            for name, i in zip(self.names, index, strict=True)
+        }
         ranges[PART] = (self.part, self.part + 1)
         found = []
         for group in self.groups:

@@ -24,8 +24,6 @@ from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
 
-Batch = tuple[int, int]
-
 
 def load_pretrained(
     path: Any,
@@ -34,7 +32,7 @@ def load_pretrained(
     target: Any = None,
     plan: Any = None,
     dtype: str | None = None,
-    batch: Batch | None = None,
+    batch: tuple[int, int] | None = None,
     **changes: Any,
 ) -> Decoder:
     """Load a model from a folder as it comes from the Hugging Face Hub, with each tensor read onto its shards.
@@ -73,7 +71,9 @@ def load_pretrained(
     return described.model(values)
 
 
-def plan_pretrained(path: Any, *, batch: Batch | None = None, dtype: str | None = None, **options: Any) -> Plan:
+def plan_pretrained(
+    path: Any, *, batch: tuple[int, int] | None = None, dtype: str | None = None, **options: Any
+) -> Plan:
     """Plan the training of a folder's model. Only its `config.json` is read.
 
     Args:
@@ -153,7 +153,7 @@ class Described:
             found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(self.dtype or dtypes[0]))
         return found
 
-    def plan(self, batch: Batch | None, **options: Any) -> Plan:
+    def plan(self, batch: tuple[int, int] | None, **options: Any) -> Plan:
         """Plan the gradient of the loss."""
         rows, seq = batch or (8 * len(jax.devices()), min(self.cfg.context, 4096))
         tokens = jax.ShapeDtypeStruct((rows, seq), jnp.int32)

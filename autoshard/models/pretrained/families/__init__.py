@@ -12,12 +12,15 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from autoshard.errors import AutoshardError
+from autoshard.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.families.gemma import GEMMA2, GEMMA3
+from autoshard.models.pretrained.families.gpt_oss import GPT_OSS
 from autoshard.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from autoshard.models.pretrained.families.mixtures import MIXTRAL, QWEN3_MOE
 
 GROUP = "autoshard.families"
+BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
 
 __all__ = ["Family", "families", "family_of"]
 
@@ -26,7 +29,7 @@ __all__ = ["Family", "families", "family_of"]
 def families() -> Mapping[str, Family]:
     """Return all families by architecture: the built-in ones, and those of entry points, which take precedence."""
     found = {}
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE):
+    for family in BUILT_IN:
         found |= dict.fromkeys(family.architectures, family)
     for entry in entry_points(group=GROUP):
         family = entry.load()
@@ -55,6 +58,6 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     near = difflib.get_close_matches(str(names[0]), known, n=2)
     guess = f" Near ones: {', '.join(near)}." if near else ""
     raise AutoshardError(
-        f"{where}: the architecture {names[0]!r} is not known.{guess} Known are {', '.join(sorted(known))}; add a family "
-        f"of your own by an entry point of the group {GROUP}"
+        f"{where}: the architecture {names[0]!r} is not known.{guess} Known are {', '.join(sorted(known))}; add a "
+        f"family of your own by an entry point of the group {GROUP}"
     )

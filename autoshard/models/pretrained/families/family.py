@@ -13,7 +13,13 @@ from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.rotary import Rotary
 from autoshard.models.pretrained.tables import Table
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
 @shown
@@ -26,7 +32,7 @@ class Family:
         architectures: the values of `architectures` in a `config.json` that belong to it.
         config: reads a `config.json`. It raises `AutoshardError` for a feature that is not built.
         table: the tensors of a model with this config.
-        ignored: patterns of names of tensors that a folder may have and the model does not need, as regular expressions.
+        ignored: names of tensors that a folder may have and the model does not need, as regular expressions.
     """
 
     name: str

@@ -45,7 +45,8 @@ def _qwen3_moe(config: Config) -> DecoderConfig:
     return dataclasses.replace(cfg, kinds=kinds, experts=experts)
 
 
-def _experts(block: str, router: str, gate: str, up: str, down: str) -> Table:
+def experts_table(block: str, router: str, gate: str, up: str, down: str) -> Table:
+    """Return the tensors of experts that are stored one by one, and of their router."""
     own = LAYER + block
     each = own + ".experts.{expert}."
     return {
@@ -57,11 +58,11 @@ def _experts(block: str, router: str, gate: str, up: str, down: str) -> Table:
 
 
 def _mixtral_table(cfg: DecoderConfig) -> Table:
-    return {**ends_table(cfg), **attention_table(cfg), **_experts("block_sparse_moe", "gate", "w1", "w3", "w2")}
+    return {**ends_table(cfg), **attention_table(cfg), **experts_table("block_sparse_moe", "gate", "w1", "w3", "w2")}
 
 
 def _qwen3_moe_table(cfg: DecoderConfig) -> Table:
-    experts = _experts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+    experts = experts_table("mlp", "gate", "gate_proj", "up_proj", "down_proj")
     return {**ends_table(cfg), **attention_table(cfg), **mlp_table(cfg), **experts}
 
 

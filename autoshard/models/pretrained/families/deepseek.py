@@ -1,0 +1,128 @@
+"""DeepSeek-V2 and V3: latent attention, shared experts, choices limited to groups of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig
+from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.llama import LAYER, dense_config, ends_table, mlp_table
+from autoshard.models.pretrained.families.mixtures import experts_table
+from autoshard.models.pretrained.tables import Table, stored
+
+
+def _shared(config: Config, experts: ExpertsConfig) -> DecoderConfig:
+    rank = config.values.get("q_lora_rank")
+    latent = LatentConfig(
+        config.size("kv_lora_rank"),
+        config.size("qk_nope_head_dim"),
+        config.size("qk_rope_head_dim"),
+        config.size("v_head_dim"),
+        None if rank is None else config.size("q_lora_rank"),
+    )
+    bias = config.flag("attention_bias")
+    rotary, factor = _rotary(config)
+    dense = int(config.number("first_k_dense_replace", 0))
+    cfg = dense_config(
+        config,
+        latent=latent,
+        head_dim=latent.plain_dim + latent.rotary_dim,
+        qkv_bias=bias,
+        output_bias=bias,
+        score_scale=(latent.plain_dim + latent.rotary_dim) ** -0.5 * factor**2,
+        mlp_bias=config.flag("mlp_bias"),
+    )
+    kinds = tuple(dataclasses.replace(kind, rotary=rotary, experts=n >= dense) for n, kind in enumerate(cfg.kinds))
+    return dataclasses.replace(cfg, kinds=kinds, experts=experts)
+
+
+def _rotary(config: Config) -> tuple[Rotary, float]:
+    """Return the rotary positions, and the factor by which queries and keys are scaled in longer contexts."""
+    rotary = config.rotary()
+    given = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    rotary = dataclasses.replace(rotary, interleaved=config.flag("rope_interleave", True))
+    if rotary.scaling != "yarn":
+        return rotary, 1.0
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(rotary.factor) + 1.0 if rotary.factor > 1 else 1.0
+
+    one, all_dims = given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0
+    if rotary.attention_factor is None and one and all_dims:
+        rotary = dataclasses.replace(rotary, attention_factor=magnitude(one) / magnitude(all_dims))
+    return rotary, magnitude(all_dims) if all_dims else 1.0
+
+
+def _v2(config: Config) -> DecoderConfig:
+    config.refuse_values(scoring_func="softmax", moe_layer_freq=1)
+    method = config.values.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.refuse(f"topk_method is {method!r}; built are greedy and group_limited_greedy")
+    grouped = method == "group_limited_greedy"
+    return _shared(
+        config,
+        ExpertsConfig(
+            config.size("n_routed_experts"),
+            config.size("num_experts_per_tok"),
+            config.size("moe_intermediate_size"),
+            renormalize=False,
+            groups=config.size("n_group") if grouped else 1,
+            top_groups=config.size("topk_group") if grouped else 1,
+            scale=float(config.number("routed_scaling_factor", 1.0)),
+            shared_ffn=config.size("n_shared_experts") * config.size("moe_intermediate_size"),
+        ),
+    )
+
+
+def _v3(config: Config) -> DecoderConfig:
+    config.refuse_values(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    return _shared(
+        config,
+        ExpertsConfig(
+            config.size("n_routed_experts"),
+            config.size("num_experts_per_tok"),
+            config.size("moe_intermediate_size"),
+            renormalize=config.flag("norm_topk_prob", True),
+            scoring="sigmoid",
+            groups=config.size("n_group"),
+            top_groups=config.size("topk_group"),
+            group_best=2,
+            choice_bias=True,
+            scale=float(config.number("routed_scaling_factor", 1.0)),
+            shared_ffn=config.size("n_shared_experts") * config.size("moe_intermediate_size"),
+        ),
+    )
+
+
+def _table(cfg: DecoderConfig) -> Table:
+    own = LAYER + "self_attn."
+    assert cfg.experts is not None
+    table = {
+        "attention/wkv_down": stored(own + "kv_a_proj_with_mqa.weight", "r e -> e r"),
+        "attention/kv_norm/scale": stored(own + "kv_a_layernorm.weight", "r -> r"),
+        "attention/wkv_up": stored(own + "kv_b_proj.weight", "(h d) r -> r h d"),
+        "attention/wo": stored(own + "o_proj.weight", "e (h d) -> h d e"),
+        "attention/wq": stored(own + "q_proj.weight", "(h d) e -> e h d"),
+        "attention/wq_down": stored(own + "q_a_proj.weight", "r e -> e r"),
+        "attention/q_norm/scale": stored(own + "q_a_layernorm.weight", "r -> r"),
+        "attention/wq_up": stored(own + "q_b_proj.weight", "(h d) r -> r h d"),
+        "attention/bq_down": stored(own + "q_a_proj.bias", "r -> r"),
+        "attention/bkv_down": stored(own + "kv_a_proj_with_mqa.bias", "r -> r"),
+        "attention/bo": stored(own + "o_proj.bias", "e -> e"),
+        "attention_norm/scale": stored(LAYER + "input_layernorm.weight", "e -> e"),
+        "mlp_norm/scale": stored(LAYER + "post_attention_layernorm.weight", "e -> e"),
+        "experts/choice_bias": stored(LAYER + "mlp.gate.e_score_correction_bias", "x -> x"),
+    }
+    for name in ("gate", "up", "down"):
+        layout = "e f -> f e" if name == "down" else "f e -> e f"
+        table[f"experts/shared/w_{name}"] = stored(LAYER + f"mlp.shared_experts.{name}_proj.weight", layout)
+        table[f"experts/shared/b_{name}"] = stored(LAYER + f"mlp.shared_experts.{name}_proj.bias", "f -> f")
+    experts = experts_table("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+    return {**ends_table(cfg), **mlp_table(cfg), **experts, **table}
+
+
+DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, _table)
+DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _table)
