@@ -132,6 +132,7 @@ def _run_named(arguments: Sequence[str]) -> int:
     import jax
 
     import autoshard
+    from autoshard.models.pretrained.workload import folder_workload
     from autoshard.models.workloads import WORKLOADS, known_names, workload
     from autoshard.sharding.pipeline.pipelining import stages_of
     from autoshard.sharding.rewrite.printed_program import function_text
@@ -142,14 +143,19 @@ def _run_named(arguments: Sequence[str]) -> int:
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no attached accelerator is needed
-    if given.model not in WORKLOADS:
+    folder = Path(given.model)
+    if given.model not in WORKLOADS and (folder.name == "config.json" or folder.is_dir()):
+        found = folder_workload(folder)
+    elif given.model not in WORKLOADS:
         names = known_names(given.model, WORKLOADS).partition("? ")  # all of them only if none is similar
-        own = "For a model of your own, give --model package.module:factory instead of a name"
+        own = "For a model of your own, give --model package.module:factory instead of a name, or a folder with a config.json"
         raise ConfigError(f"unknown model {given.model!r}{names[0]}{'?' if names[1] else '.'} {own}")
+    else:
+        found = workload(given.model)
     named = {"context": given.context, "batch_size": given.batch_size}
     remat = {"remat": given.remat} if given.remat is not None else {}
     try:
-        work = workload(given.model).with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
+        work = found.with_(**settings, **remat, **{k: v for k, v in named.items() if v is not None})
     except AutoshardError:
         raise
     except ValueError as error:  # its message says which fields are wrong
@@ -300,7 +306,11 @@ def _parser() -> argparse.ArgumentParser:
         "Show the plan of a named model's train step (AdamW, clipped gradients) for this machine or another.",
         "autoshard plan mixtral-8x7b --target v5p:4x4x4 --batch-size 128 --verify 2 --html plan.html",
     )
-    options.add_argument("model", help="name of a model; the error for an unknown name lists them")
+    options.add_argument(
+        "model",
+        help="name of a model, or a folder of a pretrained model, of which only config.json is read; the error for an "
+        "unknown name lists the names",
+    )
     options.add_argument("--target", help="machine to plan for: v5p:4x4x4, h100:4x8, cpu:8, or a .toml file")
     options.add_argument("--mesh", help="mesh to plan for, such as data=4,model=2")
     options.add_argument("--plan", help="plan to use, such as 'fsdp:8 tp:4 seq'")

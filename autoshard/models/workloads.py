@@ -19,6 +19,8 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard._typed import convert, fields_of
 from autoshard.errors import AutoshardError
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.gpt import GPT
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.llama import LLAMA
@@ -34,6 +36,7 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
     GPTConfig: GPT,
     MoEConfig: MoE,
+    DecoderConfig: Decoder,
     WideResNetConfig: WideResNet,
     ViTConfig: ViT,
 }
@@ -46,7 +49,8 @@ class Workload:
 
     Attributes:
         name: Name of the workload.
-        config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `WideResNetConfig` or `ViTConfig`.
+        config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `DecoderConfig`, `WideResNetConfig` or
+            `ViTConfig`.
         batch_size: Number of rows in a batch.
     """
 
@@ -70,7 +74,7 @@ class Workload:
         `[batch, size, size, 3]` and `labels [batch]`.
         """
         rows, config = self.batch_size if batch_size is None else batch_size, self.config
-        if isinstance(config, GPTConfig | MoEConfig):
+        if isinstance(config, GPTConfig | MoEConfig | DecoderConfig):
             tokens = jax.ShapeDtypeStruct((rows, config.context), jnp.int32)
             return {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(tokens.shape, jnp.float32)}
         images = (rows, config.image_size, config.image_size, 3)

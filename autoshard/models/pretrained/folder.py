@@ -95,6 +95,12 @@ class Folder:
             raise AutoshardError(f"{what}: {error}; a file is damaged or truncated: download it again") from error
 
 
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype of the tensors that a config names; float32 by default."""
+    found = config.get("dtype", config.get("torch_dtype"))
+    return found if found in ("float32", "bfloat16", "float16") else "float32"
+
+
 def check_tensors(
     have: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], ignored: Iterator[str] | Any, where: str
 ) -> None:

@@ -18,7 +18,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors
+from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
@@ -117,10 +117,8 @@ class Described:
         """Describe the model of a folder."""
         values = folder.values
         family = family_of(folder.config, str(folder.path / CONFIG))
-        stored = folder.config.get("torch_dtype", folder.config.get("dtype"))
-        stored = stored if stored in ("float32", "bfloat16", "float16") else "float32"
         changes = dict(changes)
-        kept = dtype or stored
+        kept = dtype or stored_dtype(folder.config)
         changes = {"param_dtype": kept, "dtype": changes.pop("compute_dtype", kept), **changes}
         try:
             cfg = dataclasses.replace(family.config(values), **changes)
