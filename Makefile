@@ -21,7 +21,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all coverage lint format golden bench bench-plans recipes against screenshots lock release clean
+.PHONY: help setup dev train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots lock release clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -42,6 +42,10 @@ quick: $(DEV_STAMP) ## The tests of the package without lint, long ones and comp
 test-all: lint ## Lint, types, and every test, slow ones included.
 	@$(PIP) --no-build-isolation -e '.[gcs,libraries]' gcp-storage-emulator
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)
+
+parity: $(DEV_STAMP) ## Pretrained models against transformers on PyTorch (Python 3.11: newer ones get a large build of PyTorch).
+	@$(PIP) --no-build-isolation -e '.[parity]'
+	@AUTOSHARD_PARITY=required $(BIN)/python -m pytest -n $(JOBS) --dist loadscope -m parity tests/parity/pretrained $(ARGS)
 
 coverage: $(DEV_STAMP) ## The tests with branch coverage, by subpackage: ARGS=... for pytest; BEFORE=FILE compares with an earlier coverage.json.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --cov=autoshard --cov-branch --cov-report=json:coverage.json --cov-report= $(ARGS)

@@ -121,6 +121,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             browser.chromium() is not None or browser.is_required(),
             f"needs a browser: none of {', '.join(browser.NAMES)} is on PATH",
         ),
+        "parity": (
+            importlib.util.find_spec("transformers") is not None or os.environ.get("AUTOSHARD_PARITY") == "required",
+            "needs the extra parity",
+        ),
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }
     for item in items:

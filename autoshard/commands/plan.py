@@ -148,7 +148,7 @@ def _run_named(arguments: Sequence[str]) -> int:
         found = folder_workload(folder)
     elif given.model not in WORKLOADS:
         names = known_names(given.model, WORKLOADS).partition("? ")  # all of them only if none is similar
-        own = "For a model of your own, give --model package.module:factory instead of a name, or a folder with a config.json"
+        own = "For a model of your own, give a folder with a config.json, or --model package.module:factory"
         raise ConfigError(f"unknown model {given.model!r}{names[0]}{'?' if names[1] else '.'} {own}")
     else:
         found = workload(given.model)

@@ -1,7 +1,7 @@
 """Pretrained models: folders as they come from the Hugging Face Hub, read onto shards and written back."""
 
-from autoshard.models.pretrained.families import Family, families
+from autoshard.models.pretrained.families import Family, known_families
 from autoshard.models.pretrained.load import load_pretrained, plan_pretrained
 from autoshard.models.pretrained.save import save_pretrained
 
-__all__ = ["Family", "families", "load_pretrained", "plan_pretrained", "save_pretrained"]
+__all__ = ["Family", "known_families", "load_pretrained", "plan_pretrained", "save_pretrained"]

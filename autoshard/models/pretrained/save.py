@@ -16,7 +16,7 @@ from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.decoder.decoder import Decoder
-from autoshard.models.pretrained.families import families
+from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.folder import CONFIG
 from autoshard.models.pretrained.load import _by_path
 from autoshard.models.pretrained.tables import Source, sources_of
@@ -40,7 +40,7 @@ def save_pretrained(model: Decoder, path: Any, *, dtype: str | None = None, shar
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AutoshardError(f"save_pretrained: {str(folder)!r} exists already: use a new folder")
-    family = families()[origin.family]
+    family = known_families()[origin.family]
     values = _by_path(nnx.to_pure_dict(nnx.state(model)))
     sources = sources_of(model.cfg, family.table(model.cfg), {path: leaf.shape for path, leaf in values.items()})
     parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}

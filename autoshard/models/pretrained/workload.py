@@ -26,7 +26,5 @@ def folder_workload(path: Any) -> Workload:
     folder = Folder.open(path.parent if path.name == CONFIG else path)
     config = family_of(folder.config, str(folder.path / CONFIG)).config(folder.values)
     dtype = stored_dtype(folder.config)
-    config = dataclasses.replace(
-        config, dtype=dtype, param_dtype=dtype, context=min(config.context, POSITIONS)
-    )
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, context=min(config.context, POSITIONS))
     return Workload(folder.path.resolve().name, config, ROWS)

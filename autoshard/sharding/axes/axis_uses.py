@@ -125,7 +125,9 @@ class _UseCollector:
             for weight, dims in with_factor:
                 for c in {c for dim in dims for name in dim for c in factors.get(name, ())}:
                     uses.weights[c].add(weight)
-            stacked = all(len(dims) > 2 and dims[0] == (f.name,) for _, dims in with_factor)
+            # Stacks of biases may stand beside the stacks of matrices.
+            matrices_of = [dims for _, dims in with_factor if len(dims) > 2]
+            stacked = len(matrices_of) > 1 and all(dims[0] == (f.name,) for _, dims in with_factor)
             for c in factors.get(f.name, ()):
                 if stacked:
                     uses.experts.add(c)

@@ -22,11 +22,11 @@ from autoshard.models.pretrained.families.mixtures import MIXTRAL, QWEN3_MOE
 GROUP = "autoshard.families"
 BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
 
-__all__ = ["Family", "families", "family_of"]
+__all__ = ["Family", "family_of", "known_families"]
 
 
 @cache
-def families() -> Mapping[str, Family]:
+def known_families() -> Mapping[str, Family]:
     """Return all families by architecture: the built-in ones, and those of entry points, which take precedence."""
     found = {}
     for family in BUILT_IN:
@@ -48,7 +48,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     Raises:
         AutoshardError: there is no known architecture in it; the message lists the known ones.
     """
-    known = families()
+    known = known_families()
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
         raise AutoshardError(f"{where} names no architectures; the known ones are {', '.join(sorted(known))}")

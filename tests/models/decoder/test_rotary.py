@@ -1,0 +1,63 @@
+"""Rotary positions: frequencies of every scaling, and rotations of both orders of pairs."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard.models.decoder.rotary import Rotary, rotate
+
+DIMS = 8
+PLAIN = [10_000.0 ** (-i / DIMS) for i in range(0, DIMS, 2)]
+
+
+def test_plain_frequencies():
+    assert Rotary().frequencies(DIMS) == pytest.approx(PLAIN)
+
+
+def test_linear_scaling_divides_all():
+    assert Rotary(scaling="linear", factor=4.0).frequencies(DIMS) == pytest.approx([f / 4 for f in PLAIN])
+
+
+def test_llama3_keeps_short_waves_and_divides_long_ones():
+    rotary = Rotary(scaling="llama3", factor=8.0, original_context=128, low=1.0, high=4.0)
+    found = rotary.frequencies(DIMS)
+    assert found[0] == pytest.approx(PLAIN[0])  # 20 turns in the original context
+    assert found[2:] == pytest.approx([f / 8 for f in PLAIN[2:]])  # fewer than one turn
+    kept = (128 * PLAIN[1] / (2 * math.pi) - 1) / 3  # two turns: between
+    assert found[1] == pytest.approx(PLAIN[1] * (kept + (1 - kept) / 8))
+
+
+def test_yarn_interpolates_by_index_and_scales_the_rotation():
+    rotary = Rotary(scaling="yarn", factor=4.0, original_context=4096)
+    found = rotary.frequencies(32) / Rotary().frequencies(32)
+    first = 32 * math.log(4096 / (32 * 2 * math.pi)) / (2 * math.log(10_000))
+    last = 32 * math.log(4096 / (2 * math.pi)) / (2 * math.log(10_000))
+    assert found[: math.floor(first) + 1] == pytest.approx(1.0)
+    assert found[math.ceil(last) :] == pytest.approx(0.25)
+    assert (np.diff(found) <= 1e-6).all()
+    assert rotary.magnitude == pytest.approx(0.1 * math.log(4) + 1)
+    cos, sin = rotary.table(32, jnp.arange(3))
+    assert np.asarray(cos**2 + sin**2) == pytest.approx(rotary.magnitude**2, rel=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_products_depend_on_distances_alone(interleaved):
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=DIMS), jnp.float32) for _ in range(2))
+
+    def product(at_q, at_k):
+        tables = [Rotary(interleaved=interleaved).table(DIMS, jnp.array([[at]])) for at in (at_q, at_k)]
+        rotated = [rotate(x[None, None, None], table, interleaved) for x, table in zip((q, k), tables, strict=True)]
+        return float(jnp.sum(rotated[0] * rotated[1]))
+
+    assert product(7, 3) == pytest.approx(product(104, 100), abs=1e-4)
+    assert product(7, 3) != pytest.approx(product(7, 4), abs=1e-2)
+
+
+def test_the_two_orders_rotate_the_same_pairs():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 3, 2, DIMS)), jnp.float32)
+    table = Rotary().table(DIMS, jnp.arange(3)[None])
+    halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    assert np.array_equal(rotate(x, table, interleaved=True), rotate(halves, table))

@@ -1,0 +1,57 @@
+"""Folders of tiny random models, written without transformers: a config, and the tensors that a table names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoshard.ckpt.exchange.safetensors import Tensor, write
+from autoshard.models.pretrained.folder import Folder
+from autoshard.models.pretrained.load import Described
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10_000.0,
+    "dtype": "float32",
+}
+GPT_OSS: dict[str, Any] = {
+    **LLAMA, "architectures": ["GptOssForCausalLM"], "num_hidden_layers": 4, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 8,
+}  # fmt: skip
+MIXTRAL: dict[str, Any] = {
+    **LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def tensors_of(folder: Path, dtype: str) -> dict[str, np.ndarray]:
+    """Returns random tensors for the config of a folder."""
+    rng = np.random.default_rng(0)
+    sources = Described.of(Folder.open(folder), None, {}).sources.values()
+    shapes = {name: source.tensor_shape for source in sources for name in source.names.values()}
+    return {name: (0.2 * rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
+
+
+def write_tensors(folder: Path, tensors: dict[str, np.ndarray], shard_bytes: int = 10**9) -> None:
+    """Writes tensors into a folder."""
+    found = [Tensor(name, x.shape, str(x.dtype), lambda x=x: x) for name, x in tensors.items()]
+    write(folder, found, shard_bytes=shard_bytes, metadata={"format": "pt"})
+
+
+def make_folder(folder: Path, config: dict[str, Any], *, dtype: str = "float32", shard_bytes: int = 10**9) -> Path:
+    """Makes a folder with a config and random tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tensors(folder, tensors_of(folder, dtype), shard_bytes)
+    return folder

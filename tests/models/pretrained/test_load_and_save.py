@@ -1,0 +1,150 @@
+"""Loading onto shards and writing back: the same bytes from any mesh, and no more read than a shard needs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from autoshard.ckpt.exchange import safetensors
+from autoshard.errors import AutoshardError
+from autoshard.models.decoder import Decoder
+from autoshard.models.pretrained import known_families, load_pretrained, plan_pretrained, save_pretrained
+from tests.models.pretrained.folders import GPT_OSS, LLAMA, MIXTRAL, make_folder
+from tests.models.small import called
+
+BATCH = (8, 16)
+
+
+def stored(folder):
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes() for n in a)
+
+
+@pytest.mark.parametrize(
+    "config, plan, scan",
+    [
+        (LLAMA, "dp:8", True),
+        (LLAMA, "fsdp:4 tp:2", True),
+        (LLAMA, "fsdp:8", False),
+        (GPT_OSS, "ep:4 fsdp:2", True),
+        (MIXTRAL, "ep:2 tp:2 dp:2", True),
+    ],
+    ids=["replicated", "sharded", "separate-layers", "gpt-oss", "mixtral"],
+)
+def test_import_then_export_is_the_same_bytes(tmp_path, config, plan, scan):
+    folder = make_folder(tmp_path / "in", config)
+    model = load_pretrained(folder, plan=plan, batch=BATCH, scan_layers=scan)
+    save_pretrained(model, tmp_path / "out", shard_bytes=20_000)
+    assert same(stored(folder), stored(tmp_path / "out"))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(stored(folder))
+
+
+def test_values_do_not_depend_on_the_plan(tmp_path):
+    folder = make_folder(tmp_path, LLAMA)
+    tokens = jnp.arange(32).reshape(2, 16) % 24
+    logits = [
+        np.asarray(called(load_pretrained(folder, plan=plan, batch=BATCH, scan_layers=scan), Decoder.__call__, tokens))
+        for plan, scan in (("dp:8", True), ("tp:2 fsdp:4", False))
+    ]
+    assert np.abs(logits[0] - logits[1]).max() < 1e-5
+
+
+def test_bfloat16_stays_unless_a_dtype_is_given(tmp_path):
+    folder = make_folder(tmp_path, {**LLAMA, "dtype": "bfloat16"}, dtype="bfloat16")
+    model = load_pretrained(folder, plan="dp:8", batch=BATCH)
+    assert model.embed[...].dtype == jnp.bfloat16 and model(jnp.zeros((1, 4), jnp.int32)).dtype == jnp.bfloat16
+    wide = load_pretrained(folder, plan="dp:8", batch=BATCH, dtype="float32", compute_dtype="bfloat16")
+    assert wide.embed[...].dtype == jnp.float32 and wide(jnp.zeros((1, 4), jnp.int32)).dtype == jnp.bfloat16
+
+
+def test_a_shard_reads_its_own_part_of_a_tensor_alone(tmp_path, monkeypatch):
+    folder = make_folder(tmp_path, LLAMA)
+    read = []
+    original = safetensors._read_part
+
+    def counted(path, name, index):
+        found = original(path, name, index)
+        read.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(safetensors, "_read_part", counted)
+    model = load_pretrained(folder, plan="fsdp:8", batch=BATCH)
+    total = sum(x.nbytes for x in stored(folder).values())
+    assert sum(read) <= 1.05 * total  # each byte once, but for tensors that no device shards
+    largest = max(x.nbytes for x in stored(folder).values())
+    assert max(read) <= largest / 4
+    assert len(model.embed[...].sharding.device_set) == 8
+
+
+def test_plan_needs_the_config_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    plan = plan_pretrained(tmp_path, batch=BATCH, plan="fsdp:4 tp:2", remat="full")
+    assert plan.chosen == "fsdp:4 tp:2"
+    with pytest.raises(AutoshardError, match="has no safetensors files, so it has no weights"):
+        load_pretrained(tmp_path)
+
+
+def test_a_plan_serves_the_load(tmp_path):
+    folder = make_folder(tmp_path, LLAMA)
+    plan = plan_pretrained(folder, batch=BATCH, plan="fsdp:4 tp:2")
+    model = load_pretrained(folder, plan=plan)
+    wq = nnx.state(model)["segments"][0]["layers"][0]["attention"]["wq"][...]
+    assert wq.sharding.spec == plan.in_specs[0]["segments"][0]["layers"][0]["attention"]["wq"]
+
+
+def test_a_trained_model_is_written(tmp_path):
+    folder = make_folder(tmp_path / "in", LLAMA)
+    model = load_pretrained(folder, plan="fsdp:8", batch=BATCH)
+    model.norm.scale[...] = model.norm.scale[...] + 1
+    save_pretrained(model, tmp_path / "out", dtype="bfloat16")
+    before, after = stored(folder), stored(tmp_path / "out")
+    assert np.array_equal(after["model.norm.weight"], (before["model.norm.weight"] + 1).astype(jnp.bfloat16))
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_folder_that_is_not_empty_is_not_written_over(tmp_path):
+    folder = make_folder(tmp_path, LLAMA)
+    model = load_pretrained(folder, plan="dp:8", batch=BATCH)
+    with pytest.raises(AutoshardError, match="exists already"):
+        save_pretrained(model, folder)
+    model.origin = None
+    with pytest.raises(AutoshardError, match="was not loaded by load_pretrained"):
+        save_pretrained(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_family_of_ones_own_is_an_entry_point(tmp_path, monkeypatch):
+    import dataclasses
+
+    from autoshard.models.pretrained import families as room
+
+    own = dataclasses.replace(known_families()["LlamaForCausalLM"], name="own", architectures=("OwnForCausalLM",))
+
+    class Entry:
+        name, value = "own", "own_package:FAMILY"
+
+        def load(self):
+            return own
+
+    monkeypatch.setattr(room, "entry_points", lambda group: [Entry()] if group == "autoshard.families" else [])
+    room.known_families.cache_clear()
+    try:
+        folder = make_folder(tmp_path, {**LLAMA, "architectures": ["OwnForCausalLM"]})
+        assert load_pretrained(folder, plan="dp:8", batch=BATCH).cfg.layers == 3
+    finally:
+        monkeypatch.undo()
+        room.known_families.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def eight_devices():
+    assert len(jax.devices()) == 8

@@ -1,0 +1,97 @@
+"""Folders that are damaged, incomplete or unknown: an error that names the tensor and the file, and nothing loaded."""
+
+import json
+
+import numpy as np
+import pytest
+
+from autoshard.errors import AutoshardError
+from autoshard.models.pretrained import load_pretrained
+from tests.models.pretrained.folders import LLAMA, make_folder, tensors_of, write_tensors
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "model", LLAMA)
+
+
+def with_config(folder, **changes):
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+
+
+def with_tensors(folder, change):
+    tensors = tensors_of(folder, "float32")
+    change(tensors)
+    write_tensors(folder, tensors)
+
+
+def refusal(folder):
+    with pytest.raises(AutoshardError) as caught:
+        load_pretrained(folder, plan="dp:8", batch=(8, 16))
+    return str(caught.value)
+
+
+def test_missing_tensor(folder):
+    with_tensors(folder, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "model.layers.1.mlp.up_proj.weight: the folder has no such tensor" in refusal(folder)
+
+
+def test_unexpected_tensor(folder):
+    with_tensors(folder, lambda t: t.update({"model.layers.7.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}))
+    assert "model.layers.7.mlp.up_proj.weight: the model has no such tensor" in refusal(folder)
+
+
+def test_wrong_shape(folder):
+    with_tensors(folder, lambda t: t.update({"model.norm.weight": np.zeros(3, np.float32)}))
+    assert "model.norm.weight: the folder has [3], the model [16]" in refusal(folder)
+
+
+def test_dtypes_that_differ_within_a_parameter(folder):
+    name = "model.layers.1.mlp.up_proj.weight"
+    with_tensors(folder, lambda t: t.update({name: t[name].astype("bfloat16")}))
+    assert "tensors of bfloat16 and float32: give a dtype for all" in refusal(folder)
+
+
+def test_truncated_file(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "damaged or truncated" in refusal(folder) and "model" in refusal(folder)
+
+
+def test_missing_shard(folder):
+    (folder / "model.safetensors").unlink()
+    write_tensors(folder, tensors_of(folder, "float32"), 10_000)
+    name = sorted(folder.glob("model-*.safetensors"))[1].name
+    (folder / name).unlink()
+    assert f"{name} is missing" in refusal(folder)
+
+
+def test_pickled_files_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "pytorch_model.bin: such files can execute code" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": ["LlamaForCausalML"]}, "'LlamaForCausalML' is not known. Near ones: LlamaForCausalLM"),
+        ({"architectures": []}, "names no architectures; the known ones are DeepseekV2ForCausalLM"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; the activations that are built are silu"),
+        ({"hidden_size": "16"}, "hidden_size is '16'; it must be a number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number of at least 1"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "of type 'longrope' are not built"),
+        ({"num_key_value_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2; only 1 is built"),
+        ({"vocab_size": None}, "vocab_size is None; it must be a number"),
+    ],
+)
+def test_configs(folder, changes, message):
+    with_config(folder, **changes)
+    assert message in refusal(folder)
+
+
+def test_no_folder_and_no_config(tmp_path):
+    assert "is not a folder" in refusal(tmp_path / "nothing")
+    assert "has no config.json" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("[1")
+    assert "config.json cannot be read" in refusal(tmp_path)
