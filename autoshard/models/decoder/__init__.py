@@ -2,7 +2,7 @@
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
-from autoshard.models.decoder.kinds import ExpertsConfig, LayerKind
+from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig, LayerKind
 from autoshard.models.decoder.rotary import Rotary
 
-__all__ = ["Decoder", "DecoderConfig", "ExpertsConfig", "LayerKind", "Rotary"]
+__all__ = ["Decoder", "DecoderConfig", "ExpertsConfig", "LatentConfig", "LayerKind", "Rotary"]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 from flax import nnx
 
+from autoshard.models.decoder.cache import Kept, Rows
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Experts
 from autoshard.models.decoder.kinds import LayerKind
@@ -37,6 +38,13 @@ class Block(nnx.Module):
         y = self.feed_forward(self.mlp_norm(x))
         return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
 
+    def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
+        """Apply the layer to new positions, using what it has kept of earlier ones."""
+        y, kept = self.attention.extend(self.attention_norm(x), sides, kept, rows)
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = self.feed_forward(self.mlp_norm(x))
+        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), kept
+
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """Apply the MLP or the experts."""
         part = self.mlp if self.experts is None else self.experts
@@ -57,3 +65,17 @@ class Group(nnx.Module):
         if len(self.layers) == 1:
             return self.layers[0](x, key, sides)
         return run_layers(self.layers, x, None, remat=self.remat, sides=(sides,))
+
+    def kept(self, batch: int, length: int) -> tuple[Kept, ...]:
+        """Return the empty slots of each layer."""
+        return tuple(layer.attention.kept(batch, length) for layer in self.layers)
+
+    def extend(
+        self, x: jax.Array, sides: Sides, kept: tuple[Kept, ...], rows: Rows
+    ) -> tuple[jax.Array, tuple[Kept, ...]]:
+        """Apply the layers to new positions."""
+        after = []
+        for layer, own in zip(self.layers, kept, strict=True):
+            x, own = layer.extend(x, sides, own, rows)
+            after.append(own)
+        return x, tuple(after)

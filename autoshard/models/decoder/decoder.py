@@ -18,11 +18,12 @@ from flax import nnx
 
 from autoshard.kernels.cross_entropy import linear_cross_entropy
 from autoshard.models.decoder.block import Group
+from autoshard.models.decoder.cache import DecoderCache, Rows
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import Norm, Sides, normal
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.loss import cross_entropy, sum_and_count
-from autoshard.models.stack import make_layers, run_layers
+from autoshard.models.stack import extend_layers, make_layers, run_layers
 
 
 class Decoder(nnx.Module):
@@ -100,19 +101,67 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Compute the features `[batch, seq, width]` of which the logits are a linear function."""
         cfg = self.cfg
-        self._check(tokens)
-        # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
-        x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(cfg.dtype)
-        if cfg.embed_scale != 1.0:
-            x = x * jnp.asarray(cfg.embed_scale, x.dtype)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        kinds = dict.fromkeys(kind.rotary for kind in cfg.kinds if kind.rotary is not None)
-        sides = Sides({rotary: rotary.table(cfg.rotary_dims, positions) for rotary in kinds}, segment_ids)
+        x, sides = self._embedded(tokens), self._sides(positions, segment_ids)
         for segment, layers in zip(segments_of(cfg.kinds), self.segments, strict=True):
             # A group of several layers rematerializes each of them.
             x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
         return self.norm(x)
+
+    def cache(self, batch: int, length: int | None = None) -> DecoderCache:
+        """Make an empty cache for rows of up to `length` positions, `cfg.context` by default."""
+        length = self.cfg.context if length is None else length
+        found = []
+        for segment, layers in zip(segments_of(self.cfg.kinds), self.segments, strict=True):
+            group = layers[0] if isinstance(layers, nnx.List) else layers
+            kept = group.kept(batch, length)
+            found.append(jax.tree.map(lambda x, n=segment.repeats: jnp.zeros((n, *x.shape), x.dtype), kept))
+        return DecoderCache(tuple(found), jnp.zeros((batch,), jnp.int32))
+
+    def extend(
+        self,
+        tokens: jax.Array,
+        cache: DecoderCache,
+        *,
+        counts: jax.Array | None = None,
+        fresh: bool = False,
+        last: bool = False,
+    ) -> tuple[jax.Array, DecoderCache]:
+        """Compute the logits of tokens that follow those in the cache, without recomputing the earlier positions.
+
+        Args:
+            tokens: integers `[batch, seq]`. Together with the cached positions, they must fit into the cache.
+            cache: from `cache`, or from the previous call.
+            counts: number of real tokens of each row, int32 `[batch]`; the rest of a row is padding. Default: all.
+            fresh: whether the cache is empty, which is then not read. Attention runs in its kernel.
+            last: whether to compute the logits of the last real token of each row alone.
+
+        Returns:
+            Logits `[batch, seq, vocab]`, or `[batch, 1, vocab]` with `last`, equal to those of a call on the whole
+            sequence; and the extended cache.
+        """
+        batch, seq = tokens.shape
+        counts = jnp.full((batch,), seq, jnp.int32) if counts is None else counts.astype(jnp.int32)
+        rows = Rows(cache.lengths, counts, fresh)
+        x, sides = self._embedded(tokens), self._sides(rows.positions(seq), None)
+        after = []
+        for layers, kept in zip(self.segments, cache.kept, strict=True):
+            x, kept = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
+            after.append(kept)
+        if last:
+            x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+        return self._logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
+
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        self._check(tokens)
+        # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
+        x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
+        return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+
+    def _sides(self, positions: jax.Array, segment_ids: jax.Array | None) -> Sides:
+        kinds = dict.fromkeys(kind.rotary for kind in self.cfg.kinds if kind.rotary is not None)
+        return Sides({rotary: rotary.table(self.cfg.rotary_dims, positions) for rotary in kinds}, segment_ids)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.head is None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.models.attention import attention
+from autoshard.models.decoder.cache import Kept, Rows, slots_for, with_kept
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LatentConfig, LayerKind
 from autoshard.models.decoder.layers import Norm, Sides, normal, project, zeros
@@ -47,20 +48,65 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
-        cfg, own = self.cfg, self.latent
-        q, k, v = (named(each, "qkv") for each in self._project(x, sides))
-        # One size for all heads: the kernels take no other. Zeros change neither scores nor results.
-        size = max(q.shape[-1], own.value_dim)
-        q, k, v = (jnp.pad(each, ((0, 0), (0, 0), (0, 0), (0, size - each.shape[-1]))) for each in (q, k, v))
-        scale = (own.plain_dim + own.rotary_dim) ** -0.5 if cfg.score_scale is None else cfg.score_scale
+        q, latent, k_rotary = self._project(x, sides)
+        y = self._attend(*(named(each, "qkv") for each in (q, *self._expand(latent, k_rotary))), sides.segments)
+        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
+
+    def kept(self, batch: int, length: int) -> Kept:
+        """Return empty slots for latent vectors `[batch, slots, kv_rank]` and rotated keys `[..., rotary_dim]`."""
+        slots = slots_for(length, self.kind.window)
+        sizes = (self.latent.kv_rank, self.latent.rotary_dim)
+        latent, k_rotary = (jnp.zeros((batch, slots, size), self.cfg.dtype) for size in sizes)
+        return latent, k_rotary
+
+    def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
+        """Apply attention to new positions `[batch, seq, width]`, using the kept latent vectors.
+
+        Keys and values of earlier positions are not computed again. Queries are brought to the latent space instead,
+        where all heads share one key and one value.
+        """
+        own = self.latent
+        q, latent, k_rotary = self._project(x, sides)
+        (latents, rotated), seen, new = with_kept((latent, k_rotary), kept, rows, self.kind.window)
+        if seen is None:
+            y = self._attend(q, *self._expand(latent, k_rotary), None)
+            return project("bshd,hde->bse", y, self.wo, self.bo), new
+        to_key, to_value = jnp.split(self.wkv_up[...].astype(x.dtype), [own.plain_dim], axis=-1)
+        q_plain, q_rotary = jnp.split(q, [own.plain_dim], axis=-1)
+        q_latent = jnp.einsum("bshd,rhd->bshr", q_plain, to_key)
+        keys = jnp.concatenate([latents, rotated], axis=-1)[:, :, None, :]
+        values = jnp.pad(latents, ((0, 0), (0, 0), (0, own.rotary_dim)))[:, :, None, :]
         y = attention(
-            q, k, v, causal=True, impl=cfg.attention, block_size=cfg.block_size, scale=scale, window=self.kind.window,
-            soft_cap=cfg.score_cap, segment_ids=sides.segments,
+            jnp.concatenate([q_latent, q_rotary], axis=-1), keys, values, causal=False, mask=seen, impl="plain",
+            scale=self._scale, soft_cap=self.cfg.score_cap,
         )  # fmt: skip
-        return named(project("bshd,hde->bse", y[..., : own.value_dim], self.wo, self.bo), "out_proj")
+        y = jnp.einsum("bshr,rhd->bshd", y[..., : own.kv_rank], to_value)
+        return project("bshd,hde->bse", y, self.wo, self.bo), new
+
+    @property
+    def _scale(self) -> float:
+        given = self.cfg.score_scale
+        return (self.latent.plain_dim + self.latent.rotary_dim) ** -0.5 if given is None else given
+
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+        """Return the result of each head, `[batch, seq, heads, value_dim]`."""
+        # One size for all heads: the kernels take no other. Zeros change neither scores nor results.
+        size = max(q.shape[-1], v.shape[-1])
+        padded = (jnp.pad(each, ((0, 0), (0, 0), (0, 0), (0, size - each.shape[-1]))) for each in (q, k, v))
+        y = attention(
+            *padded, causal=True, impl=self.cfg.attention, block_size=self.cfg.block_size, scale=self._scale,
+            window=self.kind.window, soft_cap=self.cfg.score_cap, segment_ids=segments,
+        )  # fmt: skip
+        return y[..., : self.latent.value_dim]
+
+    def _expand(self, latent: jax.Array, k_rotary: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values of each head, `[batch, seq, heads, ...]`."""
+        k_plain, v = jnp.split(project("bsr,rhd->bshd", latent, self.wkv_up), [self.latent.plain_dim], axis=-1)
+        k_rotary = jnp.broadcast_to(k_rotary[:, :, None, :], (*k_plain.shape[:-1], k_rotary.shape[-1]))
+        return jnp.concatenate([k_plain, k_rotary], axis=-1), v
 
     def _project(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values, `[batch, seq, heads, ...]`."""
+        """Return queries `[batch, seq, heads, ...]`, latent vectors and rotated keys `[batch, seq, ...]`."""
         own = self.latent
         if self.wq is not None:
             q = project("bse,ehd->bshd", x, self.wq)
@@ -69,16 +115,8 @@ class LatentAttention(nnx.Module):
             q = project("bsr,rhd->bshd", self.q_norm(project("bse,er->bsr", x, self.wq_down, self.bq_down)), self.wq_up)
         q_plain, q_rotary = jnp.split(q, [own.plain_dim], axis=-1)
         latent, k_rotary = jnp.split(project("bse,er->bsr", x, self.wkv_down, self.bkv_down), [own.kv_rank], axis=-1)
-        k_plain, v = jnp.split(project("bsr,rhd->bshd", self.kv_norm(latent), self.wkv_up), [own.plain_dim], axis=-1)
-        k_rotary = k_rotary[:, :, None, :]
-        rotary = self.kind.rotary
+        k_rotary, rotary = k_rotary[:, :, None, :], self.kind.rotary
         if rotary is not None:
-            q_rotary, k_rotary = (
-                rotate(part, sides.tables[rotary], rotary.interleaved) for part in (q_rotary, k_rotary)
-            )
-        k_rotary = jnp.broadcast_to(k_rotary, (*k_plain.shape[:-1], own.rotary_dim))
-        return (
-            jnp.concatenate([q_plain, q_rotary], axis=-1),
-            jnp.concatenate([k_plain, k_rotary], axis=-1),
-            v,
-        )
+            table = sides.tables[rotary]
+            q_rotary, k_rotary = (rotate(part, table, rotary.interleaved) for part in (q_rotary, k_rotary))
+        return jnp.concatenate([q_plain, q_rotary], axis=-1), self.kv_norm(latent), k_rotary[:, :, 0, :]

@@ -7,7 +7,7 @@ queries and keys (arXiv:2302.05442), soft caps and norms around sublayers (Gemma
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 
 from autoshard._shown import shown
 from autoshard.models.attention import attention
+from autoshard.models.decoder.cache import Kept, Rows, slots_for, with_kept
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.rotary import Rotary, Table, rotate
@@ -110,14 +111,33 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
-        cfg = self.cfg
         q, k, v = (named(each, "qkv") for each in self._project(x, sides))
-        sinks = None if self.sinks is None else self.sinks[...].astype(jnp.float32)
-        y = attention(
-            q, k, v, causal=True, impl=cfg.attention, block_size=cfg.block_size, scale=cfg.score_scale,
-            window=self.kind.window, soft_cap=cfg.score_cap, segment_ids=sides.segments, sinks=sinks,
-        )  # fmt: skip
+        y = attention(q, k, v, causal=True, window=self.kind.window, segment_ids=sides.segments, **self._options())
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
+
+    def kept(self, batch: int, length: int) -> Kept:
+        """Return empty slots for keys and values, each `[batch, slots, kv_heads, head_dim]`."""
+        cfg = self.cfg
+        shape = (batch, slots_for(length, self.kind.window), cfg.kv_heads, cfg.head_dim)
+        return jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)
+
+    def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
+        """Apply attention to new positions `[batch, seq, width]`, using the kept keys and values."""
+        q, k, v = self._project(x, sides)
+        (keys, values), seen, new = with_kept((k, v), kept, rows, self.kind.window)
+        if seen is None:
+            y = attention(q, k, v, causal=True, window=self.kind.window, **self._options())
+        else:
+            y = attention(q, keys, values, causal=False, mask=seen, **{**self._options(), "impl": "plain"})
+        return project("bshd,hde->bse", y, self.wo, self.bo), new
+
+    def _options(self) -> dict[str, Any]:
+        """Return the keywords of `attention` that do not depend on the call."""
+        cfg = self.cfg
+        return {
+            "impl": cfg.attention, "block_size": cfg.block_size, "scale": cfg.score_scale, "soft_cap": cfg.score_cap,
+            "sinks": None if self.sinks is None else self.sinks[...].astype(jnp.float32),
+        }  # fmt: skip
 
     def _project(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values."""
