@@ -4,12 +4,14 @@ if __name__ != "autoshard.models":  # imported through the link at the root, whi
     raise ImportError("'models' at the root is only a link: import autoshard.models instead")
 
 from autoshard.models.attention import attention
+from autoshard.models.decoder import Decoder, DecoderConfig
 from autoshard.models.gpt import GPT, loss_fn, parameter_count, restack
 from autoshard.models.gpt_config import GPTConfig, flops_per_token
 from autoshard.models.llama import LLAMA
 from autoshard.models.loss import cross_entropy
 from autoshard.models.moe import MoE
 from autoshard.models.moe_config import MoEConfig
+from autoshard.models.pretrained import load_pretrained, plan_pretrained, save_pretrained
 from autoshard.models.remat.policies import REMAT_POLICIES
 from autoshard.models.sample import generate
 from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, GPT3, MISTRAL, MIXTRAL, VIT
@@ -29,6 +31,8 @@ __all__ = [
     "REMAT_POLICIES",
     "VIT",
     "WORKLOADS",
+    "Decoder",
+    "DecoderConfig",
     "GPTConfig",
     "MoE",
     "MoEConfig",
@@ -41,8 +45,11 @@ __all__ = [
     "cross_entropy",
     "flops_per_token",
     "generate",
+    "load_pretrained",
     "loss_fn",
     "parameter_count",
+    "plan_pretrained",
     "restack",
+    "save_pretrained",
     "workload",
 ]

@@ -3,5 +3,6 @@
 from autoshard.models.pretrained.families import Family, known_families
 from autoshard.models.pretrained.load import load_pretrained, plan_pretrained
 from autoshard.models.pretrained.save import save_pretrained
+from autoshard.models.pretrained.tables import stored
 
-__all__ = ["Family", "known_families", "load_pretrained", "plan_pretrained", "save_pretrained"]
+__all__ = ["Family", "known_families", "load_pretrained", "plan_pretrained", "save_pretrained", "stored"]
