@@ -1,11 +1,12 @@
 """Which kinds of collectives a TPU's compiler runs asynchronously under some options, so that compute can hide them.
 
-Gathers are asynchronous on v5e, v5p, v6e and tpu7x under every set that `verify` tries. Reductions are asynchronous
-where they run on the SparseCores, and only there. On tpu7x that is the compiler's own default. Source: programs that
-libtpu 0.0.42.1 compiled (`option_sets`, `benchmarks/option_sets.py`). On v5p this compiler runs a gather asynchronously
-only over a box of more than 16 neighbouring devices, at least 2 along each of the three dimensions. On v5p:4x4x4, a
-gather over half of the chips is asynchronous over two neighbouring planes, and synchronous over every second plane. It
-is synchronous over a single plane: of 16 chips there, of 64 chips on v5p:8x8x4.
+Gathers are asynchronous on v5e, v5p, v6e and tpu7x under their default sets. Reductions are asynchronous where they run
+on the SparseCores, and only there. On tpu7x that is the compiler's own default. Source: programs that libtpu 0.0.42.1
+compiled (`option_sets`, `benchmarks/option_sets.py`). On v6e:4x8, a gather over all chips is asynchronous only where
+gathers over two torus dimensions run on the SparseCores, as by default; under `gather-fusion` it is synchronous. On v5p
+this compiler runs a gather asynchronously only over a box of more than 16 neighbouring devices, at least 2 along each
+of the three dimensions. On v5p:4x4x4, a gather over half of the chips is asynchronous over two neighbouring planes, and
+synchronous over every second plane. It is synchronous over a single plane: of 16 chips there, of 64 chips on v5p:8x8x4.
 """
 
 from __future__ import annotations
