@@ -18,7 +18,8 @@ Step time divided by that under the default sets (two products a layer, `fsdp:8`
                   1.067   with `gather-fusion-overlap`
                   1.14    with `gather-fusion`, 1.16 without `sparse-core-gathers`
                   1.567   without `no-collective-matmul`
-    v5p:2x2x2     1.063   without `scoped-vmem`
+    v5p:2x2x2     1.039   without `scoped-vmem`
+                  1.078   with `gather-fusion`, or without `sparse-core-gathers`
     tpu7x:2x2x1   1.017   without `scoped-vmem`
                   0.807   without `no-sparse-core-reductions`
 
