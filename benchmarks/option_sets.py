@@ -6,8 +6,9 @@
     python benchmarks/option_sets.py --show               # the stored rows, without compiling
 
 The program is a step of gradient descent under `fsdp`: of a scanned GPT (4 layers of width 1024), or with
-`--program stack`, which compiles in a fraction of the time, of 4 scanned layers of two products each. For the host set,
-the residual stream waits in host memory.
+`--program stack`, which compiles in a fraction of the time, of 4 scanned layers of two products each. The layers of
+`--program products` are two products of the size of Llama-3 8B's MLP, with 16384 rows on each of 8 devices. For the
+host set, the residual stream waits in host memory.
 
 It is compiled under the chip's default options, without each default set, and with each other set of
 `autoshard.sharding.machines.options` whose condition holds, sets that are used only on request included. A row says
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,7 @@ GPT_SIZES: Mapping[str, Any] = {
 }  # fmt: skip
 BATCH = 64
 STACK_SIZES: Mapping[str, int] = {"layers": 4, "width": 512, "hidden": 2048, "rows": 32768}
+PRODUCT_SIZES: Mapping[str, int] = {"layers": 2, "width": 4096, "hidden": 14336, "rows": 131072}
 HOST_SET = "host-transfers"
 DEFAULT = "default"
 
@@ -70,7 +73,7 @@ class Row:
 
     Attributes:
         target: the machine.
-        program: `gpt` or `stack`.
+        program: `gpt`, `stack` or `products`.
         name: the set; `default` for the default options; `set: option` for one option of a set.
         offload: whether the residual stream waits in host memory.
         kind: the compiler's result: `ok`, `error`, ...
@@ -120,9 +123,9 @@ def gpt_step(offload: bool) -> tuple[Any, ...]:
     return _descent(loss_of), nnx.to_pure_dict(state), jax.ShapeDtypeStruct((BATCH, config.context + 1), jnp.int32)
 
 
-def stack_step(offload: bool) -> tuple[Any, ...]:
+def stack_step(sizes: Mapping[str, int], offload: bool) -> tuple[Any, ...]:
     """A step of gradient descent of layers of two products, and the shapes of the parameters and of the input."""
-    layers, width, hidden, rows = STACK_SIZES.values()
+    layers, width, hidden, rows = sizes.values()
     policy = checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(), names_which_can_be_offloaded=("residual",), offload_src="device",
         offload_dst="pinned_host",
@@ -149,7 +152,11 @@ def _descent(loss_of: Any) -> Any:
     return step
 
 
-PROGRAMS: Mapping[str, Any] = {"gpt": gpt_step, "stack": stack_step}
+PROGRAMS: Mapping[str, Any] = {
+    "gpt": gpt_step,
+    "stack": partial(stack_step, STACK_SIZES),
+    "products": partial(stack_step, PRODUCT_SIZES),
+}
 
 
 class Case:
@@ -226,6 +233,7 @@ def save(rows: Sequence[Row], path: Path = PATH) -> None:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "gpt": dict(GPT_SIZES) | {"batch": BATCH},
         "stack": dict(STACK_SIZES),
+        "products": dict(PRODUCT_SIZES),
     }
     path.write_text(json.dumps(head | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 

@@ -22,7 +22,8 @@ def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str
 
     `predicted` and `compiled` are of the recipes' own settings, relative to the measured time. `best` are our best
     plans: predicted relative to the measured time, compiled relative to the recipe's own plan. Compiled figures are by
-    measure. Rows whose products are planned in another precision are left out.
+    measure. Rows whose products are planned in another precision are left out. `over_memory` are rows of a program that
+    the compiler accepts although its arguments and temporaries exceed the memory; figures include them.
 
     Args:
         results: the rows.
@@ -41,6 +42,7 @@ def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str
     return {
         "rows": [row.id for row in rows],
         "left_out": out,
+        "over_memory": [row.id for row in rows if any(map(is_over_memory, (row.recipe, row.best)))],
         "without_plan": [row.id for row in rows if row.best.seconds is None],
         "predicted": _summary([_ratio(row.recipe.seconds, row.measured) for row in rows]),
         "compiled": {name: _summary(list(map(own(name), rows))) for name in MEASURES},
@@ -52,9 +54,15 @@ def figures(results: Sequence[Result], left_out: Sequence[str] = ()) -> dict[str
 
 
 def _compiled(side: Side, measure: str) -> float | None:
-    if side.compiled is None or not side.compiled["fits"]:
-        return None
-    return side.compiled["seconds"].get(measure)
+    return None if side.compiled is None else side.compiled["seconds"].get(measure)
+
+
+def is_over_memory(side: Side) -> bool:
+    """Whether the compiler accepts the program although its arguments and temporaries exceed the memory.
+
+    The compiler's analysis can count buffers that are not in the device's memory (`estimate.py`).
+    """
+    return side.compiled is not None and side.compiled["kind"] == "ok" and not side.compiled["fits"]
 
 
 def _ratio(one: float | None, other: float | None) -> float | None:
@@ -76,8 +84,8 @@ def _summary(ratios: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def table(results: Sequence[Result]) -> Table:
-    """Tabulate all rows. A star marks a plan that does not fit by the planner's estimate."""
-    found = Table(title="seconds of a step; ratios are to the measured time")
+    """Tabulate all rows. A star marks memory above the limit: estimated, or of a program that the compiler accepts."""
+    found = Table(title="seconds of a step; ratios are to the measured time; *: exceeds the memory")
     for name in ("recipe", "measured", "recipe's settings", "ratio", "GiB", "compiled", "best plan", "ratio", "GiB",
                  "compiled"):  # fmt: skip
         found.add_column(name)
@@ -98,5 +106,6 @@ def _cells(side: Side, measured: float | None) -> tuple[str, str, str, str]:
     judged = "" if side.compiled is None else side.compiled["kind"]
     if side.compiled is not None and side.compiled["seconds"]:
         judged = " / ".join(f"{side.compiled['seconds'][name]:.2f}" for name in MEASURES)
+        judged += " *" if is_over_memory(side) else ""
     memory = f"{side.predicted['memory_bytes'] / 2**30:.1f}{star}"
     return f"{side.seconds:.2f}  {side.name}", f"{ratio:.2f}", memory, judged

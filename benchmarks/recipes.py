@@ -11,8 +11,10 @@ Both are predicted and, without `--predict-only`, compiled for the machine and j
 plan is compiled with its own XLA options if they are known, and again without those for which wrong numbers were
 reported (`recipe_without`). A compiler runs in a process of its own, with a time limit.
 Compiled rows are stored in `results/recipes/`; a program that is there, or in the compiler's cache, is not compiled
-again. Recipes whose model or machine is not available, or that cannot be read, are listed with the reason. Where our
-models lack something that a recipe has, the row's notes say what is planned in its place (`recipe_stand_ins.py`).
+again. A program that the compiler accepts counts, also if its arguments and temporaries exceed the memory; a star in
+the table and `over_memory` in the figures mark it. Recipes whose model or machine is not available, or that cannot be
+read, are listed with the reason. Where our models lack something that a recipe has, the row's notes say what is planned
+in its place (`recipe_stand_ins.py`).
 
 One efficiency of each TPU and, for tpu7x, one of its fp8 products are calibrated on one recipe each
 (`recipe_calibration.py`), and nothing else is fitted to any. The figures leave these recipes out, and those that

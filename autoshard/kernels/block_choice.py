@@ -97,7 +97,8 @@ def choose_blocks(shape: Shape, softmax: Any) -> SplashBlocks:
 
 def vmem_bytes(blocks: SplashBlocks, shape: Shape) -> Mapping[str, float]:
     """Return the estimated bytes of vector memory of each kernel: `forward`, `dkv` and `dq`."""
-    *_, d, e, itemsize = shape
+    *_, itemsize = shape
+    d, e = (-(-features // LANES) * LANES for features in shape[2:4])  # arrays fill whole lanes
 
     def held(q: int, k: int, computed: int, query_rows: int, key_rows: int, own: float) -> float:
         operands = (q * query_rows + k * key_rows) * itemsize
@@ -112,6 +113,17 @@ def vmem_bytes(blocks: SplashBlocks, shape: Shape) -> Mapping[str, float]:
         # queries, their gradients and results' gradients; keys and values; the sum of the gradient
         "dq": held(dq_q, dq_k, dq_k, 2 * d + e, d + e, dq_q * d * FLOAT32),
     }
+
+
+def stated_vmem_bytes(blocks: SplashBlocks, shape: Shape) -> int | None:
+    """Return the vector memory that the kernels of a call may use; None where the compiler's default limit is enough.
+
+    It is that for which the rules of the context choose blocks. Kernels that state it also compile where the plan's
+    compiler options do not apply, as in a call inside another `jit`.
+    """
+    rules = _RULES.value or BlockRules()
+    enough = max(vmem_bytes(blocks, shape).values()) <= SCOPED_VMEM_BYTES
+    return None if enough or rules.vmem_bytes <= SCOPED_VMEM_BYTES else int(rules.vmem_bytes)
 
 
 def _larger(default: tuple[int, ...], shape: Shape) -> Iterator[tuple[int, ...]]:

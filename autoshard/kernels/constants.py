@@ -21,7 +21,7 @@ LARGEST_BLOCK, LARGEST_BLOCK_32_BITS, LARGEST_COMPUTED = 1024, 512, 512
 
 # Bytes of vector memory that one kernel may use by default. Source: XLA:TPU's default of
 # `xla_tpu_scoped_vmem_limit_kib`, 16 MiB on v5e and v5p. On v6e, libtpu 0.0.42.1 also takes blocks that need more; only
-# a limit that is requested allows larger blocks.
+# a larger limit among the compiler options allows larger blocks.
 SCOPED_VMEM_BYTES = 16 * 2**20
 
 # Block sizes that are tried where more vector memory may be used. Source: MaxText's recipes for v6e and tpu7x use 2048

@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from autoshard._shown import shown
 from autoshard.kernels.attention_cost import backward_cost, forward_cost
-from autoshard.kernels.block_choice import choose_blocks
+from autoshard.kernels.block_choice import choose_blocks, stated_vmem_bytes
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, sink_gradient
 from autoshard.kernels.constants import CONTEXT
 from autoshard.kernels.sequence.gathered import gathered_backward, gathered_forward
@@ -103,7 +103,8 @@ def _prepared(softmax: Softmax, q, k, v, blocks: SplashBlocks | None, interpret:
     q, k, v = jnp.einsum("bskgd->bkgsd", q), jnp.einsum("btkd->bktd", k), jnp.einsum("btkd->bktd", v)
     shape = (q.shape[3], k.shape[2], q.shape[4], v.shape[3], q.dtype.itemsize)
     blocks = None if plain else blocks or choose_blocks(shape, softmax)
-    call = SplashCall(Softmax(softmax.visibility, 1.0, softmax.soft_cap), blocks, interpret)
+    limit = None if blocks is None else stated_vmem_bytes(blocks, shape)
+    call = SplashCall(Softmax(softmax.visibility, 1.0, softmax.soft_cap), blocks, interpret, limit)
     positions = () if softmax.visibility.is_full else (jnp.arange(q.shape[3], dtype=jnp.int32),)
     return call, (q, k, v), positions
 

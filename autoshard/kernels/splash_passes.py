@@ -35,11 +35,13 @@ class SplashCall:
         softmax: the static part of attention; its scale is applied to the queries beforehand.
         blocks: the block sizes; None for plain JAX on every platform, which takes any number of positions.
         interpret: whether Pallas interprets the kernels, on any platform; for tests.
+        vmem_bytes: bytes of vector memory that each kernel may use; None for the compiler's limit.
     """
 
     softmax: Softmax
     blocks: SplashBlocks | None
     interpret: bool = False
+    vmem_bytes: int | None = None
 
     @property
     def has_positions(self) -> bool:
@@ -122,7 +124,8 @@ def forward_on_device(call: SplashCall, q, k, v, pairs: Pairs, sinks):
             return out.reshape(*q.shape[:3], -1), log_sum.reshape(q.shape[:3])
 
         costs = {"_fwd_": stated(forward_cost(q, k, v, call=call))}
-        out, log_sum = with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs))
+        operands = (q, k, v, _segments(pairs))
+        out, log_sum = with_costs(jax.vmap(one), costs, *operands, vector_memory_bytes=call.vmem_bytes)
         # The kernel takes the mean of all values in a row without a visible key. The score of each of its keys is
         # MASKED, so the weights are exp(MASKED - UNSEEN) = 0 in the backward pass.
         unseen = ~(log_sum > splash.MASKED / 2)  # also NaN
@@ -165,7 +168,8 @@ def backward_on_device(call: SplashCall, q, k, v, pairs: Pairs, out, log_sum, d_
             return d_q.reshape(q.shape), d_k, d_v
 
         costs = {f"_{name}_": stated(cost(q, k, v, call=call)) for name, cost in (("dkv", dkv_cost), ("dq", dq_cost))}
-        return with_costs(jax.vmap(one), costs, q, k, v, _segments(pairs), out, log_sum, d_out)
+        operands = (q, k, v, _segments(pairs), out, log_sum, d_out)
+        return with_costs(jax.vmap(one), costs, *operands, vector_memory_bytes=call.vmem_bytes)
 
     return _by_platform(call, kernel, plain, q, k, v, pairs, out, log_sum, d_out)
 

@@ -1,6 +1,7 @@
 """Recipes: their file, their words, what is planned for them, and the results."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -9,7 +10,7 @@ import pytest
 import recipe_rows
 import recipe_stand_ins as stand_ins
 import recipes
-from recipe_figures import figures
+from recipe_figures import figures, table
 from recipe_file import OWN, Entry, Recipe, RecipeFileError, read_recipes
 from recipe_rows import Result, Side, result_of
 from recipe_settings import UnavailableError, settings_of
@@ -403,7 +404,7 @@ def side(seconds: float | None, compiled: float | None = None, fits: bool = True
 def test_figures():
     results = [
         Result("a", "ok", 10.0, "llama3-8b", "", "bf16", recipe=side(11.0, 9.0), best=side(9.0, 4.5)),
-        Result("b", "ok", 10.0, "mistral-7b", "", "bf16", recipe=side(12.0, 9.0, fits=False), best=side(None)),
+        Result("b", "ok", 10.0, "mistral-7b", "", "bf16", recipe=side(12.0, 8.1, fits=False), best=side(None)),
         Result("c", "ok", 10.0, "gpt3-175b", "", "bf16", recipe=side(10.0), best=side(16.0)),
         Result("d", "ok", 10.0, "gpt3-175b", "", "fp8", False, recipe=side(99.0), best=side(99.0)),
         Result("e", "ok", 10.0, "gpt3-175b", "", "bf16", recipe=side(99.0), best=side(99.0)),
@@ -420,8 +421,19 @@ def test_figures():
         "largest": pytest.approx(1.2),
     }
     assert found["best"]["predicted"]["geometric_mean"] == pytest.approx((0.9 * 1.6) ** 0.5)
-    assert found["compiled"]["roofline"]["geometric_mean"] == pytest.approx(0.9) and not found["compiled"]["cycles"]
+    # A program that the compiler accepts counts, and is marked where it exceeds the memory.
+    assert found["compiled"]["roofline"]["geometric_mean"] == pytest.approx((0.9 * 0.81) ** 0.5)
+    assert found["over_memory"] == ["b"] and not found["compiled"]["cycles"]
     assert found["best"]["compiled"]["roofline"]["geometric_mean"] == pytest.approx(0.5)
+
+
+def test_the_table_marks_a_program_that_exceeds_the_memory():
+    def cell(fits: bool) -> str:
+        judged = {"kind": "ok", "fits": fits, "seconds": {"cycles": 3.0, "roofline": 2.0}}
+        row = Result("a", "ok", 10.0, "llama3-8b", recipe=replace(side(12.0), compiled=judged), best=side(9.0))
+        return str(next(iter(table([row]).columns[5].cells)))
+
+    assert (cell(fits=True), cell(fits=False)) == ("3.00 / 2.00", "3.00 / 2.00 *")
 
 
 def test_a_recipe_of_several_slices_names_them():

@@ -1,21 +1,25 @@
 """Block sizes by shape and machine, and in plans."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from autoshard import Plan, plan
-from autoshard.kernels.block_choice import BlockRules, choose_blocks, under_rules, vmem_bytes
-from autoshard.kernels.blockwise_attention import Softmax
+from autoshard.kernels.block_choice import BlockRules, choose_blocks, stated_vmem_bytes, under_rules, vmem_bytes
+from autoshard.kernels.blockwise_attention import Pairs, Softmax
 from autoshard.kernels.constants import SCOPED_VMEM_BYTES, VMEM_SHARE
+from autoshard.kernels.splash_attention import splash_attention
 from autoshard.kernels.splash_blocks import SplashBlocks
+from autoshard.kernels.splash_passes import SplashCall, forward_on_device
 from autoshard.kernels.visibility import Visibility
 from autoshard.models.attention import attention
 from autoshard.sharding.machines.kernel_rules import block_rules, written
 
 SHAPE = (8192, 8192, 128, 128, 2)
 CAUSAL = Softmax(Visibility(causal=True), 1.0)
-LARGE = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
+LARGE, SMALL = ({"xla_tpu_scoped_vmem_limit_kib": size} for size in ("98304", "16384"))
 
 
 def rules(target="v6e:1x1", options=LARGE):
@@ -28,16 +32,39 @@ def test_the_defaults_fit_the_default_limit():
     default = choose_blocks(SHAPE, CAUSAL)
     assert default == SplashBlocks.for_shape(8192, 8192, 2) and default.forward == (1024, 1024, 512)
     assert max(vmem_bytes(default, SHAPE).values()) <= SCOPED_VMEM_BYTES
-    assert block_rules(None, "v6e:1x1") is None and block_rules(None, "cpu:8", (LARGE,)) is None
+    assert block_rules(None, "v5e:1x1") is None and block_rules(None, "cpu:8", (LARGE,)) is None
+    with under_rules(rules(options=SMALL)):
+        assert choose_blocks(SHAPE, CAUSAL) == default
 
 
 def test_more_vector_memory_allows_larger_blocks():
     found = rules()
+    assert found == rules(options={})  # the default of v6e
     with under_rules(found):
         blocks = choose_blocks(SHAPE, CAUSAL)
     assert blocks.forward[:2] == (2048, 2048)
     assert max(vmem_bytes(blocks, SHAPE).values()) <= VMEM_SHARE * found.vmem_bytes
     assert choose_blocks(SHAPE, CAUSAL).forward[0] == 1024  # outside of the context
+
+
+@pytest.mark.parametrize(("options", "limit"), [(LARGE, "100663296"), (SMALL, "None")])
+def test_kernels_with_larger_blocks_state_the_limit_that_they_were_chosen_for(options, limit):
+    """So they compile where the plan's options do not apply, as inside another `jit`."""
+    q, k = (jax.ShapeDtypeStruct((1, 8192, *heads, 128), "bfloat16") for heads in ((1, 1), (1,)))
+    with under_rules(rules(options=options)):
+        traced = jax.make_jaxpr(lambda q, k: splash_attention(CAUSAL, q, k, k))(q, k)
+        blocks = choose_blocks(SHAPE, CAUSAL)
+        stated = stated_vmem_bytes(blocks, SHAPE)
+    assert str(stated) == limit and f"vmem_bytes={limit}" in str(traced)
+    forward = partial(forward_on_device, SplashCall(CAUSAL, blocks, vmem_bytes=stated))
+    q, k = (jax.ShapeDtypeStruct((1, 1, *heads, 8192, 128), "bfloat16") for heads in ((1,), ()))
+    kernel = jax.make_jaxpr(lambda q, k, at: forward(q, k, k, Pairs(at), None))(q, k, jnp.arange(8192))
+    assert f"vmem_limit_bytes={limit}" in str(kernel)
+
+
+def test_arrays_fill_whole_lanes():
+    blocks = SplashBlocks.for_shape(8192, 8192, 2)
+    assert vmem_bytes(blocks, (8192, 8192, 64, 64, 2)) == vmem_bytes(blocks, SHAPE)
 
 
 def test_the_limit_of_the_chip_holds():
@@ -72,18 +99,18 @@ def step(q, k):
 
 def test_a_plan_keeps_the_blocks_of_its_kernels():
     q = jax.ShapeDtypeStruct((8, 4096, 8, 128), "bfloat16")
-    made = plan(step, q, q, target="v6e:2x4", plan="dp:8", compiler_options=LARGE)
-    default = plan(step, q, q, target="v6e:2x4", plan="dp:8")
+    made = plan(step, q, q, target="v6e:2x4", plan="dp:8")
+    small = plan(step, q, q, target="v6e:2x4", plan="dp:8", compiler_options=SMALL)
     (shape,) = made.kernel_blocks
-    assert shape == "4096x4096x128x128x2" and default.kernel_blocks[shape][:3] == (1024, 1024, 512)
-    assert made.kernel_blocks[shape] != default.kernel_blocks[shape]
+    assert shape == "4096x4096x128x128x2" and small.kernel_blocks[shape][:3] == (1024, 1024, 512)
+    assert made.kernel_blocks[shape] != small.kernel_blocks[shape]
     assert "kernel blocks: splash attention, 4096 queries x 4096 keys of 128 features: queries x keys: " in str(made)
-    for before in (made, default):
+    for before in (made, small):
         again = Plan.from_json(before.to_json()).bind(step, q, q)
         assert again.kernel_blocks == before.kernel_blocks
         assert again.bound is not None and before.bound is not None
         assert str(again.bound.traced.closed) == str(before.bound.traced.closed)
-    old = default.where(kernel_blocks={shape: (512, 512, 256, 512, 512, 256, 512, 512)})
+    old = small.where(kernel_blocks={shape: (512, 512, 256, 512, 512, 256, 512, 512)})
     bound = Plan.from_json(old.to_json()).bind(step, q, q).bound
     assert bound is not None and "forward=(512, 512, 256)" in str(bound.traced.closed)
 

@@ -258,7 +258,7 @@ CHIPS: Mapping[str, Chip] = {
         vector_units=2,
         clock_hz=1.75e9,
         flops_int8=918e12,
-        efficiency=0.919,
+        efficiency=0.914,
     ),
     "v6e": _tpu(
         "v6e",
@@ -275,7 +275,7 @@ CHIPS: Mapping[str, Chip] = {
         tile=256,
         clock_hz=1.75e9,
         flops_int8=1836e12,
-        efficiency=0.699,
+        efficiency=0.666,
     ),
     "tpu7x": _tpu(
         "tpu7x",
@@ -295,8 +295,8 @@ CHIPS: Mapping[str, Chip] = {
         vector_mib=64,
         clock_hz=2.2e9,
         flops_fp8=2307e12,
-        efficiency=0.774,
-        efficiency_fp8=0.752,
+        efficiency=0.749,
+        efficiency_fp8=0.703,
     ),
     "a100-40": _gpu(
         tflops=312,

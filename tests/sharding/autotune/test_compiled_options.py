@@ -56,48 +56,58 @@ def result(us, program="other", **more):
 
 
 VMEM = "xla_tpu_scoped_vmem_limit_kib"
+LAYOUT = "xla_tpu_assign_all_reduce_scatter_layout"
 FUSE = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
 
 
 def test_the_fastest_set_is_kept(monkeypatch):
     made = planned()
-    best, audit, tried = choose(monkeypatch, made, {VMEM: result(80.0), FUSE: result(90.0)})
-    assert best.compiler_options["tpu"][VMEM] == "98304" and FUSE not in best.compiler_options["tpu"]
-    assert audit.step_time_us == 80.0 and len(tried) == 3
+    best, audit, tried = choose(monkeypatch, made, {LAYOUT: result(80.0), FUSE: result(90.0)})
+    assert best.compiler_options["tpu"][LAYOUT] == "true" and FUSE not in best.compiler_options["tpu"]
+    assert audit.step_time_us == 80.0 and len(tried) == 2
     (note,) = best.notes[len(made.notes) :]
     assert note.startswith("compiler options, compiled for v6e:2x4: plan's own 100 us; ")
-    assert "; scoped-vmem 80.0 us (0.80x), chosen; reduction-layout changes nothing in the compiled program; " in note
-    assert "; gather-fusion 90.0 us (0.90" in note
+    assert "; reduction-layout 80.0 us (0.80x), chosen; gather-fusion 90.0 us (0.90" in note
+
+
+def test_a_set_that_changes_nothing_is_named(monkeypatch):
+    best, _, _ = choose(monkeypatch, planned(), {FUSE: result(90.0)})
+    assert "; reduction-layout changes nothing in the compiled program; gather-fusion 90.0 us (0.90" in best.notes[-1]
+
+
+def test_the_default_sets_are_not_tried_again(monkeypatch):
+    _, _, tried = choose(monkeypatch, planned(), {})
+    assert len(tried) == 2 and {options[VMEM] for options in tried} == {"98304"}
 
 
 def test_chosen_options_reach_json_and_the_next_audit(monkeypatch):
-    best, _, _ = choose(monkeypatch, planned(), {VMEM: result(80.0)})
+    best, _, _ = choose(monkeypatch, planned(), {LAYOUT: result(80.0)})
     again = Plan.from_json(
         Plan.of(bound_or_error(planned().bound).where(compiler_options=best.compiler_options)).to_json()
     )
     assert again.compiler_options == best.compiler_options
-    assert "scoped-vmem" in str(again)
+    assert "reduction-layout" in str(again)
 
 
 @pytest.mark.parametrize(
     ("outcome", "words"),
     [
-        (result(99.9), "scoped-vmem"),  # too small a gain
+        (result(99.9), "reduction-layout"),  # too small a gain
         (result(110.0), "1.10x"),
         (replace(result(50.0), peak_bytes=2 * LIMIT), "does not fit"),
-        (Audit("error", "no such luck"), "scoped-vmem does not compile (error: no such luck)"),
-        (Audit("oom"), "scoped-vmem does not compile (oom)"),
+        (Audit("error", "no such luck"), "reduction-layout does not compile (error: no such luck)"),
+        (Audit("oom"), "reduction-layout does not compile (oom)"),
     ],
 )
 def test_a_set_that_does_not_pay_is_not_kept(monkeypatch, outcome, words):
     made = planned()
-    best, audit, _ = choose(monkeypatch, made, {VMEM: outcome})
+    best, audit, _ = choose(monkeypatch, made, {LAYOUT: outcome})
     assert best.compiler_options == made.compiler_options and audit.program == "own"
     assert words in best.notes[-1] and "chosen" not in best.notes[-1]
 
 
 def test_options_that_the_compiler_refuses_are_left_out_and_named(monkeypatch):
-    best, _, _ = choose(monkeypatch, planned(), {VMEM: result(80.0, dropped=("xla_tpu_new",))})
+    best, _, _ = choose(monkeypatch, planned(), {LAYOUT: result(80.0, dropped=("xla_tpu_new",))})
     assert "without xla_tpu_new, unknown to this compiler" in best.notes[-1]
     fused, _, _ = choose(monkeypatch, planned(), {FUSE: result(80.0, dropped=(FUSE,))})
     assert FUSE not in fused.compiler_options["tpu"]
@@ -107,7 +117,7 @@ def test_no_more_sets_are_compiled_than_the_limit(monkeypatch):
     monkeypatch.setattr(compiled_options, "MOST_OPTION_SETS", 1)
     best, _, tried = choose(monkeypatch, planned(), {})
     assert len(tried) == 1
-    assert best.notes[-1].startswith("option sets that were not compiled: reduction-layout, gather-fusion")
+    assert best.notes[-1].startswith("option sets that were not compiled: gather-fusion")
 
 
 def test_machines_without_sets_are_left_alone(monkeypatch):
@@ -121,7 +131,7 @@ def test_machines_without_sets_are_left_alone(monkeypatch):
 def test_the_best_of_the_sets_of_a_tpu_is_kept():
     made = planned("v6e:2x2", "fsdp:4", verify=1)
     note = next(note for note in made.notes if note.startswith("compiler options, compiled for v6e:2x2"))
-    assert "gather-fusion" in note and "scoped-vmem" in note and "reduction-layout" in note
+    assert "gather-fusion" in note and "reduction-layout" in note and "scoped-vmem" not in note
     (audit,) = made.audits
     assert audit.ok and {**made.compiler_options["tpu"]} == {**audit.options}
     assert ("chosen" in note) == (made.compiler_options != planned("v6e:2x2", "fsdp:4").compiler_options)

@@ -61,9 +61,9 @@ def test_a_gather_hides_behind_the_operators_before_the_one_that_needs_it():
     [
         ("v5p:4x4x4", {"dp": 2, "fsdp": 32}, "fsdp", True, True),  # two neighbouring planes
         ("v5p:4x4x4", {"dp": 2, "fsdp": 32}, "dp", False, True),  # every second plane
-        ("v5p:4x4x4", {"dp": 4, "fsdp": 16}, "fsdp", False, False),  # one plane
-        ("v5p:8x8x4", {"dp": 4, "fsdp": 64}, "fsdp", False, True),  # one plane; half of the chips along y are a box
-        ("v5p:2x2x4", {"fsdp": 16}, "fsdp", False, False),
+        ("v5p:4x4x4", {"dp": 4, "fsdp": 16}, "fsdp", True, True),  # one plane
+        ("v5p:4x4x4", {"dp": 16, "fsdp": 4}, "fsdp", False, False),  # one line
+        ("v5p:2x2x4", {"fsdp": 16}, "fsdp", True, True),
         ("v6e:4x4", {"dp": 2, "fsdp": 8}, "dp", True, True),
     ],
 )

@@ -1,11 +1,13 @@
 """Which kinds of collectives a TPU's compiler runs asynchronously under some options, so that compute can hide them.
 
-Gathers are asynchronous on v5e, v5p, v6e and tpu7x under every set that `verify` tries. Reductions are asynchronous
-where they run on the SparseCores, and only there. On tpu7x that is the compiler's own default. Source: programs that
-libtpu 0.0.42.1 compiled (`option_sets`, `benchmarks/option_sets.py`). On v5p this compiler runs a gather asynchronously
-only over a box of more than 16 neighbouring devices, at least 2 along each of the three dimensions. On v5p:4x4x4, a
-gather over half of the chips is asynchronous over two neighbouring planes, and synchronous over every second plane. It
-is synchronous over a single plane: of 16 chips there, of 64 chips on v5p:8x8x4.
+Gathers are asynchronous on v5e, v5p, v6e and tpu7x under their default sets. Reductions are asynchronous where they run
+on the SparseCores, and only there. On tpu7x that is the compiler's own default. Source: programs that libtpu 0.0.42.1
+compiled (`option_sets`, `benchmarks/option_sets.py`). On v6e:4x8, a gather over all chips is asynchronous only where
+gathers over two torus dimensions run on the SparseCores, as by default; under `gather-fusion` it is synchronous. On
+v5p, gathers over boxes of neighbouring devices in two and three dimensions are asynchronous (16 chips of a plane of
+v5p:4x4x4, all of v5p:2x2x2 and 2x2x4), because those run on the SparseCores by default. A gather over every second
+plane of v5p:4x4x4 was synchronous before, and the estimate takes it to be so; likewise gathers over one dimension, and
+over up to 4 chips.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ _REDUCTIONS: Mapping[str, str] = {"reduce-scatter": f"{_OFFLOAD}reduce_scatter",
 _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
-SYNCHRONOUS_GATHERS: Mapping[str, int] = {"v5p": 16}
-"""Chip -> the size of the largest group of devices whose gathers are always synchronous. Source: see above."""
+SYNCHRONOUS_GATHERS: Mapping[str, int] = {"v5p": 4}
+"""Chip -> the size of the largest group of devices whose gathers are taken to be synchronous. Source: see above."""
 
-GATHER_DIMS: Mapping[str, int] = {"v5p": 3}
+GATHER_DIMS: Mapping[str, int] = {"v5p": 2}
 """Chip -> the least number of torus dimensions that a group of neighbours must span for its gathers to be asynchronous.
 Source: see above."""
 
@@ -49,7 +51,7 @@ def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
 def gathers_beside_compute(chip: str, devices: int) -> bool:
     """Return whether the compiler for a TPU runs gathers over so many neighbouring devices asynchronously.
 
-    >>> gathers_beside_compute("v5p", 8), gathers_beside_compute("v5p", 64)
+    >>> gathers_beside_compute("v5p", 4), gathers_beside_compute("v5p", 64)
     (False, True)
     """
     return chip in _GATHERING and devices > SYNCHRONOUS_GATHERS.get(chip, 0)

@@ -13,14 +13,45 @@ has all-gathers alone. For tpu7x this compiler runs reduce-scatters on the Spars
 Step time divided by that under the default sets (two products a layer, `fsdp:8`, same compiler):
 
     v6e:2x4       0.924   with `sparse-core-reductions`
-                  0.996   with `scoped-vmem`
+                  1.005   without `scoped-vmem`; 1.368 where products are large (`--program products`)
                   1       with `host-transfers` or `reduction-layout`, which change nothing
                   1.067   with `gather-fusion-overlap`
-                  1.142   with `gather-fusion` and without `sparse-core-gathers`
+                  1.14    with `gather-fusion`, 1.16 without `sparse-core-gathers`
                   1.567   without `no-collective-matmul`
-    tpu7x:2x2x1   0.798   without `no-sparse-core-reductions`
+    v5p:2x2x2     1.039   without `scoped-vmem`
+                  1.078   with `gather-fusion`, or without `sparse-core-gathers`
+    tpu7x:2x2x1   1.017   without `scoped-vmem`
+                  0.807   without `no-sparse-core-reductions`
 
 So gathers inside fusions, without overlap on the TensorCore, hide nothing on v6e, and `gather-fusion` is tried last.
+
+Gathers over several torus dimensions are synchronous, unless `2d_all_gather` and `3d_all_gather` are on, too. Four
+layers of two products (2048 x 8192 in bfloat16) with these options, relative to `all_gather` alone:
+
+    target      plan           rows a device   step    exposed part of the gathers' time
+    v6e:4x8     fsdp:32        4096            0.798   1.00 -> 0.44
+    v5p:4x4x4   dp:4 fsdp:16   4096            0.933   1.24 -> 0.39
+    v5p:2x2x4   fsdp:16        1024            0.867   1.00 -> 0.54   with `3d_all_gather`; `2d_all_gather` alone: 1.00
+    v5p:2x2x2   fsdp:8         1024            0.873   1.00 -> 0.51   likewise
+
+`scoped-vmem` lets products have larger tiles. Left: cycles of an MLP and its gradients on one device, relative to the
+compiler's own limit (16384 rows in bfloat16; with a gate, and at a width of 2048 with gelu). Right: step time of two
+small products a layer, as above.
+
+    chip    limit        4096 x 14336   8192 x 28672   2048 x 8192   small
+    v5e     32768 KiB    0.835                                       1.061
+            98304 KiB    0.817
+    v5p     32768 KiB    0.790                         0.952         0.941
+            65472 KiB    0.773                         0.938         1.108
+    v6e     65536 KiB    0.712          0.711
+            98304 KiB    0.627          0.655          0.871         0.996
+    tpu7x   49152 KiB    0.742                         0.887         0.984
+            65536 KiB    0.686                                       1.027
+
+The rest of the vector memory holds whole arrays, so the largest limits make small products slower. Compilation takes
+longer: the first column took 21 s on v6e and 74 s with the set, 23 and 46 s on v5p, 22 and 101 s on tpu7x, 7 and 43 s
+on v5e (278 s with 98304 KiB), on two busy cores. The recipes on which the efficiencies of v5p, v6e and tpu7x are
+calibrated (`benchmarks/recipe_calibration.py`) have large limits, too: 98304 KiB, and 61440 on tpu7x.
 
 `host-transfers` leaves out `xla_tpu_aggressive_opt_barrier_removal`, which published sets for host offload have: it
 undoes rematerialization. The recipes of `layer-scheduler` also run reduce-scatters on the SparseCores. The set leaves
@@ -132,7 +163,11 @@ _ALL = (
     OptionSet(
         "sparse-core-gathers",
         "all-gathers run on the SparseCores, in parallel with products",
-        dict.fromkeys(_SPARSE_CORES, {f"{_OFFLOAD}all_gather": "true"}),
+        {
+            "v5p": {f"{_OFFLOAD}{kind}": "true" for kind in ("all_gather", "2d_all_gather", "3d_all_gather")},
+            "v6e": {f"{_OFFLOAD}{kind}": "true" for kind in ("all_gather", "2d_all_gather")},
+            "tpu7x": {f"{_OFFLOAD}all_gather": "true"},
+        },
         "programs with all-gathers",
         _gathers,
         excludes=("gather-fusion", "gather-fusion-overlap"),
@@ -219,12 +254,14 @@ _ALL = (
         "scoped-vmem",
         "one operator may use more vector memory",
         {
-            "v5p": {"xla_tpu_scoped_vmem_limit_kib": "65472"},
+            "v5e": {"xla_tpu_scoped_vmem_limit_kib": "32768"},
+            "v5p": {"xla_tpu_scoped_vmem_limit_kib": "32768"},
             "v6e": {"xla_tpu_scoped_vmem_limit_kib": "98304"},
-            "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "65536"},
+            "tpu7x": {"xla_tpu_scoped_vmem_limit_kib": "49152"},
         },
         "programs with large products",
         _always,
+        default=_SPARSE_CORES,
     ),
     OptionSet(
         "reduction-layout",

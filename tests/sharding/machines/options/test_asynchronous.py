@@ -1,10 +1,14 @@
 """Which collectives compute can hide under a chip's options."""
 
+import jax
 import pytest
 
+from autoshard import plan
 from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.options import SETS, ProgramFacts, asynchronous_kinds, default_options, with_set
+from tests.sharding.autotune.test_compiled_options import step
 
+TWO_DIMENSIONS = "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather"
 OFFLOADED = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
@@ -32,3 +36,16 @@ def test_a_chip_hides_what_its_default_sets_make_asynchronous():
         assert CHIPS[name].options == default_options(name)
     requested = with_set(CHIPS["v6e"].options, SETS["sparse-core-reductions"], ProgramFacts("v6e"))
     assert set(asynchronous_kinds("v6e", requested)) == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+def test_gathers_over_two_dimensions_run_beside_compute_on_v6e():
+    up, down = (jax.ShapeDtypeStruct((4, *shape), "bfloat16") for shape in ((512, 2048), (2048, 512)))
+    x = jax.ShapeDtypeStruct((32 * 512, 512), "bfloat16")
+    made = plan(step, {"up": up, "down": down}, x, target="v6e:4x8", plan="fsdp:32")
+    options = made.compiler_options["tpu"]
+    for value, hidden in (("true", True), ("false", False)):
+        audit = made.verify(options={**options, TWO_DIMENSIONS: value})
+        gathers = [each for each in audit.collectives if each.kind == "all-gather" and each.trips > 1]
+        assert gathers and any(each.overlapped for each in gathers) == hidden

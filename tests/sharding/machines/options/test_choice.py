@@ -22,6 +22,7 @@ KINDS = frozenset({"all-gather", "reduce-scatter"})
 GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
 REDUCE = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 FUSE = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
+MEMORY = "xla_tpu_scoped_vmem_limit_kib"
 LAYERS = "xla_tpu_enable_latency_hiding_layer_scheduler"
 AGGREGATOR = "xla_tpu_enable_sparse_core_collective_aggregator"
 
@@ -32,11 +33,12 @@ def names(facts, options=None):
 
 def test_a_set_is_tried_where_its_condition_holds():
     plain = ProgramFacts("v6e", collectives=KINDS)
-    assert names(plain) == ["scoped-vmem", "reduction-layout", "gather-fusion"]
-    assert names(ProgramFacts("v6e")) == ["scoped-vmem"]
+    assert names(plain) == ["reduction-layout", "gather-fusion"]
+    assert not any(names(ProgramFacts(chip)) for chip in ("v5p", "v6e", "tpu7x"))
+    assert names(ProgramFacts("v5e")) == ["scoped-vmem"]
+    assert "scoped-vmem" in names(ProgramFacts("v6e"), {MEMORY: "16384"})
     assert names(ProgramFacts("v6e", host_traffic_bytes=1.0))[0] == "host-transfers"
     assert "data-parallel-overlap" in names(ProgramFacts("v5e", slices=2, collectives=KINDS))
-    assert names(ProgramFacts("v5e", collectives=KINDS)) == []
     assert "sparse-core-nd-gathers" not in names(ProgramFacts("tpu7x", collectives=KINDS, gather_dims=1))
     assert "sparse-core-nd-gathers" in names(ProgramFacts("tpu7x", collectives=KINDS, gather_dims=2))
 
@@ -53,7 +55,7 @@ def test_sets_with_reports_of_wrong_numbers_are_not_tried():
 def test_a_set_replaces_the_options_of_those_that_it_excludes():
     facts = ProgramFacts("v6e", collectives=KINDS)
     merged = with_set(default_options("v6e"), SETS["gather-fusion"], facts)
-    assert FUSE in merged and GATHER not in merged
+    assert FUSE in merged and not {GATHER, GATHER.replace("_all", "_2d_all")} & merged.keys()
     assert "xla_jf_spmd_threshold_for_windowed_einsum_mib" in merged
     assert with_set(merged, SETS["sparse-core-gathers"], facts) == default_options("v6e")
 
@@ -94,8 +96,10 @@ def test_options_that_exclude_each_other():
 
 def test_options_in_terms_of_sets():
     fused = with_set(default_options("v6e"), SETS["gather-fusion-overlap"], ProgramFacts("v6e"))
-    assert sets_in("v6e", fused)[0] == ["no-collective-matmul", "no-sparse-core-reductions", "gather-fusion-overlap"]
-    assert sets_in("v6e", {"xla_own": "1", GATHER: "true"}) == (["sparse-core-gathers"], ["xla_own"])
+    assert sets_in("v6e", fused)[0] == [
+        "no-collective-matmul", "no-sparse-core-reductions", "scoped-vmem", "gather-fusion-overlap",
+    ]  # fmt: skip
+    assert sets_in("tpu7x", {"xla_own": "1", GATHER: "true"}) == (["sparse-core-gathers"], ["xla_own"])
 
 
 def test_a_part_of_a_reported_set_is_reported():
