@@ -9,6 +9,7 @@ from autoshard.sharding.axes.axis_names import name_axes, name_computed_axes
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.graph_axes import find_graph_axes
+from autoshard.sharding.axes.carried_rows import state_is_data
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
 from autoshard.sharding.axes.roles import Roles, batch_axis, find_roles
 from autoshard.sharding.program.tracing import Traced
@@ -54,6 +55,8 @@ def analyse(traced: Traced) -> Analysis:
     state = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
     state_inputs = [i for i, _ in state]
     axes = find_axes(program)
+    if state_is_data(program, axes, state_inputs):
+        state_inputs = []  # the roles are those of a step that computes new data from data
     batch = _known_batch(traced, axes)
     batch = batch_axis(program, axes, frozenset(state_inputs)) if batch is None else batch
     join_generated_batches(axes, batch)
