@@ -128,13 +128,21 @@ class Engine:
             ConfigError: a prompt is empty, has an unknown token, or does not fit into a row. Nothing has been computed.
         """
         asked = list(requests)
+        found = dict(self.stream(asked, on_token))
+        return [found[n] for n in range(len(asked))]
+
+    def stream(
+        self, requests: Iterable[Request], on_token: OnToken | None = None
+    ) -> Iterator[tuple[int, Completion]]:
+        """Continue prompts as `run` does. Yields the place of each prompt and its continuation, as soon as it ends."""
+        asked = list(requests)
         self._check(asked)
-        found: dict[int, Completion] = {n: Completion((), "tokens") for n, r in enumerate(asked) if r.max_tokens == 0}
+        yield from ((n, Completion((), "tokens")) for n, r in enumerate(asked) if r.max_tokens == 0)
         waiting = iter([(n, r) for n, r in enumerate(asked) if r.max_tokens > 0])
         rows: list[_Row | None] = [None] * self.rows
         state = self.steps.new_state()
         chosen, numbers = [Sampling()] * self.rows, [0] * self.rows
-        while len(found) < len(asked):
+        while True:
             while new := self._take(rows, waiting):
                 for row in new:
                     taken = rows[row]
@@ -142,12 +150,11 @@ class Engine:
                     chosen[row] = taken.request.sampling
                     numbers[row] = taken.index if taken.request.number is None else taken.request.number
                 state = self.steps.prefill(state, self._prompts(rows, new, Settings.of(chosen, numbers)))
-                self._collect(state, rows, new, found, on_token)
-            active = [n for n, row in enumerate(rows) if row is not None]
-            if active:
-                state = self.steps.decode(state, np.array([row is not None for row in rows]))
-                self._collect(state, rows, active, found, on_token)
-        return [found[n] for n in range(len(asked))]
+                yield from self._collect(state, rows, new, on_token)
+            if not (active := [n for n, row in enumerate(rows) if row is not None]):
+                return
+            state = self.steps.decode(state, np.array([row is not None for row in rows]))
+            yield from self._collect(state, rows, active, on_token)
 
     def _take(self, rows: list[_Row | None], waiting: Iterator[tuple[int, Request]]) -> list[int]:
         """Give waiting prompts to free rows, one group at most. Returns the rows."""
@@ -171,14 +178,9 @@ class Engine:
         return Prompts(tokens, counts, seen, source, settings)  # pyright: ignore[reportArgumentType]
 
     def _collect(
-        self,
-        state: State,
-        rows: list[_Row | None],
-        which: list[int],
-        found: dict[int, Completion],
-        on_token: OnToken | None,
-    ) -> None:
-        """Add the last token of rows to their texts, and free the rows whose texts end."""
+        self, state: State, rows: list[_Row | None], which: list[int], on_token: OnToken | None
+    ) -> Iterator[tuple[int, Completion]]:
+        """Add the last token of rows to their texts. Free the rows whose texts end, and yield these."""
         tokens = np.asarray(jax.device_get(state.tokens))
         for n in which:
             row, token = rows[n], int(tokens[n])
@@ -195,7 +197,8 @@ class Engine:
                 elif len(row.tokens) >= row.room:
                     reason = "length"
             if reason:
-                found[row.index], rows[n] = Completion(tuple(row.tokens), reason), None
+                rows[n] = None
+                yield row.index, Completion(tuple(row.tokens), reason)
 
     def _check(self, requests: Sequence[Request]) -> None:
         problems = []
