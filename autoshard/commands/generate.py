@@ -22,12 +22,17 @@ def run(arguments: Sequence[str]) -> int:
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
     options.add_argument(
-        "run_dir", metavar="FOLDER", type=Path, help="folder of the run, of its checkpoints, of an exported model, or of a pretrained one"
+        "run_dir",
+        metavar="FOLDER",
+        type=Path,
+        help="folder of the run, of its checkpoints, of an exported model, or of a pretrained one",
     )
     options.add_argument("--prompt", help="text to continue (default: a line end)")
     options.add_argument("--tokens", type=int, default=200, help="number of tokens to add (default: 200)")
     options.add_argument(
-        "--temperature", type=float, help="0 always takes the most likely token (default: that of the run, 0.8; 0 for a pretrained folder)"
+        "--temperature",
+        type=float,
+        help="0 always takes the most likely token (default: that of the run, 0.8; 0 for a pretrained folder)",
     )
     options.add_argument("--top-k", type=int, help="sample from this many of the most likely tokens")
     options.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
@@ -58,7 +63,11 @@ def run(arguments: Sequence[str]) -> int:
 
     generator = open_generator(given.run_dir, given.step, use_ema=given.use_ema, factory=given.model)
     text, plan = generator.generate(
-        "\n" if given.prompt is None else given.prompt, given.tokens, seed=given.seed, temperature=given.temperature, top_k=given.top_k
+        "\n" if given.prompt is None else given.prompt,
+        given.tokens,
+        seed=given.seed,
+        temperature=given.temperature,
+        top_k=given.top_k,
     )
     if given.show_plan:
         print(plan)

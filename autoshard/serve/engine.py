@@ -19,7 +19,7 @@ from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.models.decoder import Decoder
 from autoshard.serve.constants import MAX_TOKENS, ROWS, SMALLEST_BUCKET
-from autoshard.serve.sampling import Sampling, Settings
+from autoshard.serve.sampling import GREEDY, Sampling, Settings
 from autoshard.serve.steps import Prompts, State, Steps
 from autoshard.sharding.api.plan import Plan
 
@@ -41,7 +41,7 @@ class Request:
 
     prompt: Sequence[int]
     max_tokens: int = MAX_TOKENS
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     stop: frozenset[int] = frozenset()
     number: int | None = None
 
@@ -131,9 +131,7 @@ class Engine:
         found = dict(self.stream(asked, on_token))
         return [found[n] for n in range(len(asked))]
 
-    def stream(
-        self, requests: Iterable[Request], on_token: OnToken | None = None
-    ) -> Iterator[tuple[int, Completion]]:
+    def stream(self, requests: Iterable[Request], on_token: OnToken | None = None) -> Iterator[tuple[int, Completion]]:
         """Continue prompts as `run` does. Yields the place of each prompt and its continuation, as soon as it ends."""
         asked = list(requests)
         self._check(asked)
@@ -141,7 +139,7 @@ class Engine:
         waiting = iter([(n, r) for n, r in enumerate(asked) if r.max_tokens > 0])
         rows: list[_Row | None] = [None] * self.rows
         state = self.steps.new_state()
-        chosen, numbers = [Sampling()] * self.rows, [0] * self.rows
+        chosen, numbers = [GREEDY] * self.rows, [0] * self.rows
         while True:
             while new := self._take(rows, waiting):
                 for row in new:

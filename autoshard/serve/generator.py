@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
-from autoshard.models.pretrained.load import Described, load_pretrained
 from autoshard.models.pretrained.folder import Folder
+from autoshard.models.pretrained.load import Described, load_pretrained
 from autoshard.serve.chat import ChatTemplate
 from autoshard.serve.constants import MAX_TOKENS, ROWS
 from autoshard.serve.engine import Engine, Request
-from autoshard.serve.sampling import Sampling
+from autoshard.serve.sampling import GREEDY, Sampling
 from autoshard.serve.steps import Steps
 from autoshard.serve.text import TextStream
 
@@ -64,7 +63,7 @@ class Generator:
         prompts: Sequence[Prompt],
         *,
         max_tokens: int = MAX_TOKENS,
-        sampling: Sampling = Sampling(),
+        sampling: Sampling = GREEDY,
         stop: Sequence[str] = (),
         numbers: Sequence[int] | None = None,
         on_text: OnText | None = None,

@@ -68,6 +68,9 @@ class Sampling:
             raise ConfigError("; ".join(problems))
 
 
+GREEDY = Sampling()
+
+
 @shown
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,9 @@ takes the state as it is: the plan of a function keeps the shardings of arrays t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,7 @@ from autoshard._shown import shown
 from autoshard.errors import AutoshardWarning
 from autoshard.models.decoder import Decoder
 from autoshard.models.decoder.cache import DecoderCache
-from autoshard.serve.sampling import Sampling, Settings, choose
+from autoshard.serve.sampling import GREEDY, Settings, choose
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
 
@@ -87,7 +88,11 @@ class Steps:
 
     def new_state(self) -> State:
         """Make the state of empty rows, sharded as the decode step's plan says."""
-        return jax.jit(self._empty, out_shardings=self.plan.in_shardings()[1])()
+        return self._create()
+
+    @functools.cached_property
+    def _create(self) -> Callable[[], State]:
+        return jax.jit(self._empty, out_shardings=self.plan.in_shardings()[1])
 
     def prefill(self, state: State, prompts: Prompts) -> State:
         """Put new prompts into rows, and choose their first tokens."""
@@ -130,11 +135,12 @@ class Steps:
         return State(cache, tokens, _with_token(seen, tokens, taken), prompts.settings)
 
     def _empty(self) -> State:
-        model_shapes = nnx.merge(self.graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params))
-        cache = model_shapes.cache(self.rows, self.length)
-        settings = Settings.of([Sampling()] * self.rows, [0] * self.rows)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+        model: Decoder = nnx.merge(self.graph, shapes)
+        cache = model.cache(self.rows, self.length)
+        settings = Settings.of([GREEDY] * self.rows, [0] * self.rows)
         tokens = jnp.zeros((self.rows,), jnp.int32)
-        seen = jnp.zeros((self.rows, model_shapes.cfg.vocab), bool)
+        seen = jnp.zeros((self.rows, model.cfg.vocab), bool)
         return State(cache, tokens, seen, jax.tree.map(jnp.asarray, settings))
 
     def _shapes(self) -> tuple[Any, Any]:

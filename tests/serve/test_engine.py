@@ -86,3 +86,13 @@ def test_wrong_prompts_are_named_together_before_anything_runs(engine):
         engine.run([Request([]), Request([32]), Request([1] * 49)])
     with pytest.raises(ConfigError, match="rows is 0.*length is 49"):
         Engine(Decoder(CONFIG, rngs=nnx.Rngs(0)), rows=0, length=49)
+
+
+def test_no_program_is_compiled_after_the_first_prompts_of_each_length(engine, caplog):
+    with jax.log_compiles():
+        engine.run([Request(prompt, 3) for prompt in PROMPTS])
+        jax.jit(lambda x: x + 1)(1.0)
+        assert "Compiling" in caplog.text  # compilation is seen
+        caplog.clear()
+        engine.run([Request(prompt[::-1], 5, Sampling(0.5, top_k=3)) for prompt in PROMPTS[::-1]])
+        assert "Compiling" not in caplog.text

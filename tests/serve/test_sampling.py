@@ -50,7 +50,9 @@ def test_draws_follow_the_probabilities():
     draws = 4000
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
     settings = Settings.of([Sampling(1.0, seed=3)] * draws, [*range(draws)])
-    found = jax.jit(choose)(np.tile(logits, (draws, 1)), settings, np.zeros((draws, 4), bool), np.zeros(draws, np.int32))
+    found = jax.jit(choose)(
+        np.tile(logits, (draws, 1)), settings, np.zeros((draws, 4), bool), np.zeros(draws, np.int32)
+    )
     shares = np.bincount(found, minlength=4) / draws
     assert np.abs(shares - [0.5, 0.3, 0.15, 0.05]).max() < 0.03  # 4 standard deviations
 
