@@ -82,7 +82,9 @@ def test_a_killed_file_is_continued_with_the_same_texts(generator, tmp_path):
 
 def test_the_command_prints_and_writes_what_the_generator_gives(generator, folder, tmp_path, capsys):
     plain, chat = (generator.generate([text], max_tokens=5)[0].text for text in ("abc", "abcea"))
-    assert main(["generate", str(folder), "--prompt", "abc", "--tokens", "5", "--plan", "dp:1"]) == 0
+    assert (
+        main(["generate", str(folder), "--prompt", "abc", "--tokens", "5", "--plan", "tp:4 fsdp:2", "--rows", "2"]) == 0
+    )
     assert capsys.readouterr().out == f"abc{plain}\n"
     assert main(["generate", str(folder), "--prompt", "abc", "--tokens", "5", "--chat", "--stop", "zz"]) == 0
     assert capsys.readouterr().out == f"{chat}\n"

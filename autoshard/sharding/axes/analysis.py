@@ -34,6 +34,8 @@ class Analysis:
 def analyse(traced: Traced) -> Analysis:
     """Finds the logical axes of a traced program, their roles and their names.
 
+    If the state is data, such as a cache (`state_is_data`), the roles are found as if no state were known.
+
     The seven steps run in a fixed order, because later steps read what earlier ones have changed:
 
     1. `find_axes` unifies the dimensions of all values into logical axes.
