@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 
@@ -60,8 +63,6 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses the messages, or is not a template.
         """
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)

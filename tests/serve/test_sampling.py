@@ -43,7 +43,8 @@ def test_filters_leave_the_tokens_that_plain_numpy_leaves():
 def test_penalty_divides_positive_and_multiplies_negative_scores_of_seen_tokens():
     scores = np.array([[2.0, -2.0, 3.0, -3.0]], np.float32)
     seen = np.array([[True, True, False, False]])
-    assert penalized(scores, seen, np.array([2.0], np.float32)).tolist() == [[1.0, -4.0, 3.0, -3.0]]
+    found = penalized(jnp.asarray(scores), jnp.asarray(seen), jnp.array([2.0]))
+    assert found.tolist() == [[1.0, -4.0, 3.0, -3.0]]
 
 
 def test_draws_follow_the_probabilities():
