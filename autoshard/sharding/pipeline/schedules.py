@@ -7,6 +7,7 @@ wait, and how many slots there are.
 
     before      what comes before the stack of layers, for one microbatch
     forward     the layers of one stage
+    recompute   the layers of one stage again, from the stage's input, where it keeps the input and not the residuals
     middle      from the output of the last layer to its gradient: the head and the loss
     backward    the gradients of one stage's layers
     weights     the gradients of one stage's weights, where `backward` leaves them out
@@ -24,8 +25,9 @@ import numpy as np
 from autoshard._shown import shown
 
 BEFORE, FORWARD, MIDDLE, BACKWARD, WEIGHTS, AFTER = "before", "forward", "middle", "backward", "weights", "after"
-PARTS = (BEFORE, FORWARD, MIDDLE, BACKWARD, WEIGHTS, AFTER)  # the order of the parts within a tick
-ON_STAGES = (FORWARD, BACKWARD, WEIGHTS)
+RECOMPUTE = "recompute"
+PARTS = (BEFORE, FORWARD, RECOMPUTE, MIDDLE, BACKWARD, WEIGHTS, AFTER)  # the order of the parts within a tick
+ON_STAGES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
 BESIDE = {BEFORE: FORWARD, AFTER: BACKWARD}
 """Light part -> the part in whose ticks it always runs, even with nothing to do. So there are fewer kinds of ticks."""
 IDLE = -1
@@ -95,8 +97,7 @@ class Schedule:
             taken: the parts that take them. If such a part is not on stages, it takes those of all stages at once.
         """
         write = self.ticks[made]
-        parts = [taken] if isinstance(taken, str) else [*taken]
-        last = np.max([np.broadcast_to(self.ticks[p], write.shape) for p in parts], axis=0)
+        last = self._last(made, taken)
         of = np.zeros(write.shape, np.int32)
         count = 1
         for stage in range(write.shape[1]):
@@ -124,11 +125,24 @@ class Schedule:
             found[row, np.arange(len(row))] = slots.of[microbatch]
         return found
 
-    def live(self, made: str, taken: str) -> np.ndarray:
-        """The number of microbatches whose values wait at each stage in each tick, `[T, N]`."""
-        write, last = self.ticks[made], np.broadcast_to(self.ticks[taken], self.ticks[made].shape)
+    def live(self, made: str, taken: str | Sequence[str]) -> np.ndarray:
+        """The number of microbatches whose values wait at each stage in each tick, `[T, N]`; see `slots`."""
+        write = self.ticks[made]
+        last = self._last(made, taken)
         ticks = np.arange(self.length)[:, None, None]
         return ((write <= ticks) & (ticks <= last)).sum(axis=1)
+
+    def _last(self, made: str, taken: str | Sequence[str]) -> np.ndarray:
+        """The tick of the last part that takes the values of each microbatch at each stage, `[M, N]`."""
+        shape, parts = self.ticks[made].shape, [taken] if isinstance(taken, str) else taken
+        return np.max([np.broadcast_to(self.ticks[p], shape) for p in parts], axis=0)
+
+    @property
+    def kept(self) -> tuple[str, tuple[str, ...]]:
+        """What a stage keeps of a microbatch for its gradients, "inputs" or "residuals", and the parts that take it."""
+        if RECOMPUTE in self.ticks:
+            return "inputs", (RECOMPUTE,)
+        return "residuals", tuple(part for part in (BACKWARD, WEIGHTS) if part in self.ticks)
 
     def ideal(self, costs: Mapping[str, float]) -> tuple[float, float]:
         """The time of all ticks, and the time in which each stage works, in the unit of `costs` (part -> its time)."""
@@ -148,12 +162,22 @@ class Schedule:
             assert (ticks[MIDDLE][:, 0] == backward[:, last]).all()
             assert (ticks[AFTER][:, 0] == backward[:, 0]).all()
             assert (ticks.get(WEIGHTS, backward) >= backward).all()
+        if RECOMPUTE in ticks:
+            assert WEIGHTS not in ticks, "recomputed residuals do not wait for the gradients of weights"
+            assert (ticks[RECOMPUTE] == ticks[BACKWARD]).all(), "recomputed residuals do not wait"
         for part, of_part in ticks.items():
             for stage in range(of_part.shape[1]):
                 assert len({*of_part[:, stage].tolist()}) == self.microbatches, f"{part} runs twice in one tick"
 
 
-def _schedule(name: str, stages: int, microbatches: int, first_backward: int, weights: int | None = None) -> Schedule:
+def _schedule(
+    name: str,
+    stages: int,
+    microbatches: int,
+    first_backward: int,
+    weights: int | None = None,
+    keeps_inputs: bool = False,
+) -> Schedule:
     """A schedule in which microbatch m enters the first stage in tick m.
 
     Args:
@@ -162,18 +186,29 @@ def _schedule(name: str, stages: int, microbatches: int, first_backward: int, we
         microbatches: number of microbatches.
         first_backward: the tick in which the last stage runs its first backward part.
         weights: the tick in which all stages compute their first gradients of weights; None if backward includes them.
+        keeps_inputs: whether a stage keeps the input of a microbatch, and computes the residuals again from it.
     """
     m, s = np.arange(microbatches)[:, None], np.arange(stages)[None, :]
     backward = first_backward + m + (stages - 1 - s)
     ticks = {BEFORE: m, FORWARD: m + s, MIDDLE: first_backward + m, BACKWARD: backward, AFTER: backward[:, :1]}
     if weights is not None:
         ticks[WEIGHTS] = np.broadcast_to(weights + m, (microbatches, stages))
+    if keeps_inputs:
+        ticks[RECOMPUTE] = backward
     return Schedule(name, stages, microbatches, ticks)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
     """All forward parts, then all backward parts. Each stage holds the residuals of all microbatches."""
     return _schedule("gpipe", stages, microbatches, microbatches + stages - 1)
+
+
+def forward_then_backward(stages: int, microbatches: int) -> Schedule:
+    """As `gpipe`, but a stage keeps its input for each microbatch, and computes its layers again before the gradients.
+
+    Each backward part is the last one that takes an input, and frees it.
+    """
+    return _schedule("ftb", stages, microbatches, microbatches + stages - 1, keeps_inputs=True)
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
@@ -187,6 +222,6 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 
 SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe, "1f1b": one_forward_one_backward, "zb": zero_bubble,
+    "gpipe": gpipe, "1f1b": one_forward_one_backward, "zb": zero_bubble, "ftb": forward_then_backward,
 }  # fmt: skip
 """The words of `schedule=`."""

@@ -17,27 +17,24 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
+from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
-from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, WEIGHTS, Schedule
+from autoshard.sharding.pipeline.schedules import (
+    AFTER,
+    BACKWARD,
+    BEFORE,
+    FORWARD,
+    IDLE,
+    MIDDLE,
+    RECOMPUTE,
+    WEIGHTS,
+    Schedule,
+)
 from autoshard.sharding.pipeline.split_backward import Body, split_backward
 from autoshard.sharding.pipeline.stage_cut import NotStaged, Stack, StageCut
+from autoshard.sharding.pipeline.stage_inputs import StageInputs
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
 from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_one, write_slots
-
-WAITING = {
-    "residuals": (FORWARD, (BACKWARD, WEIGHTS)),
-    "middle_stacks": (FORWARD, (MIDDLE,)),
-    "outlet": (FORWARD, (MIDDLE,)),
-    "for_weights": (BACKWARD, (WEIGHTS,)),
-    "after_stacks": (BACKWARD, (AFTER,)),
-}
-"""Values that wait in slots: the part that makes them, and the parts that take them."""
-USED_BY = {
-    **{name: (made, *taken) for name, (made, taken) in WAITING.items()},
-    "forward": (FORWARD,), "backward": (BACKWARD,), "forward_sums": (FORWARD,), "middle": (MIDDLE,),
-    "backward_sums": (BACKWARD, WEIGHTS), "after": (AFTER,),
-}  # fmt: skip
-"""What the loop carries, and the parts that read or write it."""
 
 State = dict[str, Any]
 
@@ -73,9 +70,12 @@ class StageLoop:
         if self.reverse:
             self.first, self.last = self.last, self.first
         forward_done = schedule.ticks[FORWARD][:, -1:]
-        self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # the middle runs in a later tick
+        self.inputs = StageInputs(cut, schedule)
+        late = bool((schedule.ticks[MIDDLE] != forward_done).any())
+        self.waits = late and not self.inputs.recompute  # the middle takes what left the last stage in an earlier tick
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
+        self.waiting_residuals = [] if self.inputs.recompute else self.residuals
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in self.residuals]
         # If the layers do not divide, stages exchange them. They do so once, not in each tick.
         self.given: Env = {} if self.stacks.even else {v: self.layers_of(v, separate) for v in dict.fromkeys(given)}
@@ -137,7 +137,8 @@ class StageLoop:
         made: dict[str, Callable[[], Any]] = {
             "forward": lambda: [self.zeros(v, staged=True) for v in (*cut.forward.carry, *cut.forth)],
             "backward": lambda: [self.zeros(v, staged=True) for v in (*cut.backward.carry, *cut.back)],
-            "residuals": lambda: self.empty_slots("residuals", self.residuals),
+            "residuals": lambda: self.empty_slots("residuals", self.waiting_residuals),
+            "inputs": lambda: self.inputs.empty(self.slots, self.stages),
             "middle_stacks": lambda: self.empty_slots("middle_stacks", cut.middle_stacks),
             "after_stacks": lambda: self.empty_slots("after_stacks", cut.after_stacks),
             "for_weights": lambda: self.empty_slots("for_weights", self.halves.waiting) if self.halves else [],
@@ -192,10 +193,14 @@ class StageLoop:
         if FORWARD in parts:
             at_end = self.forward_part(state, row)
         start: list[Any] = []
+        recomputed: Env = {}
+        if RECOMPUTE in parts:
+            recomputed, leaving = self.inputs.run_again(state["inputs"], row, self.layers)
+            at_end = self.at_end(leaving)
         if MIDDLE in parts:
             start = self.middle_part(state, row, at_end)
         if BACKWARD in parts:
-            self.backward_part(state, row, start)
+            self.backward_part(state, row, start, recomputed)
             self.after_part(state, row)
         if WEIGHTS in parts:
             self.weights_part(state, row)
@@ -211,16 +216,21 @@ class StageLoop:
         carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {})
         state["forward"] = [*carried, *moved[len(stack.carry) :]]
         made = dict(zip(stack.stacked, stacked, strict=True))
-        for name, kept in (("residuals", self.residuals), ("middle_stacks", cut.middle_stacks)):
+        state["inputs"] = self.inputs.kept(state["inputs"], moved, row)
+        for name, kept in (("residuals", self.waiting_residuals), ("middle_stacks", cut.middle_stacks)):
             index = row[f"{name} {FORWARD}"]
             state[name] = [write_slots(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
         self.add_on_stages(state, "forward_sums", made, row[FORWARD])
-        at_end = dict(zip((*stack.carried, *cut.forth), (self.of_stage(x, self.last) for x in state["forward"]),
-                          strict=True))  # fmt: skip
+        at_end = self.at_end(state["forward"])
         if self.waits:
             index = row[f"outlet {FORWARD}"][self.last]
             state["outlet"] = [write_one(s, x, index) for s, x in zip(state["outlet"], at_end.values(), strict=True)]
         return at_end
+
+    def at_end(self, leaving: Sequence[Any]) -> Env:
+        """Return what leaves the last stage, of what leaves each stage."""
+        variables = (*self.cut.forward.carried, *self.cut.forth)
+        return {v: self.of_stage(x, self.last) for v, x in zip(variables, leaving, strict=True)}
 
     def middle_part(self, state: State, row: Env, at_end: Env) -> list[Any]:
         """Run the head and its gradient; return what the gradients of the last stage start from.
@@ -243,15 +253,16 @@ class StageLoop:
         self.add(state, "middle", made[starts:], number)
         return made[:starts]
 
-    def backward_part(self, state: State, row: Env, start: Sequence[Any]) -> None:
-        """Run a backward part on each stage; the last one begins with `start`."""
+    def backward_part(self, state: State, row: Env, start: Sequence[Any], recomputed: Env) -> None:
+        """Run a backward part on each stage; the last one begins with `start`. `recomputed` has residuals, if any."""
         cut, stack = self.cut, self.cut.backward
         variables = [*stack.carry, *cut.back]
         edges = start or [self.zeros(v) for v in variables]
         on = not self.reverse
         moved = [shift_stages(x, edge, backward=on) for x, edge in zip(state["backward"], edges, strict=True)]
         index = row[f"residuals {BACKWARD}"]
-        slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
+        waited = zip(self.waiting_residuals, state["residuals"], strict=True)
+        slices = {**recomputed, **{v: read_slots(s, index) for v, s in waited}}
         known = dict(zip(cut.back, moved[len(stack.carry) :], strict=True))
         half = self.halves.inputs if self.halves else None
         carried, stacked = self.layers(stack, row[BACKWARD], known, moved[: len(stack.carry)], slices, half)

@@ -3,15 +3,18 @@
 import numpy as np
 import pytest
 
+from autoshard.sharding.pipeline.loop_state import WAITING
 from autoshard.sharding.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     IDLE,
     MIDDLE,
     ON_STAGES,
+    RECOMPUTE,
     SCHEDULES,
     WEIGHTS,
     Schedule,
+    Slots,
 )
 
 SIZES = [(2, 2), (2, 5), (4, 4), (4, 8), (3, 16)]
@@ -54,10 +57,61 @@ def test_no_slot_is_overwritten_before_it_is_read(schedule):
                 assert held[read[tick, stage], stage] == schedule.working(last)[tick, stage]
 
 
+def releases(schedule, slots, made, taken):
+    """Run a schedule; return (stage, slot) of each value in the order in which its last part frees it.
+
+    Raises:
+        AssertionError: a value is written to a slot that is in use, or a slot is freed that is free already.
+    """
+    owners, freed = {}, []
+    for tick in range(schedule.length):
+        for stage in range(schedule.stages):
+            for microbatch in np.flatnonzero(schedule.ticks[made][:, stage] == tick):
+                place = stage, int(slots.of[microbatch, stage])
+                assert place not in owners, f"slot {place} is in use"
+                owners[place] = microbatch
+        for stage in range(schedule.stages):
+            last = np.max([np.broadcast_to(schedule.ticks[p], slots.of.shape)[:, stage] for p in taken], axis=0)
+            for microbatch in np.flatnonzero(last == tick):
+                place = stage, int(slots.of[microbatch, stage])
+                assert owners.pop(place, None) == microbatch, f"slot {place} is freed twice"
+                freed.append(place)
+    assert not owners
+    return freed
+
+
+def waiting(schedule):
+    """The kinds of values that wait in a schedule: the part that makes them, and those that take them."""
+    kinds = {(made, tuple(p for p in taken if p in schedule.ticks)) for made, taken in WAITING.values()}
+    return [(made, taken) for made, taken in kinds if made in schedule.ticks and taken]
+
+
+def test_a_slot_has_one_owner_and_is_freed_once(schedule):
+    for made, taken in waiting(schedule):
+        slots = schedule.slots(made, taken)
+        freed = releases(schedule, slots, made, taken)
+        assert len(freed) == schedule.stages * schedule.microbatches
+        assert slots.count == schedule.live(made, taken).max() == 1 + max(slot for _, slot in freed)
+        if slots.count > 1:
+            with pytest.raises(AssertionError, match="is in use|is freed twice"):
+                releases(schedule, Slots(slots.count, slots.of % (slots.count - 1)), made, taken)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_each_backward_part_frees_one_input(stages, microbatches):
+    made = SCHEDULES["ftb"](stages, microbatches)
+    assert made.kept == ("inputs", (RECOMPUTE,))
+    held = made.live(FORWARD, RECOMPUTE)
+    for stage in range(stages):
+        first, last = made.ticks[BACKWARD][[0, -1], stage]
+        assert held[first : last + 1, stage].tolist() == [*range(microbatches, 0, -1)]
+        assert not held[last + 1 :, stage].any()
+
+
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_residuals_that_a_stage_holds(stages, microbatches):
     count = {name: make(stages, microbatches).slots(FORWARD, BACKWARD).count for name, make in SCHEDULES.items()}
-    assert count["gpipe"] == microbatches
+    assert count["gpipe"] == count["ftb"] == microbatches
     assert count["1f1b"] == min(microbatches, 2 * stages - 1)
     assert SCHEDULES["1f1b"](stages, microbatches).live(FORWARD, BACKWARD).max(axis=0).tolist() == [
         min(microbatches, 2 * (stages - 1 - stage) + 1) for stage in range(stages)
@@ -76,6 +130,8 @@ def test_what_idle_stages_cost(stages, microbatches):
     costs, n, m = {FORWARD: 1.0, BACKWARD: 2.0}, stages, microbatches
     for name in ("gpipe", "1f1b"):
         assert SCHEDULES[name](n, m).ideal(costs) == ((m + n - 1) * 3.0, m * 3.0)
+    # Each backward tick has one forward part more.
+    assert SCHEDULES["ftb"](n, m).ideal({**costs, RECOMPUTE: 1.0}) == ((m + n - 1) * 4.0, m * 4.0)
     # The gradients of the weights are half of the backward pass, and no stage is idle while they are computed.
     split = SCHEDULES["zb"](n, m).ideal({FORWARD: 1.0, BACKWARD: 1.0, WEIGHTS: 1.0})
     assert split == ((m + n - 1) * 2.0 + m, m * 3.0)

@@ -10,6 +10,7 @@ import pytest
 from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.pipeline.pipelining import with_stages
+from autoshard.sharding.pipeline.schedules import SCHEDULES
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.pipeline.programs import KINDS, make_step, state, tokens
 
@@ -49,14 +50,14 @@ def test_one_forward_one_backward(kind):
     check(kind, False, 4, 2, "1f1b")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb", "ftb"])
 @pytest.mark.parametrize("kind", ["auxiliary", "encoder", "hidden"])
 def test_other_schedules(kind, schedule):
     check(kind, False, 4, 4, schedule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_with_remat(kind, schedule):
     check(kind, True, 8, 4, schedule)
@@ -78,10 +79,10 @@ def test_layers_one_after_another_that_index_a_stack(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["list", "index"])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("remat", "schedule"), [(False, "1f1b"), (True, "1f1b"), (False, "ftb")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_with_layers_one_after_another(kind, remat, layers):
-    check(kind, remat, 4, 2, "1f1b", layers)
+def test_all_with_layers_one_after_another(kind, remat, schedule, layers):
+    check(kind, remat, 4, 2, schedule, layers)
 
 
 def train(stack):
@@ -107,17 +108,20 @@ def layer(x, w):
         ("auxiliary", "gpipe", "scan"),
         ("dropout", "1f1b", "scan"),
         ("shared", "zb", "list"),
+        ("dropout", "ftb", "list"),
         pytest.param("plain", "1f1b", "scan", marks=pytest.mark.slow),
         pytest.param("tied", "zb", "scan", marks=pytest.mark.slow),
         pytest.param("frozen", "zb", "scan", marks=pytest.mark.slow),
         pytest.param("encoder", "zb", "index", marks=pytest.mark.slow),
+        pytest.param("auxiliary", "ftb", "scan", marks=pytest.mark.slow),
+        pytest.param("encoder", "ftb", "index", marks=pytest.mark.slow),
     ],
 )
 def test_stages_with_different_numbers_of_layers(kind, schedule, layers):
     check(kind, True, 4, 3, schedule, layers)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
 def test_layers_that_run_from_last_to_first(schedule):
     fn, args, want = train(lambda weights, x: jax.lax.scan(layer, x, weights[0], reverse=True)[0])
     for stages in (2, 3):
