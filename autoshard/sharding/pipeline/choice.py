@@ -7,13 +7,15 @@ tries pipelines if the user asks for microbatches, and leaves plans without them
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from autoshard._tracebacks import users_stacklevel
 from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.microbatches.constants import GAIN
+from autoshard.sharding.pipeline.schedules import LEAN
 
 
 def stage_counts(target: Target) -> list[int]:
@@ -48,6 +50,36 @@ def plan_with_pipelines(counts: list[int], plain: Callable[[], Any], staged: Cal
         return best
     text = f"compared {first.plan.chosen} ({_figures(first)}) with pipelines: {'; '.join(tried)}"
     return best.where(notes=(*best.plan.notes, text))
+
+
+def plan_with_schedules(planned: Callable[[str], Any], default: str, lean: Sequence[str] = LEAN) -> Any:
+    """Return the bound plan with the default schedule. If it does not fit the memory, look for one that needs less.
+
+    Args:
+        planned: makes the plan with a schedule.
+        default: the word of the default schedule.
+        lean: the words that are tried until a plan fits.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = planned(default)
+    made: list[tuple[str, Any, Any]] = [(default, first, caught)]
+    for word in () if first.plan.fits else lean:
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                made.append((word, planned(word), caught))
+        except PlanError:
+            continue
+        if made[-1][1].plan.fits:
+            break
+    word, best, caught = min(made, key=lambda each: (not each[1].plan.fits, each[1].plan.estimate.peak_memory_bytes))
+    for warning in caught or ():
+        warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
+    if len(made) == 1:
+        return best
+    tried = ", ".join(f"{name} ({_figures(each)})" for name, each, _ in made)
+    return best.where(notes=(*best.plan.notes, f"schedule {default} does not fit the memory: compared {tried}"))
 
 
 def _figures(made: Any) -> str:

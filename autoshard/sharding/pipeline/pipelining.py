@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,14 @@ import jax.numpy as jnp
 
 from autoshard import _compat
 from autoshard._typed import short_repr
+from autoshard._units import bytes_text
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
 from autoshard.sharding.pipeline.rolled_layers import roll_layers
-from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
+from autoshard.sharding.pipeline.schedules import SCHEDULES, WITH_RESIDUALS, Schedule
 from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
@@ -80,22 +81,37 @@ def with_stages(
         )
     moved = [word for word in traced.offloaded if word != OPTIMIZER]
     if moved:
+        lean = schedule in WITH_RESIDUALS
+        kept, less = ("inputs", "") if lean else ("residuals", " or schedule='1f1b-inputs', which holds less,")
         raise NotMovable(
-            f"auto_shard({traced.name}): pp:{stages} keeps the residuals of its stages in device memory, so "
-            f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer', or leave out pp:{stages}"
+            f"auto_shard({traced.name}): pp:{stages} keeps the {kept} of its stages in device memory, so "
+            f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer'{less} or leave out pp:{stages}"
         )
-    table, sizes = SCHEDULES[schedule](stages, microbatches), []
+    table, sizes, held = SCHEDULES[schedule](stages, microbatches), [], []
     try:
-        cut = with_microbatches(traced, microbatches, _runner(table, sizes), replicas=replicas, numerics=numerics)
+        cut = with_microbatches(traced, microbatches, _runner(table, sizes, held), replicas=replicas, numerics=numerics)
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
     closed = _without_layer_maps(cut.closed)
-    return replace(cut, closed=closed, stages=stages, stage_layers=tuple(sizes), schedule=schedule)
+    return replace(cut, closed=closed, stages=stages, stage_layers=tuple(sizes), schedule=schedule,
+                   stage_bytes=tuple(held))  # fmt: skip
 
 
 def stage_notes(traced: Traced) -> list[str]:
-    """A note that gives the layers of each stage, if not all stages have as many."""
-    sizes = traced.stage_layers
+    """Notes on what stages keep, if they keep inputs, and on the layers of each stage, if not all have as many."""
+    return [*_kept_notes(traced), *_size_notes(traced.stage_layers)]
+
+
+def _kept_notes(traced: Traced) -> list[str]:
+    other = WITH_RESIDUALS.get(traced.schedule)
+    if other is None:
+        return []
+    inputs, residuals = map(bytes_text, traced.stage_bytes)
+    return [f"schedule {traced.schedule}: a stage holds its input, {inputs} a microbatch, in place of residuals, "
+            f"{residuals} ({other}); sizes before other mesh axes shard them"]  # fmt: skip
+
+
+def _size_notes(sizes: Sequence[int]) -> list[str]:
     if len({*sizes}) < 2:
         return []
     return [f"{sum(sizes)} layers on {len(sizes)} stages: {', '.join(map(str, sizes))}; each stage takes the time and "
@@ -129,8 +145,12 @@ def _mapped_or_bound(eqn: Any, operands: list[Any]) -> list[Any]:
     return jax.vmap(body, in_axes=(*[None] * consts, *[0] * (len(operands) - consts)))(*operands)
 
 
-def _runner(schedule: Schedule, sizes: list[int]) -> Runner:
-    """What runs the microbatches in stages. It writes the number of layers of each stage to `sizes`."""
+def _runner(schedule: Schedule, sizes: list[int], held: list[int]) -> Runner:
+    """What runs the microbatches in stages.
+
+    It writes the number of layers of each stage to `sizes`, and to `held` the bytes of a stage's input and of its
+    residuals, for one microbatch.
+    """
 
     def run(one: Callable[[Any, list[Any]], Terms], rows: list[Any], ops: list[str]) -> Terms:
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
@@ -145,6 +165,7 @@ def _runner(schedule: Schedule, sizes: list[int]) -> Runner:
             separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
         cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages)
         sizes[:] = stage_sizes(cut.forward.layers, schedule.stages)
+        held[:] = cut.input_bytes, cut.residual_bytes * max(sizes) // cut.forward.layers
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}

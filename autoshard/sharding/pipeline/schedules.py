@@ -211,6 +211,11 @@ def forward_then_backward(stages: int, microbatches: int) -> Schedule:
     return _schedule("ftb", stages, microbatches, microbatches + stages - 1, keeps_inputs=True)
 
 
+def one_forward_one_backward_of_inputs(stages: int, microbatches: int) -> Schedule:
+    """As `1f1b`, but a stage keeps its inputs as in `ftb`, of at most 2 N - 1 microbatches."""
+    return _schedule("1f1b-inputs", stages, microbatches, stages - 1, keeps_inputs=True)
+
+
 def one_forward_one_backward(stages: int, microbatches: int) -> Schedule:
     """The last stage runs each backward part right after its forward part. A stage holds at most 2 N - 1 residuals."""
     return _schedule("1f1b", stages, microbatches, stages - 1)
@@ -223,5 +228,10 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
 
 SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe, "1f1b": one_forward_one_backward, "zb": zero_bubble, "ftb": forward_then_backward,
+    "1f1b-inputs": one_forward_one_backward_of_inputs,
 }  # fmt: skip
 """The words of `schedule=`."""
+LEAN = ("1f1b-inputs", "ftb")
+"""The words to try if nothing fits the memory: these hold least, but compute more."""
+WITH_RESIDUALS = {"ftb": "gpipe", "1f1b-inputs": "1f1b"}
+"""Word of a schedule whose stages keep inputs -> the one with the same order whose stages keep residuals."""

@@ -144,6 +144,16 @@ class StageCut:
         """The variables that do not depend on the microbatch and are not cheap. They are computed once."""
         return [v for v in self.made if v not in self.own and not self.is_cheap(v)]
 
+    @property
+    def input_bytes(self) -> int:
+        """The bytes of what enters a stage: the carry of the layers, and what travels with it."""
+        return sum(nbytes(v.aval) for v in (*self.forward.carry, *self.forth))
+
+    @property
+    def residual_bytes(self) -> int:
+        """The bytes of the residuals of all layers."""
+        return sum(nbytes(v.aval) for v in {*self.forward.stacked}.intersection(_variables(self.backward.slices)))
+
     def find_travellers(self) -> None:
         """Find which values travel, and where each result is computed.
 

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
-from autoshard.sharding.pipeline.schedules import FORWARD, SCHEDULES
+import itertools
+
+from autoshard._columns import columns
+from autoshard.sharding.pipeline.schedules import FORWARD, SCHEDULES, WITH_RESIDUALS
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+
+
+def waiting_lines(plan: ShardingPlan) -> list[str]:
+    """How many microbatches wait on the first stage, which holds most, by tick: with residuals kept, and with inputs.
+
+    Empty if the stages of the plan keep residuals.
+    """
+    other = WITH_RESIDUALS.get(plan.schedule)
+    if plan.stages == 1 or other is None:
+        return []
+    found = {}
+    for word in (other, plan.schedule):
+        schedule = SCHEDULES[word](plan.stages, plan.microbatches)
+        kept, taken = schedule.kept
+        found[f"{kept}, {word}"] = schedule.live(FORWARD, taken)[:, 0].tolist()
+    counts = [*zip(*found.values(), strict=True)]
+    steps = [tuple(b - a for a, b in zip(one, next_, strict=True)) for one, next_ in itertools.pairwise(counts)]
+    turns = [0, *(t for t in range(1, len(steps)) if steps[t] != steps[t - 1]), len(counts) - 1]
+    rows = [["tick", *map(str, turns)], *([name, *(str(held[t]) for t in turns)] for name, held in found.items())]
+    return ["microbatches that wait on the first stage:", *columns(rows, range(1, len(turns) + 1))]
 
 
 def pipeline_texts(plan: ShardingPlan) -> list[str]:

@@ -86,8 +86,8 @@ class TrainConfig:
     plan: str | None = None
     """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses. A run that is resumed with fewer or
     more devices scales the plan that it was started with."""
-    schedule: Literal["gpipe", "1f1b", "zb", "ftb"] | None = None
-    """With a plan such as 'pp:4 dp:2': the order in which the stages of the pipeline work. Default: 1f1b."""
+    schedule: Literal["gpipe", "1f1b", "zb", "ftb", "1f1b-inputs"] | None = None
+    """With a plan such as 'pp:4 dp:2': the order in which the stages of the pipeline work. Default: 1f1b if it fits."""
     mesh: str | None = None
     """Mesh to plan for, such as 'data=4,model=2'. Default: the planner chooses."""
     target: str | None = None

@@ -9,8 +9,9 @@ import pytest
 
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
+from autoshard.sharding.pipeline.schedules import SCHEDULES
 from tests.sharding.microbatches import programs as uncut
-from tests.sharding.pipeline.programs import LAYERS, make_step, state, tokens
+from tests.sharding.pipeline.programs import EMBED, LAYERS, SEQ, make_step, state, tokens
 
 F32 = jnp.float32
 
@@ -201,6 +202,33 @@ def test_memory_is_flat_in_the_number_of_microbatches():
         return made.estimate.memory_bytes["temporary"] * count  # the rows of a microbatch shrink with their number
 
     assert growing("1f1b", 8) < growing("gpipe", 8)
+
+
+def planned_on_two(schedule, **options):
+    return plan(make_step(), *shapes(), target="cpu:2", plan="pp:2", microbatches=8, schedule=schedule, **options)
+
+
+def test_stages_that_keep_inputs_need_less_memory():
+    peaks = {word: planned_on_two(word).estimate.peak_memory_bytes for word in SCHEDULES}
+    assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.5
+
+
+def test_stages_keep_inputs_if_nothing_else_fits():
+    peak = planned_on_two("1f1b").estimate.peak_memory_bytes
+    assert planned_on_two(None, memory_limit_bytes=peak).schedule == "1f1b"
+    made = planned_on_two(None, memory_limit_bytes=peak - 1)
+    assert made.schedule == "1f1b-inputs" and made.fits
+    assert made.notes[-1].startswith("schedule 1f1b does not fit the memory: compared 1f1b (")
+
+
+def test_a_plan_shows_what_waits_by_tick():
+    text = str(planned_on_two("ftb"))
+    lines = text[text.index("microbatches that wait on the first stage") :].splitlines()[1:4]
+    assert [line.split()[-4:] for line in lines] == [["0", "7", "10", "17"], ["1", "8", "8", "1"], ["1", "8", "8", "1"]]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["residuals, gpipe", "inputs, ftb"]
+    layer = SEQ * EMBED * 4  # bytes of a microbatch of one row, in float32
+    assert f"a stage holds its input, {layer} B a microbatch, in place of residuals" in text
+    assert "microbatches that wait" not in str(planned_on_two("gpipe"))
 
 
 @pytest.mark.parametrize(
