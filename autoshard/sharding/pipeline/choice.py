@@ -15,7 +15,7 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.microbatches.constants import GAIN
-from autoshard.sharding.pipeline.schedules import LEAN
+from autoshard.sharding.pipeline.schedules import FORWARD_ONLY, LEAN
 
 
 def stage_counts(target: Target) -> list[int]:
@@ -64,7 +64,7 @@ def plan_with_schedules(planned: Callable[[str], Any], default: str, lean: Seque
         warnings.simplefilter("always")
         first = planned(default)
     made: list[tuple[str, Any, Any]] = [(default, first, caught)]
-    for word in () if first.plan.fits else lean:
+    for word in () if first.plan.fits or first.plan.schedule == FORWARD_ONLY else lean:
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,8 +18,15 @@ from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
+from autoshard.sharding.pipeline.forward_layers import find_layers
 from autoshard.sharding.pipeline.rolled_layers import roll_layers
-from autoshard.sharding.pipeline.schedules import SCHEDULES, WITH_RESIDUALS, Schedule
+from autoshard.sharding.pipeline.schedules import (
+    FORWARD_ONLY,
+    SCHEDULES,
+    WITH_RESIDUALS,
+    Schedule,
+    forward_only,
+)
 from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
@@ -37,9 +44,20 @@ def read_schedule(schedule: Any) -> str:
     """
     if schedule is None:
         return DEFAULT
-    if not isinstance(schedule, str) or schedule not in SCHEDULES:
+    if not isinstance(schedule, str) or schedule not in (*SCHEDULES, FORWARD_ONLY):
         raise PlanError(f"schedule is {short_repr(schedule)}; it must be one of {', '.join(map(repr, SCHEDULES))}")
     return schedule
+
+
+def make_schedule(schedule: str, stages: int, microbatches: int) -> Schedule:
+    """Return the table of a schedule.
+
+    Args:
+        schedule: a word that `read_schedule` has checked.
+        stages: number of stages.
+        microbatches: number of microbatches.
+    """
+    return (forward_only if schedule == FORWARD_ONLY else SCHEDULES[schedule])(stages, microbatches)
 
 
 def stages_of(plan: Any) -> int:
@@ -87,14 +105,14 @@ def with_stages(
             f"auto_shard({traced.name}): pp:{stages} keeps the {kept} of its stages in device memory, so "
             f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer'{less} or leave out pp:{stages}"
         )
-    table, sizes, held = SCHEDULES[schedule](stages, microbatches), [], []
+    found = _Found(table=make_schedule(schedule, stages, microbatches))
     try:
-        cut = with_microbatches(traced, microbatches, _runner(table, sizes, held), replicas=replicas, numerics=numerics)
+        cut = with_microbatches(traced, microbatches, _runner(found), replicas=replicas, numerics=numerics)
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
     closed = _without_layer_maps(cut.closed)
-    return replace(cut, closed=closed, stages=stages, stage_layers=tuple(sizes), schedule=schedule,
-                   stage_bytes=tuple(held))  # fmt: skip
+    return replace(cut, closed=closed, stages=stages, stage_layers=tuple(found.sizes), schedule=found.table.name,
+                   stage_bytes=found.bytes)  # fmt: skip
 
 
 def stage_notes(traced: Traced) -> list[str]:
@@ -145,12 +163,23 @@ def _mapped_or_bound(eqn: Any, operands: list[Any]) -> list[Any]:
     return jax.vmap(body, in_axes=(*[None] * consts, *[0] * (len(operands) - consts)))(*operands)
 
 
-def _runner(schedule: Schedule, sizes: list[int], held: list[int]) -> Runner:
-    """What runs the microbatches in stages.
+@dataclass
+class _Found:
+    """What the cut of a step finds.
 
-    It writes the number of layers of each stage to `sizes`, and to `held` the bytes of a stage's input and of its
-    residuals, for one microbatch.
+    Attributes:
+        table: the schedule. A function without gradients runs only its forward parts.
+        sizes: the number of layers of each stage.
+        bytes: the bytes of a stage's input and of its residuals, for one microbatch.
     """
+
+    table: Schedule
+    sizes: tuple[int, ...] = ()
+    bytes: tuple[int, int] = (0, 0)
+
+
+def _runner(found: _Found) -> Runner:
+    """What runs the microbatches in stages. It completes `found`."""
 
     def run(one: Callable[[Any, list[Any]], Terms], rows: list[Any], ops: list[str]) -> Terms:
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
@@ -158,21 +187,27 @@ def _runner(schedule: Schedule, sizes: list[int], held: list[int]) -> Runner:
         jaxpr, whole = _compat.split_constants(closed)
         groups = [(n,) for n in range(len(ops))]
         separate: dict[Any, list[Any]] = {}
-        if not find_stacks(jaxpr, len(whole)) and (rolled := roll_layers(jaxpr, len(whole), ops)):
+        in_scans = find_stacks(jaxpr, len(whole)) or find_layers(jaxpr, len(whole))[0]
+        if not in_scans and (rolled := roll_layers(jaxpr, len(whole), ops)):
             layers = [[whole[n] for n in positions] for positions in rolled.stacks]
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
             separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
-        cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages)
-        sizes[:] = stage_sizes(cut.forward.layers, schedule.stages)
-        held[:] = cut.input_bytes, cut.residual_bytes * max(sizes) // cut.forward.layers
+        stages, microbatches = found.table.stages, found.table.microbatches
+        cut = cut_stages(jaxpr, len(whole), len(groups), stages)
+        found.sizes = stage_sizes(cut.forward.layers, stages)
+        found.bytes = cut.input_bytes, cut.residual_bytes * max(found.sizes) // cut.forward.layers
+        if cut.backward.eqn is None:
+            found.table = forward_only(stages, microbatches)
+        elif found.table.name == FORWARD_ONLY:
+            raise NotStaged(f"schedule {FORWARD_ONLY!r} is for functions without gradients; use {DEFAULT!r}")
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}
-        found = StageLoop(cut, schedule, combined, rows, whole, separate).run(apart)
+        values = StageLoop(cut, found.table, combined, rows, whole, separate).run(apart)
         sums: dict[int, Any] = {}
         for var, group in zip(jaxpr.outvars, groups, strict=False):
-            sums |= zip(group, found[var] if var in apart else [found[var]], strict=True)
-        return [sums[n] for n in range(len(ops))], [found[var] for var in jaxpr.outvars[len(groups) :]]
+            sums |= zip(group, values[var] if var in apart else [values[var]], strict=True)
+        return [sums[n] for n in range(len(ops))], [values[var] for var in jaxpr.outvars[len(groups) :]]
 
     return run

@@ -31,6 +31,8 @@ ON_STAGES = (FORWARD, RECOMPUTE, BACKWARD, WEIGHTS)
 BESIDE = {BEFORE: FORWARD, AFTER: BACKWARD}
 """Light part -> the part in whose ticks it always runs, even with nothing to do. So there are fewer kinds of ticks."""
 IDLE = -1
+FORWARD_ONLY = "forward"
+"""The word of the schedule of a function without gradients."""
 
 
 @shown
@@ -226,11 +228,18 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     return _schedule("zb", stages, microbatches, stages - 1, 2 * (stages - 1))
 
 
+def forward_only(stages: int, microbatches: int) -> Schedule:
+    """The forward parts alone, for a function without gradients. Nothing waits."""
+    m, s = np.arange(microbatches)[:, None], np.arange(stages)[None, :]
+    ticks = {BEFORE: m, FORWARD: m + s, MIDDLE: m + stages - 1}
+    return Schedule(FORWARD_ONLY, stages, microbatches, ticks)
+
+
 SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe, "1f1b": one_forward_one_backward, "zb": zero_bubble, "ftb": forward_then_backward,
     "1f1b-inputs": one_forward_one_backward_of_inputs,
 }  # fmt: skip
-"""The words of `schedule=`."""
+"""The words of `schedule=`, for functions with gradients."""
 LEAN = ("1f1b-inputs", "ftb")
 """The words to try if nothing fits the memory: these hold least, but compute more."""
 WITH_RESIDUALS = {"ftb": "gpipe", "1f1b-inputs": "1f1b"}

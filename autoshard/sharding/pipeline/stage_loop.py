@@ -160,7 +160,9 @@ class StageLoop:
 
         The variables are stacks of layers. Those of `for_weights` are values of one layer.
         """
-        count, layers = self.slots[name].count, (self.cut.backward.layers,) * (name == "for_weights")
+        if not variables:
+            return []
+        count, layers = self.slots[name].count, (self.cut.forward.layers,) * (name == "for_weights")
         shapes = [self.stacks.shape((*layers, *v.aval.shape)) for v in variables]
         return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]
 
@@ -218,6 +220,8 @@ class StageLoop:
         made = dict(zip(stack.stacked, stacked, strict=True))
         state["inputs"] = self.inputs.kept(state["inputs"], moved, row)
         for name, kept in (("residuals", self.waiting_residuals), ("middle_stacks", cut.middle_stacks)):
+            if name not in self.slots:
+                continue
             index = row[f"{name} {FORWARD}"]
             state[name] = [write_slots(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
         self.add_on_stages(state, "forward_sums", made, row[FORWARD])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 from autoshard._columns import columns
-from autoshard.sharding.pipeline.schedules import FORWARD, SCHEDULES, WITH_RESIDUALS
+from autoshard.sharding.pipeline.pipelining import make_schedule
+from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WITH_RESIDUALS
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
@@ -31,9 +32,16 @@ def waiting_lines(plan: ShardingPlan) -> list[str]:
 
 def pipeline_texts(plan: ShardingPlan) -> list[str]:
     """The stages, the schedule, the microbatches, the ticks in which a stage is idle, and the slots of what waits."""
-    schedule = SCHEDULES[plan.schedule](plan.stages, plan.microbatches)
+    schedule = make_schedule(plan.schedule, plan.stages, plan.microbatches)
     ticks = int(schedule.ticks[FORWARD].max()) + 1  # of the forward parts; there are as many of the backward parts
     idle = f"{ticks - plan.microbatches} of {ticks}"
+    if BACKWARD not in schedule.ticks:
+        return [
+            f"{plan.stages} stages",
+            f"schedule {plan.schedule}: the function has no gradients",
+            f"{plan.microbatches} microbatches",
+            f"each stage idle in {idle} ticks",
+        ]
     kept, taken = schedule.kept
     waiting = schedule.slots(FORWARD, taken).count
     return [

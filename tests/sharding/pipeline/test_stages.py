@@ -138,8 +138,59 @@ def test_a_later_stack_in_the_same_direction_is_no_gradient():
     fn, args, _ = train(stack)
     with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
         with_stages(trace(fn, args, {}), 4, stages=2)
-    with pytest.raises(PlanError, match="no repeated part"):
-        with_stages(trace(stack, args, {}), 4, stages=2)
+    cut = with_stages(trace(stack, args, {}), 4, stages=2)
+    np.testing.assert_allclose(_compat.jaxpr_as_function(cut.closed)(*args)[0], stack(*args), rtol=TOLERANCE)
+
+
+def forward(kind, layers):
+    """Return a function without gradients, its arguments, and its results."""
+
+    def fn(weights, rows):
+        x = rows @ weights["head"].T
+        if layers == "scan":
+            x, kept = jax.lax.scan(layer, x, weights["layers"])
+        else:
+            made = []
+            for w in weights["layers"]:
+                x, y = layer(x, w)
+                made.append(y)
+            kept = jnp.stack(made)
+        logits = x @ weights["head"]
+        return {"loss": (logits**2).mean(), "rows": (logits, x), "stacked": (logits.max(-1), kept[1:].sum())}[kind]
+
+    stack = jax.random.normal(jax.random.key(0), (4, 6, 6)) * 0.4
+    weights = {"head": jax.random.normal(jax.random.key(2), (6, 5)), "layers": stack if layers == "scan" else [*stack]}
+    args = weights, jax.random.normal(jax.random.key(1), (8, 5))
+    return fn, args, jax.tree.leaves(fn(*args))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("layers", ["scan", "list"])
+@pytest.mark.parametrize("kind", ["loss", "rows", "stacked"])
+def test_functions_without_gradients(kind, layers, stages):
+    fn, args, want = forward(kind, layers)
+    cut = with_stages(trace(fn, args, {}), 4, stages=stages)
+    assert (cut.stages, cut.schedule) == (stages, "forward")
+    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves(args))
+    for one, other in zip(made, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", ["scan", "list"])
+def test_weights_that_are_taken_outside_of_the_layers(layers):
+    fn, args, _ = forward("loss", layers)
+
+    def penalized(weights, rows):
+        x = rows @ weights["head"].T
+        if layers == "scan":
+            return fn(weights, rows) + (jnp.einsum("bi,lij->blj", x, weights["layers"]) ** 2).mean()
+        return fn(weights, rows) + ((x @ weights["layers"][1]) ** 2).mean()
+
+    with pytest.raises(PlanError, match="of the layers at .* are taken by another operator" if layers == "scan" else
+                       "no repeated part"):  # fmt: skip
+        with_stages(trace(penalized, args, {}), 4, stages=2)
+    with pytest.raises(PlanError, match="schedule 'forward' is for functions without gradients; use '1f1b'"):
+        with_stages(trace(jax.grad(fn), args, {}), 4, stages=2, schedule="forward")
 
 
 def test_layers_that_index_the_weights_of_all_layers():
@@ -147,5 +198,5 @@ def test_layers_that_index_the_weights_of_all_layers():
         return jax.lax.scan(lambda x, i: (x + jnp.tanh(x @ weights[0, i]), None), x, jnp.arange(4))[0]
 
     fn, args, _ = train(stack)
-    with pytest.raises(PlanError, match="no repeated part"):
+    with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
         with_stages(trace(fn, args, {}), 4, stages=2)
