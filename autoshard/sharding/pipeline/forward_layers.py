@@ -1,7 +1,7 @@
 """Finds the layers of a program without gradients, such as an evaluation loss or a function that returns logits.
 
-The layers are then the scan with most weights, or equal blocks of operators. No other operator outside of it may take these weights: it would run the
-layers a second time, on all devices.
+The layers are then the scan with most weights, or equal blocks of operators. No other operator may take these weights:
+it would run the layers a second time, on all devices.
 """
 
 from __future__ import annotations

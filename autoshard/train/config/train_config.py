@@ -222,8 +222,13 @@ class TrainConfig:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences per microbatch; evaluation batches have this size too."""
+        """Sequences per microbatch."""
         return self.batch_size // self.microbatches
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences per evaluation batch: a microbatch, or with a pipeline, which needs several, a whole batch."""
+        return self.batch_size if self.stages > 1 else self.microbatch_size
 
     @property
     def accumulation(self) -> int:
