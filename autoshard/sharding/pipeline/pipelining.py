@@ -9,36 +9,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autoshard import _compat
-from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
 from autoshard.sharding.pipeline.rolled_layers import roll_layers
-from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
+from autoshard.sharding.pipeline.schedule_words import DEFAULT, make_schedule
+from autoshard.sharding.pipeline.schedules import Schedule
 from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.spmdrules.families.stages import stack_layers, stage_sizes
-
-DEFAULT = "1f1b"
-
-
-def read_schedule(schedule: Any) -> str:
-    """Return the word of a schedule; the default for None.
-
-    Raises:
-        PlanError: it is none of the words.
-    """
-    if schedule is None:
-        return DEFAULT
-    if not isinstance(schedule, str) or schedule not in SCHEDULES:
-        raise PlanError(f"schedule is {short_repr(schedule)}; it must be one of {', '.join(map(repr, SCHEDULES))}")
-    return schedule
 
 
 def stages_of(plan: Any) -> int:
@@ -84,7 +70,7 @@ def with_stages(
             f"auto_shard({traced.name}): pp:{stages} keeps the residuals of its stages in device memory, so "
             f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer', or leave out pp:{stages}"
         )
-    table, sizes = SCHEDULES[schedule](stages, microbatches), []
+    table, sizes = make_schedule(schedule, stages, microbatches), []
     try:
         cut = with_microbatches(traced, microbatches, _runner(table, sizes), replicas=replicas, numerics=numerics)
     except NotStaged as reason:
@@ -143,8 +129,9 @@ def _runner(schedule: Schedule, sizes: list[int]) -> Runner:
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
             separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
-        cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages)
-        sizes[:] = stage_sizes(cut.forward.layers, schedule.stages)
+        cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages, schedule.chunks)
+        sizes[:] = np.reshape(stage_sizes(cut.forward.layers, schedule.stages * schedule.chunks),
+                              (schedule.chunks, schedule.stages)).sum(axis=0).tolist()  # fmt: skip
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}

@@ -23,7 +23,8 @@ from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
-from autoshard.sharding.pipeline.pipelining import DEFAULT, stages_of, with_stages
+from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
+from autoshard.sharding.pipeline.schedule_words import DEFAULT
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WEIGHTS
+from autoshard.sharding.pipeline.schedule_words import make_schedule
+from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, WEIGHTS
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
 def pipeline_texts(plan: ShardingPlan) -> list[str]:
     """The stages, the schedule, the microbatches, the ticks in which a stage is idle, and the slots of residuals."""
-    schedule = SCHEDULES[plan.schedule](plan.stages, plan.microbatches)
+    schedule = make_schedule(plan.schedule, plan.stages, plan.microbatches)
     ticks = int(schedule.ticks[FORWARD].max()) + 1  # of the forward parts; there are as many of the backward parts
-    idle = f"{ticks - plan.microbatches} of {ticks}"
+    idle = f"{ticks - plan.microbatches * schedule.chunks} of {ticks}"
     waiting = schedule.slots(FORWARD, [part for part in (BACKWARD, WEIGHTS) if part in schedule.ticks]).count
     return [
         f"{plan.stages} stages",
