@@ -18,7 +18,7 @@ from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
 from autoshard.sharding.pipeline.rolled_layers import roll_layers
-from autoshard.sharding.pipeline.schedule_words import DEFAULT, make_schedule
+from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import Schedule
 from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
@@ -80,12 +80,20 @@ def with_stages(
 
 
 def stage_notes(traced: Traced) -> list[str]:
-    """A note that gives the layers of each stage, if not all stages have as many."""
-    sizes = traced.stage_layers
-    if len({*sizes}) < 2:
-        return []
-    return [f"{sum(sizes)} layers on {len(sizes)} stages: {', '.join(map(str, sizes))}; each stage takes the time and "
-            f"memory of {max(sizes)}, and the stages exchange the weights of the layers once a step"]  # fmt: skip
+    """Notes on layers that the stages exchange, on stages with different numbers of layers, and on idle stages."""
+    sizes, chunks, notes = traced.stage_layers, chunks_of(traced.schedule), []
+    slots = chunks * -(-sum(sizes) // (chunks * max(len(sizes), 1)))  # the layers whose time each stage takes
+    if chunks > 1 or len({*sizes}) > 1:
+        uneven = sum(sizes) < slots * len(sizes)
+        of_stages = f": {', '.join(map(str, sizes))}" if uneven else f", {chunks} chunks of {slots // chunks} on each"
+        of_slots = f"each stage takes the time and memory of {slots}, and " if uneven else ""
+        notes.append(f"{sum(sizes)} layers on {len(sizes)} stages{of_stages}; {of_slots}the stages exchange the "
+                     "weights of the layers once a step")  # fmt: skip
+    if chunks > 1 and (rest := traced.microbatches % traced.stages):
+        more = traced.microbatches + traced.stages - rest
+        notes.append(f"{traced.microbatches} microbatches are no multiple of {traced.stages} stages, so stages wait "
+                     f"between their chunks; microbatches={more} avoids that")  # fmt: skip
+    return notes
 
 
 def _without_layer_maps(closed: Any) -> Any:

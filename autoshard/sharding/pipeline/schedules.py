@@ -77,6 +77,14 @@ class Schedule:
         """The number of ticks."""
         return 1 + max(int(of_part.max()) for of_part in self.ticks.values())
 
+    def lead(self, part: str) -> int:
+        """The ticks from `before` to the forward part that takes its values, or from a backward part to `after`."""
+        if part not in self.ticks:
+            return 0
+        if part == BEFORE:
+            return int(self.ticks[FORWARD][0, 0] - self.ticks[BEFORE][0, 0])
+        return int(self.ticks[AFTER][0, 0] - self.ticks[BACKWARD][0, 0])
+
     def items(self, part: str) -> np.ndarray:
         """For each tick and stage, the item on which the stage runs a part, or `IDLE`: `[T, N]` or `[T, 1]`.
 
@@ -188,7 +196,7 @@ class Schedule:
         assert (np.diff(forward, axis=1) == 1).all(), "forward moves one stage in each tick"
         enters, leaves = (forward[:, stage].reshape(-1, chunks) for stage in (0, last))
         assert (enters[:, 1:] == leaves[:, :-1] + 1).all(), "the next chunk follows in the next tick"
-        assert (ticks[BEFORE][:, 0] == enters[:, 0]).all()
+        assert ((enters[:, 0] - ticks[BEFORE][:, 0]) == self.lead(BEFORE)).all() and self.lead(BEFORE) in (0, 1)
         assert (ticks[MIDDLE][:, 0] >= leaves[:, -1]).all()
         if BACKWARD in ticks:
             backward = ticks[BACKWARD]
@@ -196,7 +204,7 @@ class Schedule:
             enters, leaves = (backward[:, stage].reshape(-1, chunks) for stage in (last, 0))
             assert (enters[:, :-1] == leaves[:, 1:] + 1).all(), "the chunk before follows in the next tick"
             assert (ticks[MIDDLE][:, 0] == enters[:, -1]).all()
-            assert (ticks[AFTER][:, 0] == leaves[:, 0]).all()
+            assert ((ticks[AFTER][:, 0] - leaves[:, 0]) == self.lead(AFTER)).all() and self.lead(AFTER) in (0, 1)
             assert (ticks.get(WEIGHTS, backward) >= backward).all()
         for part, of_part in ticks.items():
             for stage in range(of_part.shape[1]):
@@ -243,6 +251,9 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     follow. The gradients run through the chunks in the opposite order. A tick takes the time of one chunk, so the N - 1
     ticks in which a stage waits for its first value take 1 / V of the time that they take in `1f1b`.
 
+    What comes before the layers runs one tick early, and what comes after them one tick late. So they run in the same
+    ticks as the head: N of N V ticks.
+
     Args:
         stages: number of stages, N.
         microbatches: number of microbatches. If N does not divide it, stages are idle between the chunks of the last.
@@ -250,12 +261,12 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     """
     n, v = stages, chunks
     m, chunk, s = np.arange(microbatches)[:, None, None], np.arange(v)[None, :, None], np.arange(n)[None, None, :]
-    enters = m // n * n * v + m % n  # the tick in which a microbatch enters the first stage
+    enters = 1 + m // n * n * v + m % n  # the tick in which a microbatch enters the first stage
     forward = (enters + chunk * n + s).reshape(-1, n)
     middle = (enters + n * v - 1).reshape(-1, 1)
     backward = (enters + n * v - 1 + (v - 1 - chunk) * n + (n - 1 - s)).reshape(-1, n)
-    ticks = {BEFORE: enters.reshape(-1, 1), FORWARD: forward, MIDDLE: middle, BACKWARD: backward,
-             AFTER: backward[::v, :1]}  # fmt: skip
+    ticks = {BEFORE: enters.reshape(-1, 1) - 1, FORWARD: forward, MIDDLE: middle, BACKWARD: backward,
+             AFTER: backward[::v, :1] + 1}  # fmt: skip
     return Schedule(f"{INTERLEAVED}:{v}", n, microbatches, ticks, v)
 
 

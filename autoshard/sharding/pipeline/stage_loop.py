@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from autoshard import _compat
@@ -25,7 +24,6 @@ from autoshard.sharding.pipeline.schedules import (
     FORWARD,
     IDLE,
     MIDDLE,
-    ON_STAGES,
     WEIGHTS,
     Schedule,
 )
@@ -33,6 +31,7 @@ from autoshard.sharding.pipeline.split_backward import split_backward
 from autoshard.sharding.pipeline.stage_cut import NotStaged, StageCut
 from autoshard.sharding.pipeline.stage_layers import StageLayers
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
+from autoshard.sharding.pipeline.tick_tables import tick_tables
 from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_one, write_slots
 
 WAITING = {
@@ -45,8 +44,8 @@ WAITING = {
 """Values that wait in slots: the part that makes them, and the parts that take them."""
 USED_BY = {
     **{name: (made, *taken) for name, (made, taken) in WAITING.items()},
-    "forward": (FORWARD,), "backward": (BACKWARD,), "forward_sums": (FORWARD,), "middle": (MIDDLE,),
-    "backward_sums": (BACKWARD, WEIGHTS), "after": (AFTER,),
+    "inlet": (BEFORE, FORWARD), "forward": (FORWARD,), "backward": (BACKWARD, AFTER), "forward_sums": (FORWARD,),
+    "middle": (MIDDLE,), "backward_sums": (BACKWARD, WEIGHTS), "after": (AFTER,),
 }  # fmt: skip
 """What the loop carries, and the parts that read or write it."""
 
@@ -84,6 +83,7 @@ class StageLoop:
         self.reverse = cut.forward.reverse  # the first stage has the last layers
         if self.reverse:
             self.first, self.last = self.last, self.first
+        self.early, self.late = bool(schedule.lead(BEFORE)), bool(schedule.lead(AFTER))
         forward_done = schedule.ticks[FORWARD][schedule.chunks - 1 :: schedule.chunks, -1:]
         self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # the middle runs in a later tick
         residuals = {*cut.backward.slices}
@@ -107,7 +107,7 @@ class StageLoop:
             apart: the sums whose layers are wanted as L arrays `[...]` in place of a stack.
         """
         state: State = {}
-        tables = self.tables()
+        tables = tick_tables(self.schedule, self.waiting, self.slots, self.reverse)
         for count, phases in self.schedule.periods:
             parts = [part for _, _, of_phase in phases for part in of_phase]
             state |= self.initial(parts, state)
@@ -138,7 +138,7 @@ class StageLoop:
 
         Args:
             state: what the loop carries, with all that these phases use.
-            ticks: the tables of these phases, see `tables`.
+            ticks: the tables of these phases, see `tick_tables`.
             phases: the first tick, the end and the parts of each.
         """
         for start, end, parts in phases:
@@ -170,6 +170,7 @@ class StageLoop:
         """Return the entries of the state that parts need and that do not exist yet."""
         cut = self.cut
         made: dict[str, Callable[[], Any]] = {
+            "inlet": lambda: [self.zeros(v) for v in (*cut.forward.carry, *cut.forth) if self.early],
             "forward": lambda: [self.zeros(v, staged=True) for v in (*cut.forward.carry, *cut.forth)],
             "backward": lambda: [self.zeros(v, staged=True) for v in (*cut.backward.carry, *cut.back)],
             "residuals": lambda: self.empty_slots("residuals", self.residuals),
@@ -207,46 +208,37 @@ class StageLoop:
 
     # --- one tick ---
 
-    def tables(self) -> dict[str, np.ndarray]:
-        """For each tick: the microbatch of each part, and the slots that each part reads or writes in the state.
-
-        The columns are the stages, in the order of their layers, as in arrays.
-        """
-        schedule, found = self.schedule, {}
-        for part in schedule.ticks:
-            found[part] = schedule.working(part)
-        for name, (made, taken) in self.waiting.items():
-            for part in (made, *taken) if taken else ():
-                found[f"{name} {part}"] = schedule.slot_table(self.slots[name], part)
-        if self.chunked:
-            found |= {f"{part} chunk": schedule.working_chunks(part) for part in ON_STAGES if part in schedule.ticks}
-        return in_order_of_layers(found, schedule.chunks) if self.reverse else found
-
     def tick(self, state: State, row: Env, parts: Sequence[str]) -> State:
         """Run some parts; return the new state."""
         state = dict(state)
         at_end: Env = {}
+        if AFTER in parts and self.late:  # it takes what the tick before left
+            self.after_part(state, row)
+        first = self.before_part(row) if BEFORE in parts else []
         if FORWARD in parts:
-            at_end = self.forward_part(state, row, parts)
+            at_end = self.forward_part(state, row, first)
+        if first and self.early:
+            state["inlet"] = first
         start: list[Any] = []
         if MIDDLE in parts:
             start = self.middle_part(state, row, at_end)
         if BACKWARD in parts:
             self.backward_part(state, row, start)
-        if AFTER in parts:
+        if AFTER in parts and not self.late:
             self.after_part(state, row)
         if WEIGHTS in parts:
             self.weights_part(state, row)
         return state
 
-    def forward_part(self, state: State, row: Env, parts: Sequence[str]) -> Env:
-        """Run a forward part on each stage; return what leaves the last one."""
+    def before_part(self, row: Env) -> list[Any]:
+        """Compute what the first stage begins with."""
+        return self.values.computed([*self.cut.forward.carry, *self.cut.forth], self.values.inputs_of(row[BEFORE][0]))
+
+    def forward_part(self, state: State, row: Env, first: Sequence[Any]) -> Env:
+        """Run a forward part on each stage, of which the first begins with `first`; return what leaves the last one."""
         cut, stack = self.cut, self.cut.forward
-        variables = [*stack.carry, *cut.forth]
-        first = [self.zeros(v) for v in variables]
-        if BEFORE in parts:
-            first = self.values.computed(variables, self.values.inputs_of(row[BEFORE][0]))
-        moved = self.shifted(state["forward"], first, row, FORWARD)
+        edges = state["inlet"] if self.early else first or [self.zeros(v) for v in (*stack.carry, *cut.forth)]
+        moved = self.shifted(state["forward"], edges, row, FORWARD)
         known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
         chunk = row.get(f"{FORWARD} chunk")
         carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {}, chunk=chunk)
@@ -337,13 +329,8 @@ class StageLoop:
         With several chunks, stages are a ring. The first stage gets the edges before its first chunk, else what the
         last one has made of the chunk before.
         """
-        on, enters = self.reverse == (part == FORWARD), None
-        if self.chunked:
-            stage, chunk = (self.first, 0) if part == FORWARD else (self.last, self.schedule.chunks - 1)
-            if self.reverse:
-                chunk = self.schedule.chunks - 1 - chunk
-            enters = row[f"{part} chunk"][stage] == chunk
-        return [shift_stages(x, edge, enters, backward=on) for x, edge in zip(values, edges, strict=True)]
+        back, enters = self.reverse == (part == FORWARD), row[f"{part} enters"][0] if self.chunked else None
+        return [shift_stages(x, edge, enters, backward=back) for x, edge in zip(values, edges, strict=True)]
 
     def of_stage(self, x: Any, stage: int) -> Any:
         """Return the value of one stage: the sum over all stages after the others are set to zero."""
@@ -386,13 +373,3 @@ class StageLoop:
             active = (numbers != IDLE).reshape(-1, *[1] * (x.ndim - 1))
             new.append(op(total, jnp.where(active, x, neutral(self.ops[var], x.shape, x.dtype)).astype(total.dtype)))
         state[name] = new
-
-
-def in_order_of_layers(tables: Mapping[str, np.ndarray], chunks: int) -> dict[str, np.ndarray]:
-    """Return tables for a stack whose last layer runs first: stages and chunks in the order of the layers."""
-    found = {}
-    for name, table in tables.items():
-        if name.endswith(" chunk"):
-            table = np.where(table == IDLE, IDLE, chunks - 1 - table)
-        found[name] = (table[:, ::-1] if table.ndim == 3 else table)[..., ::-1]
-    return found
