@@ -94,7 +94,7 @@ def plan_traced(
     if plan is None and count != 1 and mesh is None:
         counts = stage_counts(find_machine(mesh, target, compiler_options).target)
 
-    def staged(rewritten: Traced, number: int) -> BoundPlan:
+    def staged(rewritten: Traced, number: int, schedule: str = schedule) -> BoundPlan:
         cut = partial(with_microbatches, numerics=numerics)
         if number > 1:
             cut = partial(with_stages, stages=number, schedule=schedule, numerics=numerics)
@@ -105,9 +105,7 @@ def plan_traced(
     return plan_with_offload(
         traced,
         words,
-        lambda rewritten: plan_with_pipelines(
-            counts, partial(staged, rewritten, stages), lambda number: staged(rewritten, number)
-        ),
+        lambda rewritten: plan_with_pipelines(counts, partial(staged, rewritten, stages), partial(staged, rewritten)),
     )
 
 
