@@ -25,7 +25,7 @@ def shapes():
     [
         ("pp:2 fsdp:2 tp:2", "1f1b"),
         ("pp:4 dp:2", "zb"),
-        ("pp:2 fsdp:4", "interleaved:2"),
+        pytest.param("pp:2 fsdp:4", "interleaved:2", marks=pytest.mark.slow),
         pytest.param("pp:2 dp:2 tp:2", "interleaved:2", marks=pytest.mark.slow),
         pytest.param("pp:2 dp:4", "gpipe", marks=pytest.mark.slow),
         pytest.param("pp:4 fsdp:2 state", "1f1b", marks=pytest.mark.slow),
@@ -150,12 +150,11 @@ def test_stages_in_a_ring(layers):
         assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
     made = step.plan(*args)
     assert "each stage idle in 1 of 9 forward ticks" in " ".join(str(made).split())
-    found = f"{layers} layers on 2 stages: " + {8: "2 chunks of 2 on each; ", 6: "4, 2; each stage takes"}[layers]
-    assert any(note.startswith(found) for note in made.notes)
+    found = {8: ", 2 chunks of 2 on each; the", 6: ": 3, 3; each stage takes the time and memory of 4, and"}[layers]
+    assert any(note.startswith(f"{layers} layers on 2 stages{found}") for note in made.notes)
+    assert Plan.from_json(made.to_json()).bind(fn, *args).schedule == "interleaved:2"
     text = made.jit().lower(*args).compile().as_text()
-    assert (
-        "all-to-all" in text and " all-gather(" not in text
-    )  # no device gathers the layers or gradients of all stages
+    assert "all-to-all" in text and " all-gather(" not in text  # no device gathers layers or gradients of all stages
     sent = {kind: n for kind, axes, n, _ in made.traffic if (kind, axes) == ("collective-permute", "pp")}
     # Forward and backward, 9 ticks each: the activation of 2 of 32 rows, 16 floats each.
     assert sent == {"collective-permute": 2 * 9 * 2 * 16 * 4}
@@ -205,8 +204,6 @@ def test_the_plan_keeps_its_stages_in_json():
     assert (read.stages, read.schedule) == (2, "zb")
     bound = read.bind(make_step(), *shapes())
     assert (bound.stages, bound.schedule, bound.fingerprint) == (2, "zb", made.fingerprint)
-    chunks = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 dp:2", microbatches=4, schedule="interleaved:2")
-    assert Plan.from_json(chunks.to_json()).bind(make_step(), *shapes()).schedule == "interleaved:2"
     alone = plan(make_step(), *shapes(), target="cpu:4", plan="fsdp:4")
     assert '"stages"' not in alone.to_json() and '"schedule"' not in alone.to_json()
 
@@ -243,8 +240,8 @@ def test_memory_is_flat_in_the_number_of_microbatches():
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
          "time; use at least 4 microbatches"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
-        ({"plan": "pp:2", "target": "cpu:2", "schedule": "interleaved:0"}, "schedule is 'interleaved:0'; give the number "
-         "of chunks of layers of each stage, at least 2"),
+        ({"plan": "pp:2", "target": "cpu:2", "schedule": "interleaved:0"}, "schedule is 'interleaved:0'; give the "
+         "number of chunks of layers of each stage, at least 2"),
         ({"plan": "pp:2", "target": "cpu:2", "microbatches": 2, "schedule": "interleaved:3"}, r"3 chunks of layers on "
          r"each of 2 stages are more than the layers at .*, whose number is 4\. Use schedule='interleaved:2'"),
         ({"plan": "dp:2", "target": "cpu:2", "schedule": "zb"}, "schedule is 'zb', but the plan has no pipeline"),
