@@ -2,6 +2,7 @@
 
     python benchmarks/pipelines.py [--schedules gpipe 1f1b zb ftb] [--microbatches 8 16] [--layers 4] [--seq 1024]
                                    [--data dp:4]
+    python benchmarks/pipelines.py --schedules interleaved:2 --layers 8
 
 A Llama in plain JAX is planned for v5e:4x4 with `pp:4` and the words of `--data`, and compiled. Beside it, what one
 stage does is compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2, the same microbatches in turn.
@@ -27,6 +28,7 @@ from judged_steps import JudgedStep, judged, scaled_text
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit import missing_compiler
+from autoshard.sharding.pipeline.schedule_words import make_schedule, read_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, SCHEDULES, WEIGHTS
 
 PATH = RESULTS / "pipelines.json"
@@ -72,7 +74,7 @@ def factor_of(schedule: str, count: int) -> float:
     """The time of all ticks over that of a stage's work; 1 without a pipeline."""
     if schedule == "alone":
         return 1.0
-    table = SCHEDULES[schedule](STAGES, count)
+    table = make_schedule(schedule, STAGES, count)
     total, _ = table.ideal(SPLIT_COSTS if WEIGHTS in table.ticks else COSTS)
     return total / (count * (COSTS[FORWARD] + COSTS[BACKWARD]))
 
@@ -123,7 +125,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES])
+    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], type=read_schedule)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)

@@ -313,7 +313,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--schedule",
-        help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default), zb, ftb or 1f1b-inputs, see docs/planning.md",
+        help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default), interleaved:V, zb, ftb or 1f1b-inputs, see "
+        "docs/planning.md",
     )
     options.add_argument(
         "--remat",

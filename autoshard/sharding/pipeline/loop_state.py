@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, FORWARD, MIDDLE, RECOMPUTE, WEIGHTS
+from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, MIDDLE, RECOMPUTE, WEIGHTS
 
 WAITING = {
     "residuals": (FORWARD, (BACKWARD, WEIGHTS)),
@@ -15,7 +15,7 @@ WAITING = {
 """Values that wait in slots: the part that makes them, and the parts that take them."""
 USED_BY = {
     **{name: (made, *taken) for name, (made, taken) in WAITING.items()},
-    "forward": (FORWARD,), "backward": (BACKWARD,), "forward_sums": (FORWARD,), "middle": (MIDDLE,),
-    "backward_sums": (BACKWARD, WEIGHTS), "after": (AFTER,),
+    "inlet": (BEFORE, FORWARD), "forward": (FORWARD,), "backward": (BACKWARD, AFTER), "forward_sums": (FORWARD,),
+    "middle": (MIDDLE,), "backward_sums": (BACKWARD, WEIGHTS), "after": (AFTER,),
 }  # fmt: skip
 """Entry of the state -> the parts that read or write it."""

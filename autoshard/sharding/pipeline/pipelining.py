@@ -3,61 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autoshard import _compat
-from autoshard._typed import short_repr
 from autoshard._units import bytes_text
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
-from autoshard.sharding.pipeline.forward_layers import find_layers
-from autoshard.sharding.pipeline.rolled_layers import roll_layers
-from autoshard.sharding.pipeline.schedules import (
-    FORWARD_ONLY,
-    SCHEDULES,
-    WITH_RESIDUALS,
-    Schedule,
-    forward_only,
-)
+from autoshard.sharding.pipeline.layers.forward_layers import find_layers
+from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
+from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
+from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
 from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.spmdrules.families.stages import stack_layers, stage_sizes
-
-DEFAULT = "1f1b"
-
-
-def read_schedule(schedule: Any) -> str:
-    """Return the word of a schedule; the default for None.
-
-    Raises:
-        PlanError: it is none of the words.
-    """
-    if schedule is None:
-        return DEFAULT
-    if not isinstance(schedule, str) or schedule not in (*SCHEDULES, FORWARD_ONLY):
-        raise PlanError(f"schedule is {short_repr(schedule)}; it must be one of {', '.join(map(repr, SCHEDULES))}")
-    return schedule
-
-
-def make_schedule(schedule: str, stages: int, microbatches: int) -> Schedule:
-    """Return the table of a schedule.
-
-    Args:
-        schedule: a word that `read_schedule` has checked.
-        stages: number of stages.
-        microbatches: number of microbatches.
-    """
-    return (forward_only if schedule == FORWARD_ONLY else SCHEDULES[schedule])(stages, microbatches)
 
 
 def stages_of(plan: Any) -> int:
@@ -116,11 +85,12 @@ def with_stages(
 
 
 def stage_notes(traced: Traced) -> list[str]:
-    """Notes on what stages keep, if they keep inputs, and on the layers of each stage, if not all have as many."""
-    return [*_kept_notes(traced), *_size_notes(traced.stage_layers)]
+    """Notes on what stages keep, on layers that they exchange, and on idle stages."""
+    return [*_kept_notes(traced), *_layer_notes(traced)]
 
 
 def _kept_notes(traced: Traced) -> list[str]:
+    """A note on the bytes of what stages keep, if they keep inputs."""
     other = WITH_RESIDUALS.get(traced.schedule)
     if other is None:
         return []
@@ -129,11 +99,21 @@ def _kept_notes(traced: Traced) -> list[str]:
             f"{residuals} ({other}); sizes before other mesh axes shard them"]  # fmt: skip
 
 
-def _size_notes(sizes: Sequence[int]) -> list[str]:
-    if len({*sizes}) < 2:
-        return []
-    return [f"{sum(sizes)} layers on {len(sizes)} stages: {', '.join(map(str, sizes))}; each stage takes the time and "
-            f"memory of {max(sizes)}, and the stages exchange the weights of the layers once a step"]  # fmt: skip
+def _layer_notes(traced: Traced) -> list[str]:
+    """Notes on layers that the stages exchange, on stages with different numbers of layers, and on idle stages."""
+    sizes, chunks, notes = traced.stage_layers, chunks_of(traced.schedule), []
+    slots = chunks * -(-sum(sizes) // (chunks * max(len(sizes), 1)))  # the layers whose time each stage takes
+    if chunks > 1 or len({*sizes}) > 1:
+        uneven = sum(sizes) < slots * len(sizes)
+        of_stages = f": {', '.join(map(str, sizes))}" if uneven else f", {chunks} chunks of {slots // chunks} on each"
+        of_slots = f"each stage takes the time and memory of {slots}, and " if uneven else ""
+        notes.append(f"{sum(sizes)} layers on {len(sizes)} stages{of_stages}; {of_slots}the stages exchange the "
+                     "weights of the layers once a step")  # fmt: skip
+    if chunks > 1 and (rest := traced.microbatches % traced.stages):
+        more = traced.microbatches + traced.stages - rest
+        notes.append(f"{traced.microbatches} microbatches are no multiple of {traced.stages} stages, so stages wait "
+                     f"between their chunks; microbatches={more} avoids that")  # fmt: skip
+    return notes
 
 
 def _without_layer_maps(closed: Any) -> Any:
@@ -193,14 +173,15 @@ def _runner(found: _Found) -> Runner:
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
             separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
-        stages, microbatches = found.table.stages, found.table.microbatches
-        cut = cut_stages(jaxpr, len(whole), len(groups), stages)
-        found.sizes = stage_sizes(cut.forward.layers, stages)
+        table = found.table
+        cut = cut_stages(jaxpr, len(whole), len(groups), table.stages, table.chunks)
+        found.sizes = tuple(np.reshape(stage_sizes(cut.forward.layers, table.stages * table.chunks),
+                                       (table.chunks, table.stages)).sum(axis=0).tolist())  # fmt: skip
         found.bytes = cut.input_bytes, cut.residual_bytes * max(found.sizes) // cut.forward.layers
         if cut.backward.eqn is None:
-            found.table = forward_only(stages, microbatches)
-        elif found.table.name == FORWARD_ONLY:
-            raise NotStaged(f"schedule {FORWARD_ONLY!r} is for functions without gradients; use {DEFAULT!r}")
+            found.table = forward_only(table)
+        elif BACKWARD not in table.ticks:
+            raise NotStaged(f"schedule {table.name!r} is for functions without gradients; use {DEFAULT!r}")
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}

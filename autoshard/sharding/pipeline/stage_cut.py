@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.microbatches.flow import HEAVY
-from autoshard.sharding.pipeline.forward_layers import find_layers
+from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.program.array_sizes import nbytes
 
 
@@ -213,7 +213,7 @@ class StageCut:
         return [*found]
 
 
-def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
+def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int, chunks: int = 1) -> StageCut:
     """Cut the program of one microbatch at its layers.
 
     Args:
@@ -222,9 +222,10 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
         whole: the number of inputs that all microbatches share.
         sums: the number of its first results that are terms of a sum.
         stages: number of stages.
+        chunks: number of chunks of layers of each stage.
 
     Raises:
-        NotStaged: it has no stack of layers that can be cut, or fewer layers than stages.
+        NotStaged: it has no stack of layers that can be cut, or fewer layers than stages, or than chunks of all stages.
     """
     stacks = find_stacks(jaxpr, whole)
     if not stacks:
@@ -236,6 +237,13 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
     if stages > forward.layers:
         raise NotStaged(
             f"{stages} stages are more than {forward.place}, whose number is {forward.layers}. {_fewer(forward.layers)}"
+        )
+    if stages * chunks > forward.layers:
+        most = forward.layers // stages
+        use = "'1f1b'" if most < 2 else f"'interleaved:{most}'" + ", or fewer chunks" * (most > 2)
+        raise NotStaged(
+            f"{chunks} chunks of layers on each of {stages} stages are more than {forward.place}, whose number is "
+            f"{forward.layers}. Use schedule={use}"
         )
     terms = {*_variables(jaxpr.outvars[:sums])}
     found = StageCut(jaxpr, jaxpr.invars[whole:], jaxpr.invars[:whole], terms, forward, backward)

@@ -61,5 +61,6 @@ class StageInputs:
         inputs = [read_slots(s, row[f"inputs {RECOMPUTE}"]) for s in slots]
         carry, travelling = inputs[: len(self.stack.carry)], inputs[len(self.stack.carry) :]
         known = dict(zip(self.forth, travelling, strict=True))
-        carried, stacked = layers(self.stack, row[RECOMPUTE], known, carry, {})
+        chunk = row.get(f"{RECOMPUTE} chunk")
+        carried, stacked = layers(self.stack, row[RECOMPUTE], known, carry, {}, chunk=chunk)
         return dict(zip(self.stack.stacked, stacked, strict=True)), [*carried, *travelling]

@@ -23,7 +23,8 @@ from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import plan_with_pipelines, plan_with_schedules, stage_counts
-from autoshard.sharding.pipeline.pipelining import DEFAULT, stages_of, with_stages
+from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
+from autoshard.sharding.pipeline.schedule_words import DEFAULT
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -94,7 +95,7 @@ def plan_traced(
     if plan is None and count != 1 and mesh is None:
         counts = stage_counts(find_machine(mesh, target, compiler_options).target)
 
-    def staged(rewritten: Traced, number: int) -> BoundPlan:
+    def staged(rewritten: Traced, number: int, schedule: str | None = schedule) -> BoundPlan:
         if number == 1:
             return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics))
         cut = partial(with_stages, stages=number, numerics=numerics)
@@ -109,9 +110,7 @@ def plan_traced(
     return plan_with_offload(
         traced,
         words,
-        lambda rewritten: plan_with_pipelines(
-            counts, partial(staged, rewritten, stages), lambda number: staged(rewritten, number)
-        ),
+        lambda rewritten: plan_with_pipelines(counts, partial(staged, rewritten, stages), partial(staged, rewritten)),
     )
 
 

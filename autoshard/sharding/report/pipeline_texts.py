@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from autoshard._columns import columns
-from autoshard.sharding.pipeline.pipelining import make_schedule
-from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WITH_RESIDUALS
+from autoshard.sharding.pipeline.schedule_words import make_schedule
+from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, WITH_RESIDUALS
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
@@ -20,7 +20,7 @@ def waiting_lines(plan: ShardingPlan) -> list[str]:
         return []
     found = {}
     for word in (other, plan.schedule):
-        schedule = SCHEDULES[word](plan.stages, plan.microbatches)
+        schedule = make_schedule(word, plan.stages, plan.microbatches)
         kept, taken = schedule.kept
         found[f"{kept}, {word}"] = schedule.live(FORWARD, taken)[:, 0].tolist()
     counts = [*zip(*found.values(), strict=True)]
@@ -33,8 +33,9 @@ def waiting_lines(plan: ShardingPlan) -> list[str]:
 def pipeline_texts(plan: ShardingPlan) -> list[str]:
     """The stages, the schedule, the microbatches, the ticks in which a stage is idle, and the slots of what waits."""
     schedule = make_schedule(plan.schedule, plan.stages, plan.microbatches)
-    ticks = int(schedule.ticks[FORWARD].max()) + 1  # of the forward parts; there are as many of the backward parts
-    idle = f"{ticks - plan.microbatches} of {ticks}"
+    forward = schedule.ticks[FORWARD]
+    ticks = int(forward.max() - forward.min()) + 1  # of the forward parts; there are as many of the backward parts
+    idle = f"{ticks - plan.microbatches * schedule.chunks} of {ticks}"
     if BACKWARD not in schedule.ticks:
         return [
             f"{plan.stages} stages",
@@ -49,5 +50,5 @@ def pipeline_texts(plan: ShardingPlan) -> list[str]:
         f"schedule {plan.schedule}",
         f"{plan.microbatches} microbatches",
         f"each stage idle in {idle} forward ticks and {idle} backward ticks",
-        f"{kept} of {waiting} microbatches held",
+        f"{kept} of {waiting} {'microbatches' if schedule.chunks == 1 else 'chunks'} held",
     ]

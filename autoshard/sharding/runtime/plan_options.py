@@ -13,7 +13,8 @@ from autoshard.sharding.machines.option_requests import read_request
 from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.microbatches.microbatching import read_microbatches
 from autoshard.sharding.offload.words import Words, read_words
-from autoshard.sharding.pipeline.pipelining import read_schedule, stages_of
+from autoshard.sharding.pipeline.pipelining import stages_of
+from autoshard.sharding.pipeline.schedule_words import read_schedule
 from autoshard.sharding.plan.gather_words import AUTO, read_gather
 from autoshard.sharding.plan.overlap_words import overlap_text, read_overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan

@@ -218,7 +218,8 @@ def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], c
     mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
     options: dict[str, Any] = {"mesh": mesh, "compiler_options": config.compiler_options}
     if config.stages > 1:
-        options |= {name: x for name, x in plan_options(config).items() if name in ("plan", "microbatches", "gather")}
+        same = ("plan", "microbatches", "schedule", "gather")
+        options |= {name: x for name, x in plan_options(config).items() if name in same}
     step = autoshard.auto_shard(eval_step, **options)
     batch = batch_shapes(config.eval_batch_size, config.gpt.context)
     batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]

@@ -121,6 +121,40 @@ def test_stages_with_different_numbers_of_layers(kind, schedule, layers):
     check(kind, True, 4, 3, schedule, layers)
 
 
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("auxiliary", "scan"),
+        *(pytest.param(kind, "scan", marks=pytest.mark.slow) for kind in KINDS if kind != "auxiliary"),
+        *(pytest.param(kind, "list", marks=pytest.mark.slow) for kind in ("shared", "tied", "dropout")),
+        pytest.param("encoder", "index", marks=pytest.mark.slow),
+    ],
+)
+def test_interleaved(kind, layers):
+    check(kind, True, 4, 2, "interleaved:2", layers)
+
+
+@pytest.mark.parametrize("written", ["scan", "reverse", "list"])
+@pytest.mark.parametrize(("layers", "stages", "microbatches", "chunks"), [(8, 2, 8, 2), (7, 3, 4, 2), (7, 2, 2, 3)])
+def test_chunks_of_layers(layers, stages, microbatches, chunks, written):
+    def loss(weights, x):
+        if written == "list":
+            for w in weights:
+                x = x + jnp.tanh(x @ w)
+        else:
+            x = jax.lax.scan(layer, x, weights, reverse=written == "reverse")[0]
+        return (x**3).mean()
+
+    weights = jax.random.normal(jax.random.key(0), (layers, 6, 6)) * 0.4
+    args = [*weights] if written == "list" else weights, jax.random.normal(jax.random.key(1), (8, 6))
+    fn = jax.value_and_grad(loss, argnums=(0, 1))
+    cut = with_stages(trace(fn, args, {}), microbatches, stages=stages, schedule=f"interleaved:{chunks}")
+    assert sum(cut.stage_layers) == layers and len(cut.stage_layers) == stages
+    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves(args))
+    for one, other in zip(made, jax.tree.leaves(fn(*args)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("schedule", [*SCHEDULES])
 def test_layers_that_run_from_last_to_first(schedule):
     fn, args, want = train(lambda weights, x: jax.lax.scan(layer, x, weights[0], reverse=True)[0])
@@ -164,13 +198,13 @@ def forward(kind, layers):
     return fn, args, jax.tree.leaves(fn(*args))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "ftb"), (2, "interleaved:2")])
 @pytest.mark.parametrize("layers", ["scan", "list"])
 @pytest.mark.parametrize("kind", ["loss", "rows", "stacked"])
-def test_functions_without_gradients(kind, layers, stages):
+def test_functions_without_gradients(kind, layers, stages, schedule):
     fn, args, want = forward(kind, layers)
-    cut = with_stages(trace(fn, args, {}), 4, stages=stages)
-    assert (cut.stages, cut.schedule) == (stages, "forward")
+    cut = with_stages(trace(fn, args, {}), 4, stages=stages, schedule=schedule)
+    assert (cut.stages, cut.schedule) == (stages, "forward:2" if schedule == "interleaved:2" else "forward")
     made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves(args))
     for one, other in zip(made, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)

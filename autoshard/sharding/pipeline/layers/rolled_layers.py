@@ -18,9 +18,9 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.pipeline.completed_layers import complete_layers
-from autoshard.sharding.pipeline.forward_layers import layers_alone
-from autoshard.sharding.pipeline.layer_runs import Operand, Run, atom_key, find_runs, in_blocks
+from autoshard.sharding.pipeline.layers.completed_layers import complete_layers
+from autoshard.sharding.pipeline.layers.forward_layers import layers_alone
+from autoshard.sharding.pipeline.layers.layer_runs import Operand, Run, atom_key, find_runs, in_blocks
 from autoshard.sharding.program.array_sizes import nbytes
 
 Atoms = tuple[Any, ...]  # for each layer, in the order of the forward pass

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.flow import HEAVY
-from autoshard.sharding.pipeline.layer_runs import Run
+from autoshard.sharding.pipeline.layers.layer_runs import Run
 from autoshard.sharding.program.array_sizes import nbytes
 
 
