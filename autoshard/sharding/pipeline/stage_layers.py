@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autoshard import _compat
@@ -97,18 +98,20 @@ class StageLayers:
             results = run(*consts, *carry, *xs, *rest)
             return stacks.carried(own, results[:n_carry], carry), results[n_carry:]
 
-        def layers(carry: list[Any], xs: tuple[Any, list[Any], list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            k, given_layers, own, sliced = xs
-            if chunk is not None:
-                given_layers, own = ([stacks.layer(x, chunk, k) for x in each] for each in (given, own_slots))
-            return jax.vmap(layer)(of_stage, carry, given_layers, own, sliced)
-
         # With several chunks, layers are read one by one from the stack of all, without a copy of the chunk.
-        scanned = ([], [], sliced) if chunk is not None else (given, own_slots, sliced)
-        by_layer = [[jnp.swapaxes(x, 0, 1) for x in each] for each in scanned]
+        scanned = [given, own_slots] if chunk is None else [[], []]
+        ends = np.cumsum([len(each) for each in scanned]).tolist()
+
+        def layers(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            k, xs = xs[0], xs[1:]
+            of_stack, own = xs[: ends[0]], xs[ends[0] : ends[1]]
+            if chunk is not None:
+                of_stack, own = ([stacks.layer(x, chunk, k) for x in each] for each in (given, own_slots))
+            return jax.vmap(layer)(of_stage, carry, of_stack, own, xs[ends[1] :])
+
+        by_layer = [jnp.swapaxes(x, 0, 1) for each in (*scanned, sliced) for x in each]
         options = {name: eqn.params[name] for name in ("reverse", "unroll")}
         with _compat.source_of(eqn):
-            carried, made = lax.scan(
-                layers, [*carry], (jnp.arange(stacks.slots), *by_layer), length=stacks.slots, **options
-            )
+            numbers = jnp.arange(stacks.slots)
+            carried, made = lax.scan(layers, [*carry], [numbers, *by_layer], length=stacks.slots, **options)
         return list(carried), [jnp.swapaxes(x, 0, 1) for x in made]
