@@ -28,7 +28,17 @@ ROWS = [
         "s a, a -> s a; linear 0 1",
         "backward",
     ),
-    Row("shift_stages", shift_stages, (X, f32(8), np.array(True)), "s a, a, [] -> s a; linear 0 1", "ring"),
+    *(
+        Row(
+            "shift_stages",
+            lambda x, y, enters, backward=backward: shift_stages(x, y, enters, backward=backward),
+            (X, f32(8), np.array(enters)),
+            "s a, a, [] -> s a; linear 0 1",
+            f"ring {enters} {backward}",
+        )
+        for enters in (True, False)
+        for backward in (True, False)
+    ),
     Row("read_slots", read_slots, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
     Row("stack_layers", stack_layers, (X, X, X), "a b, a b, a b -> n a b; whole n; linear 0 1 2"),
     Row("unstack_layers", unstack_layers, (f32(2, 4, 8),), "n a b -> a b, a b; whole n; linear 0"),
