@@ -18,15 +18,17 @@ from autoshard.spmdrules.families.stages import (
 from tests.spmdrules.rows import Row, f32
 
 X, SLOTS, INDEX = f32(4, 8), f32(3, 4, 8), np.array([2, 0, -1, 1], np.int32)
+ON_SHARDS = "stages run on shards, because the partitioner gathers them"
 
 ROWS = [
-    Row("shift_stages", shift_stages, (X, f32(8)), "s a, a -> s a; linear 0 1"),
+    Row("shift_stages", shift_stages, (X, f32(8)), "s a, a -> s a; linear 0 1", unpartitioned=ON_SHARDS),
     Row(
         "shift_stages",
         lambda x, y: shift_stages(x, y, backward=True),
         (X, f32(8)),
         "s a, a -> s a; linear 0 1",
         "backward",
+        unpartitioned=ON_SHARDS,
     ),
     *(
         Row(
@@ -35,6 +37,7 @@ ROWS = [
             (X, f32(8), np.array(enters)),
             "s a, a, [] -> s a; linear 0 1",
             f"ring {enters} {backward}",
+            unpartitioned=ON_SHARDS,
         )
         for enters in (True, False)
         for backward in (True, False)
