@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard._units import bytes_text
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import parse_request
@@ -143,6 +144,7 @@ def _mapped_or_bound(eqn: Any, operands: list[Any]) -> list[Any]:
     return jax.vmap(body, in_axes=(*[None] * consts, *[0] * (len(operands) - consts)))(*operands)
 
 
+@shown
 @dataclass
 class _Found:
     """What the cut of a step finds.
