@@ -65,9 +65,12 @@ def result_spec(layout: Layout, op: Op, value: int) -> Spec:
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
     """Whether the result of an operator is a gradient that is wanted as its state is stored.
 
-    That is a gradient where it is summed, and the gradient of one layer, which the operator takes from a stack.
+    That is a gradient where it is summed, and the gradients of layers that the stages give back. If a group of rows has
+    one row of each microbatch, the replicas are the batch.
     """
-    return is_gradient(axes, roles, op, value) or (op.name in LAYER_STACKS and value in roles.gradients)
+    if op.name in LAYER_STACKS and (value in roles.gradients or (roles.replicas,) in axes.of_value[value]):
+        return True
+    return is_gradient(axes, roles, op, value)
 
 
 def is_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:

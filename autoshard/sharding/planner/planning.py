@@ -22,8 +22,9 @@ from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
-from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
-from autoshard.sharding.pipeline.pipelining import DEFAULT, stages_of, with_stages
+from autoshard.sharding.pipeline.choice import plan_with_pipelines, plan_with_schedules, stage_counts
+from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
+from autoshard.sharding.pipeline.schedule_words import DEFAULT
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -61,7 +62,7 @@ def plan_traced(
     overlap: Overlap | None = None,
     kernels: KernelWord = "off",
     microbatches: int | str = 1,
-    schedule: str = DEFAULT,
+    schedule: str | None = None,
     allow_numerics: bool = False,
     shortlist: Shortlist | None = None,
     strict: bool = False,
@@ -69,6 +70,7 @@ def plan_traced(
     """Plans a traced function; see `autoshard.plan` for most options.
 
     If `mesh`, `target` and `plan` are None, arrays among `args` that are already sharded keep their sharding.
+    `schedule` is the word of a pipeline's schedule; None chooses it.
     `shortlist` says how the best candidates are compared by the compiler or by running them; None compares them by the
     estimate alone. If no plan fits the memory, the result is the plan that needs the least; the caller passes it to
     `report_infeasible`.
@@ -93,10 +95,14 @@ def plan_traced(
     if plan is None and count != 1 and mesh is None:
         counts = stage_counts(find_machine(mesh, target, compiler_options).target)
 
-    def staged(rewritten: Traced, number: int) -> BoundPlan:
-        cut = partial(with_microbatches, numerics=numerics)
-        if number > 1:
-            cut = partial(with_stages, stages=number, schedule=schedule, numerics=numerics)
+    def staged(rewritten: Traced, number: int, schedule: str | None = schedule) -> BoundPlan:
+        if number == 1:
+            return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics))
+        cut = partial(with_stages, stages=number, numerics=numerics)
+        of_schedule = lambda word: in_microbatches(rewritten, number, partial(cut, schedule=word))  # noqa: E731
+        return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
+
+    def in_microbatches(rewritten: Traced, number: int, cut: Any) -> BoundPlan:
         apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan)
         made = plan_in_microbatches(rewritten, count, planned, partial(with_replicas, cut=cut, replicas=apart), number)
         return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned)
@@ -104,9 +110,7 @@ def plan_traced(
     return plan_with_offload(
         traced,
         words,
-        lambda rewritten: plan_with_pipelines(
-            counts, partial(staged, rewritten, stages), lambda number: staged(rewritten, number)
-        ),
+        lambda rewritten: plan_with_pipelines(counts, partial(staged, rewritten, stages), partial(staged, rewritten)),
     )
 
 
