@@ -22,6 +22,7 @@ from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWA
 from autoshard.sharding.pipeline.split_backward import Body, split_backward
 from autoshard.sharding.pipeline.stage_cut import NotStaged, Stack, StageCut
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
+from autoshard.sharding.rewrite.evaluation import scan_layers
 from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_one, write_slots
 
 WAITING = {
@@ -338,7 +339,7 @@ class StageLoop:
                 results = run(*consts, *carry, *x)
                 return self.stacks.carried(own, results[:n_carry], carry), results[n_carry:]
 
-            return lax.scan(layer, [*carry], [*xs], length=self.stacks.slots, **options)
+            return scan_layers(layer, [*carry], [*xs], length=self.stacks.slots, **options)
 
         with _compat.source_of(eqn):
             carried, made = jax.vmap(stage)(
