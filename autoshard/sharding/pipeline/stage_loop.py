@@ -17,6 +17,7 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
+from autoshard.sharding.pipeline.hoisted_casts import CAST
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, WEIGHTS, Schedule
 from autoshard.sharding.pipeline.split_backward import Body, split_backward
@@ -78,8 +79,9 @@ class StageLoop:
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in self.residuals]
-        # If the layers do not divide, stages exchange them. They do so once, not in each tick.
-        self.given: Env = {} if self.stacks.even else {v: self.layers_of(v, separate) for v in dict.fromkeys(given)}
+        # If the layers do not divide, stages exchange them. They do so once, not in each tick. Casts are made once, too.
+        once = [v for v in dict.fromkeys(given) if not self.stacks.even or v in cut.made]
+        self.given: Env = {v: self.layers_of(v, separate) for v in once}
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
         if self.halves and cut.after_stacks:
             raise NotStaged(
@@ -320,7 +322,7 @@ class StageLoop:
         whole = [v for v in stack.slices if v not in slices]
         slices = {
             **slices,
-            **{v: self.given[v] if self.given else self.layers_of(v, {}) for v in whole},
+            **{v: self.given[v] if v in self.given else self.layers_of(v, {}) for v in whole},
         }
         names = [*dict.fromkeys(v for v in stack.consts if v in sides)]
         shared = {
@@ -351,6 +353,9 @@ class StageLoop:
         """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""
         if var in separate:
             return self.stacks.spread_separate(separate[var])
+        made = self.cut.made.get(var)
+        if made is not None and made.primitive is CAST and made.invars[0] in separate:
+            return self.stacks.spread_separate([x.astype(var.aval.dtype) for x in separate[made.invars[0]]])
         return self.stacks.spread(self.values.of_shared(var))
 
     def of_stage(self, x: Any, stage: int) -> Any:
