@@ -108,6 +108,14 @@ class Fusion:
     on_chip: dict[int, float] = field(default_factory=dict)
 
 
+def _keeps_shape(op: Op) -> bool:
+    """Whether an operator only adds or removes dimensions of size 1. Its result is its operand under another shape."""
+    if op.name not in ("squeeze", "reshape", "expand_dims") or len(op.operands) != 1:
+        return False
+    before, after = op.eqn.invars[0].aval.shape, op.eqn.outvars[0].aval.shape
+    return op.operands[0] >= 0 and [n for n in before if n != 1] == [n for n in after if n != 1]
+
+
 def reads_memory(user: Op) -> bool:
     """Whether an operator reads its operands from memory in any case."""
     reads = user.name in _WHOLE or user.name in ("gather", "scatter", "scatter-add")
@@ -204,6 +212,8 @@ class _Finder:
 
     def note_written(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Decide whether the result of an elementwise operator is written for its users."""
+        if _keeps_shape(op) and op.operands[0] in self.memory:
+            return
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
         convolutions = sum(u.name == _CONVOLUTION for u in taken)

@@ -17,6 +17,7 @@ from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
+from autoshard.sharding.pipeline.hoisted_casts import hoist_casts
 from autoshard.sharding.pipeline.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import Schedule
@@ -131,12 +132,14 @@ def _runner(schedule: Schedule, sizes: list[int]) -> Runner:
         closed = rewritten(jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), shapes))
         jaxpr, whole = _compat.split_constants(closed)
         groups = [(n,) for n in range(len(ops))]
-        separate: dict[Any, list[Any]] = {}
+        layers: list[list[Any]] = []
         if not find_stacks(jaxpr, len(whole)) and (rolled := roll_layers(jaxpr, len(whole), ops)):
             layers = [[whole[n] for n in positions] for positions in rolled.stacks]
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
-            separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
+        jaxpr, constants = hoist_casts(jaxpr, len(whole))
+        whole = [*constants, *whole]
+        separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
         cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages, schedule.chunks)
         sizes[:] = np.reshape(stage_sizes(cut.forward.layers, schedule.stages * schedule.chunks),
                               (schedule.chunks, schedule.stages)).sum(axis=0).tolist()  # fmt: skip

@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.pipeline.hoisted_casts import CAST
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.split_backward import Body
 from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
+from autoshard.sharding.rewrite.evaluation import scan_layers
 
 
 class StageLayers:
@@ -37,13 +39,17 @@ class StageLayers:
     ):
         self.cut, self.values, self.stacks = cut, values, stacks
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in residuals]
-        # If stages exchange layers, they do so once, not in each tick.
-        self.given: Env = {} if stacks.contiguous else {v: self.of_stack(v, separate) for v in dict.fromkeys(given)}
+        # If stages exchange layers, they do so once, not in each tick. Casts are made once, too.
+        once = [v for v in dict.fromkeys(given) if not stacks.contiguous or v in cut.made]
+        self.given: Env = {v: self.of_stack(v, separate) for v in once}
 
     def of_stack(self, var: Any, separate: Mapping[Any, Sequence[Any]]) -> Any:
         """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""
         if var in separate:
             return self.stacks.spread_separate(separate[var])
+        made = self.cut.made.get(var)
+        if made is not None and made.primitive is CAST and made.invars[0] in separate:
+            return self.stacks.spread_separate([x.astype(var.aval.dtype) for x in separate[made.invars[0]]])
         return self.stacks.spread(self.values.of_shared(var))
 
     def run(
@@ -83,7 +89,7 @@ class StageLayers:
         run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
         of_stage = [sides[v] for v in names]
         whole, n_carry = [v for v in stack.slices if v not in slices], len(carry)
-        given = [self.given[v] if self.given else self.of_stack(v, {}) for v in whole]
+        given = [self.given[v] if v in self.given else self.of_stack(v, {}) for v in whole]
         own_slots = stacks.own_slots()
         sliced = [*(slices[v] for v in stack.slices if v in slices), *waited]
 
@@ -97,18 +103,20 @@ class StageLayers:
             results = run(*consts, *carry, *xs, *rest)
             return stacks.carried(own, results[:n_carry], carry), results[n_carry:]
 
-        def layers(carry: list[Any], xs: tuple[Any, list[Any], list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            k, given_layers, own, sliced = xs
-            if chunk is not None:
-                given_layers, own = ([stacks.layer(x, chunk, k) for x in each] for each in (given, own_slots))
-            return jax.vmap(layer)(of_stage, carry, given_layers, own, sliced)
-
         # With several chunks, layers are read one by one from the stack of all, without a copy of the chunk.
-        scanned = ([], [], sliced) if chunk is not None else (given, own_slots, sliced)
-        by_layer = [[jnp.swapaxes(x, 0, 1) for x in each] for each in scanned]
+        scanned = [given, own_slots] if chunk is None else [[], []]
+        ends = np.cumsum([len(each) for each in scanned]).tolist()
+
+        def layers(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            k, xs = xs[0], xs[1:]
+            of_stack, own = xs[: ends[0]], xs[ends[0] : ends[1]]
+            if chunk is not None:
+                of_stack, own = ([stacks.layer(x, chunk, k) for x in each] for each in (given, own_slots))
+            return jax.vmap(layer)(of_stage, carry, of_stack, own, xs[ends[1] :])
+
+        by_layer = [jnp.swapaxes(x, 0, 1) for each in (*scanned, sliced) for x in each]
         options = {name: eqn.params[name] for name in ("reverse", "unroll")}
         with _compat.source_of(eqn):
-            carried, made = lax.scan(
-                layers, [*carry], (jnp.arange(stacks.slots), *by_layer), length=stacks.slots, **options
-            )
+            numbers = jnp.arange(stacks.slots)
+            carried, made = scan_layers(layers, [*carry], [numbers, *by_layer], length=stacks.slots, **options)
         return list(carried), [jnp.swapaxes(x, 0, 1) for x in made]
