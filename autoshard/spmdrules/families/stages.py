@@ -113,12 +113,18 @@ def own_layers(layers: int, stages: int, chunks: int = 1) -> np.ndarray:
 
 
 def _spread(stack: Any, *, stages: int, chunks: int) -> Any:
-    by_chunk = jnp.stack([stack[start:end] for start, end, _ in _windows(stack.shape[0], stages * chunks)])
+    layers, count = stack.shape[0], stages * chunks
+    if layers % count == 0:
+        by_chunk = stack.reshape(count, layers // count, *stack.shape[1:])
+    else:
+        by_chunk = jnp.stack([stack[start:end] for start, end, _ in _windows(layers, count)])
     return _of_stages(by_chunk, stages, chunks)
 
 
 def _collected(stack: Any, *, layers: int, chunks: int) -> Any:
     by_chunk = stack if chunks == 1 else stack.swapaxes(0, 1).reshape(-1, *stack.shape[2:])
+    if layers == by_chunk.shape[0] * by_chunk.shape[1]:
+        return by_chunk.reshape(layers, *by_chunk.shape[2:])
     windows = _windows(layers, by_chunk.shape[0])
     return jnp.concatenate([by_chunk[n, end - start - size :] for n, (start, end, size) in enumerate(windows)])
 
