@@ -18,17 +18,30 @@ from autoshard.spmdrules.families.stages import (
 from tests.spmdrules.rows import Row, f32
 
 X, SLOTS, INDEX = f32(4, 8), f32(3, 4, 8), np.array([2, 0, -1, 1], np.int32)
+ON_SHARDS = "stages run on shards, because the partitioner gathers them"
 
 ROWS = [
-    Row("shift_stages", shift_stages, (X, f32(8)), "s a, a -> s a; linear 0 1"),
+    Row("shift_stages", shift_stages, (X, f32(8)), "s a, a -> s a; linear 0 1", unpartitioned=ON_SHARDS),
     Row(
         "shift_stages",
         lambda x, y: shift_stages(x, y, backward=True),
         (X, f32(8)),
         "s a, a -> s a; linear 0 1",
         "backward",
+        unpartitioned=ON_SHARDS,
     ),
-    Row("shift_stages", shift_stages, (X, f32(8), np.array(True)), "s a, a, [] -> s a; linear 0 1", "ring"),
+    *(
+        Row(
+            "shift_stages",
+            lambda x, y, enters, backward=backward: shift_stages(x, y, enters, backward=backward),
+            (X, f32(8), np.array(enters)),
+            "s a, a, [] -> s a; linear 0 1",
+            f"ring {enters} {backward}",
+            unpartitioned=ON_SHARDS,
+        )
+        for enters in (True, False)
+        for backward in (True, False)
+    ),
     Row("read_slots", read_slots, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
     Row("stack_layers", stack_layers, (X, X, X), "a b, a b, a b -> n a b; whole n; linear 0 1 2"),
     Row("unstack_layers", unstack_layers, (f32(2, 4, 8),), "n a b -> a b, a b; whole n; linear 0"),
