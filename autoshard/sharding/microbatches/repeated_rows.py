@@ -16,9 +16,7 @@ from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 _REPEATING = ("broadcast_in_dim", "iota")
 
 
-def repeated_rows(
-    eqn: Any, split: Split, count: int, env: Mapping[Any, Any], makers: Mapping[Any, Any]
-) -> Any | None:
+def repeated_rows(eqn: Any, split: Split, count: int, env: Mapping[Any, Any], makers: Mapping[Any, Any]) -> Any | None:
     """Compute a value for the rows of one microbatch; return None if its rows differ.
 
     Args:
