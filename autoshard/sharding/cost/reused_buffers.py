@@ -204,8 +204,8 @@ def cast_stacks(program: Program, parameters: Mapping[int, int]) -> dict[int, tu
 def views(axes: LogicalAxes) -> frozenset[int]:
     """Return the values that are another value under another shape on each device: XLA computes and stores nothing.
 
-    That holds for dimensions of size 1 that are added or removed. And it holds for a pipeline's dimension of stages that
-    is moved: a device has one stage, so the dimension has size 1 there.
+    That holds for dimensions of size 1 that are added or removed. It also holds if a pipeline's dimension of stages
+    moves: a device has one stage, so the dimension has size 1 there.
     """
     return frozenset(
         op.results[0]

@@ -79,7 +79,7 @@ class StageLoop:
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in self.residuals]
-        # If the layers do not divide, stages exchange them. They do so once, not in each tick. Casts are made once, too.
+        # If the layers do not divide, stages exchange them. They do so once, not in each tick. Casts run once, too.
         once = [v for v in dict.fromkeys(given) if not self.stacks.even or v in cut.made]
         self.given: Env = {v: self.layers_of(v, separate) for v in once}
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
