@@ -117,7 +117,7 @@ def test_moved_stages_of_a_pipeline_are_no_copies(monkeypatch):
         loss = lambda w: (jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), x, w)[0] ** 2).mean()  # noqa: E731
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
 
-    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8, 512, 512), (64, 512))]
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8, 4096, 4096), (64, 4096))]
 
     def estimate():
         return plan(step, *shapes, plan="pp:4", microbatches=4, target="v5e:2x2", donate_argnums=0).estimate
@@ -126,4 +126,4 @@ def test_moved_stages_of_a_pipeline_are_no_copies(monkeypatch):
     monkeypatch.setattr(problem, "views", lambda axes: frozenset())
     copied = estimate()
     assert copied.compute_us > 1.1 * shared.compute_us
-    assert copied.memory_bytes["temporary"] - shared.memory_bytes["temporary"] >= 2 * 2 * 512 * 512
+    assert copied.memory_bytes["temporary"] - shared.memory_bytes["temporary"] >= 2 * 2 * 4096 * 4096

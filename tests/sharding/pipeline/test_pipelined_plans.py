@@ -140,6 +140,7 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", made.jit().lower(*args).compile().as_text())
     assert {"1,16,32", "1,32,16"} & {g.removeprefix("1,") if g.count(",") > 2 else g for g in gathered}
     assert all(np.prod([*map(int, g.split(","))]) <= 16 * 32 for g in gathered), "several layers at once"
+    assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "_layers" in line]
 
 
 def stacked_layers(layers):
