@@ -205,7 +205,7 @@ class _Finder:
 
     def note_written(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Decide whether the result of an elementwise operator is written for its users."""
-        if op.results[0] in self.views and op.operands[0] in self.memory:
+        if self.is_view(op.results[0]):
             return
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
@@ -227,6 +227,14 @@ class _Finder:
             for v in op.results:
                 if (size := itemsize(self.program.avals[v])) > PRODUCT_OPERAND_BYTES:
                     self.narrow[v] = PRODUCT_OPERAND_BYTES / size
+
+    def is_view(self, value: int) -> bool:
+        """Whether a value is another one in memory under another shape."""
+        while value in self.views and value in self.maker:
+            value = self.maker[value].operands[0]
+            if value in self.memory:
+                return True
+        return False
 
     def kernels_of(self, op: Op, users: Mapping[int, Sequence[Op]]) -> list[int]:
         """Return the places in the block of the kernels that need a result of an elementwise operator."""

@@ -204,16 +204,13 @@ def cast_stacks(program: Program, parameters: Mapping[int, int]) -> dict[int, tu
 def views(axes: LogicalAxes) -> frozenset[int]:
     """Return the values that are another value under another shape on each device: XLA computes and stores nothing.
 
-    That holds for dimensions of size 1 that are added or removed. It also holds if a pipeline's dimension of stages
-    moves: a device has one stage, so the dimension has size 1 there.
+    That holds for dimensions of size 1 that are added or removed. It also holds if the layers of a stack are split into
+    stages, or if a pipeline's dimension of stages moves: a device has one stage, so the dimension has size 1 there.
     """
     return frozenset(
         op.results[0]
         for op in axes.program.ops()
-        if op.results
-        and len(op.operands) == 1
-        and op.operands[0] >= 0
-        and (_keeps_shape(op) or _moves_stages(axes, op))
+        if len(op.operands) == 1 and op.operands[0] >= 0 and (_keeps_shape(op) or _moves_stages(axes, op))
     )
 
 
@@ -225,8 +222,11 @@ def _keeps_shape(op: Op) -> bool:
 
 
 def _moves_stages(axes: LogicalAxes, op: Op) -> bool:
-    if op.name != "transpose" or axes.stages is None:
+    if axes.stages is None or op.name not in ("transpose", "reshape"):
         return False
-    dims = axes.of_value[op.operands[0]]
+    dims, after = (axes.of_value[v] for v in (op.operands[0], op.results[0]))
+    if op.name == "reshape":  # of the stages and their layers, which are in the first dimensions
+        parts, split = ([c for dim in own for c in dim] for own in (dims, after))
+        return parts == split and any(axes.stages in dim for dim in (*dims[:1], *after[:1]))
     others = [d for d in op.eqn.params["permutation"] if dims[d] != (axes.stages,)]
     return others == sorted(others) and len(others) < len(dims)
