@@ -140,7 +140,7 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", made.jit().lower(*args).compile().as_text())
     assert {"1,16,32", "1,32,16"} & {g.removeprefix("1,") if g.count(",") > 2 else g for g in gathered}
     assert all(np.prod([*map(int, g.split(","))]) <= 16 * 32 for g in gathered), "several layers at once"
-    assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "_layers" in line]
+    assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
 
 
 def stacked_layers(layers):
@@ -213,7 +213,13 @@ def test_stages_need_not_be_a_power_of_two():
 def test_memory_is_flat_in_the_number_of_microbatches():
     def growing(schedule, count):
         made = plan(
-            make_step(remat=True), *shapes(), target="cpu:2", plan="pp:2", microbatches=count, schedule=schedule
+            make_step(remat=True),
+            *shapes(),
+            target="cpu:2",
+            plan="pp:2",
+            microbatches=count,
+            schedule=schedule,
+            donate_argnums=0,  # else the new state, beside the old one, takes more than the pipeline
         )
         return made.estimate.memory_bytes["temporary"] * count  # the rows of a microbatch shrink with their number
 
