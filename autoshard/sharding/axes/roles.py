@@ -339,7 +339,11 @@ def _input_roles(
             owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not has_batch[v]))
             if any(has_batch[v] for v in (*op.operands, *op.results) if v >= 0):
                 parameters.update(owned)
-            elif owned and (len(owned) <= MAX_FUSED_WEIGHTS or op.name in TO_STAGES):
+            elif owned and (
+                len(owned) <= MAX_FUSED_WEIGHTS
+                or op.name in TO_STAGES
+                or any(owned == owner.get(v) for v in op.operands)  # of a stack of many layers
+            ):
                 for v in op.results:
                     owner.setdefault(v, owned)
 

@@ -5,7 +5,7 @@ Cost, memory, lowering and reports all use this module, so that the prices are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
@@ -55,14 +55,17 @@ def operand_spec(layout: Layout, value: int) -> Spec:
 def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     """The wanted sharding of the result of a decision point.
 
-    It is the stored sharding of its state for a gradient and for the weights of the layers of a stage. It is the
-    computed sharding for any other result.
+    It is the stored sharding of its state for a gradient and for the weights of a stage's layers, which the stage
+    gathers one by one. It is the computed sharding for any other result.
     """
-    if op.name in TO_STAGES and value in layout.aliased_inputs:
-        return operand_spec(layout, value)  # a stage gathers its layers one by one
-    return (gradient_spec_of if is_stored_gradient(layout.axes, layout.roles, op, value) else Layout.spec)(
-        layout, value
-    )
+    return wanted_spec_of(layout.axes, layout.roles, op, value)(layout, value)
+
+
+def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Callable[[Layout, int], Spec]:
+    """The function that gives the wanted sharding of the result of a decision point, see `result_spec`."""
+    if op.name in TO_STAGES and value in axes.parameter_aliases:
+        return operand_spec
+    return gradient_spec_of if is_stored_gradient(axes, roles, op, value) else Layout.spec
 
 
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:

@@ -16,9 +16,7 @@ from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 _REPEATING = ("broadcast_in_dim", "iota")
 
 
-def repeated_rows(
-    eqn: Any, split: Split, count: int, env: Mapping[Any, Any], makers: Mapping[Any, Any]
-) -> Any | None:
+def repeated_rows(eqn: Any, split: Split, count: int, env: Mapping[Any, Any], makers: Mapping[Any, Any]) -> Any | None:
     """Compute a value for the rows of one microbatch; return None if its rows differ.
 
     Args:
@@ -66,7 +64,7 @@ def _operand_split(eqn: Any, split: Split) -> Split | None:
     return None if eqn.invars[0].aval.shape[dim] == 1 else Split(dim, split.stride)
 
 
-def _elementwise(eqn: Any, split: Split, count: int) -> tuple[dict[str, Any], list[Split | None]] | None:
+def _elementwise(eqn: Any, split: Split, count: int) -> tuple[Mapping[str, Any], list[Split | None]] | None:
     """The parameters of an elementwise operator on the rows of one microbatch, and where its operands have the rows."""
     if len(eqn.outvars) != 1 or eqn.effects:
         return None

@@ -72,10 +72,10 @@ def plan_traced(
     """Plans a traced function; see `autoshard.plan` for most options.
 
     If `mesh`, `target` and `plan` are None, arrays among `args` that are already sharded keep their sharding.
-    `pipelines` says whether the search may cut the step into microbatches for a pipeline; it tries pipelines in any case
-    if `microbatches` is not 1. `shortlist` says how the best candidates are compared by the compiler or by running them; None compares them by the
-    estimate alone. If no plan fits the memory, the result is the plan that needs the least; the caller passes it to
-    `report_infeasible`.
+    `pipelines` says whether the search may cut the step into microbatches for a pipeline. It tries pipelines in any
+    case if `microbatches` is not 1. `shortlist` says how the best candidates are compared by the compiler or by running
+    them; None compares them by the estimate alone. If no plan fits the memory, the result is the plan that needs the
+    least; the caller passes it to `report_infeasible`.
     """
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
     if word == "off" and isinstance(plan, str) and moves_keys(plan):
