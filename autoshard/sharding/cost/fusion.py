@@ -52,11 +52,11 @@ from autoshard.sharding.cost.constants import (
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
-from autoshard.spmdrules.families.stages import read_p, write_p
+from autoshard.spmdrules.families.stages import layer_p, read_p, write_p
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"
-_SLICES = ("slice", "dynamic_slice")
+_SLICES = ("slice", "dynamic_slice", layer_p.name)
 _IN_PLACE = ("dynamic_update_slice", write_p.name)
 _MOVES = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision")
 _WHOLE = (

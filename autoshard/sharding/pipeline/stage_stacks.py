@@ -21,7 +21,7 @@ from autoshard.spmdrules.families.stages import (
     collect_layers,
     layers_of_slots,
     own_layers,
-    read_slots,
+    read_layer,
     spread_layers,
     stack_layers,
     unstack_layers,
@@ -103,8 +103,8 @@ class StageStacks:
         """
         index = jnp.maximum(chunk, 0) * self.slots + number
         if not _compat.is_extended(stack.dtype):
-            return read_slots(stack, index)
-        data = read_slots(jax.random.key_data(stack), index)  # random keys
+            return read_layer(stack, index)
+        data = read_layer(jax.random.key_data(stack), index)  # random keys
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(stack))
 
     def carried(self, own: Sequence[Any], new: Sequence[Any], old: Sequence[Any]) -> list[Any]:

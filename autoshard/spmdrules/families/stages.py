@@ -3,6 +3,7 @@
 `shift_stages` is the only operator that lets a value move to another stage. On shards it is a collective-permute.
 With several chunks of layers a stage, it is a ring: the first stage may get what the last one had.
 `read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages.
+`read_layer` does the same with a stack of weights; products read such a layer in place.
 If the layers of a stage are no equal, contiguous part of the stack, `spread_layers` and `collect_layers` are between a
 stack of all layers and one with a dimension of stages.
 """
@@ -131,6 +132,7 @@ def _collected(stack: Any, *, layers: int, chunks: int) -> Any:
 
 shift_p = _primitive("shift_stages", _shifted, lambda x, edge, *enters, backward: x.shape)
 read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
+layer_p = _primitive("read_layer", _read, lambda stack, index: stack.shape[1:])
 write_p = _primitive("write_slots", _written, lambda slots, x, index: slots.shape)
 stack_p = _primitive("stack_layers", lambda *layers: jnp.stack(layers), lambda *layers: (len(layers), *layers[0].shape))
 spread_p = _primitive(
@@ -152,7 +154,7 @@ unstack_p.def_abstract_eval(
     lambda stack: [_compat.result_type(stack.shape[1:], stack.dtype, (stack,))] * stack.shape[0]
 )
 mlir.register_lowering(unstack_p, mlir.lower_fun(lambda stack: list(stack), multiple_results=True))
-STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, write_p))
+STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, layer_p, write_p))
 """The names of the operators on stages. They run on shards, because XLA's partitioner would gather the stages."""
 LAYER_STACKS = frozenset({"stack_layers", "unstack_layers", "spread_layers", "collect_layers"})
 """The names of the operators that exchange the layers of a stack between the stages. XLA partitions them."""
@@ -192,6 +194,23 @@ def read_slots(slots: Any, index: Any) -> Any:
         `[N, ...]`.
     """
     return read_p.bind(slots, index)
+
+
+def read_layer(stack: Any, index: Any) -> Any:
+    """Returns one layer of each stage. On shards it is a slice, which the operators that take it read in place.
+
+    Args:
+        stack: `[K, N, ...]`, K layers for each of N stages.
+        index: `[N]`, the number of the layer of each stage.
+
+    Returns:
+        `[N, ...]`.
+
+    Example:
+        >>> read_layer(jnp.arange(6).reshape(3, 2), jnp.array([0, 2])).tolist()
+        [0, 5]
+    """
+    return layer_p.bind(stack, index)
 
 
 def write_slots(slots: Any, x: Any, index: Any) -> Any:
@@ -290,6 +309,12 @@ def _read_rule(slots: Any, index: Any) -> Rule:
     number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
     dims = tuple(build.next(n) for n in slots.shape[2:])
     return build.rule([(number, stage, *dims), (stage,)], [(stage, *dims)], linear=((0,),))
+
+
+@rule(layer_p)
+def _layer_rule(stack: Any, index: Any) -> Rule:
+    """``n s a, s -> s a; whole n; linear 0``: every stage reads a layer of its own."""
+    return _read_rule(stack, index)
 
 
 @rule(write_p)

@@ -7,6 +7,7 @@ import pytest
 
 from autoshard.spmdrules.families.stages import (
     collect_layers,
+    read_layer,
     read_slots,
     shift_stages,
     spread_layers,
@@ -43,6 +44,7 @@ ROWS = [
         for backward in (True, False)
     ),
     Row("read_slots", read_slots, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
+    Row("read_layer", read_layer, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
     Row("stack_layers", stack_layers, (X, X, X), "a b, a b, a b -> n a b; whole n; linear 0 1 2"),
     Row("unstack_layers", unstack_layers, (f32(2, 4, 8),), "n a b -> a b, a b; whole n; linear 0"),
     Row("spread_layers", lambda x: spread_layers(x, 3), (X,), "l a -> s k a; whole l s k; linear 0"),
