@@ -32,7 +32,7 @@ from autoshard.sharding.pipeline.stage_cut import NotStaged, StageCut
 from autoshard.sharding.pipeline.stage_layers import StageLayers
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
 from autoshard.sharding.pipeline.tick_tables import tick_tables
-from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_one, write_slots
+from autoshard.spmdrules.families.stages import read_layer, read_slots, shift_stages, write_one, write_slots
 
 WAITING = {
     "residuals": (FORWARD, (BACKWARD, WEIGHTS)),
@@ -368,7 +368,7 @@ class StageLoop:
             op = COMBINE[self.ops[var]]
             if self.chunked:
                 chunk = row[f"{part} chunk"]
-                new.append(write_slots(total, op(read_slots(total, chunk), x.astype(total.dtype)), chunk))
+                new.append(write_slots(total, op(read_layer(total, chunk), x.astype(total.dtype)), chunk))
                 continue
             active = (numbers != IDLE).reshape(-1, *[1] * (x.ndim - 1))
             new.append(op(total, jnp.where(active, x, neutral(self.ops[var], x.shape, x.dtype)).astype(total.dtype)))

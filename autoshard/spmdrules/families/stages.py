@@ -197,11 +197,11 @@ def read_slots(slots: Any, index: Any) -> Any:
 
 
 def read_layer(stack: Any, index: Any) -> Any:
-    """Returns one layer of each stage. On shards it is a slice, which the operators that take it read in place.
+    """Returns one layer of each stage, or one chunk of them. On shards it is a slice, which its users read in place.
 
     Args:
-        stack: `[K, N, ...]`, K layers for each of N stages.
-        index: `[N]`, the number of the layer of each stage.
+        stack: `[K, N, ...]`, K layers or chunks for each of N stages.
+        index: `[N]`, the number of the layer of each stage. A negative number reads the first one.
 
     Returns:
         `[N, ...]`.
