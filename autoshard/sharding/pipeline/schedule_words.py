@@ -16,7 +16,7 @@ from autoshard.sharding.pipeline.schedules import (
 )
 
 DEFAULT = "1f1b"
-SEARCHED = (f"{INTERLEAVED}:2", f"{INTERLEAVED}:4")
+SEARCHED = (*(word for word in SCHEDULES if word != DEFAULT), f"{INTERLEAVED}:2", f"{INTERLEAVED}:4")
 """The schedules that a search tries where a pipeline is best with the default one. Chosen: more chunks save little more
 idle time, and a stage has few layers."""
 
