@@ -38,6 +38,7 @@ def chosen(plain, steps, microbatches=1):
     tried = []
 
     def staged(stages, schedule, number):
+        schedule = schedule or "1f1b"
         tried.append((stages, schedule, number))
         if stages == 8:
             raise PlanError("auto_shard(step): too few layers")

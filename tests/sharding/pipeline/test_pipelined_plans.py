@@ -262,7 +262,7 @@ def planned_on_two(schedule, **options):
 
 def test_stages_that_keep_inputs_need_less_memory():
     peaks = {word: planned_on_two(word).estimate.peak_memory_bytes for word in SCHEDULES}
-    assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.5
+    assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.4
 
 
 def test_stages_keep_inputs_if_nothing_else_fits():
