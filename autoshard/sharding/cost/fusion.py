@@ -205,7 +205,7 @@ class _Finder:
 
     def note_written(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Decide whether the result of an elementwise operator is written for its users."""
-        if self.is_view(op.results[0]):
+        if any(map(self.is_view, op.results)):
             return
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)

@@ -62,27 +62,25 @@ def plan_traced(
     gather: str = "",
     overlap: Overlap | None = None,
     kernels: KernelWord = "off",
-    microbatches: int | str = 1,
+    microbatches: int | str | None = 1,
     schedule: str | None = None,
     allow_numerics: bool = False,
-    pipelines: bool = False,
     shortlist: Shortlist | None = None,
     strict: bool = False,
 ) -> BoundPlan:
     """Plans a traced function; see `autoshard.plan` for most options.
 
     If `mesh`, `target` and `plan` are None, arrays among `args` that are already sharded keep their sharding.
-    `schedule` is the word of a pipeline's schedule; None chooses it. `pipelines` says whether the search may cut the
-    step into microbatches for a pipeline. It tries pipelines in any case if `microbatches` is not 1. `shortlist` says
-    how the best candidates are compared by the compiler or by running them; None compares them by the estimate alone.
-    If no plan fits the memory, the result is the plan that needs the least; the caller passes it to
-    `report_infeasible`.
+    If `microbatches` is None, a plan without a pipeline has one microbatch, and the search may choose a pipeline with
+    several. `schedule` is the word of a pipeline's schedule; None chooses it. `shortlist` says how the best candidates
+    are compared by the compiler or by running them; None compares them by the estimate alone. If no plan fits the
+    memory, the result is the plan that needs the least; the caller passes it to `report_infeasible`.
     """
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
     if word == "off" and isinstance(plan, str) and moves_keys(plan):
         word = "auto"  # ulysses and ring are ways to run the operators of attention
     traced = with_kernels(traced, word, traced_machine(mesh, target))
-    count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
+    count = plan.microbatches if isinstance(plan, ShardingPlan) else 1 if microbatches is None else microbatches
     numerics = plan.allow_numerics if isinstance(plan, ShardingPlan) else allow_numerics
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
@@ -95,7 +93,7 @@ def plan_traced(
     if traced.stages > 1:  # a program that is cut already may be planned again
         return plan_with_offload(traced, words, planned)
     counts: list[int] = []
-    if plan is None and (pipelines or count != 1) and mesh is None:
+    if plan is None and microbatches != 1 and mesh is None:
         counts = stage_counts(find_machine(mesh, target, compiler_options).target)
 
     def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:

@@ -45,7 +45,7 @@ def test_a_stack_is_cast_once(remat):
     assert (WIDTH, WIDTH) in casts(jaxpr, jnp.bfloat16)
     found = casts(hoisted, jnp.bfloat16)
     assert found.count((LAYERS, WIDTH, WIDTH)) == 1 and (WIDTH, WIDTH) not in found
-    results = jax.core.eval_jaxpr(hoisted, (), *constants, *args)
+    results = _compat.jaxpr_as_function(_compat.close(hoisted, []))(*constants, *args)
     for one, other in zip(results, jax.tree.leaves(fn(*args)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
 
