@@ -1,10 +1,12 @@
 """Pipelines that the planner cuts out of a step: memory and idle time as compiled, against the schedule's table.
 
-    python benchmarks/pipelines.py [--schedules gpipe 1f1b zb] [--microbatches 8 16] [--layers 4] [--seq 1024]
+    python benchmarks/pipelines.py [--schedules gpipe 1f1b zb ftb] [--microbatches 8 16] [--layers 4] [--seq 1024]
+                                   [--data dp:4]
+    python benchmarks/pipelines.py --schedules interleaved:2 --layers 8
 
-A Llama in plain JAX is planned for v5e:4x4 with `pp:4 dp:4` and compiled. Beside it, what one stage does is
-compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2 with `dp:4`, the same microbatches in turn. Its
-time is the ideal of a pipeline. The table says how much longer a pipeline takes. `step / table` divides the
+A Llama in plain JAX is planned for v5e:4x4 with `pp:4` and the words of `--data`, and compiled. Beside it, what one
+stage does is compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2, the same microbatches in turn.
+Its time is the ideal of a pipeline. The table says how much longer a pipeline takes. `step / table` divides the
 compiled step by the ideal times this factor. Times are the two measures of `estimate.py`. `temporaries` are those of
 the compiled program. Nothing runs. Results are stored in `results/pipelines.json`.
 """
@@ -26,13 +28,14 @@ from judged_steps import JudgedStep, judged, scaled_text
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit import missing_compiler
-from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WEIGHTS
+from autoshard.sharding.pipeline.schedule_words import make_schedule, read_schedule
+from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, SCHEDULES, WEIGHTS
 
 PATH = RESULTS / "pipelines.json"
 STAGES, DEVICES, VOCAB, ROWS = 4, "v5e:4x4", 32768, 4  # rows of a microbatch, one for each device of a stage
 ALONE = "v5e:2x2"
 # The work of the parts of a stage under full rematerialization, in forward passes: its products and their gradients.
-COSTS = {FORWARD: 1.0, BACKWARD: 3.0}
+COSTS = {FORWARD: 1.0, RECOMPUTE: 1.0, BACKWARD: 3.0}
 SPLIT_COSTS = {FORWARD: 1.0, BACKWARD: 2.0, WEIGHTS: 1.0}
 
 
@@ -58,7 +61,7 @@ def row_of(given: Any, schedule: str, count: int) -> Row:
     step, state, batch = plain_models.llama(
         "full", rows=ROWS * count, seq=given.seq, layers=given.layers // part, vocab=VOCAB // part
     )
-    target, words = (ALONE, "dp:4") if alone else (DEVICES, f"pp:{STAGES} dp:4")
+    target, words = (ALONE, given.data) if alone else (DEVICES, f"pp:{STAGES} {given.data}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(step, state, *batch, target=target, plan=words, microbatches=count, donate_argnums=0,
@@ -71,9 +74,9 @@ def factor_of(schedule: str, count: int) -> float:
     """The time of all ticks over that of a stage's work; 1 without a pipeline."""
     if schedule == "alone":
         return 1.0
-    table = SCHEDULES[schedule](STAGES, count)
-    total, work = table.ideal(SPLIT_COSTS if WEIGHTS in table.ticks else COSTS)
-    return total / work
+    table = make_schedule(schedule, STAGES, count)
+    total, _ = table.ideal(SPLIT_COSTS if WEIGHTS in table.ticks else COSTS)
+    return total / (count * (COSTS[FORWARD] + COSTS[BACKWARD]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,10 +125,11 @@ def table(rows: Sequence[Row]) -> Table:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], choices=[*SCHEDULES])
+    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], type=read_schedule)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--data", default="dp:4", help="the words beside pp:4, such as fsdp:4")
     return parser
 
 

@@ -322,7 +322,9 @@ def _parser() -> argparse.ArgumentParser:
         help="microbatches per batch, or auto (default): the best of 1, 2, 4 that does not change the results",
     )  # fmt: skip
     options.add_argument(
-        "--schedule", help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default) or zb, see docs/planning.md"
+        "--schedule",
+        help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default), interleaved:V, zb, ftb or 1f1b-inputs, see "
+        "docs/planning.md",
     )
     options.add_argument(
         "--remat",

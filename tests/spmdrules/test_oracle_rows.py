@@ -33,7 +33,7 @@ def report(findings: list[Finding]) -> str:
 
 # The quick suite runs the first row of each primitive, and all rows of those in `VARIED`; the slow suite runs all rows.
 FIRST = {row.primitive: row for row in reversed(ROWS)}
-VARIED = ("conv_general_dilated", "dot_general", "gather", "reshape", "scatter-add")
+VARIED = ("conv_general_dilated", "dot_general", "gather", "reshape", "scatter-add", "shift_stages")
 
 
 @pytest.mark.whole

@@ -195,10 +195,16 @@ def plan(
             memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the
             rows m, m + microbatches, ... "auto" plans with 1, 2, 4, ... and takes the first number that fits, or
             the next if it is clearly faster. By default 1, or the number of a given `Plan`. In a pipeline, "auto" is
-            the default and begins with the number of stages.
+            the default and begins with the number of stages. Between slices or hosts with slow links, a search without
+            this option also tries pipelines.
         schedule: for a plan with the word `pp:N`, the order in which its N stages work on the microbatches: "gpipe",
-            all forward passes and then all backward passes; "1f1b", the default, in which a stage runs the backward
-            pass of a microbatch as soon as it can, and holds the residuals of at most 2 N - 1 microbatches.
+            all forward passes and then all backward passes; "1f1b", in which a stage runs the backward
+            pass of a microbatch as soon as it can, and holds the residuals of at most 2 N - 1 microbatches;
+            "interleaved:V", as "1f1b" with V chunks of layers on each stage, so that stages are idle for 1 / V of the
+            time, and values move V times as often; "zb", as "1f1b" with the gradients of weights computed apart;
+            "ftb", as "gpipe", but a stage holds only its input for each microbatch, computes its layers again before
+            the gradients, and then frees the input; "1f1b-inputs", as "1f1b" with such stages. By default "1f1b", or if
+            it does not fit, one of the last two that does. A function without gradients has only forward passes.
         allow_numerics: whether `microbatches` may change the results. An operator of the loop that needs a sum over the
             whole batch, as a batch norm and the load-balance loss of experts do, is an error by default. With True it
             takes the sum over each microbatch, times the number of microbatches, and losses are averaged. The plan's

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autoshard import _compat
-from autoshard._typed import short_repr
+from autoshard._shown import shown
+from autoshard._units import bytes_text
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
-from autoshard.sharding.pipeline.rolled_layers import roll_layers
-from autoshard.sharding.pipeline.schedules import SCHEDULES, Schedule
+from autoshard.sharding.pipeline.hoisted_casts import hoist_casts
+from autoshard.sharding.pipeline.layers.forward_layers import find_layers
+from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
+from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
+from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
 from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.spmdrules.families.stages import stack_layers, stage_sizes
-
-DEFAULT = "1f1b"
-
-
-def read_schedule(schedule: Any) -> str:
-    """Return the word of a schedule; the default for None.
-
-    Raises:
-        PlanError: it is none of the words.
-    """
-    if schedule is None:
-        return DEFAULT
-    if not isinstance(schedule, str) or schedule not in SCHEDULES:
-        raise PlanError(f"schedule is {short_repr(schedule)}; it must be one of {', '.join(map(repr, SCHEDULES))}")
-    return schedule
 
 
 def stages_of(plan: Any) -> int:
@@ -80,26 +70,52 @@ def with_stages(
         )
     moved = [word for word in traced.offloaded if word != OPTIMIZER]
     if moved:
+        lean = schedule in WITH_RESIDUALS
+        kept, less = ("inputs", "") if lean else ("residuals", " or schedule='1f1b-inputs', which holds less,")
         raise NotMovable(
-            f"auto_shard({traced.name}): pp:{stages} keeps the residuals of its stages in device memory, so "
-            f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer', or leave out pp:{stages}"
+            f"auto_shard({traced.name}): pp:{stages} keeps the {kept} of its stages in device memory, so "
+            f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer'{less} or leave out pp:{stages}"
         )
-    table, sizes = SCHEDULES[schedule](stages, microbatches), []
+    found = _Found(table=make_schedule(schedule, stages, microbatches))
     try:
-        cut = with_microbatches(traced, microbatches, _runner(table, sizes), replicas=replicas, numerics=numerics)
+        cut = with_microbatches(traced, microbatches, _runner(found), replicas=replicas, numerics=numerics)
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
     closed = _without_layer_maps(cut.closed)
-    return replace(cut, closed=closed, stages=stages, stage_layers=tuple(sizes), schedule=schedule)
+    return replace(cut, closed=closed, stages=stages, stage_layers=tuple(found.sizes), schedule=found.table.name,
+                   stage_bytes=found.bytes)  # fmt: skip
 
 
 def stage_notes(traced: Traced) -> list[str]:
-    """A note that gives the layers of each stage, if not all stages have as many."""
-    sizes = traced.stage_layers
-    if len({*sizes}) < 2:
+    """Notes on what stages keep, on layers that they exchange, and on idle stages."""
+    return [*_kept_notes(traced), *_layer_notes(traced)]
+
+
+def _kept_notes(traced: Traced) -> list[str]:
+    """A note on the bytes of what stages keep, if they keep inputs."""
+    other = WITH_RESIDUALS.get(traced.schedule)
+    if other is None:
         return []
-    return [f"{sum(sizes)} layers on {len(sizes)} stages: {', '.join(map(str, sizes))}; each stage takes the time and "
-            f"memory of {max(sizes)}, and the stages exchange the weights of the layers once a step"]  # fmt: skip
+    inputs, residuals = map(bytes_text, traced.stage_bytes)
+    return [f"schedule {traced.schedule}: a stage holds its input, {inputs} a microbatch, in place of residuals, "
+            f"{residuals} ({other}); sizes before other mesh axes shard them"]  # fmt: skip
+
+
+def _layer_notes(traced: Traced) -> list[str]:
+    """Notes on layers that the stages exchange, on stages with different numbers of layers, and on idle stages."""
+    sizes, chunks, notes = traced.stage_layers, chunks_of(traced.schedule), []
+    slots = chunks * -(-sum(sizes) // (chunks * max(len(sizes), 1)))  # the layers whose time each stage takes
+    if chunks > 1 or len({*sizes}) > 1:
+        uneven = sum(sizes) < slots * len(sizes)
+        of_stages = f": {', '.join(map(str, sizes))}" if uneven else f", {chunks} chunks of {slots // chunks} on each"
+        of_slots = f"each stage takes the time and memory of {slots}, and " if uneven else ""
+        notes.append(f"{sum(sizes)} layers on {len(sizes)} stages{of_stages}; {of_slots}the stages exchange the "
+                     "weights of the layers once a step")  # fmt: skip
+    if chunks > 1 and (rest := traced.microbatches % traced.stages):
+        more = traced.microbatches + traced.stages - rest
+        notes.append(f"{traced.microbatches} microbatches are no multiple of {traced.stages} stages, so stages wait "
+                     f"between their chunks; microbatches={more} avoids that")  # fmt: skip
+    return notes
 
 
 def _without_layer_maps(closed: Any) -> Any:
@@ -129,29 +145,55 @@ def _mapped_or_bound(eqn: Any, operands: list[Any]) -> list[Any]:
     return jax.vmap(body, in_axes=(*[None] * consts, *[0] * (len(operands) - consts)))(*operands)
 
 
-def _runner(schedule: Schedule, sizes: list[int]) -> Runner:
-    """What runs the microbatches in stages. It writes the number of layers of each stage to `sizes`."""
+@shown
+@dataclass
+class _Found:
+    """What the cut of a step finds.
+
+    Attributes:
+        table: the schedule. A function without gradients runs only its forward parts.
+        sizes: the number of layers of each stage.
+        bytes: the bytes of a stage's input and of its residuals, for one microbatch.
+    """
+
+    table: Schedule
+    sizes: tuple[int, ...] = ()
+    bytes: tuple[int, int] = (0, 0)
+
+
+def _runner(found: _Found) -> Runner:
+    """What runs the microbatches in stages. It completes `found`."""
 
     def run(one: Callable[[Any, list[Any]], Terms], rows: list[Any], ops: list[str]) -> Terms:
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in rows]
         closed = rewritten(jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), shapes))
         jaxpr, whole = _compat.split_constants(closed)
         groups = [(n,) for n in range(len(ops))]
-        separate: dict[Any, list[Any]] = {}
-        if not find_stacks(jaxpr, len(whole)) and (rolled := roll_layers(jaxpr, len(whole), ops)):
+        layers: list[list[Any]] = []
+        in_scans = find_stacks(jaxpr, len(whole)) or find_layers(jaxpr, len(whole))[0]
+        if not in_scans and (rolled := roll_layers(jaxpr, len(whole), ops)):
             layers = [[whole[n] for n in positions] for positions in rolled.stacks]
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
-            separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
-        cut = cut_stages(jaxpr, len(whole), len(groups), schedule.stages)
-        sizes[:] = stage_sizes(cut.forward.layers, schedule.stages)
+        jaxpr, constants = hoist_casts(jaxpr, len(whole))
+        whole = [*constants, *whole]
+        separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
+        table = found.table
+        cut = cut_stages(jaxpr, len(whole), len(groups), table.stages, table.chunks)
+        found.sizes = tuple(np.reshape(stage_sizes(cut.forward.layers, table.stages * table.chunks),
+                                       (table.chunks, table.stages)).sum(axis=0).tolist())  # fmt: skip
+        found.bytes = cut.input_bytes, cut.residual_bytes * max(found.sizes) // cut.forward.layers
+        if cut.backward.eqn is None:
+            found.table = forward_only(table)
+        elif BACKWARD not in table.ticks:
+            raise NotStaged(f"schedule {table.name!r} is for functions without gradients; use {DEFAULT!r}")
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}
-        found = StageLoop(cut, schedule, combined, rows, whole, separate).run(apart)
+        values = StageLoop(cut, found.table, combined, rows, whole, separate).run(apart)
         sums: dict[int, Any] = {}
         for var, group in zip(jaxpr.outvars, groups, strict=False):
-            sums |= zip(group, found[var] if var in apart else [found[var]], strict=True)
-        return [sums[n] for n in range(len(ops))], [found[var] for var in jaxpr.outvars[len(groups) :]]
+            sums |= zip(group, values[var] if var in apart else [values[var]], strict=True)
+        return [sums[n] for n in range(len(ops))], [values[var] for var in jaxpr.outvars[len(groups) :]]
 
     return run

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.microbatches.flow import HEAVY
+from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.program.array_sizes import nbytes
 
 
@@ -29,7 +30,7 @@ class Stack:
     """One scan over the layers.
 
     Attributes:
-        eqn: the scan.
+        eqn: the scan; None if there is none, as for the gradients of a function without gradients.
         consts, carry, slices: its operands.
         carried: its final carry.
         stacked: what it stacks.
@@ -43,8 +44,8 @@ class Stack:
     stacked: list[Any] = field(init=False)
 
     def __post_init__(self):
-        n_consts, n_carry = _compat.scan_arity(self.eqn.params)
-        operands, results = [*self.eqn.invars], [*self.eqn.outvars]
+        n_consts, n_carry = _compat.scan_arity(self.eqn.params) if self.eqn else (0, 0)
+        operands, results = ([*self.eqn.invars], [*self.eqn.outvars]) if self.eqn else ([], [])
         self.consts, self.carry = operands[:n_consts], operands[n_consts : n_consts + n_carry]
         self.slices = operands[n_consts + n_carry :]
         self.carried, self.stacked = results[:n_carry], results[n_carry:]
@@ -77,7 +78,7 @@ class StageCut:
         whole: its other inputs.
         sums: its results that are terms of a sum.
         forward: the stack of layers.
-        backward: the stack of their gradients.
+        backward: the stack of their gradients; empty if the program has none.
         forth: values that travel with the forward pass, from before the layers to the middle.
         back: values that travel with the backward pass, from the middle to what follows the gradients.
         in_middle: results of the program that the middle computes.
@@ -105,14 +106,14 @@ class StageCut:
         for eqn in self.jaxpr.eqns:
             if self.own.intersection(_variables(eqn.invars)):
                 self.own |= {*eqn.outvars}
-        self.after_forward = self.dependents(self.forward.eqn)
-        self.after_backward = self.dependents(self.backward.eqn)
+        self.after_forward = self.dependents(self.forward)
+        self.after_backward = self.dependents(self.backward)
         self.inputs_of_forward = self.ancestors(self.forward.eqn.invars)
         self._cheap: dict[Any, bool] = {}
 
-    def dependents(self, first: Any) -> set[Any]:
-        """The results of an equation, and all variables that are computed from them."""
-        found = {*first.outvars}
+    def dependents(self, stack: Stack) -> set[Any]:
+        """The results of a stack, and all variables that are computed from them."""
+        found = {*stack.carried, *stack.stacked}
         for eqn in self.jaxpr.eqns:
             if found.intersection(_variables(eqn.invars)):
                 found |= {*eqn.outvars}
@@ -143,6 +144,16 @@ class StageCut:
     def shared(self) -> list[Any]:
         """The variables that do not depend on the microbatch and are not cheap. They are computed once."""
         return [v for v in self.made if v not in self.own and not self.is_cheap(v)]
+
+    @property
+    def input_bytes(self) -> int:
+        """The bytes of what enters a stage: the carry of the layers, and what travels with it."""
+        return sum(nbytes(v.aval) for v in (*self.forward.carry, *self.forth))
+
+    @property
+    def residual_bytes(self) -> int:
+        """The bytes of the residuals of all layers."""
+        return sum(nbytes(v.aval) for v in {*self.forward.stacked}.intersection(_variables(self.backward.slices)))
 
     def find_travellers(self) -> None:
         """Find which values travel, and where each result is computed.
@@ -188,7 +199,7 @@ class StageCut:
         """
         found: dict[Any, None] = {}
         seen, todo = set(), [*wanted]
-        stacks = {*self.forward.eqn.outvars, *self.backward.eqn.outvars}
+        stacks = {v for stack in (self.forward, self.backward) for v in (*stack.carried, *stack.stacked)}
         while todo:
             var = todo.pop()
             if var in seen:
@@ -202,7 +213,7 @@ class StageCut:
         return [*found]
 
 
-def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
+def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int, chunks: int = 1) -> StageCut:
     """Cut the program of one microbatch at its layers.
 
     Args:
@@ -211,17 +222,28 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int) -> StageCut:
         whole: the number of inputs that all microbatches share.
         sums: the number of its first results that are terms of a sum.
         stages: number of stages.
+        chunks: number of chunks of layers of each stage.
 
     Raises:
-        NotStaged: it has no stack of layers, or fewer layers than stages.
+        NotStaged: it has no stack of layers that can be cut, or fewer layers than stages, or than chunks of all stages.
     """
     stacks = find_stacks(jaxpr, whole)
     if not stacks:
-        raise NotStaged(_no_stack(jaxpr))
+        layers, reason = find_layers(jaxpr, whole)
+        if layers is None:
+            raise NotStaged(_no_stack(jaxpr, reason))
+        stacks = Stack(layers), Stack(None)
     forward, backward = stacks
     if stages > forward.layers:
         raise NotStaged(
             f"{stages} stages are more than {forward.place}, whose number is {forward.layers}. {_fewer(forward.layers)}"
+        )
+    if stages * chunks > forward.layers:
+        most = forward.layers // stages
+        use = "'1f1b'" if most < 2 else f"'interleaved:{most}'" + ", or fewer chunks" * (most > 2)
+        raise NotStaged(
+            f"{chunks} chunks of layers on each of {stages} stages are more than {forward.place}, whose number is "
+            f"{forward.layers}. Use schedule={use}"
         )
     terms = {*_variables(jaxpr.outvars[:sums])}
     found = StageCut(jaxpr, jaxpr.invars[whole:], jaxpr.invars[:whole], terms, forward, backward)
@@ -246,12 +268,14 @@ def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:
     pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
     # A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
     weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    weights |= {v for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"
+                for v in eqn.outvars if weights.issuperset(_variables(eqn.invars))}  # fmt: skip
     sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
     return pairs[sizes.index(max(sizes))] if any(sizes) else None
 
 
-def _no_stack(jaxpr: Any) -> str:
-    """Why a program has no stack of layers that can be cut."""
+def _no_stack(jaxpr: Any, reason: str) -> str:
+    """Why a program has no stack of layers that can be cut; `reason` is why it has none without gradients."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "remat2":
             inner = _compat.open_jaxpr(eqn.params["jaxpr"])
@@ -260,9 +284,9 @@ def _no_stack(jaxpr: Any) -> str:
                 line = _compat.program_line(scan)
                 place = f"the jax.lax.scan{' at ' + line if line else ''}"
                 return f"{place} is inside a jax.checkpoint. Put jax.checkpoint around the body of the scan instead"
-    return (
-        "it has no repeated part, with a gradient: no jax.lax.scan over stacked parameters of layers, and no equal "
-        "layers one after another"
+    return reason or (
+        "it has no repeated part: no jax.lax.scan over stacked parameters of layers, and no equal layers one after "
+        "another"
     )
 
 

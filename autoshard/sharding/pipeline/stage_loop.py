@@ -12,32 +12,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
+from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
-from autoshard.sharding.pipeline.schedules import AFTER, BACKWARD, BEFORE, FORWARD, IDLE, MIDDLE, WEIGHTS, Schedule
-from autoshard.sharding.pipeline.split_backward import Body, split_backward
-from autoshard.sharding.pipeline.stage_cut import NotStaged, Stack, StageCut
+from autoshard.sharding.pipeline.schedules import (
+    AFTER,
+    BACKWARD,
+    BEFORE,
+    FORWARD,
+    IDLE,
+    MIDDLE,
+    RECOMPUTE,
+    WEIGHTS,
+    Schedule,
+)
+from autoshard.sharding.pipeline.split_backward import split_backward
+from autoshard.sharding.pipeline.stage_cut import NotStaged, StageCut
+from autoshard.sharding.pipeline.stage_inputs import StageInputs
+from autoshard.sharding.pipeline.stage_layers import StageLayers
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
-from autoshard.spmdrules.families.stages import read_slots, shift_stages, write_one, write_slots
-
-WAITING = {
-    "residuals": (FORWARD, (BACKWARD, WEIGHTS)),
-    "middle_stacks": (FORWARD, (MIDDLE,)),
-    "outlet": (FORWARD, (MIDDLE,)),
-    "for_weights": (BACKWARD, (WEIGHTS,)),
-    "after_stacks": (BACKWARD, (AFTER,)),
-}
-"""Values that wait in slots: the part that makes them, and the parts that take them."""
-USED_BY = {
-    **{name: (made, *taken) for name, (made, taken) in WAITING.items()},
-    "forward": (FORWARD,), "backward": (BACKWARD,), "forward_sums": (FORWARD,), "middle": (MIDDLE,),
-    "backward_sums": (BACKWARD, WEIGHTS), "after": (AFTER,),
-}  # fmt: skip
-"""What the loop carries, and the parts that read or write it."""
+from autoshard.sharding.pipeline.tick_tables import tick_tables
+from autoshard.spmdrules.families.stages import read_layer, read_slots, shift_stages, write_one, write_slots
 
 State = dict[str, Any]
 
@@ -68,17 +66,20 @@ class StageLoop:
         self.values = MicrobatchValues(cut, rows, whole)
         self.stages = schedule.stages
         self.first, self.last = 0, schedule.stages - 1
-        self.stacks = StageStacks(cut.forward.layers, schedule.stages)
+        self.stacks = StageStacks(cut.forward.layers, schedule.stages, schedule.chunks)
+        self.chunked = schedule.chunks > 1
         self.reverse = cut.forward.reverse  # the first stage has the last layers
         if self.reverse:
             self.first, self.last = self.last, self.first
-        forward_done = schedule.ticks[FORWARD][:, -1:]
-        self.waits = bool((schedule.ticks[MIDDLE] != forward_done).any())  # the middle runs in a later tick
+        self.early, self.late = bool(schedule.lead(BEFORE)), bool(schedule.lead(AFTER))
+        forward_done = schedule.ticks[FORWARD][schedule.chunks - 1 :: schedule.chunks, -1:]
+        self.inputs = StageInputs(cut, schedule)
+        later = bool((schedule.ticks[MIDDLE] != forward_done).any())
+        self.waits = later and not self.inputs.recompute  # the middle takes what left the last stage in an earlier tick
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
-        given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in self.residuals]
-        # If the layers do not divide, stages exchange them. They do so once, not in each tick.
-        self.given: Env = {} if self.stacks.even else {v: self.layers_of(v, separate) for v in dict.fromkeys(given)}
+        self.waiting_residuals = [] if self.inputs.recompute else self.residuals
+        self.layers = StageLayers(cut, self.values, self.stacks, self.residuals, separate).run
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
         if self.halves and cut.after_stacks:
             raise NotStaged(
@@ -97,16 +98,23 @@ class StageLoop:
             apart: the sums whose layers are wanted as L arrays `[...]` in place of a stack.
         """
         state: State = {}
-        tables = self.tables()
-        for start, end, parts in self.schedule.phases:
+        tables = tick_tables(self.schedule, self.waiting, self.slots, self.reverse)
+        for count, phases in self.schedule.periods:
+            parts = [part for _, _, of_phase in phases for part in of_phase]
             state |= self.initial(parts, state)
+            start, end = phases[0][0], phases[-1][1]
+            within = [(a - start, b - start, of_phase) for a, b, of_phase in phases]
+            ticks = {name: table[start : start + count * (end - start)] for name, table in tables.items()}
+            if count == 1:
+                state = self.run_phases(state, ticks, within)
+                continue
+            of_period = {name: table.reshape(count, end - start, *table.shape[1:]) for name, table in ticks.items()}
             used = [name for name in state if self.uses(name, parts)]
 
-            def tick(carry: State, row: Env, parts: Sequence[str] = parts) -> tuple[State, None]:
-                return self.tick(carry, row, parts), None
+            def period(carry: State, ticks: Env, within: Sequence[Any] = within) -> tuple[State, None]:
+                return self.run_phases(carry, ticks, within), None
 
-            ticks = {name: jnp.asarray(table[start:end]) for name, table in tables.items()}
-            carried, _ = lax.scan(tick, {name: state[name] for name in used}, ticks)
+            carried, _ = lax.scan(period, {name: state[name] for name in used}, jax.tree.map(jnp.asarray, of_period))
             state |= carried
         found: Env = {}
         for name in ("forward_sums", "middle", "backward_sums", "after"):
@@ -115,6 +123,24 @@ class StageLoop:
         for var in (*self.results_of("forward_sums"), *self.results_of("backward_sums")):
             found[var] = (self.stacks.collect_separate if var in apart else self.stacks.collect)(found[var])
         return found
+
+    def run_phases(self, state: State, ticks: Env, phases: Sequence[tuple[int, int, Sequence[str]]]) -> State:
+        """Run phases one after another; return the new state.
+
+        Args:
+            state: what the loop carries, with all that these phases use.
+            ticks: the tables of these phases, see `tick_tables`.
+            phases: the first tick, the end and the parts of each.
+        """
+        for start, end, parts in phases:
+
+            def tick(carry: State, row: Env, parts: Sequence[str] = parts) -> tuple[State, None]:
+                return self.tick(carry, row, parts), None
+
+            used = {name: x for name, x in state.items() if self.uses(name, parts)}
+            carried, _ = lax.scan(tick, used, {name: jnp.asarray(table[start:end]) for name, table in ticks.items()})
+            state = state | carried
+        return state
 
     # --- what the loop carries ---
 
@@ -135,9 +161,11 @@ class StageLoop:
         """Return the entries of the state that parts need and that do not exist yet."""
         cut = self.cut
         made: dict[str, Callable[[], Any]] = {
+            "inlet": lambda: [self.zeros(v) for v in (*cut.forward.carry, *cut.forth) if self.early],
             "forward": lambda: [self.zeros(v, staged=True) for v in (*cut.forward.carry, *cut.forth)],
             "backward": lambda: [self.zeros(v, staged=True) for v in (*cut.backward.carry, *cut.back)],
-            "residuals": lambda: self.empty_slots("residuals", self.residuals),
+            "residuals": lambda: self.empty_slots("residuals", self.waiting_residuals),
+            "inputs": lambda: self.inputs.empty(self.slots, self.stages),
             "middle_stacks": lambda: self.empty_slots("middle_stacks", cut.middle_stacks),
             "after_stacks": lambda: self.empty_slots("after_stacks", cut.after_stacks),
             "for_weights": lambda: self.empty_slots("for_weights", self.halves.waiting) if self.halves else [],
@@ -159,68 +187,78 @@ class StageLoop:
 
         The variables are stacks of layers. Those of `for_weights` are values of one layer.
         """
-        count, layers = self.slots[name].count, (self.cut.backward.layers,) * (name == "for_weights")
+        if not variables:
+            return []
+        count, layers = self.slots[name].count, (self.cut.forward.layers,) * (name == "for_weights")
         shapes = [self.stacks.shape((*layers, *v.aval.shape)) for v in variables]
         return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]
 
     def start(self, var: Any, name: str) -> Any:
         """Return the identity element that a sum starts from, or zeros for the rows of all microbatches."""
-        shape = self.stacks.shape(var.aval.shape) if name.endswith("_sums") else var.aval.shape
+        shape = self.stacks.shape_of_sums(var.aval.shape) if name.endswith("_sums") else var.aval.shape
         if var in self.ops:
             return neutral(self.ops[var], shape, wide(var.aval.dtype))
         return jnp.zeros((self.schedule.microbatches, *shape), var.aval.dtype)
 
     # --- one tick ---
 
-    def tables(self) -> dict[str, np.ndarray]:
-        """For each tick: the microbatch of each part, and the slots that each part reads or writes in the state.
-
-        The columns are the stages, in the order of their layers, as in arrays.
-        """
-        schedule, found = self.schedule, {}
-        for part in schedule.ticks:
-            found[part] = schedule.working(part)
-        for name, (made, taken) in self.waiting.items():
-            for part in (made, *taken) if taken else ():
-                found[f"{name} {part}"] = schedule.slot_table(self.slots[name], made, part)
-        return {name: table[:, ::-1] for name, table in found.items()} if self.reverse else found
-
     def tick(self, state: State, row: Env, parts: Sequence[str]) -> State:
         """Run some parts; return the new state."""
         state = dict(state)
         at_end: Env = {}
+        if AFTER in parts and self.late:  # it takes what the tick before left
+            self.after_part(state, row)
+        first = self.before_part(row) if BEFORE in parts else []
         if FORWARD in parts:
-            at_end = self.forward_part(state, row)
+            at_end = self.forward_part(state, row, first)
+        if first and self.early:
+            state["inlet"] = first
         start: list[Any] = []
+        recomputed: Env = {}
+        if RECOMPUTE in parts:
+            recomputed, leaving = self.inputs.run_again(state["inputs"], row, self.layers)
+            at_end = self.at_end(leaving)
         if MIDDLE in parts:
             start = self.middle_part(state, row, at_end)
         if BACKWARD in parts:
-            self.backward_part(state, row, start)
+            self.backward_part(state, row, start, recomputed)
+        if AFTER in parts and not self.late:
             self.after_part(state, row)
         if WEIGHTS in parts:
             self.weights_part(state, row)
         return state
 
-    def forward_part(self, state: State, row: Env) -> Env:
-        """Run a forward part on each stage; return what leaves the last one."""
+    def before_part(self, row: Env) -> list[Any]:
+        """Compute what the first stage begins with."""
+        return self.values.computed([*self.cut.forward.carry, *self.cut.forth], self.values.inputs_of(row[BEFORE][0]))
+
+    def forward_part(self, state: State, row: Env, first: Sequence[Any]) -> Env:
+        """Run a forward part on each stage, of which the first begins with `first`; return what leaves the last one."""
         cut, stack = self.cut, self.cut.forward
-        variables = [*stack.carry, *cut.forth]
-        first = self.values.computed(variables, self.values.inputs_of(row[BEFORE][0]))
-        moved = [shift_stages(x, edge, backward=self.reverse) for x, edge in zip(state["forward"], first, strict=True)]
+        edges = state["inlet"] if self.early else first or [self.zeros(v) for v in (*stack.carry, *cut.forth)]
+        moved = self.shifted(state["forward"], edges, row, FORWARD)
         known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
-        carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {})
+        chunk = row.get(f"{FORWARD} chunk")
+        carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {}, chunk=chunk)
         state["forward"] = [*carried, *moved[len(stack.carry) :]]
         made = dict(zip(stack.stacked, stacked, strict=True))
-        for name, kept in (("residuals", self.residuals), ("middle_stacks", cut.middle_stacks)):
+        state["inputs"] = self.inputs.kept(state["inputs"], moved, row)
+        for name, kept in (("residuals", self.waiting_residuals), ("middle_stacks", cut.middle_stacks)):
+            if name not in self.slots:
+                continue
             index = row[f"{name} {FORWARD}"]
             state[name] = [write_slots(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
-        self.add_on_stages(state, "forward_sums", made, row[FORWARD])
-        at_end = dict(zip((*stack.carried, *cut.forth), (self.of_stage(x, self.last) for x in state["forward"]),
-                          strict=True))  # fmt: skip
+        self.add_on_stages(state, "forward_sums", made, row, FORWARD)
+        at_end = self.at_end(state["forward"])
         if self.waits:
             index = row[f"outlet {FORWARD}"][self.last]
             state["outlet"] = [write_one(s, x, index) for s, x in zip(state["outlet"], at_end.values(), strict=True)]
         return at_end
+
+    def at_end(self, leaving: Sequence[Any]) -> Env:
+        """Return what leaves the last stage, of what leaves each stage."""
+        variables = (*self.cut.forward.carried, *self.cut.forth)
+        return {v: self.of_stage(x, self.last) for v, x in zip(variables, leaving, strict=True)}
 
     def middle_part(self, state: State, row: Env, at_end: Env) -> list[Any]:
         """Run the head and its gradient; return what the gradients of the last stage start from.
@@ -243,18 +281,20 @@ class StageLoop:
         self.add(state, "middle", made[starts:], number)
         return made[:starts]
 
-    def backward_part(self, state: State, row: Env, start: Sequence[Any]) -> None:
-        """Run a backward part on each stage; the last one begins with `start`."""
+    def backward_part(self, state: State, row: Env, start: Sequence[Any], recomputed: Env) -> None:
+        """Run a backward part on each stage; the last one begins with `start`. `recomputed` has residuals, if any."""
         cut, stack = self.cut, self.cut.backward
         variables = [*stack.carry, *cut.back]
-        edges = start or [self.zeros(v) for v in variables]
-        on = not self.reverse
-        moved = [shift_stages(x, edge, backward=on) for x, edge in zip(state["backward"], edges, strict=True)]
+        moved = self.shifted(state["backward"], start or [self.zeros(v) for v in variables], row, BACKWARD)
         index = row[f"residuals {BACKWARD}"]
-        slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
+        waited = zip(self.waiting_residuals, state["residuals"], strict=True)
+        slices = {**recomputed, **{v: read_slots(s, index) for v, s in waited}}
         known = dict(zip(cut.back, moved[len(stack.carry) :], strict=True))
         half = self.halves.inputs if self.halves else None
-        carried, stacked = self.layers(stack, row[BACKWARD], known, moved[: len(stack.carry)], slices, half)
+        chunk = row.get(f"{BACKWARD} chunk")
+        carried, stacked = self.layers(
+            stack, row[BACKWARD], known, moved[: len(stack.carry)], slices, half, chunk=chunk
+        )
         state["backward"] = [*carried, *moved[len(stack.carry) :]]
         if self.halves:
             index = row[f"for_weights {BACKWARD}"]
@@ -267,7 +307,7 @@ class StageLoop:
         state["after_stacks"] = [
             write_slots(s, made[v], written) for s, v in zip(state["after_stacks"], cut.after_stacks, strict=True)
         ]
-        self.add_on_stages(state, "backward_sums", made, row[BACKWARD])
+        self.add_on_stages(state, "backward_sums", made, row, BACKWARD)
 
     def weights_part(self, state: State, row: Env) -> None:
         """Compute the gradients of each stage's weights, where the backward part has left them out."""
@@ -275,8 +315,9 @@ class StageLoop:
         stack, index = self.cut.backward, row[f"residuals {WEIGHTS}"]
         slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
         waited = [read_slots(s, row[f"for_weights {WEIGHTS}"]) for s in state["for_weights"]]
-        stacked = self.layers(stack, row[WEIGHTS], {}, [], slices, self.halves.weights, waited)[1]
-        self.add_on_stages(state, "backward_sums", dict(zip(stack.stacked, stacked, strict=True)), row[WEIGHTS])
+        chunk = row.get(f"{WEIGHTS} chunk")
+        stacked = self.layers(stack, row[WEIGHTS], {}, [], slices, self.halves.weights, waited, chunk)[1]
+        self.add_on_stages(state, "backward_sums", dict(zip(stack.stacked, stacked, strict=True)), row, WEIGHTS)
 
     def after_part(self, state: State, row: Env) -> None:
         """Compute what needs the gradient of the first stage's input."""
@@ -288,69 +329,14 @@ class StageLoop:
 
     # --- stages ---
 
-    def layers(
-        self,
-        stack: Stack,
-        numbers: Any,
-        known: Env,
-        carry: Sequence[Any],
-        slices: Env,
-        body: Body | None = None,
-        waited: Sequence[Any] = (),
-    ) -> tuple[list[Any], list[Any]]:
-        """Run each stage's layers.
+    def shifted(self, values: Sequence[Any], edges: Sequence[Any], row: Env, part: str) -> list[Any]:
+        """Move values to the next stage, where a part takes them.
 
-        Args:
-            stack: the scan over all layers.
-            numbers: the microbatch of each stage, `[N]`.
-            known: values on stages that the layers take, besides those that are computed from the microbatch's rows.
-            carry: the carry of each stage, `[N, ...]`.
-            slices: variable -> the array of which each stage's layers take slices, `[N, layers of a stage, ...]`. It
-                has those arrays that differ between microbatches.
-            body: what runs instead of the scan's body.
-            waited: further slices that it takes.
-
-        Returns:
-            The final carry `[N, ...]`, and what each stage stacks, `[N, layers of a stage, ...]`.
+        With several chunks, stages are a ring. The first stage gets the edges before its first chunk, else what the
+        last one has made of the chunk before.
         """
-        eqn, own = stack.eqn, self.cut.own
-        varying = [v for v in stack.consts if v in own and v not in known]
-        sides = {**known, **dict(zip(varying, self.values.on_stages(varying, numbers), strict=True))}
-        whole = [v for v in stack.slices if v not in slices]
-        slices = {
-            **slices,
-            **{v: self.given[v] if self.given else self.layers_of(v, {}) for v in whole},
-        }
-        names = [*dict.fromkeys(v for v in stack.consts if v in sides)]
-        shared = {
-            v: self.values.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)
-        }
-        options = {name: eqn.params[name] for name in ("reverse", "unroll")}
-        run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
-        n_carry, own_slots = len(carry), self.stacks.own_slots()
-
-        def stage(of_stage: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
-            known = {**shared, **dict(zip(names, of_stage, strict=True))}
-            consts = [v.val if isinstance(v, _compat.Literal) else known[v] for v in stack.consts]
-
-            def layer(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-                x, own = x[: len(x) - len(own_slots)], x[len(x) - len(own_slots) :]
-                results = run(*consts, *carry, *x)
-                return self.stacks.carried(own, results[:n_carry], carry), results[n_carry:]
-
-            return lax.scan(layer, [*carry], [*xs], length=self.stacks.slots, **options)
-
-        with _compat.source_of(eqn):
-            carried, made = jax.vmap(stage)(
-                [sides[v] for v in names], [*carry], [*(slices[v] for v in stack.slices), *waited, *own_slots]
-            )
-        return list(carried), list(made)
-
-    def layers_of(self, var: Any, separate: Mapping[Any, Sequence[Any]]) -> Any:
-        """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""
-        if var in separate:
-            return self.stacks.spread_separate(separate[var])
-        return self.stacks.spread(self.values.of_shared(var))
+        back, enters = self.reverse == (part == FORWARD), row[f"{part} enters"][0] if self.chunked else None
+        return [shift_stages(x, edge, enters, backward=back) for x, edge in zip(values, edges, strict=True)]
 
     def of_stage(self, x: Any, stage: int) -> Any:
         """Return the value of one stage: the sum over all stages after the others are set to zero."""
@@ -361,7 +347,11 @@ class StageLoop:
 
     def gathered(self, state: State, name: str, variables: Sequence[Any], index: Any) -> Env:
         """Return stacks over all layers of one microbatch, from the slots of all stages."""
-        return {v: self.stacks.collect(read_slots(s, index)) for v, s in zip(variables, state[name], strict=True)}
+
+        def read(slots: Any) -> Any:
+            return jnp.stack([read_slots(slots, each) for each in index]) if self.chunked else read_slots(slots, index)
+
+        return {v: self.stacks.collect(read(s)) for v, s in zip(variables, state[name], strict=True)}
 
     # --- sums and rows ---
 
@@ -377,11 +367,15 @@ class StageLoop:
                 new.append(write_one(total, x, number))
         state[name] = new
 
-    def add_on_stages(self, state: State, name: str, made: Env, numbers: Any) -> None:
-        """Add the terms of each stage's layers to sums `[N, layers of a stage, ...]`."""
-        new = []
-        for var, total in zip(self.results_of(name), state[name], strict=True):
-            x, op = made[var], self.ops[var]
+    def add_on_stages(self, state: State, name: str, made: Env, row: Env, part: str) -> None:
+        """Add the terms of each stage's layers to sums `[N, layers of a stage, ...]`, `[V, N, ...]` with chunks."""
+        new, numbers = [], row[part]
+        for var, total, x in ((v, total, made[v]) for v, total in zip(self.results_of(name), state[name], strict=True)):
+            op = COMBINE[self.ops[var]]
+            if self.chunked:
+                chunk = row[f"{part} chunk"]
+                new.append(write_slots(total, op(read_layer(total, chunk), x.astype(total.dtype)), chunk))
+                continue
             active = (numbers != IDLE).reshape(-1, *[1] * (x.ndim - 1))
-            new.append(COMBINE[op](total, jnp.where(active, x, neutral(op, x.shape, x.dtype)).astype(total.dtype)))
+            new.append(op(total, jnp.where(active, x, neutral(self.ops[var], x.shape, x.dtype)).astype(total.dtype)))
         state[name] = new

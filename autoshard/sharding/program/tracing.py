@@ -68,6 +68,7 @@ class Traced:
         stages: the number of stages of its pipeline; 1 if it has none.
         stage_layers: the number of layers of each of its stages, in the order of the layers; empty if it has none.
         schedule: the word of the pipeline's schedule; empty if it has none.
+        stage_bytes: the bytes of a stage's input and of its residuals, for one microbatch; empty if it has none.
         replicas: the number of groups of rows whose sums are added after the loop over microbatches.
         own_sums: the operators, with their lines, that take the sums of each microbatch in place of those of the batch.
         batch: where the batch is, if it is known before the analysis: an input leaf, its dimension, the place among
@@ -104,6 +105,7 @@ class Traced:
     stages: int = 1
     stage_layers: tuple[int, ...] = ()
     schedule: str = ""
+    stage_bytes: tuple[int, ...] = ()
     own_sums: tuple[str, ...] = ()
     batch: tuple[int, int, int, int] | None = None
 

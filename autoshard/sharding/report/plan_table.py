@@ -23,7 +23,7 @@ from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
 from autoshard.sharding.report.kernel_blocks import kernel_texts
-from autoshard.sharding.report.pipeline_texts import pipeline_texts
+from autoshard.sharding.report.pipeline_texts import pipeline_texts, waiting_lines
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import (
     AxisNames,
@@ -59,6 +59,7 @@ def table(plan: ShardingPlan) -> str:
         _axes(plan, names),
         _state(plan, names),
         _memory(plan),
+        waiting_lines(plan),
         _time(plan),
         _traffic(plan),
         module_lines(plan.module_us, "estimated"),

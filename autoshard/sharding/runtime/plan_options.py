@@ -13,7 +13,8 @@ from autoshard.sharding.machines.option_requests import read_request
 from autoshard.sharding.machines.targets import check_name, find_target
 from autoshard.sharding.microbatches.microbatching import read_microbatches
 from autoshard.sharding.offload.words import Words, read_words
-from autoshard.sharding.pipeline.pipelining import read_schedule, stages_of
+from autoshard.sharding.pipeline.pipelining import stages_of
+from autoshard.sharding.pipeline.schedule_words import read_schedule
 from autoshard.sharding.plan.gather_words import AUTO, read_gather
 from autoshard.sharding.plan.overlap_words import overlap_text, read_overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
@@ -44,7 +45,7 @@ def checked_options(
         overlap: the table of `overlap=`; None for none, or for that of a given plan.
         kernels: the word of `kernels=`; None for "off", or for the word of a given plan.
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
-        schedule: the schedule of the plan's pipeline; None for the default, or for that of a given plan.
+        schedule: the schedule of the plan's pipeline; None to choose it, or for that of a given plan.
         allow_numerics: whether microbatches may change the results; None for no, or for what a given plan does.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
@@ -79,6 +80,7 @@ def checked_options(
         )
     words, parts = read_words(offload), read_request(compiler_options)
     count, ticks = read_microbatches(microbatches), read_schedule(schedule)
+    chosen = None if schedule is None else ticks
     stages = request.stages if isinstance(request, ShardingPlan) else stages_of(request)
     if stages == 1 and schedule is not None:
         raise PlanError(f"schedule is {ticks!r}, but the plan has no pipeline; give one, such as plan='pp:4'")
@@ -101,7 +103,8 @@ def checked_options(
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options |= {"offload": words, "compiler_options": parts, "gather": order, "overlap": table, "kernels": word,
-                "microbatches": count, "schedule": ticks, "allow_numerics": bool(allow_numerics)}  # fmt: skip
+                "microbatches": None if microbatches is None and count == 1 else count, "schedule": chosen,
+                "allow_numerics": bool(allow_numerics)}  # fmt: skip
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 

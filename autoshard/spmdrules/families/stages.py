@@ -1,9 +1,11 @@
 """Operators on the stages of a pipeline. Stage n works on element n of an array's stage dimension.
 
 `shift_stages` is the only operator that lets a value move to another stage. On shards it is a collective-permute.
+With several chunks of layers a stage, it is a ring: the first stage may get what the last one had.
 `read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages.
-If the number of stages does not divide that of the layers, `spread_layers` and `collect_layers` are between a stack of
-all layers and one with a dimension of stages.
+`read_layer` does the same with a stack of weights; products read such a layer in place.
+If the layers of a stage are no equal, contiguous part of the stack, `spread_layers` and `collect_layers` are between a
+stack of all layers and one with a dimension of stages.
 """
 
 from __future__ import annotations
@@ -37,9 +39,15 @@ def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[
     return made
 
 
-def _shifted(x: Any, edge: Any, *, backward: bool) -> Any:
-    new = edge[None]
+def _shifted(x: Any, edge: Any, *enters: Any, backward: bool) -> Any:
+    last = x[0] if backward else x[-1]
+    new = _entering(edge, last, *enters)[None]
     return jnp.concatenate([x[1:], new] if backward else [new, x[:-1]])
+
+
+def _entering(edge: Any, last: Any, *enters: Any) -> Any:
+    """What the first stage gets: the edge, or with a ring perhaps what the last stage had."""
+    return jnp.where(enters[0], edge, last) if enters else edge
 
 
 def _read(slots: Any, index: Any) -> Any:
@@ -75,44 +83,70 @@ def stage_sizes(layers: int, stages: int) -> tuple[int, ...]:
     return (each + 1,) * more + (each,) * (stages - more)
 
 
-def _windows(layers: int, stages: int) -> list[tuple[int, int, int]]:
-    """For each stage, the start and the end of its slots among the layers, and the number of its own layers.
+def _windows(layers: int, chunks: int) -> list[tuple[int, int, int]]:
+    """For each chunk, the start and the end of its slots among the layers, and the number of its own layers.
 
-    Its own layers are the last ones. A slot before them has the last layer of the stage before.
+    Its own layers are the last ones. A slot before them has the last layer of the chunk before.
     """
-    sizes = stage_sizes(layers, stages)
-    ends = [sum(sizes[: n + 1]) for n in range(stages)]
+    sizes = stage_sizes(layers, chunks)
+    ends = [sum(sizes[: n + 1]) for n in range(chunks)]
     return [(end - sizes[0], end, size) for end, size in zip(ends, sizes, strict=True)]
 
 
-def layers_of_slots(layers: int, stages: int) -> np.ndarray:
-    """Returns the layer in each slot of each stage, `[N, K]`, see `spread_layers`."""
-    return np.array([range(start, end) for start, end, _ in _windows(layers, stages)])
+def _of_stages(by_chunk: Any, stages: int, chunks: int) -> Any:
+    """Returns `[N * V, K, ...]`, the slots of each chunk, as `[N, K, ...]` for one chunk, else as `[N, V, K, ...]`."""
+    if chunks == 1:
+        return by_chunk
+    return by_chunk.reshape(chunks, stages, *by_chunk.shape[1:]).swapaxes(0, 1)
 
 
-def own_layers(layers: int, stages: int) -> np.ndarray:
-    """Returns for each slot of each stage, `[N, K]`, whether it has a layer of the stage, see `spread_layers`."""
-    first = [[end - size] for _, end, size in _windows(layers, stages)]
-    return layers_of_slots(layers, stages) >= np.array(first)
+def layers_of_slots(layers: int, stages: int, chunks: int = 1) -> np.ndarray:
+    """Returns the layer in each slot of each stage, `[N, K]` or `[N, V, K]`, see `spread_layers`."""
+    found = np.array([range(start, end) for start, end, _ in _windows(layers, stages * chunks)])
+    return _of_stages(found, stages, chunks)
 
 
-def _spread(stack: Any, *, stages: int) -> Any:
-    return jnp.stack([stack[start:end] for start, end, _ in _windows(stack.shape[0], stages)])
+def own_layers(layers: int, stages: int, chunks: int = 1) -> np.ndarray:
+    """Returns for each slot, `[N, K]` or `[N, V, K]`, whether it has a layer of its chunk, see `spread_layers`."""
+    windows = _windows(layers, stages * chunks)
+    found = np.array([np.arange(start, end) >= end - size for start, end, size in windows])
+    return _of_stages(found, stages, chunks)
 
 
-def _collected(stack: Any, *, layers: int) -> Any:
-    windows = _windows(layers, stack.shape[0])
-    return jnp.concatenate([stack[n, end - start - size :] for n, (start, end, size) in enumerate(windows)])
+def _spread(stack: Any, *, stages: int, chunks: int) -> Any:
+    layers, count = stack.shape[0], stages * chunks
+    if layers % count == 0:
+        by_chunk = stack.reshape(count, layers // count, *stack.shape[1:])
+    else:
+        by_chunk = jnp.stack([stack[start:end] for start, end, _ in _windows(layers, count)])
+    return _of_stages(by_chunk, stages, chunks)
 
 
-shift_p = _primitive("shift_stages", _shifted, lambda x, edge, backward: x.shape)
+def _collected(stack: Any, *, layers: int, chunks: int) -> Any:
+    by_chunk = stack if chunks == 1 else stack.swapaxes(0, 1).reshape(-1, *stack.shape[2:])
+    if layers == by_chunk.shape[0] * by_chunk.shape[1]:
+        return by_chunk.reshape(layers, *by_chunk.shape[2:])
+    windows = _windows(layers, by_chunk.shape[0])
+    return jnp.concatenate([by_chunk[n, end - start - size :] for n, (start, end, size) in enumerate(windows)])
+
+
+shift_p = _primitive("shift_stages", _shifted, lambda x, edge, *enters, backward: x.shape)
 read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
+layer_p = _primitive("read_layer", _read, lambda stack, index: stack.shape[1:])
 write_p = _primitive("write_slots", _written, lambda slots, x, index: slots.shape)
 stack_p = _primitive("stack_layers", lambda *layers: jnp.stack(layers), lambda *layers: (len(layers), *layers[0].shape))
 spread_p = _primitive(
-    "spread_layers", _spread, lambda stack, stages: (stages, -(-stack.shape[0] // stages), *stack.shape[1:])
+    "spread_layers",
+    _spread,
+    lambda stack, stages, chunks: (
+        stages, *(() if chunks == 1 else (chunks,)), -(-stack.shape[0] // (stages * chunks)), *stack.shape[1:]
+    ),
+)  # fmt: skip
+collect_p = _primitive(
+    "collect_layers",
+    _collected,
+    lambda stack, layers, chunks: (layers, *stack.shape[2 if chunks == 1 else 3 :]),
 )
-collect_p = _primitive("collect_layers", _collected, lambda stack, layers: (layers, *stack.shape[2:]))
 unstack_p = Primitive("unstack_layers")
 unstack_p.multiple_results = True
 unstack_p.def_impl(lambda stack: list(stack))
@@ -120,7 +154,7 @@ unstack_p.def_abstract_eval(
     lambda stack: [_compat.result_type(stack.shape[1:], stack.dtype, (stack,))] * stack.shape[0]
 )
 mlir.register_lowering(unstack_p, mlir.lower_fun(lambda stack: list(stack), multiple_results=True))
-STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, write_p))
+STAGE_OPERATORS = frozenset(p.name for p in (shift_p, read_p, layer_p, write_p))
 """The names of the operators on stages. They run on shards, because XLA's partitioner would gather the stages."""
 LAYER_STACKS = frozenset({"stack_layers", "unstack_layers", "spread_layers", "collect_layers"})
 """The names of the operators that exchange the layers of a stack between the stages. XLA partitions them."""
@@ -130,12 +164,13 @@ WITH_ALL_LAYERS = frozenset({"spread_layers", "collect_layers"})
 """The names of those whose other side is a stack of all layers."""
 
 
-def shift_stages(x: Any, edge: Any, *, backward: bool = False) -> Any:
+def shift_stages(x: Any, edge: Any, enters: Any = None, *, backward: bool = False) -> Any:
     """Moves a value of each stage to the next one.
 
     Args:
         x: `[N, ...]`, one value for each stage.
         edge: `[...]`, what the first stage gets; with `backward`, the last one.
+        enters: for a ring, a bool: whether the first stage gets the edge. If not, it gets what the last one had.
         backward: whether values move to the stage before instead.
 
     Returns:
@@ -145,7 +180,7 @@ def shift_stages(x: Any, edge: Any, *, backward: bool = False) -> Any:
         >>> shift_stages(jnp.arange(3), jnp.array(9)).tolist()
         [9, 0, 1]
     """
-    return shift_p.bind(x, edge, backward=backward)
+    return shift_p.bind(x, edge, *([] if enters is None else [enters]), backward=backward)
 
 
 def read_slots(slots: Any, index: Any) -> Any:
@@ -159,6 +194,23 @@ def read_slots(slots: Any, index: Any) -> Any:
         `[N, ...]`.
     """
     return read_p.bind(slots, index)
+
+
+def read_layer(stack: Any, index: Any) -> Any:
+    """Returns one layer of each stage, or one chunk of them. On shards it is a slice, which its users read in place.
+
+    Args:
+        stack: `[K, N, ...]`, K layers or chunks for each of N stages.
+        index: `[N]`, the number of the layer of each stage. A negative number reads the first one.
+
+    Returns:
+        `[N, ...]`.
+
+    Example:
+        >>> read_layer(jnp.arange(6).reshape(3, 2), jnp.array([0, 2])).tolist()
+        [0, 5]
+    """
+    return layer_p.bind(stack, index)
 
 
 def write_slots(slots: Any, x: Any, index: Any) -> Any:
@@ -192,52 +244,62 @@ def unstack_layers(stack: Any) -> list[Any]:
     return unstack_p.bind(stack)
 
 
-def spread_layers(stack: Any, stages: int) -> Any:
-    """Gives each stage its layers of a stack, if the number of stages does not divide that of the layers.
+def spread_layers(stack: Any, stages: int, chunks: int = 1) -> Any:
+    """Gives each stage its layers of a stack, if they are no equal, contiguous part of it.
+
+    The layers are cut into N V chunks. Stage s has the chunks s, N + s, 2 N + s, and so on.
 
     On shards, the stack may be sharded along any dimension but its layers before, and along the stages afterwards. The
     exchange is an all-to-all.
 
     Args:
         stack: `[L, ...]`.
-        stages: N, the number of stages, at most L.
+        stages: N, the number of stages.
+        chunks: V, the number of chunks of a stage. N V is at most L.
 
     Returns:
-        `[N, K, ...]`, where K is the largest number of layers of a stage. A stage with a layer less has in its first
-        slot the last layer of the stage before (`own_layers`).
+        `[N, K, ...]` for one chunk a stage, else `[N, V, K, ...]`, where K is the largest number of layers of a chunk.
+        A chunk with a layer less has in its first slot the last layer of the chunk before (`own_layers`).
 
     Example:
         >>> spread_layers(jnp.arange(4), 3).tolist()
         [[0, 1], [1, 2], [2, 3]]
+        >>> spread_layers(jnp.arange(4), 2, 2).tolist()
+        [[[0], [2]], [[1], [3]]]
     """
     if _compat.is_extended(stack.dtype):  # random keys
-        return _spread(stack, stages=stages)
-    return spread_p.bind(stack, stages=stages)
+        return _spread(stack, stages=stages, chunks=chunks)
+    return spread_p.bind(stack, stages=stages, chunks=chunks)
 
 
-def collect_layers(stack: Any, layers: int) -> Any:
-    """Returns the stack `[L, ...]` of all layers of `[N, K, ...]`: the inverse of `spread_layers`."""
-    return collect_p.bind(stack, layers=layers)
+def collect_layers(stack: Any, layers: int, chunks: int = 1) -> Any:
+    """Returns the stack `[L, ...]` of all layers of `[N, K, ...]` or `[N, V, K, ...]`: inverts `spread_layers`."""
+    return collect_p.bind(stack, layers=layers, chunks=chunks)
 
 
 @rule(shift_p)
-def _shift_rule(x: Any, edge: Any, *, backward: bool) -> Rule:
-    """``s a, a -> s a; linear 0 1``: the neighbouring shards exchange the values of their border stages."""
+def _shift_rule(x: Any, edge: Any, *enters: Any, backward: bool) -> Rule:
+    """``s a, a -> s a; linear 0 1``: the neighbouring shards exchange the values of their border stages.
+
+    In a ring, so do the last and the first shard. A third operand says what the first stage takes.
+    """
     build = RuleBuilder()
     stage, dims = build.dim(STAGE, x.shape[0]), tuple(build.next(n) for n in edge.shape)
 
-    def body(shard: Shard, own: Any, new: Any) -> Any:
+    def body(shard: Shard, own: Any, new: Any, *enters: Any) -> Any:
         n = shard.count(STAGE)
         if n == 1:
-            return _shifted(own, new, backward=backward)
+            return _shifted(own, new, *enters, backward=backward)
         if STAGE not in shard.axes:
             raise RuleError("'shift_stages' over several mesh axes: shard the stages over one")
         axis, at = shard.axes[STAGE], shard.index[STAGE]
-        pairs = [(i + 1, i) if backward else (i, i + 1) for i in range(n - 1)]
+        pairs = [((i + 1) % n, i) if backward else (i, (i + 1) % n) for i in range(n if enters else n - 1)]
         border = lax.ppermute(own[0] if backward else own[-1], axis, pairs)
+        if enters:
+            new = _entering(new, border, *enters)
         return _shifted(own, jnp.where(at == (n - 1 if backward else 0), new, border), backward=backward)
 
-    return build.rule([(stage, *dims), dims], [(stage, *dims)], linear=((0, 1),), body=body)
+    return build.rule([(stage, *dims), dims, *[()] * len(enters)], [(stage, *dims)], linear=((0, 1),), body=body)
 
 
 @rule(read_p)
@@ -247,6 +309,12 @@ def _read_rule(slots: Any, index: Any) -> Rule:
     number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])
     dims = tuple(build.next(n) for n in slots.shape[2:])
     return build.rule([(number, stage, *dims), (stage,)], [(stage, *dims)], linear=((0,),))
+
+
+@rule(layer_p)
+def _layer_rule(stack: Any, index: Any) -> Rule:
+    """``n s a, s -> s a; whole n; linear 0``: every stage reads a layer of its own."""
+    return _read_rule(stack, index)
 
 
 @rule(write_p)
@@ -278,20 +346,28 @@ def _unstack_rule(stack: Any) -> Rule:
 
 
 @rule(spread_p)
-def _spread_rule(stack: Any, *, stages: int) -> Rule:
-    """``l a -> s k a; whole l s k; linear 0``: each shard has its part of all layers."""
+def _spread_rule(stack: Any, *, stages: int, chunks: int) -> Rule:
+    """``l a -> s k a; whole l s k; linear 0``: each shard has its part of all layers.
+
+    With several chunks a stage: ``l a -> s v k a``.
+    """
     build = RuleBuilder()
-    slots = -(-stack.shape[0] // stages)
-    layers, stage, slot = build.whole(stack.shape[0], "l"), build.whole(stages, "s"), build.whole(slots, "k")
+    slots = -(-stack.shape[0] // (stages * chunks))
+    layers, stage = build.whole(stack.shape[0], "l"), build.whole(stages, "s")
+    slot = (*([build.whole(chunks, "v")] if chunks > 1 else []), build.whole(slots, "k"))
     dims = tuple(build.next(n) for n in stack.shape[1:])
-    return build.rule([(layers, *dims)], [(stage, slot, *dims)], linear=((0,),))
+    return build.rule([(layers, *dims)], [(stage, *slot, *dims)], linear=((0,),))
 
 
 @rule(collect_p)
-def _collect_rule(stack: Any, *, layers: int) -> Rule:
-    """``s k a -> l a; whole s k l; linear 0``: each shard has its part of all layers."""
+def _collect_rule(stack: Any, *, layers: int, chunks: int) -> Rule:
+    """``s k a -> l a; whole s k l; linear 0``: each shard has its part of all layers.
+
+    With several chunks a stage: ``s v k a -> l a``.
+    """
     build = RuleBuilder()
-    stage, slot = build.whole(stack.shape[0], "s"), build.whole(stack.shape[1], "k")
+    names = ("s", "k") if chunks == 1 else ("s", "v", "k")
+    of_stages = tuple(build.whole(n, name) for n, name in zip(stack.shape, names, strict=False))
     layer = build.whole(layers, "l")
-    dims = tuple(build.next(n) for n in stack.shape[2:])
-    return build.rule([(stage, slot, *dims)], [(layer, *dims)], linear=((0,),))
+    dims = tuple(build.next(n) for n in stack.shape[len(names) :])
+    return build.rule([(*of_stages, *dims)], [(layer, *dims)], linear=((0,),))

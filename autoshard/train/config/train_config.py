@@ -14,10 +14,11 @@ from typing import Any, Literal, get_type_hints
 
 from autoshard._shown import shown
 from autoshard._typed import convert
-from autoshard.errors import ConfigError
+from autoshard.errors import ConfigError, PlanError
 from autoshard.models import GPTConfig
 from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, selects_layers
 from autoshard.sharding.pipeline.pipelining import stages_of
+from autoshard.sharding.pipeline.schedule_words import read_schedule
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
@@ -86,8 +87,9 @@ class TrainConfig:
     plan: str | None = None
     """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses. A run that is resumed with fewer or
     more devices scales the plan that it was started with."""
-    schedule: Literal["gpipe", "1f1b", "zb"] | None = None
-    """With a plan such as 'pp:4 dp:2': the order in which the stages of the pipeline work. Default: 1f1b."""
+    schedule: str | None = None
+    """With a plan such as 'pp:4 dp:2': the order in which the stages of the pipeline work, such as zb or interleaved:2.
+    Default: 1f1b if it fits."""
     mesh: str | None = None
     """Mesh to plan for, such as 'data=4,model=2'. Default: the planner chooses."""
     target: str | None = None
@@ -182,6 +184,10 @@ class TrainConfig:
             problems.append("prompt is empty, but a sample continues it: give at least one character")
         if self.virtual_devices is not None and self.virtual_devices < 1:
             problems.append(f"virtual_devices is {self.virtual_devices}; it must be at least 1")
+        try:
+            read_schedule(self.schedule)
+        except PlanError as error:
+            problems.append(str(error))
         problems += self._offload_problems()
         if problems:
             raise ConfigError("; ".join(problems))
@@ -222,8 +228,13 @@ class TrainConfig:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences per microbatch; evaluation batches have this size too."""
+        """Sequences per microbatch."""
         return self.batch_size // self.microbatches
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences per evaluation batch: a microbatch, or with a pipeline, which needs several, a whole batch."""
+        return self.batch_size if self.stages > 1 else self.microbatch_size
 
     @property
     def accumulation(self) -> int:

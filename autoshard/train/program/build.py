@@ -260,7 +260,7 @@ def make_source(config: TrainConfig) -> Source:
         DataError: The data are missing, empty or binary.
         ConfigError: The function cannot be found, or returns neither token arrays nor a source.
     """
-    batch = {"batch_size": config.batch_size, "eval_batch_size": config.microbatch_size}
+    batch = {"batch_size": config.batch_size, "eval_batch_size": config.eval_batch_size}
     if not is_function(config.data):
         return text_source(
             config.data, context=config.gpt.context, seed=config.seed, tokenizer=config.tokenizer, **batch

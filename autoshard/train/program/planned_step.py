@@ -211,10 +211,17 @@ def _check_devices(config: TrainConfig) -> None:
 
 
 def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], config: TrainConfig) -> PlacedEvalStep:
-    """Plan the evaluation step on the mesh of the train state's arrays, which are not moved."""
+    """Plan the evaluation step on the mesh of the train state's arrays.
+
+    Under a pipeline, the forward passes run in its stages, and the arrays stay where they are.
+    """
     mesh = jax.tree.leaves(state_parts)[0].sharding.mesh
-    step = autoshard.auto_shard(eval_step, mesh=mesh, compiler_options=config.compiler_options)
-    batch = batch_shapes(config.microbatch_size, config.gpt.context)
+    options: dict[str, Any] = {"mesh": mesh, "compiler_options": config.compiler_options}
+    if config.stages > 1:
+        same = ("plan", "microbatches", "schedule", "gather")
+        options |= {name: x for name, x in plan_options(config).items() if name in same}
+    step = autoshard.auto_shard(eval_step, **options)
+    batch = batch_shapes(config.eval_batch_size, config.gpt.context)
     batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
     return PlacedEvalStep(step, batch, batch_shardings)
 

@@ -88,7 +88,7 @@ class Trainer:
         searched = None
         if config.searches_variants and not config.resume:
             self.config, searched = search_variants(config)
-            if self.config.microbatch_size != config.microbatch_size:
+            if self.config.eval_batch_size != config.eval_batch_size:
                 self.source = make_source(self.config)
             config = self.config
         self.program: Program = make_program_of(config)

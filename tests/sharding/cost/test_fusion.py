@@ -7,6 +7,7 @@ import pytest
 from autoshard.sharding.cost import fusion as fusion_module
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.spmdrules.custom_ops.operator import operator
+from autoshard.spmdrules.families.stages import read_layer
 from autoshard.spmdrules.ir.program import build
 
 B, D, F = 64, 32, 128
@@ -78,6 +79,13 @@ def test_off_tpu_a_mask_from_outside_of_a_loop_is_written():
     xs = jax.ShapeDtypeStruct((3, B, D, D), "float32")
     assert ((B, D, D), 1) not in values_in_memory(fn, xs)
     assert ((B, D, D), 1) in values_in_memory(fn, xs, tpu=False)
+
+
+def test_a_product_reads_the_layer_of_a_stage_in_place():
+    stack, index = jax.ShapeDtypeStruct((6, 2, D, D), "float32"), jax.ShapeDtypeStruct((2,), "int32")
+    x = jax.ShapeDtypeStruct((2, B, D), "float32")
+    kernels = kernel_traffic(lambda x, ws, n: x @ read_layer(ws, n), x, stack, index)
+    assert kernels == [("dot_general", [(2, D, D), (2, B, D)], [(2, B, D)])]
 
 
 def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():

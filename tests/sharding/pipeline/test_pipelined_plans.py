@@ -9,8 +9,10 @@ import pytest
 
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
+from autoshard.sharding.layout import layout
+from autoshard.sharding.pipeline.schedules import SCHEDULES
 from tests.sharding.microbatches import programs as uncut
-from tests.sharding.pipeline.programs import LAYERS, make_step, state, tokens
+from tests.sharding.pipeline.programs import EMBED, LAYERS, SEQ, make_step, state, tokens
 
 F32 = jnp.float32
 
@@ -25,6 +27,9 @@ def shapes():
     [
         ("pp:2 fsdp:2 tp:2", "1f1b"),
         ("pp:4 dp:2", "zb"),
+        ("pp:2 fsdp:4", "ftb"),
+        pytest.param("pp:2 fsdp:4", "interleaved:2", marks=pytest.mark.slow),
+        pytest.param("pp:2 dp:2 tp:2", "interleaved:2", marks=pytest.mark.slow),
         pytest.param("pp:2 dp:4", "gpipe", marks=pytest.mark.slow),
         pytest.param("pp:4 fsdp:2 state", "1f1b", marks=pytest.mark.slow),
         pytest.param("pp:2 tp:4 seq", "zb", marks=pytest.mark.slow),
@@ -125,6 +130,23 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize("kind", ["separate", "uneven", pytest.param("one layer a stage", marks=pytest.mark.slow)])
+def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
+    """Large weights stay sharded over fsdp after the stages have exchanged them."""
+    monkeypatch.setattr(layout, "EARLY_GATHER_SLICE_BYTES", 0)
+    fn, weights, x = separate_layers() if kind == "separate" else stacked_layers(6 if kind == "uneven" else 4)
+    args = weights, jnp.tile(x, (512 // len(x), 1))  # the weights are smaller than the activations
+    step = auto_shard(fn, plan="pp:4 fsdp:2", microbatches=4)
+    for one, other in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
+    made = step.plan(*args)
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", made.jit().lower(*args).compile().as_text())
+    assert {"1,16,32", "1,32,16"} & {g.removeprefix("1,") if g.count(",") > 2 else g for g in gathered}
+    assert all(np.prod([*map(int, g.split(","))]) <= 16 * 32 for g in gathered), "several layers at once"
+    assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
+
+
 def stacked_layers(layers):
     """Return a step whose layers are a stack of weights, and its arguments."""
 
@@ -137,6 +159,32 @@ def stacked_layers(layers):
 
     draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.3  # noqa: E731
     return step, (draw(0, layers, 16, 32), draw(1, layers, 32, 16)), draw(2, 32, 16)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize("layers", [8, 6])
+def test_stages_in_a_ring(layers):
+    fn, *args = stacked_layers(layers)
+    step = auto_shard(fn, plan="pp:2 dp:4", microbatches=4, schedule="interleaved:2")
+    for one, other in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(fn(*args)), strict=True):
+        assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
+    made = step.plan(*args)
+    assert "each stage idle in 1 of 9 forward ticks" in " ".join(str(made).split())
+    found = {8: ", 2 chunks of 2 on each; the", 6: ": 3, 3; each stage takes the time and memory of 4, and"}[layers]
+    assert any(note.startswith(f"{layers} layers on 2 stages{found}") for note in made.notes)
+    assert Plan.from_json(made.to_json()).bind(fn, *args).schedule == "interleaved:2"
+    text = made.jit().lower(*args).compile().as_text()
+    assert "all-to-all" in text and " all-gather(" not in text  # no device gathers layers or gradients of all stages
+    sent = {kind: n for kind, axes, n, _ in made.traffic if (kind, axes) == ("collective-permute", "pp")}
+    # Forward and backward, 9 ticks each: the activation of 2 of 32 rows, 16 floats each.
+    assert sent == {"collective-permute": 2 * 9 * 2 * 16 * 4}
+
+
+@pytest.mark.parametrize("layers", [8, 6])
+def test_gradients_are_exchanged_as_shards_where_groups_have_one_row(layers):
+    fn, weights, x = stacked_layers(layers)
+    made = plan(fn, weights, x[:16], target="cpu:8", plan="pp:2 dp:4", microbatches=4, schedule="interleaved:2")
+    assert made.replicas == 4 and "all-gather" not in {kind for kind, *_ in made.traffic}
 
 
 @pytest.mark.filterwarnings("ignore:.*devices")
@@ -195,11 +243,44 @@ def test_stages_need_not_be_a_power_of_two():
 def test_memory_is_flat_in_the_number_of_microbatches():
     def growing(schedule, count):
         made = plan(
-            make_step(remat=True), *shapes(), target="cpu:2", plan="pp:2", microbatches=count, schedule=schedule
+            make_step(remat=True),
+            *shapes(),
+            target="cpu:2",
+            plan="pp:2",
+            microbatches=count,
+            schedule=schedule,
+            donate_argnums=0,  # else the new state, beside the old one, takes more than the pipeline
         )
         return made.estimate.memory_bytes["temporary"] * count  # the rows of a microbatch shrink with their number
 
     assert growing("1f1b", 8) < growing("gpipe", 8)
+
+
+def planned_on_two(schedule, **options):
+    return plan(make_step(), *shapes(), target="cpu:2", plan="pp:2", microbatches=8, schedule=schedule, **options)
+
+
+def test_stages_that_keep_inputs_need_less_memory():
+    peaks = {word: planned_on_two(word).estimate.peak_memory_bytes for word in SCHEDULES}
+    assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.4
+
+
+def test_stages_keep_inputs_if_nothing_else_fits():
+    peak = planned_on_two("1f1b").estimate.peak_memory_bytes
+    assert planned_on_two(None, memory_limit_bytes=peak).schedule == "1f1b"
+    made = planned_on_two(None, memory_limit_bytes=peak - 1)
+    assert made.schedule == "1f1b-inputs" and made.fits
+    assert made.notes[-1].startswith("schedule 1f1b does not fit the memory: compared 1f1b (")
+
+
+def test_a_plan_shows_what_waits_by_tick():
+    text = str(planned_on_two("ftb"))
+    lines = text[text.index("microbatches that wait on the first stage") :].splitlines()[1:4]
+    assert [line.split()[-4:] for line in lines] == [["0", "7", "10", "17"], ["1", "8", "8", "1"], ["1", "8", "8", "1"]]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["residuals, gpipe", "inputs, ftb"]
+    layer = SEQ * EMBED * 4  # bytes of a microbatch of one row, in float32
+    assert f"a stage holds its input, {layer} B a microbatch, in place of residuals" in text
+    assert "microbatches that wait" not in str(planned_on_two("gpipe"))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +293,10 @@ def test_memory_is_flat_in_the_number_of_microbatches():
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
          "time; use at least 4 microbatches"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
+        ({"plan": "pp:2", "target": "cpu:2", "schedule": "interleaved:0"}, "schedule is 'interleaved:0'; give the "
+         "number of chunks of layers of each stage, at least 2"),
+        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 2, "schedule": "interleaved:3"}, r"3 chunks of layers on "
+         r"each of 2 stages are more than the layers at .*, whose number is 4\. Use schedule='interleaved:2'"),
         ({"plan": "dp:2", "target": "cpu:2", "schedule": "zb"}, "schedule is 'zb', but the plan has no pipeline"),
         ({"plan": "pp:2", "target": "cpu:2", "microbatches": 3}, "microbatches=3 does not divide the batch of 8 rows"),
     ],

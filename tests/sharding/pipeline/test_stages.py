@@ -10,6 +10,7 @@ import pytest
 from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.pipeline.pipelining import with_stages
+from autoshard.sharding.pipeline.schedules import SCHEDULES
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.pipeline.programs import KINDS, make_step, state, tokens
 
@@ -49,14 +50,14 @@ def test_one_forward_one_backward(kind):
     check(kind, False, 4, 2, "1f1b")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb"])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb", "ftb"])
 @pytest.mark.parametrize("kind", ["auxiliary", "encoder", "hidden"])
 def test_other_schedules(kind, schedule):
     check(kind, False, 4, 4, schedule)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_with_remat(kind, schedule):
     check(kind, True, 8, 4, schedule)
@@ -78,10 +79,10 @@ def test_layers_one_after_another_that_index_a_stack(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", ["list", "index"])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("remat", "schedule"), [(False, "1f1b"), (True, "1f1b"), (False, "ftb")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_with_layers_one_after_another(kind, remat, layers):
-    check(kind, remat, 4, 2, "1f1b", layers)
+def test_all_with_layers_one_after_another(kind, remat, schedule, layers):
+    check(kind, remat, 4, 2, schedule, layers)
 
 
 def train(stack):
@@ -107,17 +108,54 @@ def layer(x, w):
         ("auxiliary", "gpipe", "scan"),
         ("dropout", "1f1b", "scan"),
         ("shared", "zb", "list"),
+        ("dropout", "ftb", "list"),
         pytest.param("plain", "1f1b", "scan", marks=pytest.mark.slow),
         pytest.param("tied", "zb", "scan", marks=pytest.mark.slow),
         pytest.param("frozen", "zb", "scan", marks=pytest.mark.slow),
         pytest.param("encoder", "zb", "index", marks=pytest.mark.slow),
+        pytest.param("auxiliary", "ftb", "scan", marks=pytest.mark.slow),
+        pytest.param("encoder", "ftb", "index", marks=pytest.mark.slow),
     ],
 )
 def test_stages_with_different_numbers_of_layers(kind, schedule, layers):
     check(kind, True, 4, 3, schedule, layers)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb"])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("auxiliary", "scan"),
+        *(pytest.param(kind, "scan", marks=pytest.mark.slow) for kind in KINDS if kind != "auxiliary"),
+        *(pytest.param(kind, "list", marks=pytest.mark.slow) for kind in ("shared", "tied", "dropout")),
+        pytest.param("encoder", "index", marks=pytest.mark.slow),
+    ],
+)
+def test_interleaved(kind, layers):
+    check(kind, True, 4, 2, "interleaved:2", layers)
+
+
+@pytest.mark.parametrize("written", ["scan", "reverse", "list"])
+@pytest.mark.parametrize(("layers", "stages", "microbatches", "chunks"), [(8, 2, 8, 2), (7, 3, 4, 2), (7, 2, 2, 3)])
+def test_chunks_of_layers(layers, stages, microbatches, chunks, written):
+    def loss(weights, x):
+        if written == "list":
+            for w in weights:
+                x = x + jnp.tanh(x @ w)
+        else:
+            x = jax.lax.scan(layer, x, weights, reverse=written == "reverse")[0]
+        return (x**3).mean()
+
+    weights = jax.random.normal(jax.random.key(0), (layers, 6, 6)) * 0.4
+    args = [*weights] if written == "list" else weights, jax.random.normal(jax.random.key(1), (8, 6))
+    fn = jax.value_and_grad(loss, argnums=(0, 1))
+    cut = with_stages(trace(fn, args, {}), microbatches, stages=stages, schedule=f"interleaved:{chunks}")
+    assert sum(cut.stage_layers) == layers and len(cut.stage_layers) == stages
+    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves(args))
+    for one, other in zip(made, jax.tree.leaves(fn(*args)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
 def test_layers_that_run_from_last_to_first(schedule):
     fn, args, want = train(lambda weights, x: jax.lax.scan(layer, x, weights[0], reverse=True)[0])
     for stages in (2, 3):
@@ -134,8 +172,59 @@ def test_a_later_stack_in_the_same_direction_is_no_gradient():
     fn, args, _ = train(stack)
     with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
         with_stages(trace(fn, args, {}), 4, stages=2)
-    with pytest.raises(PlanError, match="no repeated part"):
-        with_stages(trace(stack, args, {}), 4, stages=2)
+    cut = with_stages(trace(stack, args, {}), 4, stages=2)
+    np.testing.assert_allclose(_compat.jaxpr_as_function(cut.closed)(*args)[0], stack(*args), rtol=TOLERANCE)
+
+
+def forward(kind, layers):
+    """Return a function without gradients, its arguments, and its results."""
+
+    def fn(weights, rows):
+        x = rows @ weights["head"].T
+        if layers == "scan":
+            x, kept = jax.lax.scan(layer, x, weights["layers"])
+        else:
+            made = []
+            for w in weights["layers"]:
+                x, y = layer(x, w)
+                made.append(y)
+            kept = jnp.stack(made)
+        logits = x @ weights["head"]
+        return {"loss": (logits**2).mean(), "rows": (logits, x), "stacked": (logits.max(-1), kept[1:].sum())}[kind]
+
+    stack = jax.random.normal(jax.random.key(0), (4, 6, 6)) * 0.4
+    weights = {"head": jax.random.normal(jax.random.key(2), (6, 5)), "layers": stack if layers == "scan" else [*stack]}
+    args = weights, jax.random.normal(jax.random.key(1), (8, 5))
+    return fn, args, jax.tree.leaves(fn(*args))
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "ftb"), (2, "interleaved:2")])
+@pytest.mark.parametrize("layers", ["scan", "list"])
+@pytest.mark.parametrize("kind", ["loss", "rows", "stacked"])
+def test_functions_without_gradients(kind, layers, stages, schedule):
+    fn, args, want = forward(kind, layers)
+    cut = with_stages(trace(fn, args, {}), 4, stages=stages, schedule=schedule)
+    assert (cut.stages, cut.schedule) == (stages, "forward:2" if schedule == "interleaved:2" else "forward")
+    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves(args))
+    for one, other in zip(made, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layers", ["scan", "list"])
+def test_weights_that_are_taken_outside_of_the_layers(layers):
+    fn, args, _ = forward("loss", layers)
+
+    def penalized(weights, rows):
+        x = rows @ weights["head"].T
+        if layers == "scan":
+            return fn(weights, rows) + (jnp.einsum("bi,lij->blj", x, weights["layers"]) ** 2).mean()
+        return fn(weights, rows) + ((x @ weights["layers"][1]) ** 2).mean()
+
+    with pytest.raises(PlanError, match="of the layers at .* are taken by another operator" if layers == "scan" else
+                       "no repeated part"):  # fmt: skip
+        with_stages(trace(penalized, args, {}), 4, stages=2)
+    with pytest.raises(PlanError, match="schedule 'forward' is for functions without gradients; use '1f1b'"):
+        with_stages(trace(jax.grad(fn), args, {}), 4, stages=2, schedule="forward")
 
 
 def test_layers_that_index_the_weights_of_all_layers():
@@ -143,5 +232,5 @@ def test_layers_that_index_the_weights_of_all_layers():
         return jax.lax.scan(lambda x, i: (x + jnp.tanh(x @ weights[0, i]), None), x, jnp.arange(4))[0]
 
     fn, args, _ = train(stack)
-    with pytest.raises(PlanError, match="no repeated part"):
+    with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
         with_stages(trace(fn, args, {}), 4, stages=2)

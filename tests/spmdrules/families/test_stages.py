@@ -7,6 +7,7 @@ import pytest
 
 from autoshard.spmdrules.families.stages import (
     collect_layers,
+    read_layer,
     read_slots,
     shift_stages,
     spread_layers,
@@ -18,21 +19,44 @@ from autoshard.spmdrules.families.stages import (
 from tests.spmdrules.rows import Row, f32
 
 X, SLOTS, INDEX = f32(4, 8), f32(3, 4, 8), np.array([2, 0, -1, 1], np.int32)
+ON_SHARDS = "stages run on shards, because the partitioner gathers them"
 
 ROWS = [
-    Row("shift_stages", shift_stages, (X, f32(8)), "s a, a -> s a; linear 0 1"),
+    Row("shift_stages", shift_stages, (X, f32(8)), "s a, a -> s a; linear 0 1", unpartitioned=ON_SHARDS),
     Row(
         "shift_stages",
         lambda x, y: shift_stages(x, y, backward=True),
         (X, f32(8)),
         "s a, a -> s a; linear 0 1",
         "backward",
+        unpartitioned=ON_SHARDS,
+    ),
+    *(
+        Row(
+            "shift_stages",
+            lambda x, y, enters, backward=backward: shift_stages(x, y, enters, backward=backward),
+            (X, f32(8), np.array(enters)),
+            "s a, a, [] -> s a; linear 0 1",
+            f"ring {enters} {backward}",
+            unpartitioned=ON_SHARDS,
+        )
+        for enters in (True, False)
+        for backward in (True, False)
     ),
     Row("read_slots", read_slots, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
+    Row("read_layer", read_layer, (SLOTS, INDEX), "n s a, s -> s a; whole n; linear 0"),
     Row("stack_layers", stack_layers, (X, X, X), "a b, a b, a b -> n a b; whole n; linear 0 1 2"),
     Row("unstack_layers", unstack_layers, (f32(2, 4, 8),), "n a b -> a b, a b; whole n; linear 0"),
     Row("spread_layers", lambda x: spread_layers(x, 3), (X,), "l a -> s k a; whole l s k; linear 0"),
     Row("collect_layers", lambda x: collect_layers(x, 4), (f32(3, 2, 8),), "s k a -> l a; whole s k l; linear 0"),
+    Row("spread_layers", lambda x: spread_layers(x, 2, 2), (X,), "l a -> s v 1 a; whole l s v; linear 0", "chunks"),
+    Row(
+        "collect_layers",
+        lambda x: collect_layers(x, 7, 2),
+        (f32(2, 2, 2, 8),),
+        "s v k a -> l a; whole s v k l; linear 0",
+        "chunks",
+    ),
     Row("write_slots", write_slots, (SLOTS, X, INDEX), "n s a, s a, s -> n s a; whole n; linear 0 1"),
 ]
 
@@ -46,6 +70,23 @@ def test_values_move_to_the_next_stage():
     x, edge = jnp.arange(4.0), jnp.float32(9)
     assert shift_stages(x, edge).tolist() == [9, 0, 1, 2]
     assert shift_stages(x, edge, backward=True).tolist() == [1, 2, 3, 9]
+
+
+@pytest.mark.parametrize(("enters", "first"), [(True, 9), (False, 3)])
+def test_values_move_in_a_ring(enters, first):
+    x, edge = jnp.arange(4.0), jnp.float32(9)
+    assert shift_stages(x, edge, enters).tolist() == [first, 0, 1, 2]
+    assert shift_stages(x, edge, enters, backward=True).tolist() == [1, 2, 3, 9 if enters else 0]
+
+
+@pytest.mark.parametrize("layers", [12, 7, 10])
+def test_chunks_take_turns_on_the_stages(layers):
+    x = jnp.arange(2 * layers).reshape(layers, 2)
+    spread = spread_layers(x, 3, 2)
+    np.testing.assert_array_equal(collect_layers(spread, layers, 2), x)
+    ends = np.cumsum(stage_sizes(layers, 6)) - 1
+    assert spread.shape[:2] == (3, 2)
+    assert (spread[:, :, -1, 0] // 2).T.ravel().tolist() == ends.tolist()  # stage 0, 1, 2, and again
 
 
 @pytest.mark.parametrize(("layers", "stages"), [(4, 3), (5, 4), (11, 4), (6, 3), (3, 3)])

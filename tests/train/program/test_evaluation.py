@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.text_data import TokenSource
+from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.evaluation import evaluate
-from autoshard.train.program.planned_step import PlacedEvalStep
-from autoshard.train.step.train_step import batch_shapes
+from autoshard.train.program.planned_step import PlacedEvalStep, place_eval_step, place_step
+from autoshard.train.step.train_step import batch_shapes, make_eval_step
 
 # 19 targets in windows of 4, two windows per batch: the last batch has three targets instead of eight.
 HELD_OUT = np.arange(20) ** 2 % 23
@@ -55,3 +57,17 @@ def test_the_number_of_batches_is_limited_by_the_data() -> None:
 def test_without_a_text_there_are_no_bits_per_byte() -> None:
     evaluation = measure(bytes_per_token=None)
     assert evaluation.bits_per_byte is None and evaluation.metrics() == {"val_loss": evaluation.loss}
+
+
+@pytest.mark.parametrize(("schedule", "forward"), [(None, "forward"), ("interleaved:2", "forward:2")])
+def test_an_evaluation_under_a_pipeline_runs_in_its_stages_and_moves_no_parameter(schedule: Any, forward: str) -> None:
+    config = TrainConfig(plan="pp:2 fsdp:2 tp:2", microbatches=4, batch_size=8, schedule=schedule)
+    program = make_program_of(config)
+    placed = place_step(train_step_of(config, program), program, config)
+    parts = placed.state_shapes.params, placed.state_shapes.frozen, placed.state_shapes.variables
+    made = place_eval_step(make_eval_step(program), parts, config)
+    found = made.step.plan(*parts, made.batch_shapes)
+    assert (found.stages, found.schedule, found.microbatches) == (2, forward, 4)
+    assert {shape.shape[0] for shape in made.batch_shapes.values()} == {8}
+    stored = [leaf.sharding.spec for leaf in jax.tree.leaves(parts)]
+    assert [leaf.spec for leaf in found.inputs[: len(stored)]] == stored

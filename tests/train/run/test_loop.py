@@ -77,6 +77,20 @@ def test_the_loss_is_the_same_under_every_plan(make_config: MakeConfig, tmp_path
     np.testing.assert_allclose(runs[1], runs[2], rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:.*devices (have work|are idle)")
+@pytest.mark.slow
+def test_training_and_evaluation_are_the_same_under_a_pipeline(make_config: MakeConfig, tmp_path: Path) -> None:
+    shape = dict(gpt=dict(width=32, heads=4, kv_heads=2, layers=4), steps=3, microbatches=2)
+    runs = []
+    for index, settings in enumerate(
+        [{"plan": "pp:2 fsdp:2 tp:2", "schedule": "ftb"}, {"plan": None, "mesh": "data=1"}]
+    ):
+        config = make_config(run_dir=tmp_path / str(index), **shape, **settings)
+        train(config)
+        runs.append([*losses(config.run_dir).values(), *validation(config.run_dir)])
+    np.testing.assert_allclose(*runs, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_evaluation_does_not_change_the_training(make_config: MakeConfig, tmp_path: Path) -> None:
     shape = dict(gpt=dict(dropout=0.1), steps=4)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.pipeline.layer_runs import Operand, Run, atom_key, find_runs
+from autoshard.sharding.pipeline.layers.layer_runs import Operand, Run, atom_key, find_runs
 
 
 @shown

@@ -18,8 +18,9 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard.sharding.pipeline.completed_layers import complete_layers
-from autoshard.sharding.pipeline.layer_runs import Operand, Run, atom_key, find_runs, in_blocks
+from autoshard.sharding.pipeline.layers.completed_layers import complete_layers
+from autoshard.sharding.pipeline.layers.forward_layers import layers_alone
+from autoshard.sharding.pipeline.layers.layer_runs import Operand, Run, atom_key, find_runs, in_blocks
 from autoshard.sharding.program.array_sizes import nbytes
 
 Atoms = tuple[Any, ...]  # for each layer, in the order of the forward pass
@@ -46,7 +47,9 @@ class Rolled:
 
 
 def roll_layers(jaxpr: Any, whole: int, ops: Sequence[str]) -> Rolled | None:
-    """Write the layers of a program as scans. Returns None if no layers are alike, with gradients.
+    """Write the layers of a program as scans. Returns None if no layers are alike.
+
+    Layers with gradients take precedence over layers without.
 
     Args:
         jaxpr: the program of one microbatch, as an open jaxpr without constants, with calls inlined.
@@ -55,6 +58,8 @@ def roll_layers(jaxpr: Any, whole: int, ops: Sequence[str]) -> Rolled | None:
     """
     programs = [jaxpr, complete_layers(jaxpr)]
     found = [(*pair, program) for program in programs if program is not None for pair in _pairs(program, whole)]
+    if not found:
+        found = [(*each, jaxpr) for each in _alone(jaxpr, whole)]
     if not found:
         return None
     _, forward, backward, program = max(found, key=lambda each: each[0])
@@ -75,6 +80,13 @@ def _pairs(jaxpr: Any, whole: int) -> list[tuple[int, Run, Run]]:
                 size *= pair[0].count
                 found += [(size, *pair)] if size else []
     return found
+
+
+def _alone(jaxpr: Any, whole: int) -> list[tuple[int, Run, Run]]:
+    """The runs of layers of a program without gradients, each with the bytes of its weights."""
+    shared, nothing = {*jaxpr.invars[:whole]}, Run(jaxpr.eqns, np.zeros(0, np.int32), len(jaxpr.eqns), 0, 0, [])
+    cuts = [run for runs in find_runs(jaxpr.eqns) for run in runs]
+    return [(size, run, nothing) for run in cuts if (size := layers_alone(run, shared))]
 
 
 def _pair(forward_cuts: Sequence[Run], backward_cuts: Sequence[Run]) -> tuple[Run, Run] | None:

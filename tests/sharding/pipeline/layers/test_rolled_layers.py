@@ -7,8 +7,8 @@ import pytest
 from jax.experimental import io_callback
 
 from autoshard import _compat
-from autoshard.sharding.pipeline.layer_runs import equation_key
-from autoshard.sharding.pipeline.rolled_layers import roll_layers
+from autoshard.sharding.pipeline.layers.layer_runs import equation_key
+from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.rewrite.evaluation import rewritten
 
 LAYERS, WIDTH = 4, 6
