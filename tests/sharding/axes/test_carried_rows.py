@@ -14,19 +14,19 @@ def shapes(*sizes):
     return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
 
 
-def decode(weights, state, new):
-    """One step of a recurrent model: each row of the state is computed from itself."""
-    hidden = jnp.tanh(state["h"] @ weights["a"] + new @ weights["b"])
-    return {"h": hidden, "length": state["length"] + 1}
-
-
-WEIGHTS = dict(zip("ab", shapes((64, 64), (32, 64)), strict=True))
-STATE = {"h": shapes((16, 64))[0], "length": jax.ShapeDtypeStruct((16,), jnp.int32)}
+def decode(weights, state, active):
+    """One step of a language model that keeps a mean of its embeddings: each row is computed from itself."""
+    kept = state["kept"] * 0.5 + weights["embed"][state["tokens"]]
+    tokens = jnp.argmax(jnp.tanh(kept @ weights["up"]) @ weights["head"], axis=-1)
+    return {"kept": kept, "tokens": jnp.where(active, tokens, state["tokens"]).astype(jnp.int32)}
 
 
 def test_weights_beside_a_carried_cache_are_parameters():
-    made = autoshard.plan(decode, WEIGHTS, STATE, *shapes((16, 32)), target="v5e:2x2", plan="fsdp:4")
-    assert [leaf.role for leaf in made.inputs] == ["parameter", "parameter", "data", "data", "data"]
+    weights = dict(zip(("embed", "up", "head"), shapes((64, 32), (32, 48), (48, 64)), strict=True))
+    state = {"kept": shapes((16, 32))[0], "tokens": jax.ShapeDtypeStruct((16,), jnp.int32)}
+    active = jax.ShapeDtypeStruct((16,), jnp.bool_)
+    made = autoshard.plan(decode, weights, state, active, target="v5e:2x2", plan="fsdp:4")
+    assert [leaf.role for leaf in made.inputs] == ["parameter"] * 3 + ["data"] * 3
     assert all(leaf.spec[0] for leaf in made.inputs if leaf.role == "data")
 
 
