@@ -61,6 +61,7 @@ class Completion:
     reason: str
 
 
+@shown
 @dataclasses.dataclass
 class _Row:
     index: int
