@@ -64,11 +64,29 @@ def load_pretrained(
     described.check(tensors, str(folder.path))
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
     shardings = _by_path(made.in_shardings()[0])
-    abstract = described.abstract(tensors)
-    values = {}
-    for name, leaf in abstract.items():
-        values[name] = _placed(folder, described.sources[name], tensors, leaf.dtype, shardings[name])
-    return described.model(values)
+    dtypes = {name: leaf.dtype for name, leaf in described.abstract(tensors).items()}
+    return described.model(read_values(folder, described.sources, tensors, dtypes, shardings))
+
+
+def read_values(
+    folder: Folder,
+    sources: Mapping[str, Source],
+    tensors: Mapping[str, Tensor],
+    dtypes: Mapping[str, Any],
+    shardings: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Read parameters onto their shards, one after another.
+
+    Args:
+        folder: the folder, for messages.
+        sources: path of each parameter -> its tensors.
+        tensors: the folder's tensors by name.
+        dtypes: the dtype of each parameter.
+        shardings: the sharding of each parameter.
+    """
+    return {
+        path: _placed(folder, source, tensors, dtypes[path], shardings[path]) for path, source in sources.items()
+    }
 
 
 def plan_pretrained(
