@@ -93,6 +93,9 @@ def _export(options: Parser) -> None:
     _out(options)
     _use_ema(options)
     options.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of floating-point tensors")
+    options.add_argument(
+        "--merge", action="store_true", help="of a run with adapters, write the merged model, not the adapters"
+    )
     _shard_bytes(options)
 
 

@@ -2,5 +2,6 @@
 
 from autoshard.models.adapters.insert import add_adapters, trained_parameters
 from autoshard.models.adapters.lora_config import LoraConfig
+from autoshard.models.adapters.peft_files import load_adapter, save_adapter
 
-__all__ = ["LoraConfig", "add_adapters", "trained_parameters"]
+__all__ = ["LoraConfig", "add_adapters", "load_adapter", "save_adapter", "trained_parameters"]

@@ -44,7 +44,7 @@ def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Arra
     sources = sources_of(model.cfg, table, shapes)
     for path in targets_of({path: table[within_layer(path)] for path in shapes}, sources, lora.targets):
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        _adapt(model, path, sources[path], lora, own)
+        adapt(model, path, *_new_factors(sources[path], lora.rank, own), lora.scale)
 
 
 def targets_of(rows: Mapping[str, Any], sources: Mapping[str, Source], globs: Sequence[str]) -> list[str]:
@@ -70,18 +70,22 @@ def targets_of(rows: Mapping[str, Any], sources: Mapping[str, Source], globs: Se
     return [path for path in possible if any(matched(path, glob) for glob in globs)]
 
 
-def _adapt(model: Decoder, path: str, source: Source, lora: LoraConfig, key: jax.Array) -> None:
-    *outer, name = path.split("/")
-    parent: Any = model
-    for level in outer:
-        parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
+def _new_factors(source: Source, rank: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape, leading = source.shape, source.leading
     count = leading + len(source.layout.groups[1])
     stacked, inputs, outputs = shape[:leading], shape[leading:count], shape[count:]
     bound = 1.0 / math.sqrt(math.prod(inputs))
-    a = jax.random.uniform(key, (*stacked, *inputs, lora.rank), jnp.float32, -bound, bound)
-    b = jnp.zeros((*stacked, lora.rank, *outputs), jnp.float32)
-    setattr(parent, name, Adapted(getattr(parent, name), a, b, lora.scale))
+    a = jax.random.uniform(key, (*stacked, *inputs, rank), jnp.float32, -bound, bound)
+    return a, jnp.zeros((*stacked, rank, *outputs), jnp.float32)
+
+
+def adapt(model: Decoder, path: str, a: jax.Array, b: jax.Array, scale: float) -> None:
+    """Give the weight with this path an adapter with these factors."""
+    *outer, name = path.split("/")
+    parent: Any = model
+    for level in outer:
+        parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
+    setattr(parent, name, Adapted(getattr(parent, name), a, b, scale))
 
 
 def paths_of(model: nnx.Module) -> dict[str, Any]:

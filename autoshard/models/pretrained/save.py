@@ -39,6 +39,11 @@ def save_pretrained(model: Decoder, path: Any, *, dtype: str | None = None, shar
         raise AutoshardError("save_pretrained: the model was not loaded by load_pretrained, so its family is not known")
     values = _by_path(nnx.to_pure_dict(nnx.state(model)))
     shapes = {path: leaf.shape for path, leaf in values.items()}
+    if any("/lora_" in path for path in values):
+        raise AutoshardError(
+            "save_pretrained: the model has adapters: write them by autoshard.models.adapters.save_adapter, and merge "
+            "them by `autoshard ckpt merge`"
+        )
     table = known_families()[origin.family].table(model.cfg)
     tensors = tensors_of(
         sources_of(model.cfg, table, shapes),
