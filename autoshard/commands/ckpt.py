@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run an action on checkpoints; see `autoshard ckpt --help`."""
     options = parser(
         "ckpt",
-        "List, verify, compare, copy, remove and export checkpoints.",
+        "List, verify, compare, copy, remove, import and export checkpoints.",
         "autoshard ckpt ls runs/mine",
     )
     actions = options.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
@@ -99,6 +99,15 @@ def _export(options: Parser) -> None:
     _shard_bytes(options)
 
 
+def _import(options: Parser) -> None:
+    options.description = f"{options.description} It resumes with the settings of `autoshard train` that are given here."
+    options.add_argument("folder", metavar="PATH", help="folder of a pretrained model")
+    options.add_argument("run", metavar="RUN", help="a new folder")
+    options.add_argument(
+        "settings", metavar="...", nargs=argparse.REMAINDER, help="options of `autoshard train`, such as --plan fsdp:8"
+    )
+
+
 def _merge(options: Parser) -> None:
     options.add_argument("base", metavar="BASE", help=f"{_PLACE}; or a folder with model.safetensors")
     options.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder of a LoRA adapter that PEFT wrote")
@@ -133,6 +142,7 @@ ACTIONS: Mapping[str, Action] = {
         Action("verify", "read every array and compare it with its digest", "runs/mine", _place),
         Action("diff", "compare two steps by their digests, without reading arrays", "runs/a@200 runs/b", _diff),
         Action("export", "write a model as safetensors", "runs/mine out/mine --use-ema", _export),
+        Action("import", "make a run, at step 0, of a pretrained model's folder", "Llama-3.1-8B runs/mine", _import),
         Action("merge", "merge a LoRA adapter into a model", "runs/mine adapter out/mine", _merge),
         Action("prune", "remove steps", "runs/mine --last 2 --every 1000", _prune),
         Action("copy", "copy a step and verify the copy by its digests", "runs/mine kept", _copy),

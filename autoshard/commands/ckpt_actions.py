@@ -21,6 +21,7 @@ from autoshard.ckpt import Checkpointer, CheckpointError, DamagedCheckpointError
 from autoshard.ckpt.exchange.export import write_model
 from autoshard.ckpt.exchange.lora import merge_adapter, read_adapter, read_model
 from autoshard.ckpt.restore.checkpoint_diff import compare
+from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
 from autoshard.train.config.run_directory import checkpoints_in
 from autoshard.train.config.train_config import TrainConfig
@@ -250,6 +251,16 @@ def _export(given: argparse.Namespace) -> int:
     return 0
 
 
+def _import(given: argparse.Namespace) -> int:
+    arguments = ["--from", given.folder, "--run-dir", given.run, *given.settings]
+    config = read_settings(arguments, TrainConfig, "ckpt import", "Make a run, at step 0, of a pretrained model's folder.")
+    from autoshard.train.run.loop import Trainer
+
+    run_dir = Trainer(config).save_first_state()
+    print(f"step 0 is in {run_dir}; train by `autoshard train --run-dir {run_dir} --resume`")
+    return 0
+
+
 def _pretrained_run(place: Place) -> TrainConfig | None:
     folder = str(place.checkpoints.directory)
     return None if "://" in folder else pretrained_run(Path(folder))
@@ -289,6 +300,7 @@ FUNCTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "diff": _diff,
     "export": _export,
+    "import": _import,
     "merge": _merge,
     "prune": _prune,
     "copy": _copy,

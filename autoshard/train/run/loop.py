@@ -131,6 +131,18 @@ class Trainer:
             self._conclude(state, step, reporter, interrupted_by)
         return Result(self.run_dir, step, evaluation, interrupted_by)
 
+    def save_first_state(self) -> Path:
+        """Save the state before the first step as step 0, without training, and return the run's folder."""
+        checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=None)
+        with contextlib.closing(checkpoints):
+            checkpoints.claim()
+            state = self._first_state(checkpoints)
+            self._metrics, self._plan_text = {}, self.placed.plan.to_json()
+            self._save(checkpoints, 0, state, None, block=True)
+            if distributed.is_main():
+                run_directory.write_plan(self.run_dir, self.placed.plan, 0)
+        return self.run_dir
+
     def _check_run_dir(self) -> None:
         """Refuse a folder that is taken or cannot be written to. Nothing is written before all checks pass."""
         run_dir, config = self.config.run_dir, self.config
