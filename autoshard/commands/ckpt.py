@@ -100,7 +100,9 @@ def _export(options: Parser) -> None:
 
 
 def _import(options: Parser) -> None:
-    options.description = f"{options.description} It resumes with the settings of `autoshard train` that are given here."
+    options.description = (
+        f"{options.description} It resumes with the settings of `autoshard train` that are given here."
+    )
     options.add_argument("folder", metavar="PATH", help="folder of a pretrained model")
     options.add_argument("run", metavar="RUN", help="a new folder")
     options.add_argument(

@@ -253,7 +253,9 @@ def _export(given: argparse.Namespace) -> int:
 
 def _import(given: argparse.Namespace) -> int:
     arguments = ["--from", given.folder, "--run-dir", given.run, *given.settings]
-    config = read_settings(arguments, TrainConfig, "ckpt import", "Make a run, at step 0, of a pretrained model's folder.")
+    config = read_settings(
+        arguments, TrainConfig, "ckpt import", "Make a run, at step 0, of a pretrained model's folder."
+    )
     from autoshard.train.run.loop import Trainer
 
     run_dir = Trainer(config).save_first_state()

@@ -19,7 +19,7 @@ from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.adapters.insert import adapt, paths_of
 from autoshard.models.adapters.lora_config import LoraConfig
-from autoshard.models.adapters.rows import A, B, PREFIX, adapters_table, takes_adapter, within_layer
+from autoshard.models.adapters.rows import PREFIX, A, B, adapters_table, takes_adapter, within_layer
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import Family, known_families

@@ -84,9 +84,7 @@ def read_values(
         dtypes: the dtype of each parameter.
         shardings: the sharding of each parameter.
     """
-    return {
-        path: _placed(folder, source, tensors, dtypes[path], shardings[path]) for path, source in sources.items()
-    }
+    return {path: _placed(folder, source, tensors, dtypes[path], shardings[path]) for path, source in sources.items()}
 
 
 def plan_pretrained(

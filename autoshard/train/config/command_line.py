@@ -198,8 +198,8 @@ def _check_shape_options(config: TrainConfig, arguments: Sequence[str]) -> None:
     given = [name for name in names if name.startswith("--gpt.") and name != "--gpt.context"]
     if config.pretrained.folder is not None and given:
         raise ConfigError(
-            f"{given[0]} is for the built-in model, but --from {config.pretrained.folder} says what the model is: leave "
-            "it out; --pretrained.* has the settings of such a model"
+            f"{given[0]} is for the built-in model, but --from {config.pretrained.folder} says what the model is: "
+            "leave it out; --pretrained.* has the settings of such a model"
         )
 
 

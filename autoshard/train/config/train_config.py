@@ -203,8 +203,8 @@ class TrainConfig:
         if self.offload == NONE:
             return []
         if not self.is_built_in:
-            return [f"offload is {self.offload!r}, but only the built-in model has named values, not {self.model_name}: "
-                    "leave it out, or use jax.checkpoint with an offloading policy in your model"]  # fmt: skip
+            return [f"offload is {self.offload!r}, but only the built-in model has named values, not "
+                    f"{self.model_name}: leave it out, or use jax.checkpoint with an offloading policy in your model"]  # fmt: skip
         if self.offload == AUTO:
             return []
         try:
@@ -224,7 +224,7 @@ class TrainConfig:
         if folder is not None and self.model != "gpt":
             problems.append(f"model is {self.model}, but --from {folder} says what the model is: give one of them")
         if folder is None and self.lora.rank:
-            problems.append(f"lora.rank is {self.lora.rank}, but there is no pretrained model: give its folder by --from")
+            problems.append(f"lora.rank is {self.lora.rank}, but no pretrained model: give its folder by --from")
         if self.lora.rank and self.freeze:
             problems.append("freeze and lora.rank are both given, but adapters freeze all else: leave out freeze")
         return problems

@@ -289,7 +289,8 @@ def _model(folder: Path, inference: Inference, factory: str | None) -> tuple[nnx
     name = inference.model
     if name == "pretrained":
         raise ConfigError(
-            f"the model in {str(folder)!r} is a pretrained one: `autoshard ckpt export {folder} OUT` writes it as a folder"
+            f"the model in {str(folder)!r} is a pretrained one: `autoshard ckpt export {folder} OUT` writes it as a "
+            "folder that other programs load"
         )
     if name not in MODELS:
         if factory is None:

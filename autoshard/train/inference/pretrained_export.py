@@ -14,7 +14,7 @@ from autoshard.ckpt.exchange.export import Exported, Model, cast_values
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import ConfigError
 from autoshard.models.adapters.peft_files import adapter_sources, change_of, matrices_of, write_adapter
-from autoshard.models.adapters.rows import A, B, BASE
+from autoshard.models.adapters.rows import BASE, A, B
 from autoshard.models.pretrained.folder import CONFIG
 from autoshard.models.pretrained.save import tensors_of, write_pretrained
 from autoshard.train.config import run_directory

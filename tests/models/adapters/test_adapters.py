@@ -104,7 +104,6 @@ def test_a_cached_step_with_adapters_computes_the_same(tmp_path: Path) -> None:
     lora = LoraConfig(rank=2, targets=("attention/*",))
     model = adapted(make_folder(tmp_path / "model", DEEPSEEK), lora, DEEPSEEK)
 
-
     @nnx.jit
     def in_two_parts(model: Decoder) -> jax.Array:
         first, cache = model.extend(TOKENS[:, :8], model.cache(2, 12), fresh=True)
