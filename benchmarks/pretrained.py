@@ -114,10 +114,11 @@ def main() -> None:
     ratio = float(np.median([a["seconds"] / b["seconds"] for a, b in zip(ours, plain, strict=True)]))
     note = f"GB/s: plain {_rates(plain, nbytes)}, import {_rates(ours, nbytes)}"
     cpu = f"processor seconds: plain {_text(plain)}, import {_text(ours)}"
+    processor, peak = float(np.median([one["cpu"] for one in ours])), max(one["peak"] for one in ours)
     rows = [
         Row("import: time over plain reading", ratio, "", 1 / 0.8, note=note),
-        Row("import: processor time a GB", float(np.median([one["cpu"] for one in ours])) / nbytes * 1e9, "s", note=cpu),
-        Row("peak above the shards, over the largest tensor", (max(x["peak"] for x in ours) - nbytes) / largest, "", 1.1,
+        Row("import: processor time a GB", processor / nbytes * 1e9, "s", note=cpu),
+        Row("peak above the shards, over the largest tensor", (peak - nbytes) / largest, "", 1.1,
             note=f"1 device; shards {nbytes:,} bytes, largest tensor {largest:,}"),
         Row("the same, 4 devices in one process", (several["peak"] - nbytes) / largest, "", 1.1),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reading tensors quickly: the disk reads ahead while a tensor is transposed, and blocks stay in the processor's cache."""
+"""Reads tensors quickly: the disk reads ahead while one is transposed, in blocks that stay in the cache."""
 
 from __future__ import annotations
 

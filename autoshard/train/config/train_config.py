@@ -203,8 +203,9 @@ class TrainConfig:
         if self.offload == NONE:
             return []
         if not self.is_built_in:
-            return [f"offload is {self.offload!r}, but only the built-in model has named values, not "
-                    f"{self.model_name}: leave it out, or use jax.checkpoint with an offloading policy in your model"]  # fmt: skip
+            own = "leave it out, or use jax.checkpoint with an offloading policy in your model"
+            other = f"only the built-in model has named values, not {self.model_name}"
+            return [f"offload is {self.offload!r}, but {other}: {own}"]
         if self.offload == AUTO:
             return []
         try:
