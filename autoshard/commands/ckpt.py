@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run an action on checkpoints; see `autoshard ckpt --help`."""
     options = parser(
         "ckpt",
-        "List, verify, compare, copy, remove and export checkpoints.",
+        "List, verify, compare, copy, remove, import and export checkpoints.",
         "autoshard ckpt ls runs/mine",
     )
     actions = options.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
@@ -93,7 +93,21 @@ def _export(options: Parser) -> None:
     _out(options)
     _use_ema(options)
     options.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="dtype of floating-point tensors")
+    options.add_argument(
+        "--merge", action="store_true", help="of a run with adapters, write the merged model, not the adapters"
+    )
     _shard_bytes(options)
+
+
+def _import(options: Parser) -> None:
+    options.description = (
+        f"{options.description} It resumes with the settings of `autoshard train` that are given here."
+    )
+    options.add_argument("folder", metavar="PATH", help="folder of a pretrained model")
+    options.add_argument("run", metavar="RUN", help="a new folder")
+    options.add_argument(
+        "settings", metavar="...", nargs=argparse.REMAINDER, help="options of `autoshard train`, such as --plan fsdp:8"
+    )
 
 
 def _merge(options: Parser) -> None:
@@ -130,6 +144,7 @@ ACTIONS: Mapping[str, Action] = {
         Action("verify", "read every array and compare it with its digest", "runs/mine", _place),
         Action("diff", "compare two steps by their digests, without reading arrays", "runs/a@200 runs/b", _diff),
         Action("export", "write a model as safetensors", "runs/mine out/mine --use-ema", _export),
+        Action("import", "make a run, at step 0, of a pretrained model's folder", "Llama-3.1-8B runs/mine", _import),
         Action("merge", "merge a LoRA adapter into a model", "runs/mine adapter out/mine", _merge),
         Action("prune", "remove steps", "runs/mine --last 2 --every 1000", _prune),
         Action("copy", "copy a step and verify the copy by its digests", "runs/mine kept", _copy),

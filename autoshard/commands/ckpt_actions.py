@@ -21,8 +21,11 @@ from autoshard.ckpt import Checkpointer, CheckpointError, DamagedCheckpointError
 from autoshard.ckpt.exchange.export import write_model
 from autoshard.ckpt.exchange.lora import merge_adapter, read_adapter, read_model
 from autoshard.ckpt.restore.checkpoint_diff import compare
+from autoshard.commands.settings import read_settings
 from autoshard.errors import ConfigError
 from autoshard.train.config.run_directory import checkpoints_in
+from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.inference.pretrained_export import export_pretrained, pretrained_run
 
 
 @shown
@@ -232,12 +235,37 @@ def _copy(given: argparse.Namespace) -> int:
 def _export(given: argparse.Namespace) -> int:
     place = open_place(given.place)
     _check_shard_bytes(given.shard_bytes)
-    export = place.checkpoints.export(
-        place.step, given.out, use_ema=given.use_ema, dtype=given.dtype, shard_bytes=given.shard_bytes
-    )
+    if (config := _pretrained_run(place)) is not None:
+        model = place.checkpoints.model(place.step, use_ema=given.use_ema)
+        export = export_pretrained(
+            config, model, given.out, dtype=given.dtype, shard_bytes=given.shard_bytes, merge=given.merge
+        )
+    elif given.merge:
+        raise ConfigError(f"{given.place!r} is not a run with adapters: leave out --merge")
+    else:
+        export = place.checkpoints.export(
+            place.step, given.out, use_ema=given.use_ema, dtype=given.dtype, shard_bytes=given.shard_bytes
+        )
     what = f"{export.tensors} tensors{_averaged(export.averaged)}, {bytes_text(export.nbytes)}"
     print(f"{what}, in {export.folder}: {', '.join(export.files)}")
     return 0
+
+
+def _import(given: argparse.Namespace) -> int:
+    arguments = ["--from", given.folder, "--run-dir", given.run, *given.settings]
+    config = read_settings(
+        arguments, TrainConfig, "ckpt import", "Make a run, at step 0, of a pretrained model's folder."
+    )
+    from autoshard.train.run.loop import Trainer
+
+    run_dir = Trainer(config).save_first_state()
+    print(f"step 0 is in {run_dir}; train by `autoshard train --run-dir {run_dir} --resume`")
+    return 0
+
+
+def _pretrained_run(place: Place) -> TrainConfig | None:
+    folder = str(place.checkpoints.directory)
+    return None if "://" in folder else pretrained_run(Path(folder))
 
 
 def _averaged(averaged: bool) -> str:
@@ -274,6 +302,7 @@ FUNCTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "verify": _verify,
     "diff": _diff,
     "export": _export,
+    "import": _import,
     "merge": _merge,
     "prune": _prune,
     "copy": _copy,

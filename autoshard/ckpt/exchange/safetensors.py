@@ -57,6 +57,7 @@ class Tensor:
         dtype: the name of the dtype.
         read: returns the values; called once, just before they are written.
         part: returns a range of them, given a slice of each dimension, if the tensor is in a file.
+        fetch: asks the system to read the bytes into its cache, and does not wait, if the tensor is in a file.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Tensor:
     dtype: str
     read: Callable[[], np.ndarray]
     part: Callable[[tuple[slice, ...]], np.ndarray] | None = None
+    fetch: Callable[[], None] | None = None
 
     def read_part(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return a range of the values, given a slice of each dimension. Reads no more than that from a file."""
@@ -197,6 +199,7 @@ def _places(folder: Path) -> dict[str, str] | None:
 def _tensors(path: Path) -> list[Tensor]:
     kinds = {code: dtype for dtype, code in DTYPES.items()}
     with open_tensors(path) as file:
+        spans = _spans(path)
         parts = {name: file.get_slice(name) for name in file.offset_keys()}
         wrong = [f"{name}: {part.get_dtype()}" for name, part in parts.items() if part.get_dtype() not in kinds]
         if wrong:
@@ -208,9 +211,25 @@ def _tensors(path: Path) -> list[Tensor]:
                 kinds[part.get_dtype()],
                 functools.partial(_read_one, path, name),
                 functools.partial(_read_part, path, name),
+                functools.partial(_fetch, path, *spans[name]),
             )
             for name, part in parts.items()
         ]
+
+
+def _spans(path: Path) -> dict[str, tuple[int, int]]:
+    """Return the offset and the number of the bytes of each tensor of a valid file."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    found = {name: one["data_offsets"] for name, one in header.items() if name != _METADATA}
+    return {name: (8 + length + start, end - start) for name, (start, end) in found.items()}
+
+
+def _fetch(path: Path, offset: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _read_one(path: Path, name: str) -> np.ndarray:

@@ -18,6 +18,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
+from autoshard.models.pretrained.fast_copy import FetchAhead, aligned_empty, copy_transposed
 from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.tables import Source, sources_of
@@ -64,11 +65,30 @@ def load_pretrained(
     described.check(tensors, str(folder.path))
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
     shardings = _by_path(made.in_shardings()[0])
-    abstract = described.abstract(tensors)
-    values = {}
-    for name, leaf in abstract.items():
-        values[name] = _placed(folder, described.sources[name], tensors, leaf.dtype, shardings[name])
-    return described.model(values)
+    dtypes = {name: leaf.dtype for name, leaf in described.abstract(tensors).items()}
+    return described.model(read_values(folder, described.sources, tensors, dtypes, shardings))
+
+
+def read_values(
+    folder: Folder,
+    sources: Mapping[str, Source],
+    tensors: Mapping[str, Tensor],
+    dtypes: Mapping[str, Any],
+    shardings: Mapping[str, Any],
+) -> dict[str, jax.Array]:
+    """Read parameters onto their shards, one after another.
+
+    Args:
+        folder: the folder, for messages.
+        sources: path of each parameter -> its tensors.
+        tensors: the folder's tensors by name.
+        dtypes: the dtype of each parameter.
+        shardings: the sharding of each parameter.
+    """
+    ahead = FetchAhead([tensors[name] for source in sources.values() for name in source.names.values()])
+    return {
+        path: _placed(folder, source, tensors, dtypes[path], shardings[path], ahead) for path, source in sources.items()
+    }
 
 
 def plan_pretrained(
@@ -176,8 +196,9 @@ class Described:
 
 
 def _placed(
-    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, sharding: jax.sharding.Sharding
-) -> jax.Array:
+    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, sharding: jax.sharding.Sharding,
+    ahead: FetchAhead,
+) -> jax.Array:  # fmt: skip
     """Read a parameter onto its shards. Devices that hold the same shard share one read."""
     wanted = sharding.addressable_devices_indices_map(source.shape)
     groups: dict[Any, list[Any]] = {}
@@ -186,23 +207,25 @@ def _placed(
         groups.setdefault(ranges, []).append(device)
     arrays = []
     for ranges, devices in groups.items():
-        shard = _read_shard(folder, source, tensors, dtype, tuple(slice(*r) for r in ranges))
+        shard = _read_shard(folder, source, tensors, dtype, tuple(slice(*r) for r in ranges), ahead)
         arrays += [jax.device_put(shard, device) for device in devices]
     return jax.make_array_from_single_device_arrays(source.shape, sharding, arrays)
 
 
 def _read_shard(
-    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, index: tuple[slice, ...]
-) -> np.ndarray:
+    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, index: tuple[slice, ...],
+    ahead: FetchAhead,
+) -> np.ndarray:  # fmt: skip
     """Read a range of a parameter, tensor by tensor."""
-    shard = np.empty([i.stop - i.start for i in index], dtype)
+    shard = aligned_empty([i.stop - i.start for i in index], dtype)
     outer, inner, shape = index[: source.leading], index[source.leading :], source.shape[source.leading :]
     part = source.layout.tensor_index(inner, shape)
     for place in np.ndindex(*(i.stop - i.start for i in outer)):
         name = source.names[tuple(n + i.start for n, i in zip(place, outer, strict=True))]
         with folder.reading(name):
+            ahead.reading(name)
             stored = tensors[name].read_part(part)
-        shard[place] = source.layout.parameter(stored, inner, shape).astype(dtype, copy=False)
+        copy_transposed(shard[place], source.layout.parameter(stored, inner, shape))
     return shard
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +37,71 @@ def save_pretrained(model: Decoder, path: Any, *, dtype: str | None = None, shar
     origin = getattr(model, "origin", None)
     if origin is None:
         raise AutoshardError("save_pretrained: the model was not loaded by load_pretrained, so its family is not known")
+    values = _by_path(nnx.to_pure_dict(nnx.state(model)))
+    shapes = {path: leaf.shape for path, leaf in values.items()}
+    if any("/lora_" in path for path in values):
+        raise AutoshardError(
+            "save_pretrained: the model has adapters: write them by autoshard.models.adapters.save_adapter, and merge "
+            "them by `autoshard ckpt merge`"
+        )
+    table = known_families()[origin.family].table(model.cfg)
+    tensors = tensors_of(
+        sources_of(model.cfg, table, shapes),
+        {path: dtype or str(leaf.dtype) for path, leaf in values.items()},
+        lambda path, index: gathered(values[path], index),
+    )
+    write_pretrained(path, origin.values(), sorted(tensors, key=lambda one: one.name), shard_bytes=shard_bytes)
+
+
+def tensors_of(
+    sources: Mapping[str, Source], dtypes: Mapping[str, str], values: Callable[[str, tuple[int, ...]], np.ndarray]
+) -> list[Tensor]:
+    """Return the tensors of a model, read on demand.
+
+    Args:
+        sources: the tensors of each parameter, by its path.
+        dtypes: the dtype in which each parameter is written.
+        values: returns the values of a parameter at an index of its leading dimensions.
+
+    Returns:
+        The tensors, in the order of the parameters, so that those of one parameter follow each other.
+    """
+    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    for path, source in sources.items():
+        for index, name in source.names.items():
+            parts.setdefault(name, []).append((path, index))
+    return [_tensor(name, pieces, sources, dtypes[pieces[0][0]], values) for name, pieces in parts.items()]
+
+
+def write_pretrained(
+    path: Any, config: dict[str, Any], tensors: Sequence[Tensor], *, shard_bytes: int = SHARD_BYTES,
+    files: Mapping[str, bytes] | None = None,
+) -> None:  # fmt: skip
+    """Write a new folder of a pretrained model. It appears when it is complete.
+
+    Args:
+        path: a new or empty folder.
+        config: the content of `config.json`. Its dtype becomes that of most tensors.
+        tensors: the tensors.
+        shard_bytes: largest number of bytes of tensors in one file.
+        files: other files, such as the tokenizer.
+
+    Raises:
+        AutoshardError: the folder is not empty.
+    """
     folder = Path(path)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise AutoshardError(f"save_pretrained: {str(folder)!r} exists already: use a new folder")
-    family = known_families()[origin.family]
-    values = _by_path(nnx.to_pure_dict(nnx.state(model)))
-    sources = sources_of(model.cfg, family.table(model.cfg), {path: leaf.shape for path, leaf in values.items()})
-    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    for name, source in sources.items():
-        for index, tensor in source.names.items():
-            parts.setdefault(tensor, []).append((name, index))
-    tensors = [_tensor(name, pieces, sources, values, dtype) for name, pieces in sorted(parts.items())]
+        raise AutoshardError(f"{str(folder)!r} exists already: use a new folder")
     draft = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
         write(draft, tensors, shard_bytes=shard_bytes, metadata={"format": "pt"})
-        config = origin.values()
         kinds = [one.dtype for one in tensors]
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = max(set(kinds), key=kinds.count)
         (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        for name, content in (files or {}).items():
+            (draft / name).write_bytes(content)
         draft.replace(folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -67,20 +112,19 @@ def _tensor(
     name: str,
     pieces: Sequence[tuple[str, tuple[int, ...]]],
     sources: Mapping[str, Source],
-    values: Mapping[str, jax.Array],
-    dtype: str | None,
+    dtype: str,
+    values: Callable[[str, tuple[int, ...]], np.ndarray],
 ) -> Tensor:
     """Return a tensor that is made of parts of parameters, read on demand."""
     shape = sources[pieces[0][0]].tensor_shape
-    kind = dtype or str(values[pieces[0][0]].dtype)
 
     def read() -> np.ndarray:
-        tensor = np.empty(shape, kind)
+        tensor = np.empty(shape, dtype)
         for path, index in pieces:
-            sources[path].layout.write(tensor, gathered(values[path], index).astype(kind, copy=False))
+            sources[path].layout.write(tensor, values(path, index).astype(dtype, copy=False))
         return tensor
 
-    return Tensor(name, shape, kind, read)
+    return Tensor(name, shape, dtype, read)
 
 
 def gathered(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:

@@ -51,13 +51,14 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
         ConfigError: An option, preset or setting is unknown, or a value is invalid.
         SystemExit: `--help` was given.
     """
-    arguments = current_options(arguments)
+    arguments = _with_long_names(current_options(arguments))
     base = kind(**_shallow(_starting_point(arguments)))
     _refuse_unknown(arguments, base, prog)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             config = tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
+            _check_shape_options(config, arguments)
             return _fit_warmup(config, arguments)
     except SystemExit as end:
         if end.code:
@@ -178,6 +179,28 @@ def _of_stored_run(named: TrainConfig, stored: TrainConfig) -> TrainConfig:
     if named.preset != stored.preset:
         return named
     return dataclasses.replace(stored, **{each: getattr(named, each) for each in RESUMABLE_CHANGES})
+
+
+def _with_long_names(arguments: Sequence[str]) -> list[str]:
+    """Replace `--from` by the option that it is short for. Arguments after `--` stay as they are."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    head = [re.sub(r"^--from(?==|$)", "--pretrained.folder", each) for each in arguments[:end]]
+    return [*head, *arguments[end:]]
+
+
+def _check_shape_options(config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Refuse options of the built-in model's shape if the model is a pretrained one.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    given = [name for name in names if name.startswith("--gpt.") and name != "--gpt.context"]
+    if config.pretrained.folder is not None and given:
+        raise ConfigError(
+            f"{given[0]} is for the built-in model, but --from {config.pretrained.folder} says what the model is: "
+            "leave it out; --pretrained.* has the settings of such a model"
+        )
 
 
 def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:

@@ -7,7 +7,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from autoshard.errors import ConfigError
 RUNS = Path("runs")
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
+PRETRAINED = "pretrained"  # config and tokenizer of the pretrained model that the run started from
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 PLAN_TEXT = "plan.txt"
@@ -144,6 +145,21 @@ def write_plan(run_dir: Path, plan: Any, step: int) -> None:
                 path.write_text(content)
             if path.read_text() == content:
                 break
+
+
+def keep_pretrained(run_dir: Path, files: Iterable[Path]) -> None:
+    """Copy files of a pretrained model's folder, without its weights, to the run's folder.
+
+    Raises:
+        ConfigError: A file cannot be read or written.
+    """
+    kept = run_dir / PRETRAINED
+    with _writing(run_dir):
+        draft = run_dir / f".{PRETRAINED}"
+        draft.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (draft / file.name).write_bytes(file.read_bytes())
+        draft.rename(kept)
 
 
 def write_config(run_dir: Path, config: Mapping[str, Any]) -> None:

@@ -16,9 +16,12 @@ from autoshard._shown import shown
 from autoshard._typed import convert
 from autoshard.errors import ConfigError, PlanError
 from autoshard.models import GPTConfig
+from autoshard.models.adapters import LoraConfig
 from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, selects_layers
 from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.sharding.pipeline.schedule_words import read_schedule
+from autoshard.train.config import run_directory
+from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
 
@@ -81,6 +84,10 @@ class TrainConfig:
     """Evaluate and sample with the moving average, if there is one."""
     gpt: GPTConfig = field(default_factory=GPTConfig)
     """The built-in model. gpt.context is the sequence length for every model."""
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
+    """The pretrained model that the run starts from."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters, which are trained in place of the pretrained parameters."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How parameters are updated."""
 
@@ -188,16 +195,17 @@ class TrainConfig:
             read_schedule(self.schedule)
         except PlanError as error:
             problems.append(str(error))
-        problems += self._offload_problems()
+        problems += self._offload_problems() + self._pretrained_problems()
         if problems:
             raise ConfigError("; ".join(problems))
 
     def _offload_problems(self) -> list[str]:
         if self.offload == NONE:
             return []
-        if self.model != "gpt":
-            return [f"offload is {self.offload!r}, but only the built-in model has named values, not {self.model}: "
-                    "leave it out, or use jax.checkpoint with an offloading policy in your model"]  # fmt: skip
+        if not self.is_built_in:
+            own = "leave it out, or use jax.checkpoint with an offloading policy in your model"
+            other = f"only the built-in model has named values, not {self.model_name}"
+            return [f"offload is {self.offload!r}, but {other}: {own}"]
         if self.offload == AUTO:
             return []
         try:
@@ -211,6 +219,42 @@ class TrainConfig:
             return [f"offload is {self.offload!r} and gpt.remat is {self.gpt.remat!r}: both say what a layer keeps; "
                     f"give one of them, such as gpt.remat '{remat} keep:NAMES'"]  # fmt: skip
         return []
+
+    def _pretrained_problems(self) -> list[str]:
+        folder, problems = self.pretrained.folder, []
+        if folder is not None and self.model != "gpt":
+            problems.append(f"model is {self.model}, but --from {folder} says what the model is: give one of them")
+        if folder is None and self.lora.rank:
+            problems.append(f"lora.rank is {self.lora.rank}, but no pretrained model: give its folder by --from")
+        if self.lora.rank and self.freeze:
+            problems.append("freeze and lora.rank are both given, but adapters freeze all else: leave out freeze")
+        return problems
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the model is the built-in one."""
+        return self.model_name == "gpt"
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model: `gpt`, `pretrained`, or that of its factory."""
+        return self.model if self.pretrained.folder is None else "pretrained"
+
+    @property
+    def model_folder(self) -> Path | None:
+        """The folder that describes the pretrained model: the run's copy, which has no weights, or the original."""
+        if self.pretrained.folder is None or self.run_dir is None:
+            return self.pretrained.folder
+        kept = self.run_dir / run_directory.PRETRAINED
+        return kept if kept.is_dir() else self.pretrained.folder
+
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer's file: that of `tokenizer`, or of the pretrained model; None if tokens are bytes."""
+        if self.tokenizer is not None or self.model_folder is None:
+            return self.tokenizer
+        file = self.model_folder / "tokenizer.json"
+        return file if file.is_file() else None
 
     @property
     def stages(self) -> int:
@@ -330,7 +374,8 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
     """Return the config stored in a checkpoint: `model` must match on restore, `run` is information only."""
     values = identity(config)
-    return {"model": {"name": values["model"], **values["gpt"]}, "run": values}
+    shape = values["gpt"] if config.pretrained.folder is None else {"lora": values["lora"]}
+    return {"model": {"name": config.model_name, **shape}, "run": values}
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -82,10 +82,10 @@ class Inference:
 def inference_of(config: TrainConfig, program: Program) -> Inference:
     """Describe a run's model. A model made by a user's factory is described by name if its class is in `MODELS`."""
     tokenizer: dict[str, Any] = {"kind": "bytes"}
-    if config.tokenizer is not None:
-        digest = hashlib.sha256(config.tokenizer.read_bytes()).hexdigest()
+    if config.tokenizer_file is not None:
+        digest = hashlib.sha256(config.tokenizer_file.read_bytes()).hexdigest()
         tokenizer = {"kind": "file", "file": TOKENIZER_FILE, "sha256": digest}
-    name, cfg = config.model, config.gpt
+    name, cfg = config.model_name, config.gpt
     if name not in MODELS:  # a user's factory, which may return one of these models
         model = nnx.eval_shape(lambda: program.build(nnx.Rngs(0)))
         name = next((name for name, (kind, _) in MODELS.items() if type(model) is kind), name)
@@ -107,8 +107,8 @@ def write_inference(folder: Path, config: TrainConfig, program: Program) -> None
         ConfigError: A file cannot be written.
     """
     try:
-        if config.tokenizer is not None:
-            _write_if_changed(folder / TOKENIZER_FILE, config.tokenizer.read_bytes())
+        if config.tokenizer_file is not None:
+            _write_if_changed(folder / TOKENIZER_FILE, config.tokenizer_file.read_bytes())
         _write_if_changed(folder / FILE, (json.dumps(asdict(inference_of(config, program)), indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{str(folder)!r} cannot be written: {error}") from error
@@ -287,6 +287,11 @@ def open_generator(
 def _model(folder: Path, inference: Inference, factory: str | None) -> tuple[nnx.Module, int]:
     """Return the model, with shapes in place of arrays, and the size of its vocabulary."""
     name = inference.model
+    if name == "pretrained":
+        raise ConfigError(
+            f"the model in {str(folder)!r} is a pretrained one: `autoshard ckpt export {folder} OUT` writes it as a "
+            "folder that other programs load"
+        )
     if name not in MODELS:
         if factory is None:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoshard._shown import shown
@@ -52,7 +52,7 @@ def load_trained(run_dir: Path, step: int | None = None) -> Trained:
     Raises:
         AutoshardError: The run or the step does not exist, or the checkpoint is damaged.
     """
-    config = from_dict(run_directory.read_config(run_dir), str(run_dir))
+    config = replace(from_dict(run_directory.read_config(run_dir), str(run_dir)), run_dir=run_dir)
     program = make_program_of(config)
     with contextlib.closing(open_checkpoints(run_dir)) as checkpoints:
         state = checkpoints.restore(step, program.abstract_state(), config=checkpoint_config(config))

@@ -32,6 +32,7 @@ from autoshard.train.program.constants import (
     SEARCHED_REMAT_MIXES,
     VOCAB_MULTIPLE,
 )
+from autoshard.train.program.pretrained import fit_pretrained, pretrained_builder, trained_globs
 from autoshard.train.step.ema import EmaConfig
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
 from autoshard.train.step.train_state import Program, TrainState, make_program
@@ -39,7 +40,9 @@ from autoshard.train.step.train_step import TrainStep, make_train_step
 
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
-    """Return the config with a vocabulary of at least `vocab_size`."""
+    """Return the config with a vocabulary of at least `vocab_size`. That of a pretrained model is fixed."""
+    if config.pretrained.folder is not None:
+        return fit_pretrained(config, vocab_size)
     if vocab_size <= config.gpt.vocab:
         return config
     padded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
@@ -48,7 +51,7 @@ def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
 
 def fit_tokenizer(config: TrainConfig) -> TrainConfig:
     """Return the config with a vocabulary that holds its tokenizer's; no data is read."""
-    return fit_vocab(config, load_codec(config.tokenizer).vocab_size)
+    return fit_vocab(config, load_codec(config.tokenizer_file).vocab_size)
 
 
 def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -58,6 +61,8 @@ def model_builder(config: TrainConfig) -> Callable[[nnx.Rngs], nnx.Module]:
         ConfigError: The factory cannot be found, or needs other arguments. The returned function raises it if the
             factory does not return an `nnx.Module` or a `GPTConfig`.
     """
+    if config.pretrained.folder is not None:
+        return pretrained_builder(config)
     if config.model == "gpt":
         return lambda rngs: GPT(config.gpt, rngs=rngs)
     return factory_builder(config.model, vocab=config.gpt.vocab, context=config.gpt.context)
@@ -97,7 +102,7 @@ def make_program_of(config: TrainConfig) -> Program:
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
     ema = EmaConfig(config.ema_decay, config.ema_every, config.ema_spike)
-    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema=ema)
+    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema=ema, train=trained_globs(config))
 
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
@@ -263,7 +268,7 @@ def make_source(config: TrainConfig) -> Source:
     batch = {"batch_size": config.batch_size, "eval_batch_size": config.eval_batch_size}
     if not is_function(config.data):
         return text_source(
-            config.data, context=config.gpt.context, seed=config.seed, tokenizer=config.tokenizer, **batch
+            config.data, context=config.gpt.context, seed=config.seed, tokenizer=config.tokenizer_file, **batch
         )
     assert config.data is not None
     made = load_function(config.data, "--data")(config)

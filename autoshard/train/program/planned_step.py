@@ -141,9 +141,9 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         ConfigError: The model is not the built-in one.
         AutoshardError: No variant can be planned with the config's plan, mesh and limit.
     """
-    if config.model != "gpt":
+    if not config.is_built_in:
         raise ConfigError(
-            f"--variants search supports only the built-in model, not {config.model}: leave out --variants"
+            f"--variants search supports only the built-in model, not {config.model_name}: leave out --variants"
         )
     steps: dict[Any, TrainStep] = {}
     program = make_program_of(config)

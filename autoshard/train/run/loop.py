@@ -38,6 +38,7 @@ from autoshard.train.program.planned_step import (
     search_variants,
     with_offload,
 )
+from autoshard.train.program.pretrained import first_state, kept_files
 from autoshard.train.run import distributed
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loss_plot import plot_loss
@@ -130,6 +131,18 @@ class Trainer:
             self._conclude(state, step, reporter, interrupted_by)
         return Result(self.run_dir, step, evaluation, interrupted_by)
 
+    def save_first_state(self) -> Path:
+        """Save the state before the first step as step 0, without training, and return the run's folder."""
+        checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=None)
+        with contextlib.closing(checkpoints):
+            checkpoints.claim()
+            state = self._first_state(checkpoints)
+            self._metrics, self._plan_text = {}, self.placed.plan.to_json()
+            self._save(checkpoints, 0, state, None, block=True)
+            if distributed.is_main():
+                run_directory.write_plan(self.run_dir, self.placed.plan, 0)
+        return self.run_dir
+
     def _check_run_dir(self) -> None:
         """Refuse a folder that is taken or cannot be written to. Nothing is written before all checks pass."""
         run_dir, config = self.config.run_dir, self.config
@@ -144,6 +157,8 @@ class Trainer:
         # Waits for all processes, so that each has checked the folder before the main process writes to it.
         distributed.check_same("the data", self._data_digest or "")
         if distributed.is_main() and not self.config.resume:
+            if (folder := self.config.pretrained.folder) is not None:
+                run_directory.keep_pretrained(run_dir, kept_files(folder))
             self._write_config(run_dir)
         return run_dir
 
@@ -157,6 +172,8 @@ class Trainer:
 
     def _first_state(self, checkpoints: Checkpointer) -> TrainState:
         if not self.config.resume or checkpoints.latest() is None:
+            if self.config.pretrained.folder is not None:
+                return first_state(self.config, self.program, self.placed.state_shapes)
             return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
         state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
         assert checkpoints.restored is not None
@@ -322,12 +339,12 @@ class Trainer:
             text = sample_text(
                 self.program,
                 state,
-                load_codec(self.config.tokenizer),
+                load_codec(self.config.tokenizer_file),
                 self.config.prompt,
                 self.config.sample_tokens,
                 use_ema=self.config.use_ema,
             )
-            reporter.print(f"Sample:\n{text}" if text is not None else "No sample: --model is not a built-in model.")
+            reporter.print(f"Sample:\n{text}" if text is not None else "No sample: the model is not a built-in one.")
             if text is not None and distributed.is_main():
                 (self.run_dir / run_directory.SAMPLE).write_text(text)
         if distributed.is_main():
@@ -345,7 +362,7 @@ class Trainer:
     def _peak_seconds_per_step(self) -> float | None:
         """Time of a step at the devices' peak FLOP/s, in seconds; None if the peak or the model's FLOPs are unknown."""
         peak = peak_flops(jax.devices()[0].device_kind)
-        if peak is None or self.config.model != "gpt":
+        if peak is None or not self.config.is_built_in:
             return None
         return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * self.placed.plan.mesh.size)
 

@@ -8,7 +8,7 @@ function of both and do not depend on the mesh.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -62,6 +62,7 @@ class Program:
         streams: Shapes of the model's random streams, which each step fills again.
         freeze: Globs over the paths of frozen parameters.
         ema: How the parameters are averaged.
+        train: Globs over the paths of parameters that are trained. Others are frozen.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -70,12 +71,22 @@ class Program:
     streams: Tree
     freeze: tuple[str, ...] = ()
     ema: EmaConfig = NO_AVERAGE
+    train: tuple[str, ...] = ("*",)
 
-    def create_state(self, key: jax.Array) -> TrainState:
-        """Make a new state from a random key. The function is pure, so that it can run under `jit` with shardings."""
+    def create_state(self, key: jax.Array, values: Mapping[str, jax.Array] | None = None) -> TrainState:
+        """Make a new state from a random key. The function is pure, so that it can run under `jit` with shardings.
+
+        Args:
+            key: The random key.
+            values: Values of the model by `/`-joined path, in place of those that the key gives.
+        """
         key = as_key(key)
         build_key, run_key = jax.random.split(key)
-        _, params, frozen, _, variables = _split(self.build(nnx.Rngs(build_key)), self.freeze)
+        _, *parts = self._split(self.build(nnx.Rngs(build_key)))
+        params, frozen, _, variables = (
+            jax.tree_util.tree_map_with_path(lambda path, leaf: (values or {}).get(path_name(path), leaf), part)
+            for part in parts
+        )
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
@@ -99,7 +110,10 @@ class Program:
 
     def variables(self, model: nnx.Module) -> Tree:
         """Return the model's variables after a call, such as updated batch statistics."""
-        return _split(model, self.freeze)[4]
+        return self._split(model)[4]
+
+    def _split(self, model: nnx.Module) -> tuple[Any, Tree, Tree, Tree, Tree]:
+        return _split(model, self.freeze, self.train)
 
 
 def as_key(key: jax.Array) -> jax.Array:
@@ -125,6 +139,7 @@ def make_program(
     *,
     freeze: tuple[str, ...] = (),
     ema: EmaConfig = NO_AVERAGE,
+    train: tuple[str, ...] = ("*",),
 ) -> Program:
     """Make a program from a model and an optimizer. No array is allocated.
 
@@ -133,19 +148,25 @@ def make_program(
         optimizer: Updates its parameters.
         freeze: Globs over `/`-joined parameter paths; matching parameters are not trained.
         ema: How the parameters are averaged; by default they are not.
+        train: Globs over the paths of parameters that are trained; by default all are.
 
     Raises:
         ConfigError: A glob matches no parameter, or all parameters are frozen.
     """
     model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     _check_freeze(model, freeze)
-    graph, _, _, streams, _ = _split(model, freeze)
-    return Program(build, optimizer, graph, streams, freeze, ema)
+    graph, _, _, streams, _ = _split(model, freeze, train)
+    return Program(build, optimizer, graph, streams, freeze, ema, train)
 
 
-def _split(model: nnx.Module, freeze: tuple[str, ...]) -> tuple[Any, Tree, Tree, Tree, Tree]:
+def _split(model: nnx.Module, freeze: tuple[str, ...], train: tuple[str, ...]) -> tuple[Any, Tree, Tree, Tree, Tree]:
     """Split a model into its graph, parameters, frozen parameters, random streams and variables."""
-    is_frozen = nnx.All(nnx.Param, lambda path, _: matches("/".join(map(str, path)), freeze))
+
+    def freezes(path: Any, _: Any) -> bool:
+        name = "/".join(map(str, path))
+        return matches(name, freeze) or not matches(name, train)
+
+    is_frozen = nnx.All(nnx.Param, freezes)
     graph, *states = nnx.split(model, is_frozen, nnx.Param, nnx.RngState, nnx.Intermediate, ...)
     frozen, params, streams, _, variables = (nnx.to_pure_dict(state) for state in states)
     return graph, params, frozen, streams, variables

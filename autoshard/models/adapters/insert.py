@@ -1,0 +1,94 @@
+"""Adds adapters to the weights of a `Decoder`."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from autoshard.errors import ConfigError
+from autoshard.models.adapters.lora_config import LoraConfig
+from autoshard.models.adapters.rows import A, B, takes_adapter, within_layer
+from autoshard.models.decoder.adapted import Adapted
+from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.pretrained.families.family import Family
+from autoshard.models.pretrained.tables import Source, sources_of
+
+trained_parameters = (f"*/{A}", f"*/{B}")
+"""Globs over the paths of the parameters of adapters, which are trained while all others are frozen."""
+
+
+def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Array) -> None:
+    """Add an adapter to each matrix that a target matches. The model computes the same as before.
+
+    The first factor is drawn from a uniform distribution with variance 1 / (3 in), as PEFT does; the second is zero.
+    Both are float32.
+
+    Args:
+        model: the model, which is changed.
+        family: its family, which says what tensor each weight is.
+        lora: the settings, with a rank.
+        key: random key.
+
+    Raises:
+        ConfigError: a glob matches no matrix, or one that cannot have an adapter.
+    """
+    shapes = {path: leaf.shape for path, leaf in paths_of(model).items()}
+    table = family.table(model.cfg)
+    sources = sources_of(model.cfg, table, shapes)
+    for path in targets_of({path: table[within_layer(path)] for path in shapes}, sources, lora.targets):
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        adapt(model, path, *_new_factors(sources[path], lora.rank, own), lora.scale)
+
+
+def targets_of(rows: Mapping[str, Any], sources: Mapping[str, Source], globs: Sequence[str]) -> list[str]:
+    """Return the paths of the matrices that globs match.
+
+    Raises:
+        ConfigError: a glob matches no matrix, or one that cannot have an adapter.
+    """
+
+    def matched(path: str, glob: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, glob) for name in (path, within_layer(path)))
+
+    possible = [path for path, row in rows.items() if takes_adapter(row)]
+    others = [path for path in rows if path not in possible and len(sources[path].tensor_shape) > 1]
+    known = ", ".join(dict.fromkeys(within_layer(path) for path in possible))
+    for glob in globs:
+        if wrong := [within_layer(path) for path in others if matched(path, glob)]:
+            raise ConfigError(
+                f"--lora.targets {glob!r} matches {wrong[0]}, which cannot have an adapter; those that can are {known}"
+            )
+        if not any(matched(path, glob) for path in possible):
+            raise ConfigError(f"--lora.targets {glob!r} matches no matrix; those that can have an adapter are {known}")
+    return [path for path in possible if any(matched(path, glob) for glob in globs)]
+
+
+def _new_factors(source: Source, rank: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape, leading = source.shape, source.leading
+    count = leading + len(source.layout.groups[1])
+    stacked, inputs, outputs = shape[:leading], shape[leading:count], shape[count:]
+    bound = 1.0 / math.sqrt(math.prod(inputs))
+    a = jax.random.uniform(key, (*stacked, *inputs, rank), jnp.float32, -bound, bound)
+    return a, jnp.zeros((*stacked, rank, *outputs), jnp.float32)
+
+
+def adapt(model: Decoder, path: str, a: jax.Array, b: jax.Array, scale: float) -> None:
+    """Give the weight with this path an adapter with these factors."""
+    *outer, name = path.split("/")
+    parent: Any = model
+    for level in outer:
+        parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
+    setattr(parent, name, Adapted(getattr(parent, name), a, b, scale))
+
+
+def paths_of(model: nnx.Module) -> dict[str, Any]:
+    """Return the arrays of a model by `/`-joined path."""
+    leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(model)))[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

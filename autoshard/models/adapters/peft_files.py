@@ -1,0 +1,177 @@
+"""Adapters in PEFT's format: `adapter_config.json`, and `adapter_model.safetensors` with PEFT's names.
+
+https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autoshard.ckpt.exchange.lora import CONFIG, WEIGHTS, Adapter, read_adapter
+from autoshard.ckpt.exchange.safetensors import Tensor, write
+from autoshard.errors import AutoshardError
+from autoshard.models.adapters.insert import adapt, paths_of
+from autoshard.models.adapters.lora_config import LoraConfig
+from autoshard.models.adapters.rows import PREFIX, A, B, adapters_table, takes_adapter, within_layer
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.pretrained.families import Family, known_families
+from autoshard.models.pretrained.save import gathered, tensors_of
+from autoshard.models.pretrained.tables import Source, sources_of
+
+
+def adapter_sources(family: Family, cfg: DecoderConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Source]:
+    """Return the tensors of the factors of adapters, by path. Paths of other parameters are left out."""
+    own = {path: shape for path, shape in shapes.items() if path.endswith((f"/{A}", f"/{B}"))}
+    return sources_of(cfg, adapters_table(family, cfg), own)
+
+
+def save_adapter(model: Decoder, path: Any, lora: LoraConfig, *, base: str | None = None) -> None:
+    """Write the adapters of a model in PEFT's format.
+
+    Args:
+        model: a model of `load_pretrained` with adapters.
+        path: a new or empty folder.
+        lora: the settings with which they were added.
+        base: the name or the folder of the pretrained model, for `adapter_config.json`.
+
+    Raises:
+        AutoshardError: the model has no adapters, or the folder is not empty.
+    """
+    values = paths_of(model)
+    sources = adapter_sources(_family(model), model.cfg, {path: leaf.shape for path, leaf in values.items()})
+    if not sources:
+        raise AutoshardError("save_adapter: the model has no adapters: add some by add_adapters")
+    dtypes = {path: str(values[path].dtype) for path in sources}
+    tensors = tensors_of(sources, dtypes, lambda path, index: gathered(values[path], index))
+    write_adapter(path, lora, tensors, matrices_of(_family(model), model.cfg), base)
+
+
+def write_adapter(
+    path: Any, lora: LoraConfig, tensors: Sequence[Tensor], matrices: Sequence[str], base: str | None
+) -> None:
+    """Write a new folder of an adapter. It appears when it is complete.
+
+    Args:
+        path: a new or empty folder.
+        lora: the settings.
+        tensors: the factors, with PEFT's names.
+        matrices: the names of all modules of the model that can have an adapter.
+        base: the name or the folder of the pretrained model.
+
+    Raises:
+        AutoshardError: the folder is not empty.
+    """
+    folder = Path(path)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise AutoshardError(f"{str(folder)!r} exists already: use a new folder")
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
+        "lora_alpha": alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
+        "use_dora": False, "init_lora_weights": True, "inference_mode": True, "modules_to_save": None,
+        "target_modules": _target_modules([one.name for one in tensors], matrices),
+    }  # fmt: skip
+    draft = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        nbytes = sum(one.nbytes for one in tensors)
+        (file,) = write(draft, tensors, shard_bytes=max(nbytes, 1), metadata={"format": "pt"})
+        file.rename(draft / WEIGHTS)
+        (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        draft.replace(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def load_adapter(model: Decoder, path: Any) -> LoraConfig:
+    """Add the adapters of a folder in PEFT's format to a model of `load_pretrained`.
+
+    Args:
+        model: the model, which is changed. It has no adapters yet.
+        path: the folder.
+
+    Returns:
+        The settings of the adapters.
+
+    Raises:
+        AutoshardError: there is no adapter, it is of a kind that is not built, or it is for another model.
+    """
+    adapter, family = read_adapter(Path(path)), _family(model)
+    if adapter.saved or adapter.rank_pattern or adapter.alpha_pattern:
+        raise AutoshardError(
+            f"the adapter in {adapter.where} has fully trained modules or several ranks: merge it into the model by "
+            "`autoshard ckpt merge`, then load the merged model"
+        )
+    lora = LoraConfig(adapter.rank, adapter.alpha, rslora=adapter.rslora)
+    shapes = {path: leaf.shape for path, leaf in paths_of(model).items()}
+    table = family.table(model.cfg)
+    sources = sources_of(model.cfg, table, shapes)
+    left = set(adapter.pairs)
+    for path, source in sources.items():
+        names = {index: name.removesuffix(".weight") for index, name in source.names.items()}
+        found = [name for name in names.values() if name in adapter.pairs]
+        if not found or not takes_adapter(table[within_layer(path)]):
+            continue
+        if len(found) < len(names):
+            raise AutoshardError(
+                f"the adapter in {adapter.where} has {found[0]}, but not {min(set(names.values()) - set(found))}: "
+                "stacked layers have adapters in all layers; load the model with scan_layers=False"
+            )
+        left -= set(found)
+        a, b = _factors(source, names, adapter)
+        adapt(model, path, jnp.asarray(a), jnp.asarray(b), lora.scale)
+    if left:
+        raise AutoshardError(f"the adapter in {adapter.where} is for another model: this one has no {min(left)}")
+    return lora
+
+
+def _factors(source: Source, names: Mapping[tuple[int, ...], str], adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
+    """Return both factors of a parameter's adapter, stacked as the parameter is."""
+    leading, inner = source.shape[: source.leading], len(source.layout.groups[1])
+    inputs = source.shape[source.leading :][:inner]
+    outputs = source.shape[source.leading :][inner:]
+    a = np.empty((*leading, *inputs, adapter.rank), np.float32)
+    b = np.empty((*leading, adapter.rank, *outputs), np.float32)
+    for index, name in names.items():
+        if (problem := adapter.mismatch(name, source.tensor_shape)) is not None:
+            raise AutoshardError(f"the adapter in {adapter.where} is for another model: {name}: {problem}")
+        one_a, one_b, _ = adapter.pairs[name]
+        a[index] = one_a.T.reshape(a[index].shape)
+        b[index] = one_b.T.reshape(b[index].shape)
+    return a, b
+
+
+def change_of(a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """Return what an adapter adds to its weight, in float32."""
+    return np.float32(scale) * np.tensordot(a.astype(np.float32), b.astype(np.float32), 1)
+
+
+def _family(model: Decoder) -> Family:
+    origin: Any = model.origin
+    if origin is None:
+        raise AutoshardError("the model was not loaded by load_pretrained, so its family is not known")
+    return known_families()[origin.family]
+
+
+def matrices_of(family: Family, cfg: DecoderConfig) -> list[str]:
+    """Return the names of all modules of a model that can have an adapter."""
+    rows = [row for row in family.table(cfg).values() if takes_adapter(row)]
+    return [row.name.removesuffix(".weight").format(layer=layer) for row in rows for layer in range(cfg.layers)]
+
+
+def _target_modules(tensors: Sequence[str], matrices: Sequence[str]) -> list[str]:
+    """Return the names by which PEFT finds the modules: last parts, or whole names if only some layers have one."""
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
+    last = {name.rpartition(".")[2] for name in modules}
+    complete = all(name in modules for name in matrices if name.rpartition(".")[2] in last)
+    return sorted(last if complete else modules)

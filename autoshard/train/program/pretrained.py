@@ -1,0 +1,163 @@
+"""A run that starts from a pretrained folder: its model, and the values of its first state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from autoshard.ckpt.exchange.safetensors import Tensor
+from autoshard.errors import ConfigError
+from autoshard.models.adapters import add_adapters, trained_parameters
+from autoshard.models.adapters.rows import BASE, weights_table
+from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.pretrained.folder import CONFIG, Folder
+from autoshard.models.pretrained.load import Described, read_values
+from autoshard.models.pretrained.tables import Source, sources_of
+from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.step.optimizer import path_name
+from autoshard.train.step.train_state import Program, TrainState
+
+# What other programs read beside the config and the weights.
+_OTHER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
+    "generation_config.json", "preprocessor_config.json",
+)  # fmt: skip
+
+
+def describe(config: TrainConfig) -> Described:
+    """Describe the pretrained model of a run. No weights are read.
+
+    Raises:
+        AutoshardError: The folder has no config, or one that is not known.
+    """
+    own = config.pretrained
+    changes: dict[str, Any] = {
+        "remat": own.remat, "attention": own.attention, "scan_layers": own.scan_layers, "loss_chunks": own.loss_chunks,
+    }  # fmt: skip
+    if own.compute_dtype is not None:
+        changes["compute_dtype"] = own.compute_dtype
+    return Described.of(Folder.open(config.model_folder), own.dtype, changes)
+
+
+def kept_files(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder that a run keeps: its config and its tokenizer."""
+    yield folder / CONFIG
+    for pattern in _OTHER_FILES:
+        yield from (file for file in sorted(folder.glob(pattern)) if file.is_file())
+
+
+def fit_pretrained(config: TrainConfig, vocab_size: int) -> TrainConfig:
+    """Return the config with the vocabulary of its pretrained model.
+
+    Raises:
+        ConfigError: The data have more tokens, or the sequences are longer than the model's positions.
+    """
+    cfg = describe(config).cfg
+    if vocab_size > cfg.vocab:
+        tokenizer = config.tokenizer_file or "bytes, because the folder has no tokenizer.json"
+        raise ConfigError(
+            f"the data have {vocab_size} tokens ({tokenizer}), but the pretrained model has {cfg.vocab}: give its own "
+            "tokenizer by --tokenizer"
+        )
+    if config.gpt.context > cfg.context:
+        raise ConfigError(
+            f"--gpt.context is {config.gpt.context}, but the pretrained model has {cfg.context} positions: give fewer"
+        )
+    return replaced(config, "gpt", gpt=replace(config.gpt, vocab=cfg.vocab))
+
+
+def pretrained_builder(config: TrainConfig) -> Callable[[nnx.Rngs], Decoder]:
+    """Return the function that makes the pretrained model, with its adapters, from random streams."""
+    described = describe(config)
+
+    def build(rngs: nnx.Rngs) -> Decoder:
+        model = Decoder(described.cfg, rngs=rngs)
+        model.origin = described.origin
+        if config.lora.rank:
+            add_adapters(model, described.family, config.lora, rngs.params())
+        return model
+
+    return build
+
+
+def trained_globs(config: TrainConfig) -> tuple[str, ...]:
+    """Return the globs over the paths of the parameters that are trained."""
+    return trained_parameters if config.lora.rank else ("*",)
+
+
+def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
+    """Return the tensors of each parameter that a folder of this model has; adapters are not among them.
+
+    Args:
+        described: The model.
+        shapes: The shape of each parameter, by path.
+    """
+    weights = {path: shape for path, shape in shapes.items() if path in described.shapes or path.endswith(f"/{BASE}")}
+    return sources_of(described.cfg, weights_table(described.family, described.cfg), weights)
+
+
+def first_state(config: TrainConfig, program: Program, like: TrainState) -> TrainState:
+    """Make the first state of a run from the folder's values, which are read straight onto their shards.
+
+    Args:
+        config: The run.
+        program: Its model and optimizer.
+        like: Shapes, dtypes and shardings of the state.
+
+    Raises:
+        AutoshardError: A tensor is missing, unexpected, damaged, or has another shape or dtype.
+    """
+    assert config.pretrained.folder is not None
+    folder, described = Folder.open(config.pretrained.folder), describe(config)
+    tensors = folder.tensors()
+    described.check(tensors, str(folder.path))
+    leaves = {
+        path_name(path): leaf
+        for part in (like.params, like.frozen, like.variables)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]
+    }
+    sources = sources_in(described, {path: leaf.shape for path, leaf in leaves.items()})
+    dtypes = {path: leaves[path].dtype for path in sources}
+    if config.pretrained.dtype is None:
+        _check_dtypes(sources, tensors, dtypes, folder)
+    shardings = {path: leaves[path].sharding for path in sources}
+    values = read_values(folder, sources, tensors, dtypes, shardings)
+
+    def rest(key: jax.Array, values: dict[str, jax.Array]) -> list[Any]:
+        return _others(program.create_state(key, values), values)
+
+    made = jax.jit(rest, out_shardings=[leaf.sharding for leaf in _others(like, values)])(
+        jax.random.key(config.seed), values
+    )
+    others = iter(made)
+    flat, tree = jax.tree_util.tree_flatten_with_path(like)
+    return tree.unflatten([values[name] if (name := _model_path(path)) in values else next(others) for path, _ in flat])
+
+
+def _check_dtypes(
+    sources: Mapping[str, Source], tensors: Mapping[str, Tensor], dtypes: Mapping[str, Any], folder: Folder
+) -> None:
+    """Refuse tensors of several dtypes, unless one is requested for all."""
+    for path, source in sources.items():
+        for name in source.names.values():
+            if tensors[name].dtype != str(dtypes[path]):
+                raise ConfigError(
+                    f"{name} in {str(folder.path)!r} is {tensors[name].dtype}, but its {CONFIG} says {dtypes[path]}: "
+                    "give the dtype of all parameters by --pretrained.dtype"
+                )
+
+
+def _others(state: TrainState, values: Any) -> list[Any]:
+    """Return the leaves of a state that the folder does not have."""
+    return [leaf for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0] if _model_path(path) not in values]
+
+
+def _model_path(path: Any) -> str | None:
+    """Return the path of a state's leaf within the model; None if it is not of the model."""
+    part, _, within = path_name(path).partition("/")
+    return within if part in ("params", "frozen", "variables") else None

@@ -1,0 +1,143 @@
+"""Runs that start from a pretrained folder: its values, resuming without it, adapters, and what is written."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from autoshard.cli import main
+from autoshard.errors import ConfigError
+from autoshard.models import load_pretrained
+from autoshard.models.adapters import LoraConfig
+from autoshard.train.config.pretrained_config import PretrainedConfig
+from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.inference.trained_model import load_trained
+from autoshard.train.run.loop import Trainer, train
+from autoshard.train.run.metrics import read_metrics
+from tests.models.pretrained.folders import LLAMA, make_folder
+from tests.train.run.test_resumption import attach
+
+MakeConfig = Callable[..., TrainConfig]
+CONFIG: dict[str, Any] = {**LLAMA, "vocab_size": 256, "num_hidden_layers": 2}
+LORA = LoraConfig(rank=2, targets=("attention/*", "mlp/*"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of a tiny model."""
+    return make_folder(tmp_path / "model", CONFIG)
+
+
+def of_folder(make_config: MakeConfig, folder: Path, *, dtype: Any = None, **changes: Any) -> TrainConfig:
+    """Makes the config of a run that starts from a folder."""
+    return make_config(pretrained=PretrainedConfig(folder, dtype=dtype), **changes)
+
+
+def tensors(folder: Path, file: str = "model.safetensors") -> dict[str, np.ndarray]:
+    """Reads the tensors of a folder."""
+    return load_file(folder / file)
+
+
+def test_a_run_starts_from_the_values_of_the_folder(make_config: MakeConfig, folder: Path) -> None:
+    trainer = Trainer(of_folder(make_config, folder))
+    batch = {name: x[:8] for name, x in trainer.source.batch(0, range(8)).items()}
+    total, count = nnx.jit(lambda model: model.loss(batch))(load_pretrained(folder, plan="dp:8"))
+    result = trainer.run()
+    first = read_metrics(result.run_dir / "metrics.jsonl")[0]
+    assert first["loss"] == pytest.approx(float(total / count), rel=1e-5)
+
+
+def test_a_run_continues_without_the_folder_on_fewer_devices_and_is_exported(
+    make_config: MakeConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+    config = of_folder(make_config, folder, steps=2, optimizer=dict(warmup_steps=1))
+    run_dir = train(config).run_dir
+    before, tokenizer = tensors(folder), (folder / "tokenizer_config.json").read_bytes()
+    shutil.rmtree(folder)
+    attach(monkeypatch, 4)
+    train(replace(config, resume=True, steps=3))
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "out")]) == 0
+    after = tensors(tmp_path / "out")
+    assert {name: x.shape for name, x in after.items()} == {name: x.shape for name, x in before.items()}
+    assert all((after[name] != before[name]).any() for name in before if "norm" not in name)
+    assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == tokenizer
+    state = load_trained(run_dir).state
+    np.testing.assert_array_equal(after["model.norm.weight"], state.params["norm"]["scale"])
+
+
+def test_an_imported_folder_is_step_0_of_a_run(
+    make_config: MakeConfig, folder: Path, tmp_path: Path, text_file: Path
+) -> None:
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    settings = ["--data", str(text_file), "--gpt.context", "16", "--batch-size", "8", "--plan", "fsdp:4 tp:2"]
+    assert main(["ckpt", "import", str(folder), run, *settings, "--pretrained.no-scan-layers"]) == 0
+    assert main(["ckpt", "export", f"{run}@0", str(out)]) == 0
+    before, after = tensors(folder), tensors(out)
+    assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_with_adapters_nothing_else_is_trained_or_reduced(
+    make_config: MakeConfig, folder: Path, tmp_path: Path
+) -> None:
+    config = of_folder(make_config, folder, lora=LORA, steps=3)
+    trainer = Trainer(config)
+    state = trainer.placed.state_shapes
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert adapters == 2 * 2 * (32 + 24 + 24 + 32 + 3 * 48)  # rank, layers, inputs and outputs
+    moments = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
+    assert moments == 2 * adapters
+    # Each device reduces its gradients of the adapters, in float32, and no others.
+    reduced = [(kind, size, line) for kind, _, size, line in trainer.placed.plan.traffic if "reduce" in kind]
+    gradients = sum(size for _, size, line in reduced if "Adapted" in line)
+    assert gradients == pytest.approx(4 * adapters, rel=0.2)
+    assert not any("project" in line and "Adapted" not in line or "_logits" in line for _, _, line in reduced), reduced
+    run_dir = trainer.run().run_dir
+    for name, options in (("adapter", []), ("merged", ["--merge"])):
+        assert main(["ckpt", "export", str(run_dir), str(tmp_path / name), *options]) == 0
+    assert main(["ckpt", "merge", *(str(tmp_path / name) for name in ("model", "adapter", "same"))]) == 0
+    base, merged, same = (tensors(tmp_path / name) for name in ("model", "merged", "same"))
+    assert all((base[name] != merged[name]).any() == name.endswith("_proj.weight") for name in base)
+    for name in base:
+        np.testing.assert_allclose(merged[name], same[name], rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_may_be_float32_of_a_bfloat16_folder(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", {**CONFIG, "dtype": "bfloat16"}, dtype="bfloat16")
+    assert Trainer(of_folder(make_config, folder)).placed.state_shapes.params["embed"].dtype == "bfloat16"
+    config = of_folder(make_config, folder, dtype="float32")
+    trainer = Trainer(replace(config, run_dir=tmp_path / "other"))
+    run_dir = trainer.save_first_state()
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert all((before[name] == after[name]).all() and after[name].dtype == "bfloat16" for name in before)
+    wrong = make_folder(tmp_path / "wrong", {**CONFIG, "dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"is float32, but its config\.json says bfloat16.*--pretrained\.dtype"):
+        Trainer(replace(of_folder(make_config, wrong), run_dir=tmp_path / "third")).save_first_state()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--gpt.layers 3", "--gpt.layers is for the built-in model"),
+        ("--model a:b", "give one of them"),
+        ("--gpt.context 128", "the pretrained model has 64 positions: give fewer"),
+        ("--lora.rank 2 --freeze embed", "leave out freeze"),
+        ("--lora.rank 2 --lora.targets norm", "matches no matrix"),
+    ],
+)
+def test_settings_that_do_not_fit_the_folder_are_refused(
+    folder: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture, arguments: str, message: str
+) -> None:
+    own = ["--from", str(folder), "--data", str(text_file), "--run-dir", str(tmp_path / "run"), "--gpt.context", "16"]
+    assert main(["train", *own, *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
