@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.kernels.cross_entropy import linear_cross_entropy
-from autoshard.models.decoder.block import Group
 from autoshard.models.decoder.cache import DecoderCache, Rows
 from autoshard.models.decoder.config import DecoderConfig
-from autoshard.models.decoder.layers import Norm, Sides, normal
+from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
+from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
 from autoshard.models.loss import cross_entropy, sum_and_count
-from autoshard.models.stack import extend_layers, make_layers, run_layers
+from autoshard.models.stack import extend_layers
 
 
 class Decoder(nnx.Module):
@@ -45,18 +45,9 @@ class Decoder(nnx.Module):
         self.origin: Hashable = None  # what `save_pretrained` needs of a model that `load_pretrained` made
         embed_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
         self.embed = normal(embed_key, cfg, cfg.vocab, cfg.width)
-        segments = segments_of(cfg.kinds)
-        keys = jax.random.split(layers_key, len(segments))
-        self.segments = nnx.List(
-            [
-                make_layers(
-                    lambda key, pattern=segment.pattern: Group(cfg, pattern, key),
-                    jax.random.split(key, segment.repeats),
-                    scan=cfg.scan_layers and segment.repeats > 1,
-                )
-                for segment, key in zip(segments, keys, strict=True)
-            ]
-        )
+        position_key = jax.random.fold_in(embed_key, 1)
+        self.position = normal(position_key, cfg, cfg.context, cfg.width) if cfg.learned_positions else None
+        self.segments = make_segments(cfg, layers_key)
         self.norm = Norm(cfg, cfg.width)
         self.head = None if cfg.tie_head else normal(head_key, cfg, cfg.width, cfg.vocab)
 
@@ -67,7 +58,8 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: integers `[batch, seq]`, seq at most `cfg.context`. A token outside the vocabulary gives NaNs.
-            positions: the position of each token for rotary positions, `[batch, seq]`; by default counted from 0.
+            positions: the position of each token, `[batch, seq]`; by default counted from 0. Rotary positions with
+                sections take `[axes, batch, seq]`, too.
             segment_ids: the document of each token, `[batch, seq]`: a token sees only its own document. Give padding a
                 document of its own.
 
@@ -100,17 +92,19 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """Compute the features `[batch, seq, width]` of which the logits are a linear function."""
-        cfg = self.cfg
+        self._check(tokens)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x, sides = self._embedded(tokens), self._sides(positions, segment_ids)
-        for segment, layers in zip(segments_of(cfg.kinds), self.segments, strict=True):
-            # A group of several layers rematerializes each of them.
-            x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
-        return self.norm(x)
+        return self.features_of(self.embedded(tokens, positions), positions, segment_ids)
+
+    def features_of(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """Compute the features `[batch, seq, width]` of embedded tokens `x [batch, seq, width]`."""
+        return self.norm(run_segments(self.cfg, self.segments, x, make_sides(self.cfg, positions, segment_ids)))
 
     def cache(self, batch: int, length: int | None = None) -> DecoderCache:
         """Make an empty cache for rows of up to `length` positions, `cfg.context` by default."""
+        if not self.cfg.causal:
+            raise ValueError("Decoder: a model whose config has causal=False does not generate, so it has no cache")
         length = self.cfg.context if length is None else length
         found = []
         for segment, layers in zip(segments_of(self.cfg.kinds), self.segments, strict=True):
@@ -141,10 +135,12 @@ class Decoder(nnx.Module):
             Logits `[batch, seq, vocab]`, or `[batch, 1, vocab]` with `last`, equal to those of a call on the whole
             sequence; and the extended cache.
         """
+        self._check(tokens)
         batch, seq = tokens.shape
         counts = jnp.full((batch,), seq, jnp.int32) if counts is None else counts.astype(jnp.int32)
         rows = Rows(cache.lengths, counts, fresh)
-        x, sides = self._embedded(tokens), self._sides(rows.positions(seq), None)
+        positions = rows.positions(seq)
+        x, sides = self.embedded(tokens, positions), make_sides(self.cfg, positions, None)
         after = []
         for layers, kept in zip(self.segments, cache.kept, strict=True):
             x, kept = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
@@ -153,15 +149,14 @@ class Decoder(nnx.Module):
             x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
         return self._logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
 
-    def _embedded(self, tokens: jax.Array) -> jax.Array:
-        self._check(tokens)
+    def embedded(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+        """Embed tokens at positions `[batch or 1, seq]` as `[batch, seq, width]`."""
         # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
         x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
-        return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
-
-    def _sides(self, positions: jax.Array, segment_ids: jax.Array | None) -> Sides:
-        kinds = dict.fromkeys(kind.rotary for kind in self.cfg.kinds if kind.rotary is not None)
-        return Sides({rotary: rotary.table(self.cfg.rotary_dims, positions) for rotary in kinds}, segment_ids)
+        x = x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+        if self.position is None:
+            return x
+        return x + self.position[...].at[positions].get(mode="fill", wrap_negative_indices=False).astype(x.dtype)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.head is None:

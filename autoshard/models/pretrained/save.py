@@ -15,14 +15,13 @@ from flax import nnx
 from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
-from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.folder import CONFIG
 from autoshard.models.pretrained.load import _by_path
 from autoshard.models.pretrained.tables import Source, sources_of
 
 
-def save_pretrained(model: Decoder, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model to a new folder in the form of its family, as `transformers` reads it.
 
     Args:
@@ -42,7 +41,9 @@ def save_pretrained(model: Decoder, path: Any, *, dtype: str | None = None, shar
         raise AutoshardError(f"save_pretrained: {str(folder)!r} exists already: use a new folder")
     family = known_families()[origin.family]
     values = _by_path(nnx.to_pure_dict(nnx.state(model)))
-    sources = sources_of(model.cfg, family.table(model.cfg), {path: leaf.shape for path, leaf in values.items()})
+    cfg = getattr(model, "cfg")  # noqa: B009  # each family's model has one, of its own type
+    shapes = {path: leaf.shape for path, leaf in values.items()}
+    sources = sources_of(family.stacks(cfg), family.spelled(cfg, origin.spelling), shapes)
     parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name, source in sources.items():
         for index, tensor in source.names.items():

@@ -33,6 +33,10 @@ GPT_OSS: dict[str, Any] = {
 MIXTRAL: dict[str, Any] = {
     **LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"], "vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "dtype": "float32",
+}  # fmt: skip
 
 
 def tensors_of(folder: Path, dtype: str) -> dict[str, np.ndarray]:
