@@ -27,10 +27,12 @@ from autoshard.models.llama import LLAMA
 from autoshard.models.moe import MoE
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, GPT3, MISTRAL, MIXTRAL, VIT
+from autoshard.models.vision.config import VisionLanguageConfig
+from autoshard.models.vision.model import VisionLanguage
 from autoshard.models.vit import ViT, ViTConfig
 from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
 
-Shapes = dict[str, jax.ShapeDtypeStruct]
+Shapes = dict[str, Any]
 
 # The model for each type of config.
 _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
@@ -39,6 +41,7 @@ _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
     DecoderConfig: Decoder,
     WideResNetConfig: WideResNet,
     ViTConfig: ViT,
+    VisionLanguageConfig: VisionLanguage,
 }
 
 
@@ -49,8 +52,8 @@ class Workload:
 
     Attributes:
         name: Name of the workload.
-        config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `DecoderConfig`, `WideResNetConfig` or
-            `ViTConfig`.
+        config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `DecoderConfig`, `WideResNetConfig`,
+            `ViTConfig` or `VisionLanguageConfig`.
         batch_size: Number of rows in a batch.
     """
 
@@ -71,12 +74,15 @@ class Workload:
         """Return the shapes and dtypes of a batch of `batch_size` rows, by default the workload's own.
 
         A language model has `inputs`, `targets` and `mask`, each `[batch, context]`. An image model has `images`
-        `[batch, size, size, 3]` and `labels [batch]`.
+        `[batch, size, size, 3]` and `labels [batch]`. A model of both has `inputs`, `targets`, `positions` and
+        `images`; see `VisionLanguage`.
         """
         rows, config = self.batch_size if batch_size is None else batch_size, self.config
         if isinstance(config, GPTConfig | MoEConfig | DecoderConfig):
             tokens = jax.ShapeDtypeStruct((rows, config.context), jnp.int32)
             return {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(tokens.shape, jnp.float32)}
+        if isinstance(config, VisionLanguageConfig):
+            return config.batch(rows, config.context)
         images = (rows, config.image_size, config.image_size, 3)
         return {
             "images": jax.ShapeDtypeStruct(images, jnp.float32),

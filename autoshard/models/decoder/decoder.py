@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         Returns:
             `[batch, seq, vocab]` in `cfg.dtype`, float32 with a soft cap.
         """
-        return self._logits(self.features(tokens, positions, segment_ids))
+        return self.logits(self.features(tokens, positions, segment_ids))
 
     def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of a batch, with logits in `cfg.loss_chunks` chunks.
@@ -79,9 +79,12 @@ class Decoder(nnx.Module):
             The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
         """
         x = self.features(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
-        targets, mask = batch["targets"], batch.get("mask")
+        return self.loss_of(x, batch["targets"], batch.get("mask"))
+
+    def loss_of(self, x: jax.Array, targets: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Compute the cross-entropy of features `[batch, seq, width]`, as `loss` does."""
         if self.cfg.loss_chunks == 1 or self.cfg.logit_cap is not None:
-            return cross_entropy(self._logits(x), targets, mask)
+            return cross_entropy(self.logits(x), targets, mask)
         weight, vocab_axis = (self.embed, 0) if self.head is None else (self.head, 1)
         # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
         weight = weight[...].astype(x.dtype)
@@ -89,16 +92,21 @@ class Decoder(nnx.Module):
         return sum_and_count(losses, mask)
 
     def features(
-        self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        embedded: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute the features `[batch, seq, width]` of which the logits are a linear function."""
-        self._check(tokens)
+        """Compute the features `[batch, seq, width]` of which the logits are a linear function.
+
+        `embedded`, `[batch, seq, width]`, takes the place of the tokens' embedding.
+        """
+        x = self.embedded(tokens) if embedded is None else embedded
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        return self.features_of(self.embedded(tokens, positions), positions, segment_ids)
-
-    def features_of(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
-        """Compute the features `[batch, seq, width]` of embedded tokens `x [batch, seq, width]`."""
+        x = self._placed(x, positions)
         return self.norm(run_segments(self.cfg, self.segments, x, make_sides(self.cfg, positions, segment_ids)))
 
     def cache(self, batch: int, length: int | None = None) -> DecoderCache:
@@ -118,6 +126,8 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         cache: DecoderCache,
         *,
+        embedded: jax.Array | None = None,
+        positions: jax.Array | None = None,
         counts: jax.Array | None = None,
         fresh: bool = False,
         last: bool = False,
@@ -127,6 +137,8 @@ class Decoder(nnx.Module):
         Args:
             tokens: integers `[batch, seq]`. Together with the cached positions, they must fit into the cache.
             cache: from `cache`, or from the previous call.
+            embedded: `[batch, seq, width]`, in place of the tokens' embedding.
+            positions: the position of each token, as in a call; by default counted on from the cached ones.
             counts: number of real tokens of each row, int32 `[batch]`; the rest of a row is padding. Default: all.
             fresh: whether the cache is empty, which is then not read. Attention runs in its kernel.
             last: whether to compute the logits of the last real token of each row alone.
@@ -135,30 +147,35 @@ class Decoder(nnx.Module):
             Logits `[batch, seq, vocab]`, or `[batch, 1, vocab]` with `last`, equal to those of a call on the whole
             sequence; and the extended cache.
         """
-        self._check(tokens)
+        x = self.embedded(tokens) if embedded is None else embedded
         batch, seq = tokens.shape
         counts = jnp.full((batch,), seq, jnp.int32) if counts is None else counts.astype(jnp.int32)
         rows = Rows(cache.lengths, counts, fresh)
-        positions = rows.positions(seq)
-        x, sides = self.embedded(tokens, positions), make_sides(self.cfg, positions, None)
+        positions = rows.positions(seq) if positions is None else positions
+        x, sides = self._placed(x, positions), make_sides(self.cfg, positions, None)
         after = []
         for layers, kept in zip(self.segments, cache.kept, strict=True):
             x, kept = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
             after.append(kept)
         if last:
             x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-        return self._logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
+        return self.logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
 
-    def embedded(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens at positions `[batch or 1, seq]` as `[batch, seq, width]`."""
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """Embed tokens as `[batch, seq, width]`, without positions."""
+        self._check(tokens)
         # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
         x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
-        x = x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+        return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+
+    def _placed(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Add the vector of each position, if positions are learned."""
         if self.position is None:
             return x
         return x + self.position[...].at[positions].get(mode="fill", wrap_negative_indices=False).astype(x.dtype)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Compute the logits of features `[batch, seq, width]`."""
         if self.head is None:
             logits = jnp.einsum("bse,ve->bsv", x, self.embed[...].astype(x.dtype))
         else:

@@ -24,6 +24,7 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
 }
 
 
