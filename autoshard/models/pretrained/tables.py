@@ -16,6 +16,7 @@ from autoshard._shown import shown
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.pretrained.layouts import Layout
 
+_BLOCK = re.compile(r"(|.*/)blocks/(?:(\d+)/)?(.+)")
 _LAYER = re.compile(r"(|.*/)segments/(\d+)/(?:(\d+)/)?layers/(\d+)/(.+)")
 
 
@@ -87,6 +88,9 @@ def sources_of(stacks: Stacks, table: Table, shapes: Mapping[str, Sequence[int]]
             within, stacked = match[1] + match[5], match[3] is None
             repeats = range(segment.repeats) if stacked else [int(match[3])]
             layers = [segment.layer(repeat, position) for repeat in repeats]
+        elif match := _BLOCK.fullmatch(path):
+            within, stacked = match[1] + match[3], match[2] is None
+            layers = list(range(len(stacks[match[1]]))) if stacked else [int(match[2])]
         row = table[within]
         dims = [layers] if stacked else []
         if "{expert}" in row.name:

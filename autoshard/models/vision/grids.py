@@ -88,8 +88,8 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Sequence[Grid]], cfg: Vi
                 count = sizes[0] * sizes[1] * sizes[2]
                 if np.any(row[at : at + count] != cfg.image_token):
                     raise AutoshardError(
-                        f"row {number}: the image from token {at} on has {count} features, but fewer image tokens follow "
-                        "each other there"
+                        f"row {number}: the image from token {at} on has {count} features, but fewer image tokens "
+                        "follow each other there"
                     )
                 found[:, number, at : at + count] = np.indices(sizes).reshape(3, -1) + position
                 position += max(sizes[1:])

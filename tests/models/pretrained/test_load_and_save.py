@@ -13,7 +13,17 @@ from autoshard.ckpt.exchange import safetensors
 from autoshard.errors import AutoshardError
 from autoshard.models.decoder import Decoder
 from autoshard.models.pretrained import known_families, load_pretrained, plan_pretrained, save_pretrained
-from tests.models.pretrained.folders import GPT2, GPT_OSS, LLAMA, MIXTRAL, make_folder, tensors_of, write_tensors
+from tests.models.pretrained.folders import (
+    GPT2,
+    GPT_OSS,
+    LLAMA,
+    MIXTRAL,
+    QWEN2_5_VL,
+    VIT,
+    make_folder,
+    tensors_of,
+    write_tensors,
+)
 from tests.models.small import called
 
 BATCH = (8, 16)
@@ -36,13 +46,16 @@ def same(a, b):
         (GPT_OSS, "ep:4 fsdp:2", True),
         (MIXTRAL, "ep:2 tp:2 dp:2", True),
         (GPT2, "tp:2 fsdp:4", True),
+        (VIT, "fsdp:8", True),
+        (VIT, "fsdp:8", False),
+        (QWEN2_5_VL, "fsdp:8", True),
     ],
-    ids=["replicated", "sharded", "separate-layers", "gpt-oss", "mixtral", "gpt2"],
+    ids=["replicated", "sharded", "separate-layers", "gpt-oss", "mixtral", "gpt2", "vit", "vit-separate", "qwen2.5-vl"],
 )
 def test_import_then_export_is_the_same_bytes(tmp_path, config, plan, scan):
     folder = make_folder(tmp_path / "in", config)
     model = load_pretrained(folder, plan=plan, batch=BATCH, scan_layers=scan)
-    save_pretrained(model, tmp_path / "out", shard_bytes=20_000)
+    save_pretrained(model, tmp_path / "out", shard_bytes=10_000)
     assert same(stored(folder), stored(tmp_path / "out"))
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())

@@ -20,11 +20,12 @@ from autoshard.models.pretrained.families.gpt_oss import GPT_OSS
 from autoshard.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from autoshard.models.pretrained.families.mixtures import MIXTRAL, QWEN3_MOE
 from autoshard.models.pretrained.families.qwen_vl import QWEN2_5_VL, QWEN2_VL
+from autoshard.models.pretrained.families.vit import VIT
 
 GROUP = "autoshard.families"
 BUILT_IN = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, QWEN2_VL,
-    QWEN2_5_VL,
+    QWEN2_5_VL, VIT,
 )  # fmt: skip
 
 __all__ = ["Family", "family_of", "known_families"]
