@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 import autoshard
 from autoshard.errors import AutoshardWarning
 from autoshard.models.pretrained import load_pretrained, save_pretrained
+from autoshard.models.pretrained.images import ImageReader
 from autoshard.models.vision import next_positions, pack_images, token_positions
 from tests.parity.pretrained.configs import SIZES, VOCAB
 from tests.parity.pretrained.reference import SEQ
@@ -227,3 +228,16 @@ def test_loss_and_gradients_under_plans(words, tmp_path):
         loss, gradients = step(nnx.state(model), batch)
     assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
     assert_gradients_equal(model, gradients, expected, tmp_path / "gradients")
+
+
+@pytest.mark.parametrize("size", [(40, 60), (200, 333), (31, 900), (5, 9), (700, 500)])
+def test_patches_of_images(size, tmp_path):
+    from transformers import Qwen2VLImageProcessorPil
+
+    processor = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 32 * 32, "longest_edge": 320 * 320})
+    processor.save_pretrained(tmp_path)
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    expected = processor(images=[pixels], return_tensors="np")
+    found, grid = ImageReader.of(tmp_path)(pixels)
+    assert list(grid) == expected["image_grid_thw"][0].tolist()
+    assert np.abs(found - expected["pixel_values"]).max() < 1e-5
