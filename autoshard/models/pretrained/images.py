@@ -75,8 +75,8 @@ class ImageReader:
         if kind not in PROCESSORS:
             raise config.refuse(f"image_processor_type is {kind!r}; built are {', '.join(PROCESSORS)}")
         config.refuse_values(do_resize=True, do_rescale=True, do_normalize=True, do_convert_rgb=True, resample=BICUBIC)
-        size = values.get("size") if isinstance(values.get("size"), Mapping) else {}
-        limits = Config({**size, **values}, str(file))
+        size = values.get("size")
+        limits = Config({**size, **values} if isinstance(size, Mapping) else values, str(file))
         return cls(
             config.size("patch_size", cls.patch),
             config.size("temporal_patch_size", cls.frames),

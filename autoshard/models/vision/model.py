@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from autoshard.models.decoder.cache import DecoderCache
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.vision.config import VisionLanguageConfig
 from autoshard.models.vision.tower import VisionTower
+
+Images = Mapping[str, jax.Array]
 
 
 class VisionLanguage(nnx.Module):
@@ -34,7 +37,7 @@ class VisionLanguage(nnx.Module):
         self,
         tokens: jax.Array,
         *,
-        images: Mapping[str, jax.Array] | None = None,
+        images: Images | None = None,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
     ) -> jax.Array:
@@ -52,7 +55,7 @@ class VisionLanguage(nnx.Module):
         """
         return self.text.logits(self._features(tokens, images, positions, segment_ids))
 
-    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of a batch, as `Decoder.loss` does; it may have `images`, too."""
         x = self._features(batch["inputs"], batch.get("images"), batch.get("positions"), batch.get("segment_ids"))
         return self.text.loss_of(x, batch["targets"], batch.get("mask"))
@@ -66,7 +69,7 @@ class VisionLanguage(nnx.Module):
         tokens: jax.Array,
         cache: DecoderCache,
         *,
-        images: Mapping[str, jax.Array] | None = None,
+        images: Images | None = None,
         positions: jax.Array | None = None,
         counts: jax.Array | None = None,
         fresh: bool = False,
@@ -90,13 +93,13 @@ class VisionLanguage(nnx.Module):
     def _features(
         self,
         tokens: jax.Array,
-        images: Mapping[str, jax.Array] | None,
+        images: Images | None,
         positions: jax.Array | None,
         segment_ids: jax.Array | None,
     ) -> jax.Array:
         return self.text.features(tokens, positions, segment_ids, embedded=self._embedded(tokens, images))
 
-    def _embedded(self, tokens: jax.Array, images: Mapping[str, jax.Array] | None) -> jax.Array | None:
+    def _embedded(self, tokens: jax.Array, images: Images | None) -> jax.Array | None:
         """Embed tokens, with the features of images in their places, as `[batch, seq, width]`."""
         if images is None:
             return None
