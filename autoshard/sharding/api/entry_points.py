@@ -195,7 +195,8 @@ def plan(
             memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the
             rows m, m + microbatches, ... "auto" plans with 1, 2, 4, ... and takes the first number that fits, or
             the next if it is clearly faster. By default 1, or the number of a given `Plan`. In a pipeline, "auto" is
-            the default and begins with the number of stages.
+            the default and begins with the number of stages. Between slices or hosts with slow links, a search without
+            this option also tries pipelines.
         schedule: for a plan with the word `pp:N`, the order in which its N stages work on the microbatches: "gpipe",
             all forward passes and then all backward passes; "1f1b", in which a stage runs the backward
             pass of a microbatch as soon as it can, and holds the residuals of at most 2 N - 1 microbatches;

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from autoshard._shown import shown
 from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_ROUNDS
 from autoshard.sharding.program.host_memory import is_host_transfer
+from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
 from autoshard.spmdrules.ir.program import Block, Op, Program
 
@@ -27,6 +28,7 @@ Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to
 KEY_SHAPES = ((2,), (4,))  # of the words of a key: threefry, rbg
 
 _SLICING = ("slice", "squeeze", "split", "unstack")
+_KEEPING = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "expand_dims", "copy")
 # What computes each element of a parameter in 8 bits from that element and a scale.
 _SCALING = ("clamp", "convert_element_type", "div", "max", "min", "mul", "round")
 
@@ -142,6 +144,17 @@ class LogicalAxes:
     def _aliases(self) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Value -> the program input that it is an alias of, and its position in that input's stack."""
         aliases: dict[int, tuple[int, tuple[int, ...]]] = {v: (v, ()) for v in self.program.inputs}
+        of_layer: dict[int, Leaves] = {}
+        if self.stages is not None:
+            of_layer |= {v: own[1:] for v in self.program.inputs if (own := self.of_value[v]) and self.stages in own[0]}
+        self._layer_dims = of_layer
+
+        def keeps_layer(op: Op) -> bool:
+            """Whether a staged alias only gets other dimensions before those of its layer."""
+            layer, (result,) = of_layer[op.operands[0]], op.results
+            own = self.of_value[result]
+            return own[len(own) - len(layer) :] == layer and any(self.stages in dim for dim in own)
+
         scaled: dict[int, tuple[int, tuple[int, ...]]] = {}  # not an alias itself, but so is its rounding to 8 bits
 
         def visit(block: Block) -> None:
@@ -149,8 +162,17 @@ class LogicalAxes:
                 for tie in op.edges:
                     if tie.stacked and tie.outer in aliases and tie.outer in op.operands:
                         aliases[tie.inner] = aliases[tie.outer]
+                        if tie.outer in of_layer:
+                            of_layer[tie.inner] = of_layer[tie.outer]
                 source, position = aliases.get(op.operands[0] if op.operands else -1, (-1, ()))
-                if source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
+                if op.name in TO_STAGES and all(v in aliases for v in op.operands):
+                    first = self.of_value[op.operands[0]]
+                    aliases[op.results[0]] = source, position
+                    of_layer[op.results[0]] = first[1:] if op.name in WITH_ALL_LAYERS else first
+                elif op.operands and op.operands[0] in of_layer and op.name in _KEEPING and keeps_layer(op):
+                    aliases[op.results[0]] = source, position
+                    of_layer[op.results[0]] = of_layer[op.operands[0]]
+                elif source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
                     aliases[op.results[0]] = source, position
                 elif is_host_transfer(op):
                     pairs = zip(op.operands, op.results, strict=True)
@@ -181,6 +203,23 @@ class LogicalAxes:
 
         visit(self.program.block)
         return aliases
+
+    @cached_property
+    def stages(self) -> int | None:
+        """The axis of a pipeline's stages: the one along which values are shifted. None without a pipeline."""
+        for op, factors in zip(self.program.ops(), self.of_op, strict=True):
+            if op.name == shift_p.name:
+                return factors[STAGE][0]
+        return None
+
+    @cached_property
+    def layer_dims(self) -> dict[int, Leaves]:
+        """Alias of a parameter that has the layers of the stages of a pipeline -> the classes of one layer.
+
+        They are the classes of its last dimensions.
+        """
+        _ = self._aliases
+        return self._layer_dims
 
     def _scaled_operand(self, op: Op) -> int:
         """The operand with the result's dimensions, of an operator that scales or rounds it; -1 if there is none."""

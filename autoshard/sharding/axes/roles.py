@@ -27,7 +27,7 @@ from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, shift_p
+from autoshard.spmdrules.families.stages import TO_STAGES
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -109,7 +109,7 @@ def find_roles(
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             parameter_bytes[c] += axis_weight(program.avals[v])
     use = find_uses(program, axes, batch, in_parameters, owner)
-    stages = _stage_axis(program, axes)
+    stages = axes.stages
     for own in (stages, replicas):
         if own is not None:
             use.discard(own)
@@ -153,14 +153,6 @@ def find_roles(
         replicas=replicas,
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
     )
-
-
-def _stage_axis(program: Program, axes: LogicalAxes) -> int | None:
-    """The axis of a pipeline's stages: the one along which values are shifted."""
-    for op, factors in zip(program.ops(), axes.of_op, strict=True):
-        if op.name == shift_p.name:
-            return factors[STAGE][0]
-    return None
 
 
 def _head_dims(
@@ -347,7 +339,11 @@ def _input_roles(
             owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not has_batch[v]))
             if any(has_batch[v] for v in (*op.operands, *op.results) if v >= 0):
                 parameters.update(owned)
-            elif owned and (len(owned) <= MAX_FUSED_WEIGHTS or op.name in TO_STAGES):
+            elif owned and (
+                len(owned) <= MAX_FUSED_WEIGHTS
+                or op.name in TO_STAGES
+                or any(owned == owner.get(v) for v in op.operands)  # of a stack of many layers
+            ):
                 for v in op.results:
                     owner.setdefault(v, owned)
 

@@ -16,7 +16,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_classes
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import gradient_spec_of, is_stored_gradient, operand_spec
+from autoshard.sharding.layout.operator_sharding import operand_spec, wanted_spec_of
 from autoshard.spmdrules.core.placement import Spec
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
@@ -62,7 +62,7 @@ def _needed_specs(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> l
     op, kernel = op_class.op, op_class.kernel
     memory = (*kernel.reads, *kernel.writes) if kernel else ()
     operands = [(operand_spec if v >= 0 else _spec_of_literal, v) for v in op.operands]
-    results = [(gradient_spec_of if is_stored_gradient(axes, roles, op, v) else Layout.spec, v) for v in op.results]
+    results = [(wanted_spec_of(axes, roles, op, v), v) for v in op.results]
     return [*operands, *results, *((operand_spec, v) for v in memory)]
 
 

@@ -114,7 +114,7 @@ def reads_memory(user: Op) -> bool:
     return bool(user.blocks) or reads or is_declared(user) or is_host_transfer(user)
 
 
-def fuse(program: Program, fuses_operands: bool, on_gpu: bool = False) -> Fusion:
+def fuse(program: Program, fuses_operands: bool, on_gpu: bool = False, views: frozenset[int] = frozenset()) -> Fusion:
     """Group the operators of a program into kernels.
 
     Args:
@@ -122,14 +122,15 @@ def fuse(program: Program, fuses_operands: bool, on_gpu: bool = False) -> Fusion
         fuses_operands: whether contractions compute their elementwise operands (TPU).
         on_gpu: whether the results of `SLOW_OPS` that both passes need are written, and values that one kernel needs
             several times are not.
+        views: values that are another value under another shape (`reused_buffers.views`). They are not written.
     """
-    finder = _Finder(program, fuses_operands, on_gpu)
+    finder = _Finder(program, fuses_operands, on_gpu, views)
     return Fusion(finder.kernels, frozenset(finder.memory), finder.narrow, finder.on_chip)
 
 
 class _Finder:
-    def __init__(self, program: Program, fuses_operands: bool, on_gpu: bool):
-        self.program, self.fuses_operands, self.on_gpu = program, fuses_operands, on_gpu
+    def __init__(self, program: Program, fuses_operands: bool, on_gpu: bool, views: frozenset[int]):
+        self.program, self.fuses_operands, self.on_gpu, self.views = program, fuses_operands, on_gpu, views
         self.kernels: dict[int, Kernel] = {}
         self.narrow: dict[int, float] = {}
         self.on_chip: dict[int, float] = {}
@@ -204,6 +205,8 @@ class _Finder:
 
     def note_written(self, op: Op, users: Mapping[int, Sequence[Op]]) -> None:
         """Decide whether the result of an elementwise operator is written for its users."""
+        if any(map(self.is_view, op.results)):
+            return
         taken = [u for v in op.results for u in users.get(v, ())]
         products = sum(u.name in CONTRACTIONS for u in taken)
         convolutions = sum(u.name == _CONVOLUTION for u in taken)
@@ -224,6 +227,14 @@ class _Finder:
             for v in op.results:
                 if (size := itemsize(self.program.avals[v])) > PRODUCT_OPERAND_BYTES:
                     self.narrow[v] = PRODUCT_OPERAND_BYTES / size
+
+    def is_view(self, value: int) -> bool:
+        """Whether a value is another one in memory under another shape."""
+        while value in self.views and value in self.maker:
+            value = self.maker[value].operands[0]
+            if value in self.memory:
+                return True
+        return False
 
     def kernels_of(self, op: Op, users: Mapping[int, Sequence[Op]]) -> list[int]:
         """Return the places in the block of the kernels that need a result of an elementwise operator."""

@@ -6,13 +6,13 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Only one shard of a value counts. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place. Some values share the buffer of another one (`reused_buffers`), and values that XLA
-merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs some products run later than the program says
-(`delayed_gradients`), and stacks of parameters have a transposed copy (`gathers.transposed_stacks`). Values in host
-memory take no memory of the device (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or
-out of it. Arrays that the function closes over are constants, which every device holds whole. On a TPU an activation is
-stored in tiles of 128 elements along one of its dimensions, the one with the least padding; the result of a declared
-operator, along its last one (`tiles`).
+of a loop are updated in place, its initial value too if only the loop takes it. Some values share the buffer of another
+one (`reused_buffers`), and values that XLA merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs
+some products run later than the program says (`delayed_gradients`), and stacks of parameters have a transposed copy
+(`gathers.transposed_stacks`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves
+each slice of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which
+every device holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one
+with the least padding; the result of a declared operator, along its last one (`tiles`).
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class MemoryModel:
             self.death[out] = self.points
         for _, out in state:
             self.written[out] = out in inputs  # donated: written over the input
+        self._hand_over_carries(program)
         self.held_throughout = np.zeros(n, bool)
         self.held_throughout[list(inputs)] = True
         self.written[self.carried] = False
@@ -121,6 +122,17 @@ class MemoryModel:
 
         for v in overwritten(program, fusion, is_last, is_alike, fuses_reductions=self.on_gpu):
             self.death[v] -= 1
+
+    def _hand_over_carries(self, program: Program) -> None:
+        """End the life of an initial carry before its loop, if nothing else takes it: the loop writes over it."""
+        for op in program.ops():
+            if op.name != "scan":
+                continue
+            start, end = self.point[id(op)], self.point[id(last_operator(op.blocks[-1]))]
+            n_consts, n_carry = _compat.scan_arity(op.eqn.params)
+            for v in op.operands[n_consts : n_consts + n_carry]:
+                if v >= 0 and op.operands.count(v) == 1 and 0 <= self.birth[v] < start and self.death[v] == end:
+                    self.death[v] = start - 1
 
     def resized(self, axes: LogicalAxes) -> MemoryModel:
         """Return this model for the same operators with logical axes of other sizes (`padding.with_axis_size`)."""

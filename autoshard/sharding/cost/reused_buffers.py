@@ -5,6 +5,7 @@
     ys of a scan                  elementwise results are written straight into the stack of all iterations
     xs of a scan                  slices are read from the stack, except by operators that read whole arrays from memory
     casts of slices               on TPU the stack of parameters is cast once, before the loop
+    dimensions of size 1 on a device  are added, removed and moved without a copy
 
 The gradient of a loss that picks the target's logit with a gather is such a sum: its scatter is as large as the
 logits. Compiled for v5e (jaxlib 0.10.2, libtpu 0.0.42) and for h100, the step of a language model has one such array,
@@ -16,11 +17,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
 
+from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.cost.fusion import Fusion, is_kernel, reads_memory
 from autoshard.sharding.program.array_sizes import itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Op, Program, inlined, walk
 
+_RESHAPES = ("squeeze", "reshape", "expand_dims")
 _REORDERS = ("transpose", "rev", "concatenate", "pad")
 
 
@@ -196,3 +199,34 @@ def cast_stacks(program: Program, parameters: Mapping[int, int]) -> dict[int, tu
                 first = found[source][1] if source in found else outer
                 found[source] = itemsize(after) / itemsize(before), first, outer
     return found
+
+
+def views(axes: LogicalAxes) -> frozenset[int]:
+    """Return the values that are another value under another shape on each device: XLA computes and stores nothing.
+
+    That holds for dimensions of size 1 that are added or removed. It also holds if the layers of a stack are split into
+    stages, or if a pipeline's dimension of stages moves: a device has one stage, so the dimension has size 1 there.
+    """
+    return frozenset(
+        op.results[0]
+        for op in axes.program.ops()
+        if len(op.operands) == 1 and op.operands[0] >= 0 and (_keeps_shape(op) or _moves_stages(axes, op))
+    )
+
+
+def _keeps_shape(op: Op) -> bool:
+    if op.name not in _RESHAPES:
+        return False
+    before, after = op.eqn.invars[0].aval.shape, op.eqn.outvars[0].aval.shape
+    return [n for n in before if n != 1] == [n for n in after if n != 1]
+
+
+def _moves_stages(axes: LogicalAxes, op: Op) -> bool:
+    if axes.stages is None or op.name not in ("transpose", "reshape"):
+        return False
+    dims, after = (axes.of_value[v] for v in (op.operands[0], op.results[0]))
+    if op.name == "reshape":  # of the stages and their layers, which are in the first dimensions
+        parts, split = ([c for dim in own for c in dim] for own in (dims, after))
+        return parts == split and any(axes.stages in dim for dim in (*dims[:1], *after[:1]))
+    others = [d for d in op.eqn.params["permutation"] if dims[d] != (axes.stages,)]
+    return others == sorted(others) and len(others) < len(dims)

@@ -23,7 +23,7 @@ from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
 from autoshard.sharding.program.array_sizes import is_float, nbytes
-from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.core.placement import Spec, axes_of
 
 
 @shown
@@ -60,7 +60,17 @@ class Layout:
     def aliased_inputs(self) -> Mapping[int, int]:
         """Value -> the input whose alias it is; empty if all inputs are stored as they are used."""
         differs = any(self.storage.values()) or any(spec != self.spec(v) for v, spec in self.fixed.items())
-        return self.axes.parameter_aliases if differs else {}
+        if not differs:
+            return {}
+        aliases, staged = self.axes.parameter_aliases, self.axes.layer_dims
+        # The stages gather small weights of all their layers at once.
+        small = {v for v in staged if v in aliases and self._layer_bytes(v) <= EARLY_GATHER_SLICE_BYTES}
+        return {v: source for v, source in aliases.items() if v not in small} if small else aliases
+
+    def _layer_bytes(self, value: int) -> float:
+        """The bytes of one layer of an alias that has the layers of the stages."""
+        aval, layer = self.axes.program.avals[value], self.axes.layer_dims[value]
+        return nbytes(aval) / math.prod(aval.shape[: aval.ndim - len(layer)])
 
     def spec(self, value: int) -> Spec:
         """The sharding with which a value is computed and used."""
@@ -150,6 +160,10 @@ class Layout:
     def alias_spec(self, source: int, value: int) -> Spec:
         """The sharding of an alias of a program input: each dimension is sharded as in the input."""
         spec, whole, own = self.stored_spec(source), self.axes.of_value[source], self.axes.of_value[value]
+        layer = self.axes.layer_dims.get(value)
+        if layer is not None:
+            stored = ((),) * (len(own) - len(layer)) + spec[len(spec) - len(layer) :]
+            return exchanged_spec(stored, self.spec(value))
         classes = [c for dim in whole for c in dim]
         if len({*classes}) < len(classes):  # the order of dimensions tells them apart
             return ((),) * (len(own) - len(spec)) + spec[max(len(spec) - len(own), 0) :]
@@ -229,6 +243,8 @@ class Layout:
             spec = self.gradient_spec(becomes)
             return None if spec is None else tuple(spec[permutation.index(d)] for d in range(len(permutation)))
         leaves = self.axes.of_value[value]
+        if (of_stages := self._gradient_spec_of_stages(leaves)) is not None:
+            return of_stages
         replicas = self.roles.replicas
         if self.roles.separate_layers and replicas is not None and (replicas,) in leaves:  # summed apart for each
             at = leaves.index((replicas,))
@@ -240,6 +256,35 @@ class Layout:
         if state is None or len(set(leaves)) < len(leaves):
             return None
         return tuple(self._gradient_specs[state][state.index(dim)] for dim in leaves)
+
+    def _gradient_spec_of_stages(self, leaves: Leaves) -> Spec | None:
+        """The sharding of the gradients of the layers of the stages; None for others."""
+        stages = self.roles.stages
+        at = next((n for n, dim in enumerate(leaves) if stages in dim), None)
+        if stages is None or at is None:
+            return None
+        for first in range(at + 1, len(leaves)):
+            spec, layer = None, leaves[first:]
+            state = self._of_layers.get(tuple(sorted(layer)))
+            if state is None or (state[0] != layer and len({*layer}) < len(layer)):
+                continue
+            spec = tuple(state[1][state[0].index(dim)] if state[0] != layer else state[1][n]
+                         for n, dim in enumerate(layer))  # fmt: skip
+            return exchanged_spec((*((),) * first, *spec), self.spec_of(leaves))
+        return None
+
+    @cached_property
+    def _of_layers(self) -> dict[Leaves, tuple[Leaves, Spec]]:
+        """The classes of one layer of the stages, sorted -> those classes in order, and how its state is stored."""
+        found: dict[Leaves, tuple[Leaves, Spec]] = {}
+        aliases, dims = self.axes.parameter_aliases, self.axes.layer_dims
+        layers = {self.axes.of_value[aliases[v]]: layer for v, layer in dims.items() if v in aliases}
+        assert self._gradient_specs is not None
+        for whole, layer in layers.items():
+            spec = self._gradient_specs.get(whole)
+            if spec is not None:
+                found[tuple(sorted(layer))] = layer, spec[len(spec) - len(layer) :]
+        return found
 
     def _derive_gradient_specs(self) -> dict[Leaves, Spec]:
         """Logical axes of the dimensions of a gradient -> its sharding."""
@@ -280,6 +325,17 @@ class Layout:
                 sharded = (*spec[:d], self._leading(dim, 1, spec[d]), *spec[d + 1 :])
                 found += [(chunk, sharded), ((dim[1:], *chunk), ((), *sharded))]
         return found
+
+
+def exchanged_spec(of_layers: Spec, of_stages: Spec) -> Spec:
+    """The sharding of a stack whose stages have their layers, while the layers keep their other shards.
+
+    Args:
+        of_layers: the sharding of the stack by which each stage has a part of all layers.
+        of_stages: the sharding by which each stage has its layers.
+    """
+    moved = {*axes_of(of_stages)}
+    return tuple((*own, *(a for a in part if a not in moved)) for own, part in zip(of_stages, of_layers, strict=True))
 
 
 _typical: WeakKeyDictionary[Roles, tuple[int, ...]] = WeakKeyDictionary()

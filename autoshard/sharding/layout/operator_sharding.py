@@ -5,7 +5,7 @@ Cost, memory, lowering and reports all use this module, so that the prices are t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard import _compat
@@ -13,7 +13,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.known_strategies import known_strategy
-from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.layout import Layout, exchanged_spec
 from autoshard.sharding.layout.operator_strategy import Move, OperandSpecs, OperatorStrategy, choose_strategy
 from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -55,11 +55,17 @@ def operand_spec(layout: Layout, value: int) -> Spec:
 def result_spec(layout: Layout, op: Op, value: int) -> Spec:
     """The wanted sharding of the result of a decision point.
 
-    It is the stored sharding of its state for a gradient, and the computed sharding for any other result.
+    It is the stored sharding of its state for a gradient and for the weights of a stage's layers, which the stage
+    gathers one by one. It is the computed sharding for any other result.
     """
-    return (gradient_spec_of if is_stored_gradient(layout.axes, layout.roles, op, value) else Layout.spec)(
-        layout, value
-    )
+    return wanted_spec_of(layout.axes, layout.roles, op, value)(layout, value)
+
+
+def wanted_spec_of(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> Callable[[Layout, int], Spec]:
+    """The function that gives the wanted sharding of the result of a decision point, see `result_spec`."""
+    if op.name in TO_STAGES and value in axes.parameter_aliases:
+        return operand_spec
+    return gradient_spec_of if is_stored_gradient(axes, roles, op, value) else Layout.spec
 
 
 def is_stored_gradient(axes: LogicalAxes, roles: Roles, op: Op, value: int) -> bool:
@@ -204,17 +210,6 @@ def _layer_of(op: Op, operand_specs: Sequence[Spec], result_specs: Sequence[Spec
     )
     first = 1 if op.name in WITH_ALL_LAYERS else 0
     return dims[first:], spec[first:]
-
-
-def exchanged_spec(of_layers: Spec, of_stages: Spec) -> Spec:
-    """The sharding of a stack whose stages have their layers, while the layers keep their other shards.
-
-    Args:
-        of_layers: the sharding of the stack by which each stage has a part of all layers.
-        of_stages: the sharding by which each stage has its layers.
-    """
-    moved = {*axes_of(of_stages)}
-    return tuple((*own, *(a for a in part if a not in moved)) for own, part in zip(of_stages, of_layers, strict=True))
 
 
 def _with_shift(op: Op, chosen: OperatorStrategy, mesh: Mapping[str, int]) -> OperatorStrategy:

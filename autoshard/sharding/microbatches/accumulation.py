@@ -8,7 +8,7 @@ such as the optimizer's update, run after the loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard.sharding.microbatches.flow import Flow
 from autoshard.sharding.microbatches.operator_steps import NotCut, Step
+from autoshard.sharding.microbatches.repeated_rows import repeated_rows
 from autoshard.sharding.microbatches.states import After, Cut, Own, Partial, Split, State, Whole
 from autoshard.sharding.rewrite.evaluation import bind_checkpoint, bind_scan
 from autoshard.spmdrules.core.rule import Shard
@@ -40,9 +41,6 @@ Runner = Callable[[Callable[[Any, list[Any]], Terms], list[Any], list[str]], Ter
 It takes the function of one microbatch, from its number and rows to its terms and results; the rows of all microbatches
 `[M, ...]`; and the operations that combine the terms. It returns the combined terms, and all results `[M, ...]`.
 """
-
-# Operators whose result may be the same for all rows.
-_REPEATING = ("broadcast_in_dim", "iota")
 
 
 def in_microbatches(closed: Any, flow: Flow, cut: Cut, run: Runner | None = None) -> Callable[..., list[Any]]:
@@ -162,47 +160,58 @@ class _Writer:
         return made | {var: cut.joined(x, s) for (var, s), x in zip(collected.items(), kept, strict=True)}
 
 
+class Around(NamedTuple):
+    """What is known of the values around a nested jaxpr: variable -> value, and variable -> the equation of it."""
+
+    values: Mapping[Any, Any]
+    makers: Mapping[Any, Any]
+
+    def __contains__(self, atom: Any) -> bool:
+        return not isinstance(atom, _compat.Literal) and atom in self.makers
+
+
+_NOTHING = Around({}, {})
+
+
 class _Microbatch:
     """Computes the values of one replica of a microbatch."""
 
     def __init__(self, number: Any, replica: Any, cut: Cut):
         self.number, self.replica, self.cut, self.count = number, replica, cut, cut.pieces
 
-    def run(self, flow: Flow, env: dict[Any, Any], root: bool = False) -> dict[Any, Any]:
-        """Evaluate a jaxpr for this microbatch. `env` holds its inputs and constants, and gets all of its values."""
-        repeated = {eqn.outvars[0]: eqn for eqn in flow.jaxpr.eqns if eqn.primitive.name in _REPEATING}
+    def run(
+        self, flow: Flow, env: dict[Any, Any], root: bool = False, makers: Mapping[Any, Any] = _NOTHING.makers
+    ) -> dict[Any, Any]:
+        """Evaluate a jaxpr for this microbatch. `env` holds its inputs and constants, and gets all of its values.
+
+        Args:
+            flow: the parts of its values that a microbatch has.
+            env: variable -> value. It may have values from outside.
+            root: whether it is the step itself.
+            makers: the equations that make its inputs, and values from outside.
+        """
+        makers = {**makers, **{var: eqn for eqn in flow.jaxpr.eqns for var in eqn.outvars}}
         for eqn, step in zip(flow.jaxpr.eqns, flow.steps, strict=True):
             if step.phase == "after" or (root and step.phase == "whole"):
                 continue
             with _compat.source_of(eqn):
                 operands = [
-                    self.operand(flow, env, atom, state, repeated)
+                    self.operand(flow, env, atom, state, makers)
                     for atom, state in zip(eqn.invars, step.operands, strict=True)
                 ]
-                results = self.equation(eqn, step, operands)
+                results = self.equation(eqn, step, operands, Around(env, makers))
             # A scan in the loop may have results that do not depend on the batch. These are known already.
             env |= {v: x for v, x in zip(eqn.outvars, results, strict=True) if not (root and v in env)}
         return env
 
-    def operand(self, flow: Flow, env: Mapping[Any, Any], atom: Any, state: State, repeated: Mapping[Any, Any]) -> Any:
-        """Return the part of an operand that a microbatch takes; `repeated` has the makers of broadcasts and iotas."""
+    def operand(self, flow: Flow, env: Mapping[Any, Any], atom: Any, state: State, makers: Mapping[Any, Any]) -> Any:
+        """Return the part of an operand that a microbatch takes; `makers` has the equations of its jaxpr by result."""
         there = flow.of(atom)
-        if isinstance(state, Split) and isinstance(there, (Whole, Own, Partial)) and atom in repeated:
-            made = self.repeated(repeated[atom], state, env)
+        if isinstance(state, Split) and isinstance(there, (Whole, Own, Partial)) and atom in makers:
+            made = repeated_rows(makers[atom], state, self.count, env, {} if isinstance(there, Partial) else makers)
             if made is not None:
                 return self.estimate(made, there) if isinstance(there, Partial) else made
         return self.taken(_read(env, atom), there, state)
-
-    def repeated(self, eqn: Any, split: Split, env: Mapping[Any, Any]) -> Any | None:
-        """Compute a broadcast or an iota for the rows of one microbatch; return None if its rows differ."""
-        params = eqn.params
-        if split.dim == params.get("dimension") or split.dim in params.get("broadcast_dimensions", ()):
-            return None
-        if any(not isinstance(atom, _compat.Literal) and atom not in env for atom in eqn.invars):
-            return None
-        shape = list(params["shape"])
-        shape[split.dim] //= self.count
-        return _compat.bind(eqn, {**params, "shape": tuple(shape)}, *(_read(env, atom) for atom in eqn.invars))[0]
 
     def taken(self, x: Any, there: State, wanted: State) -> Any:
         """Return the part of an operand that a microbatch takes."""
@@ -224,12 +233,12 @@ class _Microbatch:
         """Return the microbatch's own estimate of a value from its term."""
         return term * self.count if there.op == "sum" else term
 
-    def equation(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
+    def equation(self, eqn: Any, step: Step, operands: list[Any], around: Around) -> list[Any]:
         name = eqn.primitive.name
-        if step.phase == "whole" or all(isinstance(s, (Whole, Own)) for s in step.operands):
+        if _are_whole(step):
             return _compat.bind(eqn, eqn.params, *operands)
         if name == "scan":
-            return self.scan(eqn, step, operands)
+            return self.scan(eqn, step, operands, around)
         if name == "cond":
             branches = [
                 self.frame(closed, flow, step.results)
@@ -237,11 +246,11 @@ class _Microbatch:
             ]
             return lax.switch(operands[0], branches, *operands[1:])
         if name == "remat2":
-            body = self.frame(eqn.params["jaxpr"], step.inner[0], step.results)
+            body = self.frame(eqn.params["jaxpr"], step.inner[0], step.results, around, eqn.invars)
             return bind_checkpoint(eqn, body, operands)
         if step.inner:
             inner = next(v for v in eqn.params.values() if _compat.is_jaxpr(v))
-            return self.frame(inner, step.inner[0], step.results)(*operands)
+            return self.frame(inner, step.inner[0], step.results, around, eqn.invars)(*operands)
         return self.operator(eqn, step, operands)
 
     def operator(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
@@ -257,23 +266,47 @@ class _Microbatch:
         params = rule.local(eqn.params, Shard(rule, counts, {})) if rule.local is not None else eqn.params
         return _compat.bind(eqn, params, *operands)
 
-    def frame(self, closed: Any, flow: Flow, results: Sequence[State]) -> Callable[..., list[Any]]:
-        """Return a nested jaxpr as a function of a microbatch's part of its inputs."""
+    def frame(
+        self,
+        closed: Any,
+        flow: Flow,
+        results: Sequence[State],
+        around: Around = _NOTHING,
+        operands: Sequence[Any] = (),
+    ) -> Callable[..., list[Any]]:
+        """Return a nested jaxpr as a function of a microbatch's part of its inputs.
+
+        Args:
+            closed: the jaxpr.
+            flow: the parts of its values that a microbatch has.
+            results: the parts of its results that are wanted.
+            around: what is known of the values around it.
+            operands: the variables around it that its first inputs equal.
+        """
         constants = dict(zip(flow.jaxpr.constvars, _compat.constants(closed), strict=True))
+        made = {v: around.makers[a] for v, a in zip(flow.jaxpr.invars, operands, strict=False) if a in around}
+        values = around.values if made else {}
 
         def run(*args: Any) -> list[Any]:
-            env = self.run(flow, {**constants, **dict(zip(flow.jaxpr.invars, args, strict=True))})
+            inputs = {**constants, **dict(zip(flow.jaxpr.invars, args, strict=True))}
+            env = self.run(flow, {**values, **inputs}, makers={**around.makers, **made} if made else {})
             there = zip(flow.jaxpr.outvars, flow.results, results, strict=True)
             return [self.taken(_read(env, atom), one, wanted) for atom, one, wanted in there]
 
         return run
 
-    def scan(self, eqn: Any, step: Step, operands: list[Any]) -> list[Any]:
-        n_carry = _compat.scan_arity(eqn.params)[1]
+    def scan(self, eqn: Any, step: Step, operands: list[Any], around: Around) -> list[Any]:
+        n_consts, n_carry = _compat.scan_arity(eqn.params)
         # The states of the body's results: those of the carry, and those of the stacks without the loop's dimension.
         stacks = [Split(s.dim - 1, s.stride) if isinstance(s, Split) else s for s in step.results[n_carry:]]
-        body = self.frame(eqn.params["jaxpr"], step.inner[0], [*step.results[:n_carry], *stacks])
-        return bind_scan(eqn, body, operands)
+        wanted = [*step.results[:n_carry], *stacks]
+        body = self.frame(eqn.params["jaxpr"], step.inner[0], wanted, around, eqn.invars[:n_consts])
+        return bind_scan(eqn, body, operands, unrolls_one=True)
+
+
+def _are_whole(step: Step) -> bool:
+    """Whether an equation takes no rows and no terms."""
+    return step.phase == "whole" or all(isinstance(s, (Whole, Own)) for s in step.operands)
 
 
 def _moved(x: Any, source: Any, result: Any) -> Any:

@@ -1,8 +1,9 @@
 """Compares pipelines with plans that have none, where groups of devices are joined by slow links.
 
-Stages exchange only activations, so a pipeline pays most across slices and hosts. It needs microbatches. So the search
-tries pipelines if the user asks for microbatches, and leaves plans without them as they are. If a pipeline is best with
-the default schedule, the search tries chunks of layers, too: less idle time for more sends.
+Stages exchange only activations, so a pipeline pays most across slices and hosts. The search tries pipelines on such
+targets. If the user gives no number of microbatches, a plan without a pipeline has one, and a pipeline the number that
+is fastest. A pipeline has the same products as a plan without, and its stages are idle in some ticks. So it is not
+tried if the other plan's compute and these ticks already take longer than the other plan's step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.microbatches.constants import GAIN
+from autoshard.sharding.pipeline.constants import MOST_MICROBATCHES
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, SEARCHED
 from autoshard.sharding.pipeline.schedules import FORWARD_ONLY, LEAN
 
@@ -28,34 +30,44 @@ def stage_counts(target: Target) -> list[int]:
     return [n for n in range(2, dims[0].size + 1) if dims[0].size % n == 0]
 
 
-def plan_with_pipelines(counts: list[int], plain: Callable[[], Any], staged: Callable[[int, str | None], Any]) -> Any:
+def plan_with_pipelines(
+    counts: list[int],
+    microbatches: int | str,
+    plain: Callable[[], Any],
+    staged: Callable[[int, str | None, int | str], Any],
+) -> Any:
     """Return the best bound plan: one without a pipeline, or one with.
 
     Args:
         counts: the numbers of stages to try.
+        microbatches: the number of microbatches that the user gave; 1 if none.
         plain: makes the plan without a pipeline.
-        staged: makes the plan with a pipeline, from the number of stages and the word of the schedule; None chooses it.
+        staged: makes the plan with a pipeline, from the number of stages, the schedule (None chooses it) and the
+            number of microbatches.
     """
     best = first = plain()
     tried: list[str] = []
 
-    def compare(count: int, schedule: str | None = None) -> None:
+    def compare(count: int, schedule: str | None, number: int | str) -> None:
         nonlocal best
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # this plan may not be chosen
-                made = staged(count, schedule)
+                made = staged(count, schedule, number)
         except PlanError as error:
-            tried.append(f"pp:{count} {schedule or DEFAULT} is not possible: {str(error).partition('): ')[2] or error}")
+            if microbatches != 1:
+                reason = str(error).partition("): ")[2] or error
+                tried.append(f"pp:{count} {schedule or DEFAULT} is not possible: {reason}")
             return
         tried.append(f"{made.plan.chosen} {made.plan.schedule} ({_figures(made)})")
         best = made if _is_better(made, best) else best
 
     for count in counts:
-        compare(count)
+        if _may_pay(first, count, microbatches):
+            compare(count, None, microbatches)
     if best is not first and best.plan.schedule == DEFAULT:
         for schedule in SEARCHED:
-            compare(best.plan.stages, schedule)
+            compare(best.plan.stages, schedule, best.plan.microbatches)
     if not tried:
         return best
     text = f"compared {first.plan.chosen} ({_figures(first)}) with pipelines: {'; '.join(tried)}"
@@ -90,6 +102,14 @@ def plan_with_schedules(planned: Callable[[str], Any], default: str, lean: Seque
         return best
     tried = ", ".join(f"{name} ({_figures(each)})" for name, each, _ in made)
     return best.where(notes=(*best.plan.notes, f"schedule {default} does not fit the memory: compared {tried}"))
+
+
+def _may_pay(plain: Any, stages: int, microbatches: int | str) -> bool:
+    """Whether a pipeline may be better than a plan without one: that does not fit, or waits long for its links."""
+    found = plain.plan.estimate
+    count = microbatches if isinstance(microbatches, int) and microbatches > 1 else MOST_MICROBATCHES * stages
+    idle = (stages - 1) / count
+    return not plain.plan.fits or found.compute_us * (1 + idle) < (1 - GAIN) * found.step_time_us
 
 
 def _figures(made: Any) -> str:

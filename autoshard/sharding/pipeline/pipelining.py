@@ -19,6 +19,7 @@ from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
 from autoshard.sharding.microbatches.microbatching import with_microbatches
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
+from autoshard.sharding.pipeline.hoisted_casts import hoist_casts
 from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
@@ -168,13 +169,15 @@ def _runner(found: _Found) -> Runner:
         closed = rewritten(jax.make_jaxpr(one)(jax.ShapeDtypeStruct((), jnp.int32), shapes))
         jaxpr, whole = _compat.split_constants(closed)
         groups = [(n,) for n in range(len(ops))]
-        separate: dict[Any, list[Any]] = {}
+        layers: list[list[Any]] = []
         in_scans = find_stacks(jaxpr, len(whole)) or find_layers(jaxpr, len(whole))[0]
         if not in_scans and (rolled := roll_layers(jaxpr, len(whole), ops)):
             layers = [[whole[n] for n in positions] for positions in rolled.stacks]
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
             jaxpr, groups = rolled.jaxpr, rolled.sums
-            separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
+        jaxpr, constants = hoist_casts(jaxpr, len(whole))
+        whole = [*constants, *whole]
+        separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
         table = found.table
         cut = cut_stages(jaxpr, len(whole), len(groups), table.stages, table.chunks)
         found.sizes = tuple(np.reshape(stage_sizes(cut.forward.layers, table.stages * table.chunks),

@@ -9,6 +9,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.pipeline.schedules import (
     FORWARD_ONLY,
     INTERLEAVED,
+    LEAN,
     SCHEDULES,
     Schedule,
     forward_only,
@@ -16,9 +17,11 @@ from autoshard.sharding.pipeline.schedules import (
 )
 
 DEFAULT = "1f1b"
-SEARCHED = (f"{INTERLEAVED}:2", f"{INTERLEAVED}:4")
-"""The schedules that a search tries where a pipeline is best with the default one. Chosen: more chunks save little more
-idle time, and a stage has few layers."""
+SEARCHED = (*(word for word in SCHEDULES if word not in (DEFAULT, *LEAN)), f"{INTERLEAVED}:2", f"{INTERLEAVED}:4")
+"""The schedules that a search tries where a pipeline is best with the default one.
+
+Those that keep inputs of stages take longer, so they are tried only if nothing fits. The numbers of chunks are chosen:
+more of them save little more idle time, and a stage has few layers."""
 
 
 def read_schedule(schedule: Any) -> str:

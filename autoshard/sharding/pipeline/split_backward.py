@@ -14,8 +14,10 @@ import jax
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.microbatches.flow import HEAVY
 from autoshard.sharding.offload.edits import call_of
 from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
+from autoshard.sharding.program.array_sizes import nbytes
 
 Body = Callable[..., list[Any]]
 
@@ -44,13 +46,8 @@ def split_backward(cut: StageCut) -> Halves:
     n_consts, n_carry = len(stack.consts), len(stack.carry)
     consts, carry, slices = given[:n_consts], given[n_consts : n_consts + n_carry], given[n_consts + n_carry :]
     carried, stacked = jaxpr.outvars[:n_carry], jaxpr.outvars[n_carry:]
-    first = _needed(jaxpr, carried)
-    made = {var for eqn in first for var in eqn.outvars}
     varying = {v for v, atom in zip(consts, stack.consts, strict=True) if atom in cut.own}
-    late = [eqn for eqn in _needed(jaxpr, stacked) if eqn not in first]
-    taken = [a for eqn in late for a in eqn.invars] + [*stacked]
-    waits = [a for a in taken if not isinstance(a, _compat.Literal) and (a in made or a in carry or a in varying)]
-    waiting = [*dict.fromkeys(waits)]
+    first, late, waiting = _split(jaxpr, carried, stacked, {*carry, *varying})
     constants = dict(zip(jaxpr.invars[: len(held)], held, strict=True))
 
     def inputs(*args: Any) -> list[Any]:
@@ -62,6 +59,43 @@ def split_backward(cut: StageCut) -> Halves:
         return [_read(_run(late, {**constants, **known}), a) for a in stacked]
 
     return Halves(inputs, weights, waiting)
+
+
+def _split(
+    jaxpr: Any, carried: Sequence[Any], stacked: Sequence[Any], moving: set[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """The equations of the two parts, and the values that wait in between.
+
+    The first part also computes cheap values that only the second part takes, if fewer bytes then wait: such as the
+    product of two activations in place of both.
+
+    Args:
+        jaxpr: the body.
+        carried: what the first part computes.
+        stacked: what the second part computes.
+        moving: inputs that only the first part has.
+    """
+    wanted = _needed(jaxpr, stacked)
+
+    def parts(early: set[int]) -> tuple[list[Any], list[Any], list[Any]]:
+        first = [eqn for eqn in jaxpr.eqns if id(eqn) in early]
+        late = [eqn for eqn in wanted if id(eqn) not in early]
+        made = {var for eqn in first for var in eqn.outvars} | moving
+        taken = [a for eqn in late for a in eqn.invars] + [*stacked]
+        return first, late, [*dict.fromkeys(a for a in taken if not isinstance(a, _compat.Literal) and a in made)]
+
+    def waiting_bytes(early: set[int]) -> int:
+        return sum(nbytes(var.aval) for var in parts(early)[2])
+
+    early = {id(eqn) for eqn in _needed(jaxpr, carried)}
+    for eqn in [eqn for eqn in wanted if eqn.primitive.name in (*HEAVY, "reduce_sum")]:
+        for atom in eqn.invars:
+            makers = _needed(jaxpr, [atom])
+            more = early | {id(maker) for maker in makers}
+            cheap = all(id(maker) in early or maker.primitive.name not in HEAVY for maker in makers)
+            if more > early and cheap and waiting_bytes(more) < waiting_bytes(early):
+                early = more
+    return parts(early)
 
 
 def _needed(jaxpr: Any, wanted: Sequence[Any]) -> list[Any]:

@@ -268,6 +268,8 @@ def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:
     pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
     # A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
     weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    weights |= {v for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"
+                for v in eqn.outvars if weights.issuperset(_variables(eqn.invars))}  # fmt: skip
     sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
     return pairs[sizes.index(max(sizes))] if any(sizes) else None
 

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from autoshard import _compat
+from autoshard.sharding.pipeline.hoisted_casts import CAST
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.split_backward import Body
 from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
+from autoshard.sharding.rewrite.evaluation import scan_layers
 
 
 class StageLayers:
@@ -38,13 +39,17 @@ class StageLayers:
     ):
         self.cut, self.values, self.stacks = cut, values, stacks
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in residuals]
-        # If stages exchange layers, they do so once, not in each tick.
-        self.given: Env = {} if stacks.contiguous else {v: self.of_stack(v, separate) for v in dict.fromkeys(given)}
+        # If stages exchange layers, they do so once, not in each tick. Casts are made once, too.
+        once = [v for v in dict.fromkeys(given) if not stacks.contiguous or v in cut.made]
+        self.given: Env = {v: self.of_stack(v, separate) for v in once}
 
     def of_stack(self, var: Any, separate: Mapping[Any, Sequence[Any]]) -> Any:
         """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""
         if var in separate:
             return self.stacks.spread_separate(separate[var])
+        made = self.cut.made.get(var)
+        if made is not None and made.primitive is CAST and made.invars[0] in separate:
+            return self.stacks.spread_separate([x.astype(var.aval.dtype) for x in separate[made.invars[0]]])
         return self.stacks.spread(self.values.of_shared(var))
 
     def run(
@@ -84,7 +89,7 @@ class StageLayers:
         run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
         of_stage = [sides[v] for v in names]
         whole, n_carry = [v for v in stack.slices if v not in slices], len(carry)
-        given = [self.given[v] if self.given else self.of_stack(v, {}) for v in whole]
+        given = [self.given[v] if v in self.given else self.of_stack(v, {}) for v in whole]
         own_slots = stacks.own_slots()
         sliced = [*(slices[v] for v in stack.slices if v in slices), *waited]
 
@@ -113,5 +118,5 @@ class StageLayers:
         options = {name: eqn.params[name] for name in ("reverse", "unroll")}
         with _compat.source_of(eqn):
             numbers = jnp.arange(stacks.slots)
-            carried, made = lax.scan(layers, [*carry], [numbers, *by_layer], length=stacks.slots, **options)
+            carried, made = scan_layers(layers, [*carry], [numbers, *by_layer], length=stacks.slots, **options)
         return list(carried), [jnp.swapaxes(x, 0, 1) for x in made]

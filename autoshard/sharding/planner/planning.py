@@ -19,10 +19,11 @@ from autoshard.sharding.layout.plan_request import moves_keys
 from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
-from autoshard.sharding.microbatches.microbatching import with_microbatches
+from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
 from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import plan_with_pipelines, plan_with_schedules, stage_counts
+from autoshard.sharding.pipeline.constants import LEAST_MICROBATCHES
 from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
 from autoshard.sharding.pipeline.schedule_words import DEFAULT
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
@@ -61,7 +62,7 @@ def plan_traced(
     gather: str = "",
     overlap: Overlap | None = None,
     kernels: KernelWord = "off",
-    microbatches: int | str = 1,
+    microbatches: int | str | None = 1,
     schedule: str | None = None,
     allow_numerics: bool = False,
     shortlist: Shortlist | None = None,
@@ -70,16 +71,16 @@ def plan_traced(
     """Plans a traced function; see `autoshard.plan` for most options.
 
     If `mesh`, `target` and `plan` are None, arrays among `args` that are already sharded keep their sharding.
-    `schedule` is the word of a pipeline's schedule; None chooses it.
-    `shortlist` says how the best candidates are compared by the compiler or by running them; None compares them by the
-    estimate alone. If no plan fits the memory, the result is the plan that needs the least; the caller passes it to
-    `report_infeasible`.
+    If `microbatches` is None, a plan without a pipeline has one microbatch, and the search may choose a pipeline with
+    several. `schedule` is the word of a pipeline's schedule; None chooses it. `shortlist` says how the best candidates
+    are compared by the compiler or by running them; None compares them by the estimate alone. If no plan fits the
+    memory, the result is the plan that needs the least; the caller passes it to `report_infeasible`.
     """
     word = plan.kernels_word if isinstance(plan, ShardingPlan) else kernels
     if word == "off" and isinstance(plan, str) and moves_keys(plan):
         word = "auto"  # ulysses and ring are ways to run the operators of attention
     traced = with_kernels(traced, word, traced_machine(mesh, target))
-    count = plan.microbatches if isinstance(plan, ShardingPlan) else microbatches
+    count = plan.microbatches if isinstance(plan, ShardingPlan) else 1 if microbatches is None else microbatches
     numerics = plan.allow_numerics if isinstance(plan, ShardingPlan) else allow_numerics
     words = tuple(plan.offload) if isinstance(plan, ShardingPlan) else offload
     gather = plan.gather if isinstance(plan, ShardingPlan) else gather
@@ -92,25 +93,43 @@ def plan_traced(
     if traced.stages > 1:  # a program that is cut already may be planned again
         return plan_with_offload(traced, words, planned)
     counts: list[int] = []
-    if plan is None and count != 1 and mesh is None:
+    if plan is None and microbatches != 1 and mesh is None:
         counts = stage_counts(find_machine(mesh, target, compiler_options).target)
 
-    def staged(rewritten: Traced, number: int, schedule: str | None = schedule) -> BoundPlan:
+    def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         if number == 1:
-            return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics))
+            return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics), count)
         cut = partial(with_stages, stages=number, numerics=numerics)
-        of_schedule = lambda word: in_microbatches(rewritten, number, partial(cut, schedule=word))  # noqa: E731
+        of_schedule = lambda word: in_microbatches(rewritten, number, partial(cut, schedule=word), count)  # noqa: E731
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
-    def in_microbatches(rewritten: Traced, number: int, cut: Any) -> BoundPlan:
+    def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str) -> BoundPlan:
         apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan)
-        made = plan_in_microbatches(rewritten, count, planned, partial(with_replicas, cut=cut, replicas=apart), number)
+        of_rows = partial(with_replicas, cut=cut, replicas=apart)
+        made = plan_in_microbatches(rewritten, count, planned, of_rows, number)
         return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned)
+
+    def searched(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
+        """The plan of a pipeline that the user did not request."""
+        if count != 1:
+            return staged(rewritten, number, schedule, count)
+
+        def of_schedule(word: str) -> BoundPlan:
+            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics)
+            try:
+                made = plan_in_microbatches(rewritten, AUTO, planned, cut, LEAST_MICROBATCHES * number)
+            except RowsNotDivided:
+                made = plan_in_microbatches(rewritten, AUTO, planned, cut, number)
+            return plan_with_replicas(rewritten, made, cut, planned)
+
+        return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
     return plan_with_offload(
         traced,
         words,
-        lambda rewritten: plan_with_pipelines(counts, partial(staged, rewritten, stages), partial(staged, rewritten)),
+        lambda rewritten: plan_with_pipelines(
+            counts, count, partial(staged, rewritten, stages, schedule, count), partial(searched, rewritten)
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from autoshard import _compat
@@ -115,13 +116,16 @@ def _equation(eqn: Any, edits: FrameEdits, operands: list[Any], around: Mapping[
     return _compat.bind(eqn, eqn.params, *operands)
 
 
-def bind_scan(eqn: Any, body: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
+def bind_scan(
+    eqn: Any, body: Callable[..., list[Any]], operands: Sequence[Any], *, unrolls_one: bool = False
+) -> list[Any]:
     """Run the scan of an equation with another body and other operands; return its results.
 
     Args:
         eqn: the scan.
         body: a function from constants, carry and slices to the carry and what is stacked.
         operands: constants, initial carry and stacks.
+        unrolls_one: whether a scan with one iteration becomes no loop (`scan_layers`).
     """
     params = eqn.params
     n_consts, n_carry = _compat.scan_arity(params)
@@ -132,8 +136,19 @@ def bind_scan(eqn: Any, body: Callable[..., list[Any]], operands: Sequence[Any])
         return results[:n_carry], results[n_carry:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, made = lax.scan(step, [*operands[n_consts:first]], [*operands[first:]], **options)
+    run = scan_layers if unrolls_one else lax.scan
+    carry, made = run(step, [*operands[n_consts:first]], [*operands[first:]], **options)
     return [*carry, *made]
+
+
+def scan_layers(
+    step: Callable[[Any, list[Any]], tuple[Any, list[Any]]], carry: Any, slices: list[Any], length: int, **options: Any
+) -> tuple[Any, list[Any]]:
+    """Run `jax.lax.scan`; without a loop if it has one iteration. XLA compiles no loop then, so estimates see none."""
+    if length != 1:
+        return lax.scan(step, carry, slices, length=length, **options)
+    carry, made = step(carry, [lax.squeeze(x, (0,)) for x in slices])
+    return carry, [lax.expand_dims(jnp.asarray(y), (0,)) for y in made]
 
 
 def bind_checkpoint(eqn: Any, body: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:

@@ -289,7 +289,8 @@ class PureFunction:
 
         def replan(bound: BoundPlan, strategy: str) -> BoundPlan | None:
             try:
-                done = {"offload": (), "kernels": "off", "microbatches": 1}  # the program is rewritten
+                # The program is rewritten already.
+                done = {"offload": (), "kernels": "off", "microbatches": 1}
                 return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy, **done})
             except (PlanError, PlanRequestError):  # a requested plan that shards nothing is an error
                 return None

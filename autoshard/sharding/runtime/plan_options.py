@@ -103,7 +103,8 @@ def checked_options(
         _check_plan_alone(request, options | {"verify": verify, "measure": measure, "compiler_options": parts})
     options["memory_limit_bytes"] = limit if limit is None else float(limit)
     options |= {"offload": words, "compiler_options": parts, "gather": order, "overlap": table, "kernels": word,
-                "microbatches": count, "schedule": chosen, "allow_numerics": bool(allow_numerics)}  # fmt: skip
+                "microbatches": None if microbatches is None and count == 1 else count, "schedule": chosen,
+                "allow_numerics": bool(allow_numerics)}  # fmt: skip
     return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
 
 

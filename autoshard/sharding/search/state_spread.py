@@ -13,7 +13,7 @@ updated parameter is gathered over fewer, at the price of an all-reduce of the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 
 from autoshard.sharding.layout.layout import Layout
@@ -25,8 +25,12 @@ from autoshard.sharding.search.constants import LEAST_SPREAD_GAIN, SPREAD_STARTS
 _BATCH = ("dp", "zero1", "fsdp")
 
 
-def state_spreads(plan: Request) -> Iterator[Request]:
+def state_spreads(plan: Request, storing: Collection[str] = ()) -> Iterator[Request]:
     """All plans that differ from a known plan only in the devices that store state.
+
+    Args:
+        plan: the known plan.
+        storing: mesh axes that store moments in any case, such as `pp` where the stages store parts of each layer.
 
     >>> [str(each) for each in state_spreads(parse_request("fsdp:4"))]
     ['dp:4', 'dp:2 zero1:2', 'zero1:4', 'dp:2 fsdp:2', 'zero1:2 fsdp:2', 'fsdp:4']
@@ -37,7 +41,8 @@ def state_spreads(plan: Request) -> Iterator[Request]:
     count = plan.devices
     for n in inner.values():
         count //= n
-    prefixes = [(), *accumulate(((axis,) for axis in inner), lambda one, other: one + other)]
+    further = [axis for axis in inner if axis not in storing]
+    prefixes = [(), *accumulate(((axis,) for axis in further), lambda one, other: one + other)]
     for fsdp in _divisors(count):
         for zero1 in _divisors(count // fsdp):
             batch = {"dp": count // fsdp // zero1, "zero1": zero1, "fsdp": fsdp}
@@ -64,7 +69,7 @@ def spread_better(
     best = known[0]
     found = []
     for start in list(starts.values())[:SPREAD_STARTS]:
-        for plan in state_spreads(parse_request(start.name)):
+        for plan in state_spreads(parse_request(start.name), start.layout.storage.get("optimizer", ())):
             layout = layout_of(start.layout.axes, start.layout.roles, plan)
             if layout.sharding_key() in seen:
                 continue

@@ -168,3 +168,21 @@ def test_a_residual_block_keeps_the_results_of_its_convolutions_and_its_sum_once
 def test_activations_are_tiled_along_the_dimension_with_the_least_padding(channels, lanes):
     one = 8 * 28 * 28 * lanes * 2
     assert residual_peak(6, channels) - residual_peak(5, channels) == pytest.approx(3 * one, rel=0.02)
+
+
+def test_a_loop_writes_over_its_initial_carry():
+    """Two loops that accumulate into one array hold it once. It is held twice if something else takes it, too."""
+    x = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
+
+    def loops(x, keeps):
+        add = lambda total, row: (total + row * row, None)  # noqa: E731
+        first, _ = jax.lax.scan(add, jnp.zeros((1024, 4096)), x)
+        second, _ = jax.lax.scan(add, first, x[::-1])
+        return second.sum() + (first[0, 0] if keeps else 0.0)
+
+    once, twice = (
+        plan(lambda x, k=k: loops(x, k), x, plan="dp:1", target="cpu:1").estimate.memory_bytes["temporary"]
+        for k in (False, True)
+    )
+    size = 4 * 1024 * 4096
+    assert size <= once < 1.5 * size < 2 * size <= twice

@@ -8,6 +8,7 @@ import pytest
 from autoshard import plan
 from autoshard.sharding.cost import peak_memory
 from autoshard.sharding.cost.reused_buffers import scattered_into_sums
+from autoshard.sharding.planner import problem
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
 ROWS, VOCAB, WIDTH = 4096, 8192, 64
@@ -107,3 +108,22 @@ def test_parts_of_stacks_have_no_buffers_of_their_own():
     assert peak_bytes(stacked, LARGE, target="cpu:8") == 4 * BYTES
     assert peak_bytes(summed, stack, target="cpu:8") == BYTES
     assert peak_bytes(sorted_slices, stack, target="cpu:8") == 3 * BYTES  # the carry, a slice and its sorted copy
+
+
+def test_moved_stages_of_a_pipeline_are_no_copies(monkeypatch):
+    """The loop over a stage's layers takes the weights with their dimensions of stages and layers swapped."""
+
+    def step(weights, x):
+        loss = lambda w: (jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), x, w)[0] ** 2).mean()  # noqa: E731
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8, 4096, 4096), (64, 4096))]
+
+    def estimate():
+        return plan(step, *shapes, plan="pp:4", microbatches=4, target="v5e:2x2", donate_argnums=0).estimate
+
+    shared = estimate()
+    monkeypatch.setattr(problem, "views", lambda axes: frozenset())
+    copied = estimate()
+    assert copied.compute_us > 1.1 * shared.compute_us
+    assert copied.memory_bytes["temporary"] - shared.memory_bytes["temporary"] >= 2 * 2 * 4096 * 4096

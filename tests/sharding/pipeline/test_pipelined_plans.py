@@ -9,6 +9,7 @@ import pytest
 
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
+from autoshard.sharding.layout import layout
 from autoshard.sharding.pipeline.schedules import SCHEDULES
 from tests.sharding.microbatches import programs as uncut
 from tests.sharding.pipeline.programs import EMBED, LAYERS, SEQ, make_step, state, tokens
@@ -129,6 +130,23 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize("kind", ["separate", "uneven", pytest.param("one layer a stage", marks=pytest.mark.slow)])
+def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
+    """Large weights stay sharded over fsdp after the stages have exchanged them."""
+    monkeypatch.setattr(layout, "EARLY_GATHER_SLICE_BYTES", 0)
+    fn, weights, x = separate_layers() if kind == "separate" else stacked_layers(6 if kind == "uneven" else 4)
+    args = weights, jnp.tile(x, (512 // len(x), 1))  # the weights are smaller than the activations
+    step = auto_shard(fn, plan="pp:4 fsdp:2", microbatches=4)
+    for one, other in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
+    made = step.plan(*args)
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", made.jit().lower(*args).compile().as_text())
+    assert {"1,16,32", "1,32,16"} & {g.removeprefix("1,") if g.count(",") > 2 else g for g in gathered}
+    assert all(np.prod([*map(int, g.split(","))]) <= 16 * 32 for g in gathered), "several layers at once"
+    assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
+
+
 def stacked_layers(layers):
     """Return a step whose layers are a stack of weights, and its arguments."""
 
@@ -225,7 +243,13 @@ def test_stages_need_not_be_a_power_of_two():
 def test_memory_is_flat_in_the_number_of_microbatches():
     def growing(schedule, count):
         made = plan(
-            make_step(remat=True), *shapes(), target="cpu:2", plan="pp:2", microbatches=count, schedule=schedule
+            make_step(remat=True),
+            *shapes(),
+            target="cpu:2",
+            plan="pp:2",
+            microbatches=count,
+            schedule=schedule,
+            donate_argnums=0,  # else the new state, beside the old one, takes more than the pipeline
         )
         return made.estimate.memory_bytes["temporary"] * count  # the rows of a microbatch shrink with their number
 
@@ -238,7 +262,7 @@ def planned_on_two(schedule, **options):
 
 def test_stages_that_keep_inputs_need_less_memory():
     peaks = {word: planned_on_two(word).estimate.peak_memory_bytes for word in SCHEDULES}
-    assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.5
+    assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.4
 
 
 def test_stages_keep_inputs_if_nothing_else_fits():

@@ -7,6 +7,7 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.sharding.pipeline.choice import plan_with_pipelines
+from autoshard.sharding.pipeline.schedule_words import SEARCHED
 
 
 def made(time: float, stages: int = 1, schedule: str = "") -> Any:
@@ -15,9 +16,9 @@ def made(time: float, stages: int = 1, schedule: str = "") -> Any:
     def where(**changes: Any) -> Any:
         return SimpleNamespace(plan=SimpleNamespace(**(vars(plan) | changes)))
 
-    estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=1e9)
+    estimate = SimpleNamespace(step_time_us=time, peak_memory_bytes=1e9, compute_us=10.0)
     plan = SimpleNamespace(
-        estimate=estimate, fits=True, notes=(), stages=stages, schedule=schedule, chosen=f"pp:{stages}"
+        estimate=estimate, fits=True, notes=(), stages=stages, schedule=schedule, chosen=f"pp:{stages}", microbatches=8
     )
     return SimpleNamespace(plan=plan, where=where)
 
@@ -33,13 +34,15 @@ def made(time: float, stages: int = 1, schedule: str = "") -> Any:
 def test_chunks_are_tried_where_a_pipeline_pays(times, chosen):
     asked = []
 
-    def staged(count, schedule):
+    def staged(count, schedule, number):
+        schedule = schedule or "1f1b"
         asked.append((count, schedule))
         if schedule not in times:
             raise PlanError("auto_shard(step): there are too few layers")
         return made(times[schedule] + 5 * (count == 4), count, schedule)
 
-    best = plan_with_pipelines([2, 4], lambda: made(100), staged).plan
+    best = plan_with_pipelines([2, 4], 8, lambda: made(100), staged).plan
     assert best.schedule == chosen and best.stages == (2 if chosen else 1)
-    assert asked == [(2, "1f1b"), (4, "1f1b"), *((2, f"interleaved:{v}") for v in (2, 4) if chosen)]
+    assert asked == [(2, "1f1b"), (4, "1f1b"), *((2, word) for word in SEARCHED if chosen)]
+    assert {"ftb", "1f1b-inputs"}.isdisjoint(SEARCHED), "they are never faster"
     assert not chosen or ("interleaved:4" in times) != ("pp:2 interleaved:4 is not possible: there" in best.notes[-1])

@@ -1,0 +1,78 @@
+"""The search tries pipelines by itself where groups of devices are joined by slow links."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import plan
+from autoshard.errors import PlanError
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
+
+
+@pytest.mark.parametrize(
+    ("target", "counts"),
+    [("v5e:4x4*2", [2]), ("v5p:4x4x4*4", [2, 4]), ("h100:16x8", [2, 4, 8, 16]), ("v5p:4x4x4", [])],
+)
+def test_stages_across_slices_and_hosts(target, counts):
+    assert stage_counts(find_target(target)) == counts
+
+
+class Made:
+    """A bound plan with an estimate."""
+
+    def __init__(self, chosen, step, compute, fits=True, stages=1, schedule="1f1b", notes=()):
+        estimate = SimpleNamespace(step_time_us=step, compute_us=compute, peak_memory_bytes=1.0)
+        self.plan = SimpleNamespace(chosen=chosen, estimate=estimate, fits=fits, stages=stages, schedule=schedule,
+                                    microbatches=8, notes=notes)  # fmt: skip
+
+    def where(self, notes):
+        self.plan.notes = notes
+        return self
+
+
+def chosen(plain, steps, microbatches=1):
+    """The plan that is chosen, and the pipelines that are tried: (stages, schedule, microbatches)."""
+    tried = []
+
+    def staged(stages, schedule, number):
+        schedule = schedule or "1f1b"
+        tried.append((stages, schedule, number))
+        if stages == 8:
+            raise PlanError("auto_shard(step): too few layers")
+        time = steps.get((stages, schedule), 2000.0)
+        return Made(f"pp:{stages}", time, 300.0, stages=stages, schedule=schedule)
+
+    return plan_with_pipelines([2, 4, 8], microbatches, lambda: plain, staged).plan, tried
+
+
+def test_the_fastest_pipeline_is_chosen_with_its_schedule():
+    found, tried = chosen(Made("dp:8", 1000.0, 300.0), {(2, "1f1b"): 800.0, (4, "1f1b"): 700.0, (4, "zb"): 500.0})
+    assert (found.chosen, found.schedule) == ("pp:4", "zb")
+    assert tried[:3] == [(2, "1f1b", 1), (4, "1f1b", 1), (8, "1f1b", 1)] and (4, "zb", 8) in tried
+    assert "too few layers" not in found.notes[-1], "the user asked for no pipeline"
+
+
+def test_no_pipeline_is_tried_where_its_idle_ticks_take_longer_than_the_links():
+    found, tried = chosen(Made("dp:8", 1000.0, 970.0), {(2, "1f1b"): 100.0})
+    assert found.chosen == "dp:8" and not tried
+    assert chosen(Made("dp:8", 1000.0, 800.0), {}, microbatches=8)[1] == [(2, "1f1b", 8)], "4 stages are idle for 3/8"
+    assert chosen(Made("dp:8", 1000.0, 970.0, fits=False), {})[1], "whatever it takes, if nothing else fits"
+
+
+def test_a_pipeline_across_slices_needs_no_request():
+    """The activations of 4096 rows are small beside the weights, whose gradients wait for the links between slices."""
+
+    def step(weights, x):
+        def loss(weights):
+            return (jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w[0]) @ w[1], None), x, weights)[0] ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    up, down, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 4096, 16384), (8, 16384, 4096), (4096, 4096)))
+    made = plan(step, (up, down), x, target="v5e:4x4*4", donate_argnums=0)
+    assert made.stages == 4 and made.microbatches >= 4
+    assert "with pipelines: pp:2" in made.notes[-1]
