@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from autoshard._shown import shown
 from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig, LayerKind, expert_problems, kind_problems
 from autoshard.models.decoder.segments import segments_of
@@ -15,6 +16,7 @@ NormKind = Literal["rms", "layer"]
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and numerics of a `Decoder`.

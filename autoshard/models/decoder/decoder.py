@@ -46,8 +46,9 @@ class Decoder(nnx.Module):
         self.origin: Hashable = None  # what `save_pretrained` needs of a model that `load_pretrained` made
         embed_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
         self.embed = normal(embed_key, cfg, cfg.vocab, cfg.width)
-        position_key = jax.random.fold_in(embed_key, 1)
-        self.position = normal(position_key, cfg, cfg.context, cfg.width) if cfg.learned_positions else None
+        self.position = None
+        if cfg.learned_positions:
+            self.position = normal(jax.random.fold_in(embed_key, 1), cfg, cfg.context, cfg.width)
         self.segments = make_segments(cfg, layers_key)
         self.norm = Norm(cfg, cfg.width)
         self.head = None if cfg.tie_head else normal(head_key, cfg, cfg.width, cfg.vocab)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from autoshard._shown import shown
 from autoshard.models.decoder.rotary import Rotary, Scaling
 
 
@@ -26,6 +27,7 @@ class LayerKind:
     scope: Literal["document", "region"] = "document"
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """The experts of a layer.
@@ -66,6 +68,7 @@ class ExpertsConfig:
     alpha: float = 1.702  # that of gpt-oss: x * sigmoid(1.702 x) is close to gelu(x)
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
     """Attention whose keys and values are products of one small vector of each position (arXiv:2405.04434).

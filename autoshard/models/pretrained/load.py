@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families import family_of
@@ -91,6 +92,7 @@ def plan_pretrained(
     return Described.of(folder, dtype, changes).plan(batch, **options)
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class Described:
     """A folder's model, without its values.

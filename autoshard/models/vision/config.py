@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autoshard._shown import shown
 from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.decoder.config import Activation, DecoderConfig, NormKind
 from autoshard.models.decoder.kinds import LayerKind
@@ -21,6 +22,7 @@ _LAYERS = (
 )  # fmt: skip
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class TowerConfig:
     """Shape and numerics of a `VisionTower`.
@@ -127,6 +129,7 @@ class TowerConfig:
         return self.channels * self.frames * self.patch**2
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class VisionLanguageConfig:
     """A decoder with a vision tower.
