@@ -48,6 +48,12 @@ def test_images_of_a_row_have_ids_and_places_of_their_own():
 def test_rows_of_few_lengths_share_a_program():
     assert {bucket(n, 2) for n in range(1, 1025)} == {256, 512, 1024}
     assert bucket(256, 3) == 261
+    tokens, others = np.full((1, 12), 9), np.array([[9, 9, 1, 9, *[1] * 8]])
+    shapes = [
+        {name: (x.shape, x.dtype) for name, x in pack_images(tokens, own, CFG).items()}
+        for tokens, own in ((tokens, [[image(6, 8)]]), (others, [[image(2, 4), image(2, 2)]]))
+    ]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(
