@@ -19,6 +19,7 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard._typed import convert, fields_of
 from autoshard.errors import AutoshardError
+from autoshard.models.configs import inner_configs
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.gpt import GPT
@@ -118,8 +119,8 @@ def workload(name: str) -> Workload:
 
 
 def _with_changes(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
-    own = fields_of(type(config))
-    inner = fields_of(GPTConfig) if isinstance(config, MoEConfig) else {}
+    own, parts = fields_of(type(config)), inner_configs(config)
+    inner = {field: kind for part in parts.values() for field, kind in fields_of(type(part)).items()}
     for field in changes:
         if field not in own | inner:
             kind = type(config).__name__
@@ -129,8 +130,10 @@ def _with_changes(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     if problems:
         raise AutoshardError(f"{name}: {'; '.join(problems)}")
     outer = {field: value for field, value in converted.items() if field in own}
-    if rest := {field: value for field, value in converted.items() if field not in own}:
-        outer["gpt"] = dataclasses.replace(outer.get("gpt", config.gpt), **rest)
+    rest = {field: value for field, value in converted.items() if field not in own}
+    for part, value in parts.items():
+        if changed := {field: rest[field] for field in rest.keys() & fields_of(type(value)).keys()}:
+            outer[part] = dataclasses.replace(outer.get(part, value), **changed)
     return dataclasses.replace(config, **outer)
 
 

@@ -15,8 +15,9 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
+from autoshard.models.configs import config_fields, with_changes
 from autoshard.models.pretrained.families import family_of
-from autoshard.models.pretrained.families.family import Family, config_fields, with_changes
+from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.tables import Source, sources_of
