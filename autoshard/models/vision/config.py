@@ -155,6 +155,11 @@ class VisionLanguageConfig:
             )
 
     @property
+    def layers(self) -> int:
+        """Number of layers of the decoder."""
+        return self.text.layers
+
+    @property
     def context(self) -> int:
         """Maximum number of positions of a row."""
         return self.text.context
