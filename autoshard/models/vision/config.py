@@ -172,10 +172,10 @@ class VisionLanguageConfig:
         ids = jax.ShapeDtypeStruct((rows, patches), jnp.int32)
         images = {
             "patches": jax.ShapeDtypeStruct((rows, patches, self.vision.patch_size), jnp.float32),
-            "positions": jax.ShapeDtypeStruct((2, rows, patches), jnp.int32),
+            "positions": jax.ShapeDtypeStruct((rows, 2, patches), jnp.int32),
             "segment_ids": ids,
             "region_ids": ids,
             "places": tokens,
         }
-        positions = jax.ShapeDtypeStruct((3, rows, seq), jnp.int32)
+        positions = jax.ShapeDtypeStruct((rows, 3, seq), jnp.int32)
         return {"inputs": tokens, "targets": tokens, "positions": positions, "images": images}

@@ -63,7 +63,7 @@ def bucket(patches: int, merge: int) -> int:
 
 
 def token_positions(tokens: np.ndarray, grids: Sequence[Sequence[Grid]], cfg: VisionLanguageConfig) -> np.ndarray:
-    """Return time, row and column of each token, int32 `[3, batch, seq]`.
+    """Return time, row and column of each token, int32 `[batch, 3, seq]`.
 
     The tokens of text have one position for all three, counted on. Those of an image start at the next position, and
     differ by their time, row and column. Behind an image, positions go on from its largest one.
@@ -77,7 +77,7 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Sequence[Grid]], cfg: Vi
         AutoshardError: the image tokens of a row are not those of its images.
     """
     merge = cfg.vision.merge
-    found = np.zeros((3, *tokens.shape), np.int32)
+    found = np.zeros((tokens.shape[0], 3, tokens.shape[1]), np.int32)
     for number, (row, own) in enumerate(zip(tokens, grids, strict=True)):
         _check_row(row, own, cfg, number)
         at, position, left = 0, 0, list(own)
@@ -91,11 +91,11 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Sequence[Grid]], cfg: Vi
                         f"row {number}: the image from token {at} on has {count} features, but fewer image tokens "
                         "follow each other there"
                     )
-                found[:, number, at : at + count] = np.indices(sizes).reshape(3, -1) + position
+                found[number, :, at : at + count] = np.indices(sizes).reshape(3, -1) + position
                 position += max(sizes[1:])
                 at += count
             else:
-                found[:, number, at] = position
+                found[number, :, at] = position
                 position, at = position + 1, at + 1
     return found
 
@@ -104,11 +104,11 @@ def next_positions(positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the position of the token that follows `counts` real tokens of each row, int32 `[batch]`.
 
     Args:
-        positions: from `token_positions`, `[3, batch, seq]`.
+        positions: from `token_positions`, `[batch, 3, seq]`.
         counts: number of real tokens of each row, `[batch]`, at least 1.
     """
     real = np.arange(positions.shape[2])[None] < counts[:, None]
-    return np.where(real, positions.max(axis=0), 0).max(axis=1) + 1
+    return np.where(real, positions.max(axis=1), 0).max(axis=1) + 1
 
 
 def pack_images(
@@ -123,7 +123,7 @@ def pack_images(
         patches: number of patches of a row; by default a power of two. Batches of the same number share one program.
 
     Returns:
-        `patches [batch, patches, patch_size]` in float32; `positions [2, batch, patches]`; `segment_ids` and
+        `patches [batch, patches, patch_size]` in float32; `positions [batch, 2, patches]`; `segment_ids` and
         `region_ids [batch, patches]`, 0 for padding; `places [batch, seq]`: the number of the row's feature that takes
         the place of each token, or -1. All others are int32.
 
@@ -149,7 +149,7 @@ def pack_images(
     rows = len(images)
     found = {
         "patches": np.zeros((rows, length, size), np.float32),
-        "positions": np.zeros((2, rows, length), np.int32),
+        "positions": np.zeros((rows, 2, length), np.int32),
         "segment_ids": np.zeros((rows, length), np.int32),
         "region_ids": np.zeros((rows, length), np.int32),
     }
@@ -160,7 +160,7 @@ def pack_images(
             frame = np.repeat(np.arange(grid[0]), grid[1] * grid[2])
             windows = window_ids(grid, merge, cfg.vision.window or max(grid))
             found["patches"][row, here] = values
-            found["positions"][:, row, here] = patch_positions(grid, merge)
+            found["positions"][row, :, here] = patch_positions(grid, merge)
             found["segment_ids"][row, here] = frame + found["segment_ids"][row].max() + 1
             found["region_ids"][row, here] = windows + found["region_ids"][row].max() + 1
             at += len(values)

@@ -24,7 +24,8 @@ class VisionLanguage(nnx.Module):
         cfg: shape and numerics of the model.
         rngs: its `params` stream initializes the parameters.
 
-    `pack_images` makes `images` and `token_positions` makes `positions`, on the host.
+    `pack_images` makes `images` and `token_positions` makes `positions`, on the host. The rows of the batch are
+    the first dimension of all, so that a batch can be split into microbatches.
     """
 
     def __init__(self, cfg: VisionLanguageConfig, *, rngs: nnx.Rngs):
@@ -47,7 +48,7 @@ class VisionLanguage(nnx.Module):
             tokens: integers `[batch, seq]`, with an image token for each feature of an image.
             images: the images of each row, from `pack_images`. `places [batch, seq]` is the number of the feature of
                 its row that takes the place of a token, or -1. The others are the arguments of `VisionTower`.
-            positions: time, row and column of each token, `[3, batch, seq]`, or `[batch, seq]` for text alone.
+            positions: time, row and column of each token, `[batch, 3, seq]`, or `[batch, seq]` for text alone.
             segment_ids: the document of each token, `[batch, seq]`.
 
         Returns:
@@ -81,14 +82,15 @@ class VisionLanguage(nnx.Module):
             tokens: integers `[batch, seq]`.
             cache: from `cache`, or from the previous call.
             images: the images of these tokens.
-            positions: `[3, batch, seq]`, or `[batch, seq]` for text alone. Behind images, the next position is not the
+            positions: `[batch, 3, seq]`, or `[batch, seq]` for text alone. Behind images, the next position is not the
                 number of tokens: `next_positions` gives it.
             counts: number of real tokens of each row.
             fresh: whether the cache is empty.
             last: whether to compute the logits of the last real token of each row alone.
         """
         x = self._embedded(tokens, images)
-        return self.text.extend(tokens, cache, embedded=x, positions=positions, counts=counts, fresh=fresh, last=last)
+        options = {"counts": counts, "fresh": fresh, "last": last}
+        return self.text.extend(tokens, cache, embedded=x, positions=_axes_first(positions), **options)
 
     def _features(
         self,
@@ -97,14 +99,22 @@ class VisionLanguage(nnx.Module):
         positions: jax.Array | None,
         segment_ids: jax.Array | None,
     ) -> jax.Array:
-        return self.text.features(tokens, positions, segment_ids, embedded=self._embedded(tokens, images))
+        x = self._embedded(tokens, images)
+        return self.text.features(tokens, _axes_first(positions), segment_ids, embedded=x)
 
     def _embedded(self, tokens: jax.Array, images: Images | None) -> jax.Array | None:
         """Embed tokens, with the features of images in their places, as `[batch, seq, width]`."""
         if images is None:
             return None
         places = images["places"][..., None]
-        features = self.vision(images["patches"], images["positions"], images["segment_ids"], images.get("region_ids"))
+        features = self.vision(
+            images["patches"], _axes_first(images["positions"]), images["segment_ids"], images.get("region_ids")
+        )
         x = self.text.embedded(tokens)
         taken = jnp.take_along_axis(features, jnp.maximum(places, 0), axis=1).astype(x.dtype)
         return jnp.where(places >= 0, taken, x)
+
+
+def _axes_first(positions: Any) -> Any:
+    """Return positions `[batch, axes, seq]` as `[axes, batch, seq]`, and others as they are."""
+    return positions if positions is None or positions.ndim != 3 else jnp.moveaxis(positions, 1, 0)

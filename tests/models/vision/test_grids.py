@@ -23,7 +23,7 @@ def image(height, width, value=0.0):
 def test_positions_of_tokens_before_in_and_behind_an_image():
     tokens = np.array([[1, 2, *[9] * 6, 3, 4]])
     found = token_positions(tokens, [[(1, 4, 6)]], CFG)
-    assert found[:, 0].T.tolist() == [
+    assert found[0].T.tolist() == [
         [0, 0, 0], [1, 1, 1],
         [2, 2, 2], [2, 2, 3], [2, 2, 4], [2, 3, 2], [2, 3, 3], [2, 3, 4],
         [5, 5, 5], [6, 6, 6],

@@ -29,7 +29,7 @@ def compiled(model, run, *arguments):
 
 def features(model, packed):
     names = ("patches", "positions", "segment_ids", "region_ids")
-    given = [packed[name] for name in names]
+    given = [np.moveaxis(packed[name], 1, 0) if name == "positions" else packed[name] for name in names]
     return np.asarray(compiled(model.vision, lambda tower, *given: tower(*given), *given))
 
 
@@ -49,7 +49,7 @@ def test_a_window_sees_itself_and_a_whole_layer_all():
         packed = pack_images(np.full((1, 16), 9), [[(values, grid)]], CFG, patches=64)
 
         def first(tower, patches):
-            x = tower(patches, packed["positions"], packed["segment_ids"], packed["region_ids"])
+            x = tower(patches, np.moveaxis(packed["positions"], 1, 0), packed["segment_ids"], packed["region_ids"])
             return jnp.sum(x[0, 0])
 
         gradient = compiled(tower, jax.grad(first, argnums=1), packed["patches"])
@@ -75,7 +75,7 @@ def test_generation_from_a_cache_equals_the_whole_row(model):
     logits, cache = compiled(model, first, tokens[:, :7], start, positions[..., :7])
     assert jnp.abs(logits - whole[:, :7]).max() < 1e-5
     for at in (7, 8):
-        following = (tokens[:, at : at + 1], cache, positions[0, :, at : at + 1])
+        following = (tokens[:, at : at + 1], cache, positions[:, 0, at : at + 1])
         logits, cache = compiled(model, lambda model, *given: model.extend(*given[:2], positions=given[2]), *following)
         assert jnp.abs(logits[:, 0] - whole[:, at]).max() < 1e-5
 
