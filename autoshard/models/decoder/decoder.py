@@ -105,10 +105,10 @@ class Decoder(nnx.Module):
 
         `embedded`, `[batch, seq, width]`, takes the place of the tokens' embedding.
         """
-        x = self.embedded(tokens) if embedded is None else embedded
+        self._check(tokens)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x = self._placed(x, positions)
+        x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
         return self.norm(run_segments(self.cfg, self.segments, x, make_sides(self.cfg, positions, segment_ids)))
 
     def cache(self, batch: int, length: int | None = None) -> DecoderCache:
@@ -149,12 +149,13 @@ class Decoder(nnx.Module):
             Logits `[batch, seq, vocab]`, or `[batch, 1, vocab]` with `last`, equal to those of a call on the whole
             sequence; and the extended cache.
         """
-        x = self.embedded(tokens) if embedded is None else embedded
+        self._check(tokens)
         batch, seq = tokens.shape
         counts = jnp.full((batch,), seq, jnp.int32) if counts is None else counts.astype(jnp.int32)
         rows = Rows(cache.lengths, counts, fresh)
         positions = rows.positions(seq) if positions is None else positions
-        x, sides = self._placed(x, positions), make_sides(self.cfg, positions, None)
+        x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
+        sides = make_sides(self.cfg, positions, None)
         after = []
         for layers, kept in zip(self.segments, cache.kept, strict=True):
             x, kept = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
