@@ -46,9 +46,8 @@ class Decoder(nnx.Module):
         self.origin: Hashable = None  # what `save_pretrained` needs of a model that `load_pretrained` made
         embed_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
         self.embed = normal(embed_key, cfg, cfg.vocab, cfg.width)
-        self.position = None
-        if cfg.learned_positions:
-            self.position = normal(jax.random.fold_in(embed_key, 1), cfg, cfg.context, cfg.width)
+        learned, shape = cfg.learned_positions, (cfg.context, cfg.width)
+        self.position = normal(jax.random.fold_in(embed_key, 1), cfg, *shape) if learned else None
         self.segments = make_segments(cfg, layers_key)
         self.norm = Norm(cfg, cfg.width)
         self.head = None if cfg.tie_head else normal(head_key, cfg, cfg.width, cfg.vocab)
