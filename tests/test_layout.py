@@ -111,6 +111,8 @@ def test_an_import_in_the_wrong_direction_is_found(name, tmp_path):
 # environment variables before it imports JAX.
 LATE_IMPORTS = (PACKAGE / "commands", PACKAGE / "sharding" / "audit" / "compiler_process.py")
 
+IMPORTED_AS = {"pillow": "PIL"}  # packages whose modules have another name
+
 
 @functools.cache
 def extras() -> dict[str, set[str]]:
@@ -118,7 +120,8 @@ def extras() -> dict[str, set[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def package(requirement: str) -> str:
-        return re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower()
+        name = re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower()
+        return IMPORTED_AS.get(name, name)
 
     always = {package(requirement) for requirement in project["dependencies"]}
     extras_of: dict[str, set[str]] = {}

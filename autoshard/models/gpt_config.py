@@ -12,7 +12,7 @@ from autoshard.models.remat.policies import remat_problems
 _CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "positions": ("rotary", "learned"),
-    "mlp": ("swiglu", "gelu"),
+    "mlp": ("swiglu", "gelu", "gelu_exact"),
     "attention": get_args(Impl),
     "dtype": ("float32", "bfloat16", "float16"),
     "param_dtype": ("float32", "bfloat16", "float16"),
@@ -35,7 +35,7 @@ class GPTConfig:
         context: maximum sequence length.
         norm: `rmsnorm` or `layernorm`, before each sublayer and the head.
         positions: `rotary` (applied to queries and keys) or `learned` (added to the embedding).
-        mlp: `swiglu` or `gelu`.
+        mlp: `swiglu`; `gelu`, with the approximation by tanh; or `gelu_exact`.
         bias: whether projections and LayerNorm have biases.
         tie_head: whether the head shares the embedding's parameter.
         scan_layers: whether the layers' parameters are stacked and the layers run in a scan.
@@ -74,7 +74,7 @@ class GPTConfig:
     context: int = 64
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     positions: Literal["rotary", "learned"] = "rotary"
-    mlp: Literal["swiglu", "gelu"] = "swiglu"
+    mlp: Literal["swiglu", "gelu", "gelu_exact"] = "swiglu"
     bias: bool = False
     tie_head: bool = True
     scan_layers: bool = True
@@ -155,7 +155,7 @@ class GPTConfig:
         """Hidden size of the MLP: `ffn` or its default."""
         if self.ffn is not None:
             return self.ffn
-        return 4 * self.width if self.mlp == "gelu" else -(-8 * self.width // (3 * 32)) * 32
+        return 4 * self.width if self.mlp != "swiglu" else -(-8 * self.width // (3 * 32)) * 32
 
 
 def flops_per_token(cfg: GPTConfig, seq: int | None = None) -> int:

@@ -65,6 +65,8 @@ class MoEConfig:
                 f"dispatch is 'dropless' and quantization is {self.gpt.quantization!r}: products of experts with "
                 "groups of rows of any size are not quantized; set dispatch='capacity' or quantization='none'"
             )
+        if self.gpt.mlp == "gelu_exact":
+            problems.append("mlp is 'gelu_exact'; experts are built with swiglu and gelu")
         if self.top_k > self.experts:
             problems.append(f"top_k is {self.top_k}; it must be at most the number of experts, {self.experts}")
         if self.top_k == 1 and self.renormalize:

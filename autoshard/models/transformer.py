@@ -215,7 +215,7 @@ class MLP(nnx.Module):
         quantization = self.cfg.quantization
         y = named(project("bse,ef->bsf", x, self.w_up, self.b_up, quantization), "mlp_in")
         if self.w_gate is None:
-            y = jax.nn.gelu(y)
+            y = jax.nn.gelu(y, approximate=self.cfg.mlp == "gelu")
         else:
             gate = named(project("bse,ef->bsf", x, self.w_gate, self.b_gate, quantization), "mlp_in")
             y = jax.nn.silu(gate) * y

@@ -54,6 +54,7 @@ class ViTConfig:
         param_dtype: dtype in which parameters are stored.
         quantization: `none`, `int8` or `fp8`, as in `GPTConfig`.
         norm_eps: added to the variance before its square root.
+        activation: of the MLP: `gelu`, or `gelu_tanh`, its approximation by tanh.
 
     Raises:
         ValueError: if a field is invalid; the message names the invalid fields.
@@ -75,12 +76,15 @@ class ViTConfig:
     param_dtype: str = "float32"
     quantization: Quantization = "none"
     norm_eps: float = 1e-6
+    activation: Literal["gelu", "gelu_tanh"] = "gelu_tanh"
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("image_size", "patch", "classes")}
         problems = [f"{name} is {size}; it must be at least 1" for name, size in sizes.items() if size < 1]
         if not problems and self.image_size % self.patch:
             problems.append(f"image_size {self.image_size} is not a multiple of patch {self.patch}; change one of them")
+        if self.activation not in ("gelu", "gelu_tanh"):
+            problems.append(f"activation is {self.activation!r}; choose one of gelu, gelu_tanh")
         if self.pool not in ("token", "mean"):
             problems.append(f"pool is {self.pool!r}; choose one of token, mean")
         if problems:
@@ -102,7 +106,7 @@ class ViTConfig:
             context=self.positions,
             positions="learned",
             norm="layernorm",
-            mlp="gelu",
+            mlp="gelu_exact" if self.activation == "gelu" else "gelu",
             bias=True,
             **{name: getattr(self, name) for name in _ENCODER},
         )

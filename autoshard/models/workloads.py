@@ -19,6 +19,7 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard._typed import convert, fields_of
 from autoshard.errors import AutoshardError
+from autoshard.models.configs import inner_configs
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.gpt import GPT
@@ -27,10 +28,12 @@ from autoshard.models.llama import LLAMA
 from autoshard.models.moe import MoE
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, GPT3, MISTRAL, MIXTRAL, VIT
+from autoshard.models.vision.config import VisionLanguageConfig
+from autoshard.models.vision.model import VisionLanguage
 from autoshard.models.vit import ViT, ViTConfig
 from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
 
-Shapes = dict[str, jax.ShapeDtypeStruct]
+Shapes = dict[str, Any]
 
 # The model for each type of config.
 _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
@@ -39,6 +42,7 @@ _MODELS: Mapping[type, Callable[..., nnx.Module]] = {
     DecoderConfig: Decoder,
     WideResNetConfig: WideResNet,
     ViTConfig: ViT,
+    VisionLanguageConfig: VisionLanguage,
 }
 
 
@@ -49,8 +53,8 @@ class Workload:
 
     Attributes:
         name: Name of the workload.
-        config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `DecoderConfig`, `WideResNetConfig` or
-            `ViTConfig`.
+        config: Shape and numerics of the model: a `GPTConfig`, `MoEConfig`, `DecoderConfig`, `WideResNetConfig`,
+            `ViTConfig` or `VisionLanguageConfig`.
         batch_size: Number of rows in a batch.
     """
 
@@ -71,12 +75,15 @@ class Workload:
         """Return the shapes and dtypes of a batch of `batch_size` rows, by default the workload's own.
 
         A language model has `inputs`, `targets` and `mask`, each `[batch, context]`. An image model has `images`
-        `[batch, size, size, 3]` and `labels [batch]`.
+        `[batch, size, size, 3]` and `labels [batch]`. A model of both has `inputs`, `targets`, `positions` and
+        `images`; see `VisionLanguage`.
         """
         rows, config = self.batch_size if batch_size is None else batch_size, self.config
         if isinstance(config, GPTConfig | MoEConfig | DecoderConfig):
             tokens = jax.ShapeDtypeStruct((rows, config.context), jnp.int32)
             return {"inputs": tokens, "targets": tokens, "mask": jax.ShapeDtypeStruct(tokens.shape, jnp.float32)}
+        if isinstance(config, VisionLanguageConfig):
+            return config.batch(rows, config.context)
         images = (rows, config.image_size, config.image_size, 3)
         return {
             "images": jax.ShapeDtypeStruct(images, jnp.float32),
@@ -112,8 +119,8 @@ def workload(name: str) -> Workload:
 
 
 def _with_changes(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
-    own = fields_of(type(config))
-    inner = fields_of(GPTConfig) if isinstance(config, MoEConfig) else {}
+    own, parts = fields_of(type(config)), inner_configs(config)
+    inner = {field: kind for part in parts.values() for field, kind in fields_of(type(part)).items()}
     for field in changes:
         if field not in own | inner:
             kind = type(config).__name__
@@ -123,8 +130,10 @@ def _with_changes(name: str, config: Any, changes: Mapping[str, Any]) -> Any:
     if problems:
         raise AutoshardError(f"{name}: {'; '.join(problems)}")
     outer = {field: value for field, value in converted.items() if field in own}
-    if rest := {field: value for field, value in converted.items() if field not in own}:
-        outer["gpt"] = dataclasses.replace(outer.get("gpt", config.gpt), **rest)
+    rest = {field: value for field, value in converted.items() if field not in own}
+    for part, value in parts.items():
+        if changed := {field: rest[field] for field in rest.keys() & fields_of(type(value)).keys()}:
+            outer[part] = dataclasses.replace(outer.get(part, value), **changed)
     return dataclasses.replace(config, **outer)
 
 

@@ -129,7 +129,7 @@ def test_an_unknown_name_lists_the_known_names():
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("vit-l16", r"vit-l16: ViTConfig has no field 'contxt'. The known ones are attention"),
+        ("vit-l16", r"vit-l16: ViTConfig has no field 'contxt'. The known ones are activation"),
         ("gpt-1.3b", r"GPTConfig has no field 'contxt'\. Did you mean context\? The known ones are attention, bias"),
         ("moe-10b", r"MoEConfig has no field 'contxt'\. Did you mean context\? The known ones are .*experts"),
     ],

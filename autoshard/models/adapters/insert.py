@@ -41,7 +41,7 @@ def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Arra
     """
     shapes = {path: leaf.shape for path, leaf in paths_of(model).items()}
     table = family.table(model.cfg)
-    sources = sources_of(model.cfg, table, shapes)
+    sources = sources_of(family.stacks(model.cfg), table, shapes)
     for path in targets_of({path: table[within_layer(path)] for path in shapes}, sources, lora.targets):
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         adapt(model, path, *_new_factors(sources[path], lora.rank, own), lora.scale)

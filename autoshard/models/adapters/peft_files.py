@@ -30,7 +30,7 @@ from autoshard.models.pretrained.tables import Source, sources_of
 def adapter_sources(family: Family, cfg: DecoderConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Source]:
     """Return the tensors of the factors of adapters, by path. Paths of other parameters are left out."""
     own = {path: shape for path, shape in shapes.items() if path.endswith((f"/{A}", f"/{B}"))}
-    return sources_of(cfg, adapters_table(family, cfg), own)
+    return sources_of(family.stacks(cfg), adapters_table(family, cfg), own)
 
 
 def save_adapter(model: Decoder, path: Any, lora: LoraConfig, *, base: str | None = None) -> None:
@@ -115,7 +115,7 @@ def load_adapter(model: Decoder, path: Any) -> LoraConfig:
     lora = LoraConfig(adapter.rank, adapter.alpha, rslora=adapter.rslora)
     shapes = {path: leaf.shape for path, leaf in paths_of(model).items()}
     table = family.table(model.cfg)
-    sources = sources_of(model.cfg, table, shapes)
+    sources = sources_of(family.stacks(model.cfg), table, shapes)
     left = set(adapter.pairs)
     for path, source in sources.items():
         names = {index: name.removesuffix(".weight") for index, name in source.names.items()}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from autoshard._shown import shown
 from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig, LayerKind, expert_problems, kind_problems
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.remat.policies import remat_problems
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
+NormKind = Literal["rms", "layer"]
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape and numerics of a `Decoder`.
@@ -30,8 +33,12 @@ class DecoderConfig:
         experts: the experts of layers that have them.
         latent: attention with latent keys and values in place of heads of `head_dim`.
         sinks: whether each head has the score of one more key that has no value (gpt-oss, arXiv:2508.10925).
-        activation: of the gated MLP, `w_down(activation(w_gate x) * w_up x)`: `silu`, `gelu`, or `gelu_tanh`.
-        norm_eps: added to the mean square before its root.
+        causal: whether a position sees no later ones. An encoder is not causal, and has no cache.
+        learned_positions: whether a learned vector of each position is added to the embedding (GPT-2).
+        activation: of the MLP: `silu`, `gelu`, `gelu_tanh`, or `quick_gelu`, which is `x * sigmoid(1.702 x)`.
+        gated: whether the MLP is `w_down(activation(w_gate x) * w_up x)`; else it is `w_down(activation(w_up x))`.
+        norm: `rms`, RMSNorm, or `layer`, LayerNorm with a bias.
+        norm_eps: added to the mean square, or to the variance, before its root.
         norm_offset: added to the norms' scale: 1 for the Gemma families, which store the difference from 1.
         post_norms: whether the results of attention and MLP are normalised, too, before they are added (Gemma).
         query_norm: whether each head's queries and keys are normalised before they are rotated (Qwen3, Gemma 3).
@@ -71,7 +78,11 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None
     sinks: bool = False
+    causal: bool = True
+    learned_positions: bool = False
     activation: Activation = "silu"
+    gated: bool = True
+    norm: NormKind = "rms"
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     post_norms: bool = False
@@ -97,8 +108,8 @@ class DecoderConfig:
         sizes = ("vocab", "width", "heads", "kv_heads", "head_dim", "ffn", "context", "block_size", "loss_chunks")
         small = {name: getattr(self, name) for name in sizes if getattr(self, name) < 1}
         problems = [f"{name} is {size}; it must be at least 1" for name, size in small.items()]
-        choices = {"activation": get_args(Activation), "attention": get_args(Impl), "dtype": _DTYPES,
-                   "param_dtype": _DTYPES}  # fmt: skip
+        choices = {"activation": get_args(Activation), "norm": get_args(NormKind), "attention": get_args(Impl),
+                   "dtype": _DTYPES, "param_dtype": _DTYPES}  # fmt: skip
         problems += [
             f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
             for name, allowed in choices.items()
@@ -116,7 +127,9 @@ class DecoderConfig:
             problems.append("layers have experts, but experts is None; give an ExpertsConfig")
         if self.loss_chunks > self.vocab:
             problems.append(f"loss_chunks is {self.loss_chunks}; it must be at most vocab, {self.vocab}")
-        problems += kind_problems(self.kinds)
+        problems += kind_problems(self.kinds, self.rotary_dims)
+        if not self.causal and (self.latent is not None or any(kind.window is not None for kind in self.kinds)):
+            problems.append("causal is False; latent attention and windows of earlier positions are built causal only")
         if self.experts is not None:
             problems += expert_problems(self.experts)
         for segment in segments_of(self.kinds):

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.kernels.cross_entropy import linear_cross_entropy
-from autoshard.models.decoder.block import Group
 from autoshard.models.decoder.cache import DecoderCache, Rows
 from autoshard.models.decoder.config import DecoderConfig
-from autoshard.models.decoder.layers import Norm, Sides, normal
+from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
+from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
 from autoshard.models.loss import cross_entropy, sum_and_count
-from autoshard.models.stack import extend_layers, make_layers, run_layers
+from autoshard.models.stack import extend_layers
 
 
 class Decoder(nnx.Module):
@@ -46,18 +46,9 @@ class Decoder(nnx.Module):
         self.origin: Hashable = None  # what `save_pretrained` needs of a model that `load_pretrained` made
         embed_key, head_key, layers_key = jax.random.split(rngs.params(), 3)
         self.embed = normal(embed_key, cfg, cfg.vocab, cfg.width)
-        segments = segments_of(cfg.kinds)
-        keys = jax.random.split(layers_key, len(segments))
-        self.segments = nnx.List(
-            [
-                make_layers(
-                    lambda key, pattern=segment.pattern: Group(cfg, pattern, key),
-                    jax.random.split(key, segment.repeats),
-                    scan=cfg.scan_layers and segment.repeats > 1,
-                )
-                for segment, key in zip(segments, keys, strict=True)
-            ]
-        )
+        learned, shape = cfg.learned_positions, (cfg.context, cfg.width)
+        self.position = normal(jax.random.fold_in(embed_key, 1), cfg, *shape) if learned else None
+        self.segments = make_segments(cfg, layers_key)
         self.norm = Norm(cfg, cfg.width)
         self.head = None if cfg.tie_head else normal(head_key, cfg, cfg.width, cfg.vocab)
 
@@ -68,14 +59,15 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: integers `[batch, seq]`, seq at most `cfg.context`. A token outside the vocabulary gives NaNs.
-            positions: the position of each token for rotary positions, `[batch, seq]`; by default counted from 0.
+            positions: the position of each token, `[batch, seq]`; by default counted from 0. Rotary positions with
+                sections take `[axes, batch, seq]`, too.
             segment_ids: the document of each token, `[batch, seq]`: a token sees only its own document. Give padding a
                 document of its own.
 
         Returns:
             `[batch, seq, vocab]` in `cfg.dtype`, float32 with a soft cap.
         """
-        return self._logits(self.features(tokens, positions, segment_ids))
+        return self.logits(self.features(tokens, positions, segment_ids))
 
     def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of a batch, with logits in `cfg.loss_chunks` chunks.
@@ -88,9 +80,12 @@ class Decoder(nnx.Module):
             The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
         """
         x = self.features(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
-        targets, mask = batch["targets"], batch.get("mask")
+        return self.loss_of(x, batch["targets"], batch.get("mask"))
+
+    def loss_of(self, x: jax.Array, targets: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """Compute the cross-entropy of features `[batch, seq, width]`, as `loss` does."""
         if self.cfg.loss_chunks == 1 or self.cfg.logit_cap is not None:
-            return cross_entropy(self._logits(x), targets, mask)
+            return cross_entropy(self.logits(x), targets, mask)
         weight, vocab_axis = (self.embed, 0) if self.head is None else (self.head, 1)
         # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
         weight = weight[...].astype(x.dtype)
@@ -98,21 +93,27 @@ class Decoder(nnx.Module):
         return sum_and_count(losses, mask)
 
     def features(
-        self, tokens: jax.Array, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        *,
+        embedded: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute the features `[batch, seq, width]` of which the logits are a linear function."""
-        cfg = self.cfg
+        """Compute the features `[batch, seq, width]` of which the logits are a linear function.
+
+        `embedded`, `[batch, seq, width]`, takes the place of the tokens' embedding.
+        """
         self._check(tokens)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        x, sides = self._embedded(tokens), self._sides(positions, segment_ids)
-        for segment, layers in zip(segments_of(cfg.kinds), self.segments, strict=True):
-            # A group of several layers rematerializes each of them.
-            x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
-        return self.norm(x)
+        x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
+        return self.norm(run_segments(self.cfg, self.segments, x, make_sides(self.cfg, positions, segment_ids)))
 
     def cache(self, batch: int, length: int | None = None) -> DecoderCache:
         """Make an empty cache for rows of up to `length` positions, `cfg.context` by default."""
+        if not self.cfg.causal:
+            raise ValueError("Decoder: a model whose config has causal=False does not generate, so it has no cache")
         length = self.cfg.context if length is None else length
         found = []
         for segment, layers in zip(segments_of(self.cfg.kinds), self.segments, strict=True):
@@ -126,6 +127,8 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         cache: DecoderCache,
         *,
+        embedded: jax.Array | None = None,
+        positions: jax.Array | None = None,
         counts: jax.Array | None = None,
         fresh: bool = False,
         last: bool = False,
@@ -135,6 +138,8 @@ class Decoder(nnx.Module):
         Args:
             tokens: integers `[batch, seq]`. Together with the cached positions, they must fit into the cache.
             cache: from `cache`, or from the previous call.
+            embedded: `[batch, seq, width]`, in place of the tokens' embedding.
+            positions: the position of each token, as in a call; by default counted on from the cached ones.
             counts: number of real tokens of each row, int32 `[batch]`; the rest of a row is padding. Default: all.
             fresh: whether the cache is empty, which is then not read. Attention runs in its kernel.
             last: whether to compute the logits of the last real token of each row alone.
@@ -147,25 +152,32 @@ class Decoder(nnx.Module):
         batch, seq = tokens.shape
         counts = jnp.full((batch,), seq, jnp.int32) if counts is None else counts.astype(jnp.int32)
         rows = Rows(cache.lengths, counts, fresh)
-        x, sides = self._embedded(tokens), self._sides(rows.positions(seq), None)
+        positions = rows.positions(seq) if positions is None else positions
+        x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
+        sides = make_sides(self.cfg, positions, None)
         after = []
         for layers, kept in zip(self.segments, cache.kept, strict=True):
             x, kept = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
             after.append(kept)
         if last:
             x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-        return self._logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
+        return self.logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
 
-    def _embedded(self, tokens: jax.Array) -> jax.Array:
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """Embed tokens as `[batch, seq, width]`, without positions."""
+        self._check(tokens)
         # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
         x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
         return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
-    def _sides(self, positions: jax.Array, segment_ids: jax.Array | None) -> Sides:
-        kinds = dict.fromkeys(kind.rotary for kind in self.cfg.kinds if kind.rotary is not None)
-        return Sides({rotary: rotary.table(self.cfg.rotary_dims, positions) for rotary in kinds}, segment_ids)
+    def _placed(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Add the vector of each position, if positions are learned."""
+        if self.position is None:
+            return x
+        return x + self.position[...].at[positions].get(mode="fill", wrap_negative_indices=False).astype(x.dtype)
 
-    def _logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Compute the logits of features `[batch, seq, width]`."""
         if self.head is None:
             logits = jnp.einsum("bse,ve->bsv", x, self.embed[...].astype(x.dtype))
         else:

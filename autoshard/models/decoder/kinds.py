@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from autoshard._shown import shown
 from autoshard.models.decoder.rotary import Rotary, Scaling
 
 
@@ -16,13 +17,17 @@ class LayerKind:
         window: a position sees the `window` positions that end at its own; None means all earlier ones.
         rotary: its rotary positions; None means none.
         experts: whether experts take the place of the MLP.
+        scope: what a position sees at most: its `document`, or its `region`, a part of the document such as a window
+            of an image's patches.
     """
 
     window: int | None = None
     rotary: Rotary | None = Rotary()
     experts: bool = False
+    scope: Literal["document", "region"] = "document"
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
     """The experts of a layer.
@@ -63,6 +68,7 @@ class ExpertsConfig:
     alpha: float = 1.702  # that of gpt-oss: x * sigmoid(1.702 x) is close to gelu(x)
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class LatentConfig:
     """Attention whose keys and values are products of one small vector of each position (arXiv:2405.04434).
@@ -82,8 +88,8 @@ class LatentConfig:
     q_rank: int | None = None
 
 
-def kind_problems(kinds: tuple[LayerKind, ...]) -> list[str]:
-    """Return what is wrong with the kinds of the layers."""
+def kind_problems(kinds: tuple[LayerKind, ...], rotary_dims: int) -> list[str]:
+    """Return what is wrong with the kinds of the layers, of which `rotary_dims` elements of a head are rotated."""
     problems = []
     for kind in dict.fromkeys(kinds):
         if kind.window is not None and kind.window < 1:
@@ -99,6 +105,13 @@ def kind_problems(kinds: tuple[LayerKind, ...]) -> list[str]:
             )
         if rotary.scaling in ("llama3", "yarn") and rotary.original_context < 1:
             problems.append(f"original_context is {rotary.original_context}; {rotary.scaling} needs at least 1")
+        if rotary.sections and (min(rotary.sections) < 1 or 2 * sum(rotary.sections) != rotary_dims):
+            problems.append(
+                f"rotary sections are {rotary.sections}; each must be at least 1, and their sum {rotary_dims // 2}, "
+                "half of the elements of a head that are rotated"
+            )
+        if rotary.restart and len(set(rotary.sections)) != 1:
+            problems.append(f"rotary sections are {rotary.sections}; with restart, they must be equal")
     return problems
 
 

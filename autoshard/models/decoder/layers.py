@@ -23,10 +23,12 @@ from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.rotary import Rotary, Table, rotate
 from autoshard.models.remat.named_values import named
 
+QUICK_GELU = 1.702  # x * sigmoid(1.702 x) is close to gelu(x) (arXiv:1606.08415, section 2)
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(QUICK_GELU * x),
 }
 """Activations by their names in `DecoderConfig.activation`."""
 
@@ -39,19 +41,21 @@ class Sides(NamedTuple):
     Attributes:
         tables: cosine and sine of each kind of rotary positions.
         segments: the document of each position, `[batch, seq]`, or None.
+        regions: the region of each position, `[batch, seq]`, or None; see `LayerKind.scope`.
     """
 
     tables: dict[Rotary, Table]
     segments: jax.Array | None
+    regions: jax.Array | None = None
 
     def tree_flatten(self):
         """Return the arrays, and the kinds of rotary positions."""
-        return (tuple(self.tables.values()), self.segments), tuple(self.tables)
+        return (tuple(self.tables.values()), self.segments, self.regions), tuple(self.tables)
 
     @classmethod
     def tree_unflatten(cls, kinds, parts):
         """Undo `tree_flatten`."""
-        return cls(dict(zip(kinds, parts[0], strict=True)), parts[1])
+        return cls(dict(zip(kinds, parts[0], strict=True)), *parts[1:])
 
 
 def normal(key: jax.Array, cfg: DecoderConfig, *shape: int) -> nnx.Param:
@@ -73,22 +77,28 @@ def project(spec: str, x: jax.Array, weight: nnx.Param | Adapted, bias: nnx.Para
 
 
 class Norm(nnx.Module):
-    """RMSNorm over the last dimension, of size `size`, in float32. `eps` defaults to the config's."""
+    """RMSNorm or LayerNorm over the last dimension, of size `size`, in float32. `eps` defaults to the config's."""
 
     def __init__(self, cfg: DecoderConfig, size: int, eps: float | None = None):
         self.eps, self.offset = cfg.norm_eps if eps is None else eps, cfg.norm_offset
         self.scale = nnx.Param(jnp.full((size,), 1.0 - cfg.norm_offset, jnp.dtype(cfg.param_dtype)))
+        self.bias = zeros(cfg, size, wanted=cfg.norm == "layer")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise `[..., size]`."""
         y = x.astype(jnp.float32)
+        if self.bias is not None:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         scale = self.scale[...].astype(jnp.float32) + self.offset
-        return (y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)).astype(x.dtype)
+        y = y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)
+        if self.bias is not None:
+            y = y + self.bias[...].astype(jnp.float32).reshape((1,) * (y.ndim - 1) + scale.shape)
+        return y.astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Causal self-attention.
+    """Self-attention, causal or not.
 
     Parameters: `wq [width, heads, head_dim]`, `wk` and `wv [width, kv_heads, head_dim]`, `wo [heads, head_dim, width]`,
     their biases, and the scales of the norms of queries and keys, `[head_dim]`.
@@ -113,7 +123,8 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
         q, k, v = (named(each, "qkv") for each in self._project(x, sides))
-        y = attention(q, k, v, causal=True, window=self.kind.window, segment_ids=sides.segments, **self._options())
+        segments = sides.segments if self.kind.scope == "document" else sides.regions
+        y = attention(q, k, v, causal=self.cfg.causal, window=self.kind.window, segment_ids=segments, **self._options())
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
 
     def kept(self, batch: int, length: int) -> Kept:
@@ -153,22 +164,28 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated MLP `w_down(activation(w_gate x) * w_up x)`, of hidden size `ffn`, by default the config's."""
+    """The MLP, gated or not, of hidden size `ffn`, by default the config's.
+
+    It is `w_down(activation(w_gate x) * w_up x)`, or `w_down(activation(w_up x))`, with biases if the config has them.
+    """
 
     def __init__(self, cfg: DecoderConfig, key: jax.Array, ffn: int | None = None):
         self.cfg = cfg
         ffn = cfg.ffn if ffn is None else ffn
         gate_key, up_key, down_key = jax.random.split(key, 3)
-        self.w_gate = normal(gate_key, cfg, cfg.width, ffn)
+        self.w_gate = normal(gate_key, cfg, cfg.width, ffn) if cfg.gated else None
         self.w_up = normal(up_key, cfg, cfg.width, ffn)
         self.w_down = normal(down_key, cfg, ffn, cfg.width)
-        self.b_gate = zeros(cfg, ffn, wanted=cfg.mlp_bias)
+        self.b_gate = zeros(cfg, ffn, wanted=cfg.mlp_bias and cfg.gated)
         self.b_up = zeros(cfg, ffn, wanted=cfg.mlp_bias)
         self.b_down = zeros(cfg, cfg.width, wanted=cfg.mlp_bias)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the MLP to each position of `[batch, seq, width]`."""
-        gate = named(project("bse,ef->bsf", x, self.w_gate, self.b_gate), "mlp_in")
+        activation = ACTIVATIONS[self.cfg.activation]
+        gate = None
+        if self.w_gate is not None:
+            gate = named(project("bse,ef->bsf", x, self.w_gate, self.b_gate), "mlp_in")
         up = named(project("bse,ef->bsf", x, self.w_up, self.b_up), "mlp_in")
-        y = ACTIVATIONS[self.cfg.activation](gate) * up
+        y = activation(up) if gate is None else activation(gate) * up
         return named(project("bsf,fe->bse", y, self.w_down, self.b_down), "mlp_out")

@@ -10,12 +10,15 @@ Models that were extended to longer contexts scale the frequencies:
 - `yarn` divides those that turn less than `beta_slow` times in the original context, keeps those that turn more than
   `beta_fast` times, interpolates between them by index, and scales queries and keys by `attention_factor`
   (arXiv:2309.00071).
+
+With several axes, such as time, row and column of an image's patch, each pair turns by its position along one axis:
+`sections` pairs for each axis (M-RoPE, arXiv:2409.12191).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -45,6 +48,8 @@ class Rotary:
         truncate: whether `yarn` rounds the two indices of its ramp to whole numbers.
         interleaved: whether the pairs are `(x[2 i], x[2 i + 1])` instead of `(x[i], x[i + dims / 2])`.
         attention_factor: factor of cosine and sine under `yarn`; None means `0.1 log(factor) + 1`.
+        sections: number of pairs that turn by each axis of the positions; empty means one axis.
+        restart: whether the frequencies start anew in each section.
     """
 
     base: float = 10_000.0
@@ -58,6 +63,8 @@ class Rotary:
     truncate: bool = True
     attention_factor: float | None = None
     interleaved: bool = False
+    sections: tuple[int, ...] = ()
+    restart: bool = False
 
     def frequencies(self, dims: int) -> np.ndarray:
         """Return the frequencies of the `dims / 2` pairs, in radians per position, float32.
@@ -65,6 +72,9 @@ class Rotary:
         >>> Rotary(base=100.0).frequencies(4).tolist()
         [1.0, 0.10000000149011612]
         """
+        if self.restart:
+            one = replace(self, restart=False, sections=()).frequencies(dims // len(self.sections))
+            return np.tile(one, len(self.sections))
         found = self.base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
         if self.scaling == "linear":
             found = found / self.factor
@@ -101,8 +111,18 @@ class Rotary:
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def table(self, dims: int, positions: jax.Array) -> Table:
-        """Return cosine and sine of each pair at positions `[..., seq]`: float32 `[..., seq, dims / 2]`."""
-        angles = positions.astype(jnp.float32)[..., None] * self.frequencies(dims)
+        """Return cosine and sine of each pair, float32 `[batch, seq, dims / 2]`.
+
+        Args:
+            dims: number of elements that are rotated.
+            positions: `[batch, seq]`, or `[axes, batch, seq]` with an axis for each section.
+        """
+        wide, frequencies = positions.astype(jnp.float32)[..., None], self.frequencies(dims)
+        if self.sections and positions.ndim == 3:
+            parts = np.split(frequencies, np.cumsum(self.sections)[:-1])
+            angles = jnp.concatenate([wide[axis] * part for axis, part in enumerate(parts)], axis=-1)
+        else:
+            angles = wide * frequencies
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 
 

@@ -6,11 +6,11 @@ attention is one segment whose pattern has two. Layers that are left over at the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autoshard._shown import shown
-from autoshard.models.decoder.kinds import LayerKind
 
 
 @shown
@@ -24,7 +24,7 @@ class Segment:
         first: the number of its first layer.
     """
 
-    pattern: tuple[LayerKind, ...]
+    pattern: tuple[Any, ...]
     repeats: int
     first: int
 
@@ -33,11 +33,12 @@ class Segment:
         return self.first + repeat * len(self.pattern) + position
 
 
-def segments_of(kinds: Sequence[LayerKind]) -> tuple[Segment, ...]:
+def segments_of(kinds: Sequence[Hashable]) -> tuple[Segment, ...]:
     """Return the segments of layers of these kinds, in order.
 
     From each layer on, takes the pattern whose repetitions cover the most layers; of those, the shortest.
 
+    >>> from autoshard.models.decoder.kinds import LayerKind
     >>> local, all_ = LayerKind(window=4), LayerKind()
     >>> [(len(s.pattern), s.repeats) for s in segments_of([local, local, all_] * 4 + [local] * 2)]
     [(3, 4), (1, 2)]
@@ -54,7 +55,7 @@ def segments_of(kinds: Sequence[LayerKind]) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def _repeats(kinds: tuple[LayerKind, ...], size: int) -> int:
+def _repeats(kinds: tuple[Hashable, ...], size: int) -> int:
     """Return how often the first `size` kinds occur one after another from the start."""
     count = 1
     while kinds[count * size : (count + 1) * size] == kinds[:size]:

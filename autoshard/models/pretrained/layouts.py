@@ -4,7 +4,7 @@
     "(part f) e -> e f"     of a tensor [parts * f, e], one part becomes a parameter [e, f]
 
 Left are the dimensions of the tensor, right those of the parameter. Each name occurs once on each side. `part` is left
-only: several parameters are parts of one tensor.
+only: several parameters are parts of one tensor. So is `1`, a dimension of size 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from autoshard._shown import shown
 
-PART = "part"
+PART, ONE = "part", "1"
 Index = tuple[slice, ...]
 
 
@@ -69,7 +69,7 @@ class Layout:
             name: (i.start or 0, sizes[name] if i.stop is None else i.stop)
             for name, i in zip(self.names, index, strict=True)
         }
-        ranges[PART] = (self.part, self.part + 1)
+        ranges |= {PART: (self.part, self.part + 1), ONE: (0, 1)}
         found = []
         for group in self.groups:
             start, stop = 0, 1
@@ -85,34 +85,34 @@ class Layout:
     def parameter(self, tensor: np.ndarray, index: Index, shape: Sequence[int]) -> np.ndarray:
         """Return a range of the parameter, from the range of the tensor that `tensor_index` gives."""
         sizes = self._sizes(shape)
-        wanted = dict(zip(self.names, index, strict=True))
+        wanted = dict(zip(self.names, index, strict=True)) | {PART: slice(self.part, self.part + 1), ONE: slice(0, 1)}
         within: dict[str, slice] = {}
         split: list[int] = []
         names: list[str] = []
         for group in self.groups:
             many = False
             for name in group:
-                here = slice(self.part, self.part + 1) if name == PART else wanted[name]
+                here = wanted[name]
                 start, stop = here.start or 0, sizes[name] if here.stop is None else here.stop
                 split.append(sizes[name] if many else stop - start)
                 within[name] = slice(start, stop) if many else slice(None)
                 many = many or stop - start > 1
                 names.append(name)
         whole = tensor.reshape(split)[tuple(within[name] for name in names)]
-        if PART in names:
-            whole = whole[tuple(0 if name == PART else slice(None) for name in names)]
-            names.remove(PART)
+        whole = whole[tuple(0 if name in (PART, ONE) else slice(None) for name in names)]
+        names = [name for name in names if name not in (PART, ONE)]
         return whole.transpose([names.index(name) for name in self.names])
 
     def write(self, tensor: np.ndarray, parameter: np.ndarray) -> None:
         """Write a parameter into its tensor."""
         sizes = self._sizes(parameter.shape)
         names = [name for group in self.groups for name in group]
-        kept = [name for name in names if name != PART]
+        kept = [name for name in names if name not in (PART, ONE)]
+        fixed = {PART: self.part, ONE: 0}
         split = tensor.reshape([sizes[name] for name in names])
-        split[tuple(self.part if name == PART else slice(None) for name in names)] = parameter.transpose(
+        split[tuple(fixed.get(name, slice(None)) for name in names)] = parameter.transpose(
             [self.names.index(name) for name in kept]
         )
 
     def _sizes(self, shape: Sequence[int]) -> dict[str, int]:
-        return {**dict(zip(self.names, shape, strict=True)), PART: self.parts}
+        return {**dict(zip(self.names, shape, strict=True)), PART: self.parts, ONE: 1}

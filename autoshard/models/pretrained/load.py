@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
-from autoshard.models.decoder.config import DecoderConfig
-from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.configs import config_fields, with_changes
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.fast_copy import FetchAhead, aligned_empty, copy_transposed
@@ -35,7 +35,7 @@ def load_pretrained(
     dtype: str | None = None,
     batch: tuple[int, int] | None = None,
     **changes: Any,
-) -> Decoder:
+) -> Any:
     """Load a model from a folder as it comes from the Hugging Face Hub, with each tensor read onto its shards.
 
     The model is planned for training on a batch of this shape. No process holds more than its own shards and one
@@ -49,11 +49,11 @@ def load_pretrained(
         dtype: dtype of the parameters; by default each has the stored one.
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
-        **changes: fields of `DecoderConfig` to change, such as `dtype` of the computation as `compute_dtype`, `remat`,
-            `scan_layers`, `attention`.
+        **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
+            `attention`; and `compute_dtype`, the dtype of the computation.
 
     Returns:
-        The model. `save_pretrained` writes it back.
+        The model, of its family's class (`Decoder` for most). `save_pretrained` writes it back.
 
     Raises:
         AutoshardError: the architecture or a feature of the config is not known; a file or a tensor is missing,
@@ -62,6 +62,7 @@ def load_pretrained(
     folder = Folder.open(path)
     described = Described.of(folder, dtype, changes)
     tensors = folder.tensors()
+    described = described.spelled(tensors)
     described.check(tensors, str(folder.path))
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
     shardings = _by_path(made.in_shardings()[0])
@@ -100,16 +101,19 @@ def plan_pretrained(
         path: the folder.
         batch: rows and positions of the batch.
         dtype: dtype of the parameters; by default that of the config.
-        **options: of `plan`, and fields of `DecoderConfig`.
+        **options: of `plan`, and fields of the model's config.
 
     Raises:
         AutoshardError: the architecture or a feature of the config is not known.
     """
-    fields = {field.name for field in dataclasses.fields(DecoderConfig)} | {"compute_dtype"}
+    folder = Folder.open(path)
+    family = family_of(folder.config, str(folder.path / CONFIG))
+    fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
     changes = {name: options.pop(name) for name in list(options) if name in fields}
-    return Described.of(Folder.open(path), dtype, changes).plan(batch, **options)
+    return Described.of(folder, dtype, changes).plan(batch, **options)
 
 
+@shown
 @dataclasses.dataclass(frozen=True)
 class Described:
     """A folder's model, without its values.
@@ -124,7 +128,7 @@ class Described:
         dtype: the requested dtype of the parameters.
     """
 
-    cfg: DecoderConfig
+    cfg: Any
     family: Family
     origin: Origin
     graph: Any
@@ -141,23 +145,38 @@ class Described:
         kept = dtype or stored_dtype(folder.config)
         changes = {"param_dtype": kept, "dtype": changes.pop("compute_dtype", kept), **changes}
         try:
-            cfg = dataclasses.replace(family.config(values), **changes)
+            cfg = with_changes(family.config(values), changes)
         except AutoshardError:
             raise
         except (TypeError, ValueError) as error:
             raise AutoshardError(f"{values.where}: {error}") from error
         origin = Origin.of(family, folder.config)
-        model = nnx.eval_shape(lambda: Decoder(cfg, rngs=nnx.Rngs(0)))
+        model: Any = nnx.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
         model.origin = origin
         graph, state = nnx.split(model)
         shapes = _by_path(nnx.to_pure_dict(state))
-        sources = sources_of(cfg, family.table(cfg), {path: leaf.shape for path, leaf in shapes.items()})
+        sources = _sources(family, cfg, 0, shapes)
         return cls(cfg, family, origin, graph, shapes, sources, dtype)
+
+    def spelled(self, tensors: Mapping[str, Tensor]) -> Described:
+        """Return the same with the tensors' names in the spelling that fits most of the folder's tensors."""
+        if not self.family.spellings:
+            return self
+
+        def found(sources: Mapping[str, Source]) -> int:
+            return sum(name in tensors for one in sources.values() for name in one.names.values())
+
+        choices = [_sources(self.family, self.cfg, n, self.shapes) for n in range(1 + len(self.family.spellings))]
+        best = max(range(len(choices)), key=lambda n: found(choices[n]))
+        origin = dataclasses.replace(self.origin, spelling=best)
+        model = nnx.merge(self.graph, _tree(self.shapes))
+        model.origin = origin
+        return dataclasses.replace(self, origin=origin, graph=nnx.graphdef(model), sources=choices[best])
 
     def check(self, tensors: Mapping[str, Tensor], where: str) -> None:
         """Compare the folder's tensors with those of the model."""
         wanted = {name: one.tensor_shape for one in self.sources.values() for name in one.names.values()}
-        patterns = [*self.family.ignored, *(["lm_head.weight"] if self.cfg.tie_head else [])]
+        patterns = [*self.family.ignored, *self.family.unneeded(self.cfg)]
         ignored = {name for name in tensors if any(re.fullmatch(pattern, name) for pattern in patterns)}
         check_tensors(tensors, wanted, ignored, where)
 
@@ -177,8 +196,6 @@ class Described:
 
     def plan(self, batch: tuple[int, int] | None, **options: Any) -> Plan:
         """Plan the gradient of the loss."""
-        rows, seq = batch or (8 * len(jax.devices()), min(self.cfg.context, 4096))
-        tokens = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
 
         def training(params: Any, batch: Mapping[str, Any]) -> Any:
             def loss(params: Any) -> Any:
@@ -188,11 +205,17 @@ class Described:
             return jax.value_and_grad(loss)(params)
 
         training.__name__ = f"{self.family.name}_training"
-        return make_plan(training, _tree(self.shapes), {"inputs": tokens, "targets": tokens}, **options)
+        return make_plan(training, _tree(self.shapes), self.family.batch(self.cfg, batch), **options)
 
-    def model(self, values: Mapping[str, jax.Array]) -> Decoder:
+    def model(self, values: Mapping[str, jax.Array]) -> Any:
         """Return the model with these parameters."""
         return nnx.merge(self.graph, _tree(values))
+
+
+def _sources(family: Family, cfg: Any, spelling: int, shapes: Mapping[str, Any]) -> dict[str, Source]:
+    return sources_of(
+        family.stacks(cfg), family.spelled(cfg, spelling), {path: leaf.shape for path, leaf in shapes.items()}
+    )
 
 
 def _placed(

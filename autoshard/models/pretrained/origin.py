@@ -19,10 +19,12 @@ class Origin:
     Attributes:
         family: the name of its architecture.
         config: the content of its `config.json`, as text.
+        spelling: how its tensors' names are spelled; see `Family.spelled`.
     """
 
     family: str
     config: str
+    spelling: int = 0
 
     @classmethod
     def of(cls, family: Family, config: Mapping[str, Any]) -> Origin:

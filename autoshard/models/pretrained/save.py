@@ -15,14 +15,13 @@ from flax import nnx
 from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
-from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.folder import CONFIG
 from autoshard.models.pretrained.load import _by_path
 from autoshard.models.pretrained.tables import Source, sources_of
 
 
-def save_pretrained(model: Decoder, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model to a new folder in the form of its family, as `transformers` reads it.
 
     Args:
@@ -44,9 +43,9 @@ def save_pretrained(model: Decoder, path: Any, *, dtype: str | None = None, shar
             "save_pretrained: the model has adapters: write them by autoshard.models.adapters.save_adapter, and merge "
             "them by `autoshard ckpt merge`"
         )
-    table = known_families()[origin.family].table(model.cfg)
+    family, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
     tensors = tensors_of(
-        sources_of(model.cfg, table, shapes),
+        sources_of(family.stacks(cfg), family.spelled(cfg, origin.spelling), shapes),
         {path: dtype or str(leaf.dtype) for path, leaf in values.items()},
         lambda path, index: gathered(values[path], index),
     )

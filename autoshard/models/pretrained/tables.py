@@ -1,6 +1,7 @@
-"""The table of a family: which stored tensors each parameter of a `Decoder` is made of.
+"""The table of a family: which stored tensors each parameter of its model is made of.
 
-A table maps the path of a parameter within the model, or within a layer, to the name and the layout of its tensor.
+A table maps the path of a parameter within the model, or within a layer, to the name and the layout of its tensor. A
+model may have several stacks of layers, such as a vision tower and a decoder; each has a prefix.
 `{layer}` and `{expert}` in a name stand for the number of the layer and of the expert. The same table serves import and
 export, and models whose layers are stacked or separate.
 """
@@ -8,15 +9,15 @@ export, and models whose layers are stacked or separate.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard._shown import shown
-from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.pretrained.layouts import Layout
 
-_LAYER = re.compile(r"segments/(\d+)/(?:(\d+)/)?layers/(\d+)/(.+)")
+_BLOCK = re.compile(r"(|.*/)blocks/(?:(\d+)/)?(.+)")
+_LAYER = re.compile(r"(|.*/)segments/(\d+)/(?:(\d+)/)?layers/(\d+)/(.+)")
 
 
 @shown
@@ -35,6 +36,8 @@ class Stored:
 
 
 Table = Mapping[str, Stored]
+Stacks = Mapping[str, Sequence[Hashable]]
+"""Prefix of the paths of each stack of layers -> the kind of each layer. A model's only stack has no prefix."""
 
 
 def stored(name: str, layout: str, part: int = 0, parts: int = 1) -> Stored:
@@ -65,26 +68,29 @@ class Source:
         return self.layout.tensor_shape(self.shape[self.leading :])
 
 
-def sources_of(cfg: DecoderConfig, table: Table, shapes: Mapping[str, Sequence[int]]) -> dict[str, Source]:
+def sources_of(stacks: Stacks, table: Table, shapes: Mapping[str, Sequence[int]]) -> dict[str, Source]:
     """Return the source of each parameter.
 
     Args:
-        cfg: the model's config.
+        stacks: the stacks of layers.
         table: the family's table.
         shapes: path of each parameter -> its shape.
 
     Raises:
         KeyError: the table has no row for a parameter.
     """
-    segments = segments_of(cfg.kinds)
+    segments = {prefix: segments_of(kinds) for prefix, kinds in stacks.items()}
     found = {}
     for path, shape in shapes.items():
         within, stacked, layers = path, False, [None]
         if match := _LAYER.fullmatch(path):
-            segment, position = segments[int(match[1])], int(match[3])
-            within, stacked = match[4], match[2] is None
-            repeats = range(segment.repeats) if stacked else [int(match[2])]
+            segment, position = segments[match[1]][int(match[2])], int(match[4])
+            within, stacked = match[1] + match[5], match[3] is None
+            repeats = range(segment.repeats) if stacked else [int(match[3])]
             layers = [segment.layer(repeat, position) for repeat in repeats]
+        elif match := _BLOCK.fullmatch(path):
+            within, stacked = match[1] + match[3], match[2] is None
+            layers = list(range(len(stacks[match[1]]))) if stacked else [int(match[2])]
         row = table[within]
         dims = [layers] if stacked else []
         if "{expert}" in row.name:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
+from autoshard.models.configs import with_changes
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import CONFIG, Folder, stored_dtype
 from autoshard.models.workloads import Workload
@@ -26,5 +26,8 @@ def folder_workload(path: Any) -> Workload:
     folder = Folder.open(path.parent if path.name == CONFIG else path)
     config = family_of(folder.config, str(folder.path / CONFIG)).config(folder.values)
     dtype = stored_dtype(folder.config)
-    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, context=min(config.context, POSITIONS))
+    changes = {"dtype": dtype, "param_dtype": dtype}
+    if hasattr(config, "context"):
+        changes["context"] = min(config.context, POSITIONS)
+    config = with_changes(config, changes)
     return Workload(folder.path.resolve().name, config, ROWS)

@@ -14,6 +14,7 @@ from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import ConfigError
 from autoshard.models.adapters import add_adapters, trained_parameters
 from autoshard.models.adapters.rows import BASE, weights_table
+from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.load import Described, read_values
@@ -41,7 +42,13 @@ def describe(config: TrainConfig) -> Described:
     }  # fmt: skip
     if own.compute_dtype is not None:
         changes["compute_dtype"] = own.compute_dtype
-    return Described.of(Folder.open(config.model_folder), own.dtype, changes)
+    described = Described.of(Folder.open(config.model_folder), own.dtype, changes)
+    if not isinstance(described.cfg, DecoderConfig):
+        raise ConfigError(
+            f"{str(config.model_folder)!r} is a {described.family.name}: --from trains models of text alone. Load it by "
+            "autoshard.models.load_pretrained in a program of your own"
+        )
+    return described
 
 
 def kept_files(folder: Path) -> Iterator[Path]:
@@ -98,7 +105,7 @@ def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict
         shapes: The shape of each parameter, by path.
     """
     weights = {path: shape for path, shape in shapes.items() if path in described.shapes or path.endswith(f"/{BASE}")}
-    return sources_of(described.cfg, weights_table(described.family, described.cfg), weights)
+    return sources_of(described.family.stacks(described.cfg), weights_table(described.family, described.cfg), weights)
 
 
 def first_state(config: TrainConfig, program: Program, like: TrainState) -> TrainState:

@@ -61,3 +61,19 @@ def test_the_two_orders_rotate_the_same_pairs():
     table = Rotary().table(DIMS, jnp.arange(3)[None])
     halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     assert np.array_equal(rotate(x, table, interleaved=True), rotate(halves, table))
+
+
+def test_each_section_turns_by_its_own_axis():
+    rotary, plain = Rotary(sections=(3, 5, DIMS // 2 - 8)), Rotary()
+    axes = [jnp.array([[2]]), jnp.array([[7]]), jnp.array([[11]])]
+    found = rotary.table(DIMS, jnp.stack(axes))[0][0, 0]
+    expected = [plain.table(DIMS, axis)[0][0, 0] for axis in axes]
+    parts = [expected[0][:3], expected[1][3:8], expected[2][8:]]
+    assert np.array_equal(found, np.concatenate(parts))
+    assert np.array_equal(rotary.table(DIMS, axes[0])[0], plain.table(DIMS, axes[0])[0])  # text: one position for all
+
+
+def test_frequencies_start_anew_in_each_section():
+    rotary = Rotary(sections=(DIMS // 4, DIMS // 4), restart=True)
+    one = Rotary().frequencies(DIMS // 2)
+    assert np.array_equal(rotary.frequencies(DIMS), np.concatenate([one, one]))

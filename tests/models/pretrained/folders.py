@@ -33,6 +33,26 @@ GPT_OSS: dict[str, Any] = {
 MIXTRAL: dict[str, Any] = {
     **LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"], "vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "dtype": "float32",
+}  # fmt: skip
+VIT: dict[str, Any] = {
+    "architectures": ["ViTForImageClassification"], "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "image_size": 8, "patch_size": 4, "hidden_act": "gelu", "num_labels": 3,
+    "dtype": "float32",
+}  # fmt: skip
+QWEN2_5_VL: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    "head_dim": 8,
+    "image_token_id": 20,
+    "vision_config": {
+        "depth": 3, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+        "window_size": 16, "fullatt_block_indexes": [1], "hidden_act": "silu",
+    },
+}  # fmt: skip
 
 
 def tensors_of(folder: Path, dtype: str) -> dict[str, np.ndarray]:

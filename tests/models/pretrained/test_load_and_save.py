@@ -13,7 +13,17 @@ from autoshard.ckpt.exchange import safetensors
 from autoshard.errors import AutoshardError
 from autoshard.models.decoder import Decoder
 from autoshard.models.pretrained import known_families, load_pretrained, plan_pretrained, save_pretrained
-from tests.models.pretrained.folders import GPT_OSS, LLAMA, MIXTRAL, make_folder
+from tests.models.pretrained.folders import (
+    GPT2,
+    GPT_OSS,
+    LLAMA,
+    MIXTRAL,
+    QWEN2_5_VL,
+    VIT,
+    make_folder,
+    tensors_of,
+    write_tensors,
+)
 from tests.models.small import called
 
 BATCH = (8, 16)
@@ -35,17 +45,33 @@ def same(a, b):
         (LLAMA, "fsdp:8", False),
         (GPT_OSS, "ep:4 fsdp:2", True),
         (MIXTRAL, "ep:2 tp:2 dp:2", True),
+        (GPT2, "tp:2 fsdp:4", True),
+        (VIT, "fsdp:8", True),
+        (VIT, "fsdp:8", False),
+        (QWEN2_5_VL, "fsdp:8", True),
     ],
-    ids=["replicated", "sharded", "separate-layers", "gpt-oss", "mixtral"],
+    ids=["replicated", "sharded", "separate-layers", "gpt-oss", "mixtral", "gpt2", "vit", "vit-separate", "qwen2.5-vl"],
 )
 def test_import_then_export_is_the_same_bytes(tmp_path, config, plan, scan):
     folder = make_folder(tmp_path / "in", config)
     model = load_pretrained(folder, plan=plan, batch=BATCH, scan_layers=scan)
-    save_pretrained(model, tmp_path / "out", shard_bytes=20_000)
+    save_pretrained(model, tmp_path / "out", shard_bytes=10_000)
     assert same(stored(folder), stored(tmp_path / "out"))
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(stored(folder))
+
+
+def test_gpt2_is_read_and_written_with_and_without_its_prefix(tmp_path):
+    folder = make_folder(tmp_path / "in", GPT2)
+    bare = {name.removeprefix("transformer."): x for name, x in tensors_of(folder, "float32").items()}
+    (folder / "model.safetensors").unlink()
+    masks = {"h.0.attn.bias": np.ones((1, 1, 32, 32), "float32"), "h.1.attn.masked_bias": np.zeros((1,), "float32")}
+    write_tensors(folder, {**bare, **masks})
+    model = load_pretrained(folder, plan="fsdp:8", batch=BATCH)
+    assert model.segments[0].layers[0].attention.wq.shape == (2, 16, 2, 8)
+    save_pretrained(model, tmp_path / "out")
+    assert same(stored(tmp_path / "out"), bare)
 
 
 def test_values_do_not_depend_on_the_plan(tmp_path):

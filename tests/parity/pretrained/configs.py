@@ -89,6 +89,13 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 40,
         },
     ),
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCAB, "n_positions": 600, "n_embd": 32, "n_layer": 3, "n_head": 4, "initializer_range": 0.1,
+            "bos_token_id": None, "eos_token_id": None,
+        },
+    ),
     "deepseek-v2": (
         "DeepseekV2Config",
         {

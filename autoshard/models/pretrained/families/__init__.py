@@ -15,12 +15,18 @@ from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.families.gemma import GEMMA2, GEMMA3
+from autoshard.models.pretrained.families.gpt2 import GPT2
 from autoshard.models.pretrained.families.gpt_oss import GPT_OSS
 from autoshard.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from autoshard.models.pretrained.families.mixtures import MIXTRAL, QWEN3_MOE
+from autoshard.models.pretrained.families.qwen_vl import QWEN2_5_VL, QWEN2_VL
+from autoshard.models.pretrained.families.vit import VIT
 
 GROUP = "autoshard.families"
-BUILT_IN = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
+BUILT_IN = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, QWEN2_VL,
+    QWEN2_5_VL, VIT,
+)  # fmt: skip
 
 __all__ = ["Family", "family_of", "known_families"]
 

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
 from autoshard._shown import shown
 from autoshard.errors import AutoshardError
-from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.rotary import Rotary
-from autoshard.models.pretrained.tables import Table
+from autoshard.models.pretrained.tables import Stacks, Stored, Table
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -19,7 +23,27 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
 }
+
+
+Spelling = Mapping[str, str]
+
+
+def decoder_stacks(cfg: Any) -> Stacks:
+    """Return the only stack of layers of a `Decoder`."""
+    return {"": cfg.kinds}
+
+
+def decoder_unneeded(cfg: Any) -> tuple[str, ...]:
+    """Return the names that a folder may have besides: the head, if it shares the embedding's parameter."""
+    return ("lm_head.weight",) if cfg.tie_head else ()
+
+
+def decoder_batch(cfg: Any, batch: tuple[int, int] | None) -> dict[str, Any]:
+    """Return the shapes of a batch of rows and positions, by default 8 rows a device, of at most 4096 positions."""
+    tokens = jax.ShapeDtypeStruct(batch or (8 * len(jax.devices()), min(cfg.context, 4096)), jnp.int32)
+    return {"inputs": tokens, "targets": tokens}
 
 
 @shown
@@ -30,16 +54,43 @@ class Family:
     Attributes:
         name: its name.
         architectures: the values of `architectures` in a `config.json` that belong to it.
-        config: reads a `config.json`. It raises `AutoshardError` for a feature that is not built.
+        config: reads a `config.json` into the model's config, a dataclass with the fields `dtype` and `param_dtype`, or
+            one whose fields are such dataclasses. It raises `AutoshardError` for a feature that is not built.
         table: the tensors of a model with this config.
         ignored: names of tensors that a folder may have and the model does not need, as regular expressions.
+        model: makes the model from its config and `rngs`. Its `loss` takes a batch.
+        stacks: the stacks of layers of a model with this config.
+        unneeded: further names that a folder may have with this config, as regular expressions.
+        batch: the shapes of a batch to plan for, from the config and the rows and positions, or None.
+        spellings: other spellings of the tensors' names: start of a name in the table -> what folders have in its
+            place. A folder is read, and written back, in the spelling that fits it best.
     """
 
     name: str
     architectures: tuple[str, ...]
-    config: Callable[[Config], DecoderConfig]
-    table: Callable[[DecoderConfig], Table]
+    config: Callable[[Config], Any]
+    table: Callable[[Any], Table]
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    model: Callable[..., nnx.Module] = Decoder
+    stacks: Callable[[Any], Stacks] = decoder_stacks
+    unneeded: Callable[[Any], tuple[str, ...]] = decoder_unneeded
+    batch: Callable[[Any, tuple[int, int] | None], dict[str, Any]] = decoder_batch
+    spellings: tuple[Spelling, ...] = ()
+
+    def spelled(self, cfg: Any, spelling: int) -> Table:
+        """Return the table in a spelling: 0 is the table's own, n the n-th other one."""
+        table = self.table(cfg)
+        if not spelling:
+            return table
+        starts = self.spellings[spelling - 1]
+        return {path: Stored(_respelled(row.name, starts), row.layout) for path, row in table.items()}
+
+
+def _respelled(name: str, starts: Spelling) -> str:
+    for start, other in starts.items():
+        if name.startswith(start):
+            return other + name.removeprefix(start)
+    return name
 
 
 class Config:

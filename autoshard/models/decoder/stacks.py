@@ -1,0 +1,45 @@
+"""The layers of a model as segments: made from a config, and run in order."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from autoshard.models.decoder.block import Group
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.layers import Sides
+from autoshard.models.decoder.segments import segments_of
+from autoshard.models.stack import make_layers, run_layers
+
+
+def make_segments(cfg: DecoderConfig, key: jax.Array) -> nnx.List:
+    """Make the layers of each segment: one `Group` with stacked parameters, or a list of groups."""
+    segments = segments_of(cfg.kinds)
+    keys = jax.random.split(key, len(segments))
+    return nnx.List(
+        [
+            make_layers(
+                lambda key, pattern=segment.pattern: Group(cfg, pattern, key),
+                jax.random.split(key, segment.repeats),
+                scan=cfg.scan_layers and segment.repeats > 1,
+            )
+            for segment, key in zip(segments, keys, strict=True)
+        ]
+    )
+
+
+def run_segments(cfg: DecoderConfig, segments: nnx.List, x: jax.Array, sides: Sides) -> jax.Array:
+    """Apply all layers to `[batch, seq, width]`."""
+    for segment, layers in zip(segments_of(cfg.kinds), segments, strict=True):
+        # A group of several layers rematerializes each of them.
+        x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
+    return x
+
+
+def make_sides(
+    cfg: DecoderConfig, positions: jax.Array, segment_ids: jax.Array | None, region_ids: jax.Array | None = None
+) -> Sides:
+    """Return what all layers take besides the residual stream."""
+    kinds = dict.fromkeys(kind.rotary for kind in cfg.kinds if kind.rotary is not None)
+    tables = {rotary: rotary.table(cfg.rotary_dims, positions) for rotary in kinds}
+    return Sides(tables, segment_ids, region_ids)
