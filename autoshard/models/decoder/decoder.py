@@ -11,6 +11,7 @@ There are no sharding annotations here: `auto_shard` finds the shardings.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ class Decoder(nnx.Module):
         length = self.cfg.context if length is None else length
         found = []
         for segment, layers in zip(segments_of(self.cfg.kinds), self.segments, strict=True):
-            group = layers[0] if isinstance(layers, nnx.List) else layers
+            group: Any = layers[0] if isinstance(layers, nnx.List) else layers
             kept = group.kept(batch, length)
             found.append(jax.tree.map(lambda x, n=segment.repeats: jnp.zeros((n, *x.shape), x.dtype), kept))
         return DecoderCache(tuple(found), jnp.zeros((batch,), jnp.int32))

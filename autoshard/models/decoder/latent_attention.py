@@ -49,7 +49,8 @@ class LatentAttention(nnx.Module):
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
         q, latent, k_rotary = self._project(x, sides)
-        y = self._attend(*(named(each, "qkv") for each in (q, *self._expand(latent, k_rotary))), sides.segments)
+        q, k, v = (named(each, "qkv") for each in (q, *self._expand(latent, k_rotary)))
+        y = self._attend(q, k, v, sides.segments)
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
 
     def kept(self, batch: int, length: int) -> Kept:

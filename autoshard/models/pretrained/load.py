@@ -176,7 +176,7 @@ def _placed(
 ) -> jax.Array:
     """Read a parameter onto its shards. Devices that hold the same shard share one read."""
     wanted = sharding.addressable_devices_indices_map(source.shape)
-    groups: dict[Any, list[jax.Device]] = {}
+    groups: dict[Any, list[Any]] = {}
     for device, index in wanted.items():
         ranges = tuple(i.indices(n)[:2] for i, n in zip(index or (), source.shape, strict=True))
         groups.setdefault(ranges, []).append(device)
