@@ -102,6 +102,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Compute the features `[batch, seq, width]` of which the logits are a linear function."""
         cfg = self.cfg
+        self._check(tokens)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x, sides = self._embedded(tokens), self._sides(positions, segment_ids)
@@ -142,6 +143,7 @@ class Decoder(nnx.Module):
             Logits `[batch, seq, vocab]`, or `[batch, 1, vocab]` with `last`, equal to those of a call on the whole
             sequence; and the extended cache.
         """
+        self._check(tokens)
         batch, seq = tokens.shape
         counts = jnp.full((batch,), seq, jnp.int32) if counts is None else counts.astype(jnp.int32)
         rows = Rows(cache.lengths, counts, fresh)
@@ -155,7 +157,6 @@ class Decoder(nnx.Module):
         return self._logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
-        self._check(tokens)
         # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
         x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
         return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
