@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.commands.arguments import parser
+from autoshard.commands.generate_pretrained import add_options, given_options, is_pretrained, run_pretrained
 from autoshard.errors import ConfigError
 
 
@@ -16,16 +17,22 @@ def run(arguments: Sequence[str]) -> int:
     options = parser(
         "generate",
         "Sample text from the newest checkpoint of a run, on the attached devices. The folder of checkpoints alone is "
-        "enough, or a model that `autoshard ckpt export` wrote: its inference.json describes the model.",
+        "enough, or a model that `autoshard ckpt export` wrote: its inference.json describes the model. A pretrained "
+        "folder, as it comes from the Hugging Face Hub, works as well.",
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
     options.add_argument(
-        "run_dir", metavar="FOLDER", type=Path, help="folder of the run, of its checkpoints, or of an exported model"
+        "run_dir",
+        metavar="FOLDER",
+        type=Path,
+        help="folder of the run, of its checkpoints, of an exported model, or of a pretrained one",
     )
-    options.add_argument("--prompt", default="\n", help="text to continue")
+    options.add_argument("--prompt", help="text to continue (default: a line end)")
     options.add_argument("--tokens", type=int, default=200, help="number of tokens to add (default: 200)")
     options.add_argument(
-        "--temperature", type=float, help="0 always takes the most likely token (default: the model's, 0.8)"
+        "--temperature",
+        type=float,
+        help="0 always takes the most likely token (default: that of the run, 0.8; 0 for a pretrained folder)",
     )
     options.add_argument("--top-k", type=int, help="sample from this many of the most likely tokens")
     options.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
@@ -42,13 +49,25 @@ def run(arguments: Sequence[str]) -> int:
         "called. The name in inference.json alone never is",
     )
     options.add_argument("--show-plan", action="store_true", help="also print the plan")
+    add_options(options)
     given = options.parse_args(arguments)
     _check(given.tokens, given.temperature, given.top_k)
+    if is_pretrained(given.run_dir):
+        return run_pretrained(given)
+    if others := given_options(given):
+        raise ConfigError(
+            f"{', '.join(others)} need a pretrained folder with config.json and safetensors files; "
+            f"{str(given.run_dir)!r} is not one"
+        )
     from autoshard.train.inference.exported_model import open_generator
 
     generator = open_generator(given.run_dir, given.step, use_ema=given.use_ema, factory=given.model)
     text, plan = generator.generate(
-        given.prompt, given.tokens, seed=given.seed, temperature=given.temperature, top_k=given.top_k
+        "\n" if given.prompt is None else given.prompt,
+        given.tokens,
+        seed=given.seed,
+        temperature=given.temperature,
+        top_k=given.top_k,
     )
     if given.show_plan:
         print(plan)

@@ -151,6 +151,10 @@ class Described:
             found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(self.dtype or dtypes[0]))
         return found
 
+    def params(self, tensors: Mapping[str, Tensor] | None) -> dict[Any, Any]:
+        """Return the shapes of the parameters as a tree, with the requested dtype, or that of the files if given."""
+        return _tree(self.shapes if tensors is None else self.abstract(tensors))
+
     def plan(self, batch: tuple[int, int] | None, **options: Any) -> Plan:
         """Plan the gradient of the loss."""
         rows, seq = batch or (8 * len(jax.devices()), min(self.cfg.context, 4096))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_names import name_axes, name_computed_axes
+from autoshard.sharding.axes.carried_rows import state_is_data
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.graph_axes import find_graph_axes
@@ -33,6 +34,8 @@ class Analysis:
 def analyse(traced: Traced) -> Analysis:
     """Finds the logical axes of a traced program, their roles and their names.
 
+    If the state is data, such as a cache (`state_is_data`), the roles are found as if no state were known.
+
     The seven steps run in a fixed order, because later steps read what earlier ones have changed:
 
     1. `find_axes` unifies the dimensions of all values into logical axes.
@@ -54,6 +57,8 @@ def analyse(traced: Traced) -> Analysis:
     state = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
     state_inputs = [i for i, _ in state]
     axes = find_axes(program)
+    if state_is_data(program, axes, state_inputs):
+        state_inputs = []  # the roles are those of a step that computes new data from data
     batch = _known_batch(traced, axes)
     if batch is None:
         batch = batch_axis(program, axes, frozenset(state_inputs), _cut_dimension(traced, axes))

@@ -1,0 +1,93 @@
+"""`autoshard generate` of a pretrained folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from autoshard.commands.arguments import check_writable
+from autoshard.errors import ConfigError
+
+CONFIG, RUN_FILES = "config.json", ("inference.json", "checkpoints")
+SETTINGS = ("top_p", "min_p", "repetition_penalty")
+
+
+def is_pretrained(folder: Path) -> bool:
+    """Return whether a folder has a pretrained model, and not a run's."""
+    try:
+        has_config = (folder / CONFIG).is_file() and not any((folder / name).exists() for name in RUN_FILES)
+        return has_config and any(folder.glob("*.safetensors*"))
+    except (OSError, ValueError):
+        return False
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    """Add the options that need a pretrained folder."""
+    group = options.add_argument_group("options for a pretrained folder")
+    group.add_argument("--top-p", type=float, help="sample from the most likely tokens with this probability together")
+    group.add_argument(
+        "--min-p", type=float, help="sample from tokens with at least this fraction of the highest probability"
+    )
+    group.add_argument("--repetition-penalty", type=float, help="above 1: repeat fewer tokens (default: 1)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; can be repeated")
+    group.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")
+    group.add_argument("--file", type=Path, metavar="PROMPTS", help="JSON lines with a prompt or messages each")
+    group.add_argument("--out", type=Path, metavar="REPLIES", help="JSON lines of replies; lines that it has are kept")
+    group.add_argument("--rows", type=int, help="number of prompts that are continued at a time (default: 8)")
+    group.add_argument("--length", type=int, help="positions of a prompt and its text (default: the context)")
+    group.add_argument("--plan", metavar="WORDS", help="plan to use, such as tp:4 (default: the best that is found)")
+
+
+def given_options(given: argparse.Namespace) -> list[str]:
+    """Return the options in use that need a pretrained folder."""
+    names = (*SETTINGS, "stop", "chat", "file", "out", "rows", "length", "plan")
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(given, name) not in (None, False)]
+
+
+def run_pretrained(given: argparse.Namespace) -> int:
+    """Continue a prompt and print the text as it comes, or those of a file.
+
+    Raises:
+        AutoshardError: an option is invalid or does not apply, or the model cannot be read.
+    """
+    others = {"--step": given.step, "--use-ema": given.use_ema, "--model": given.model}
+    problems = [f"{name} is for runs of the trainer" for name, value in others.items() if value is not None]
+    if (given.file is None) != (given.out is None):
+        problems.append("--file and --out are given together")
+    if given.file is not None and given.prompt is not None:
+        problems.append("--prompt and --file exclude each other")
+    if problems:
+        raise ConfigError("; ".join(problems) + f". {str(given.run_dir)!r} is a pretrained folder")
+    from autoshard.serve.sampling import Sampling
+
+    settings: dict[str, Any] = {name: value for name in SETTINGS if (value := getattr(given, name)) is not None}
+    temperature = 0.0 if given.temperature is None else given.temperature
+    sampling = Sampling(temperature, given.top_k or 0, seed=given.seed, **settings)
+    check_writable("--out", given.out)
+    from autoshard.serve.generator import load_generator
+    from autoshard.serve.prompt_file import read_prompts, reply_to_file
+
+    prompts = None if given.file is None else read_prompts(given.file, chat=given.chat)
+    rows = given.rows if given.rows is not None else 1 if prompts is None else None
+    chosen: dict[str, Any] = {"rows": rows, "length": given.length, "plan": given.plan}
+    generator = load_generator(given.run_dir, **{name: value for name, value in chosen.items() if value is not None})
+    if given.show_plan:
+        print(generator.engine.plan)
+    options: dict[str, Any] = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}
+    if prompts is not None:
+        written = reply_to_file(generator, prompts, given.out, **options)
+        print(f"{written} replies written to {given.out}, {len(prompts) - written} were there")
+        return 0
+    text = "\n" if given.prompt is None else given.prompt
+    if not given.chat:
+        print(text, end="", flush=True)
+
+    def show(_: int, piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    generator.generate([[{"role": "user", "content": text}] if given.chat else text], on_text=show, **options)
+    print()
+    return 0

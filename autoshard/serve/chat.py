@@ -1,0 +1,83 @@
+"""Chat templates: from messages to the text that a model continues."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from autoshard._shown import shown
+from autoshard.errors import ConfigError
+
+TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+
+
+@shown
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The template of a folder. It runs in a sandbox of jinja2, which reaches neither files nor Python's internals.
+
+    Attributes:
+        source: the template.
+        tokens: special tokens that it may use: `bos_token`, `eos_token`, ...
+        where: its file, for messages.
+    """
+
+    source: str
+    tokens: Mapping[str, str]
+    where: str
+
+    @classmethod
+    def of(cls, folder: Path) -> ChatTemplate | None:
+        """Read the template of a folder: `chat_template.jinja`, or the one in `tokenizer_config.json`.
+
+        Raises:
+            ConfigError: a file is damaged.
+        """
+        file = folder / TOKENIZER_CONFIG
+        try:
+            config = json.loads(file.read_text()) if file.exists() else {}
+            source = (folder / TEMPLATE_FILE).read_text() if (folder / TEMPLATE_FILE).exists() else None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
+        where = str(file if source is None else folder / TEMPLATE_FILE)
+        source = config.get("chat_template") if source is None else source
+        if isinstance(source, list):  # several templates with names
+            source = {one.get("name"): one.get("template") for one in source}.get("default")
+        if not isinstance(source, str):
+            return None
+        return cls(source, {name: _content(x) for name, x in config.items() if name.endswith("_token")}, where)
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of messages, which ends where the model's answer starts.
+
+        Args:
+            messages: tables with `role` and `content`.
+
+        Raises:
+            ConfigError: the template refuses the messages, or is not a template.
+        """
+
+        def refuse(message: str) -> NoReturn:
+            raise TemplateError(message)
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        try:
+            template = environment.from_string(self.source)
+            return template.render(messages=messages, add_generation_prompt=True, **self.tokens)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise ConfigError(f"the chat template of {self.where} fails: {error}") from error
+
+
+def _content(token: Any) -> str:
+    """A special token is a text, or a table with its text."""
+    return token if isinstance(token, str) else str((token or {}).get("content", ""))

@@ -1,0 +1,11 @@
+"""Constants of serving."""
+
+ROWS = 8
+"""Rows of a batch by default. Chosen, not measured."""
+
+SMALLEST_BUCKET = 32
+"""Positions of the shortest prefill program; each longer one has twice as many. Chosen: with few positions, a prefill
+costs about what a decode step does, so shorter programs would save little."""
+
+MAX_TOKENS = 200
+"""New tokens of a prompt by default, as in `autoshard generate`. Chosen."""

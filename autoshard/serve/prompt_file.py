@@ -1,0 +1,116 @@
+"""Prompts from a file of JSON lines, and their replies in another one, which can be resumed.
+
+    {"prompt": "Once upon"}  or  {"messages": [{"role": "user", "content": "Hello"}]}      a line of prompts
+    {"line": 0, "text": " a time", "reason": "tokens", "tokens": [264, 892]}                 a line of replies
+
+A reply is one write of a whole line. After a kill, at most the last line is damaged; it is removed. The number of a
+prompt is its line, so that a resumed run draws the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoshard._columns import listing
+from autoshard._shown import shown
+from autoshard.errors import ConfigError
+from autoshard.serve.generator import Generator, Prompt, Reply
+
+
+@shown
+@dataclass(frozen=True)
+class FilePrompt:
+    """A prompt of a file: the number of its line, counted from 0, and its content."""
+
+    line: int
+    prompt: Prompt
+
+
+def read_prompts(file: Path, *, chat: bool = False) -> list[FilePrompt]:
+    """Read the prompts of a file. Empty lines are skipped.
+
+    Args:
+        file: JSON lines with `prompt` or `messages`.
+        chat: whether a `prompt` is the message of a user.
+
+    Raises:
+        ConfigError: the file cannot be read, or lines are invalid.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    found, problems = [], []
+    for n, line in enumerate(lines):
+        if line.strip():
+            try:
+                found.append(FilePrompt(n, _prompt(json.loads(line), chat)))
+            except ValueError as error:
+                problems.append(f"line {n + 1}: {error}")
+    if problems:
+        raise ConfigError(f"{file} has lines that are not prompts:\n{listing(problems)}")
+    return found
+
+
+def _prompt(record: Any, chat: bool) -> Prompt:
+    if isinstance(record, dict) and isinstance(text := record.get("prompt"), str):
+        return [{"role": "user", "content": text}] if chat else text
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
+        return messages
+    raise ValueError('it must have "prompt", a text, or "messages", a list of tables')
+
+
+def lines_done(file: Path) -> set[int]:
+    """Return the lines of prompts that have a reply in a file. A damaged last line is removed from it.
+
+    Raises:
+        ConfigError: another line is damaged, so the file is not one of replies.
+    """
+    if not file.exists():
+        return set()
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        done = {json.loads(line)["line"] for line in whole.splitlines() if line.strip()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is not a file of replies: {error}. Give another file") from error
+    if len(whole) < len(content):
+        os.truncate(file, len(whole))
+    return done
+
+
+def reply_to_file(generator: Generator, prompts: Sequence[FilePrompt], out: Path, **options: Any) -> int:
+    """Write the replies to prompts that have none in the file yet, each as soon as it is known.
+
+    Args:
+        generator: the model.
+        prompts: the prompts.
+        out: the file of replies; new ones are added at its end, in the order in which they end.
+        **options: of `Generator.generate`.
+
+    Returns:
+        The number of replies that were written.
+
+    Raises:
+        ConfigError: the file cannot be written, or is not one of replies.
+    """
+    done = lines_done(out)
+    left = [one for one in prompts if one.line not in done]
+    try:
+        with out.open("ab", buffering=0) as file:
+
+            def write(n: int, reply: Reply) -> None:
+                record = {"line": left[n].line, "text": reply.text, "reason": reply.reason, "tokens": [*reply.tokens]}
+                file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+
+            numbers = [one.line for one in left]
+            generator.generate([one.prompt for one in left], numbers=numbers, on_reply=write, **options)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error}") from error
+    return len(left)

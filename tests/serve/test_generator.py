@@ -1,0 +1,120 @@
+"""Text in, text out: stop strings, chat, files of prompts, and the command."""
+
+import json
+
+import pytest
+
+from autoshard.cli import main
+from autoshard.errors import AutoshardError, ConfigError
+from autoshard.serve import load_generator
+from autoshard.serve.prompt_file import lines_done, read_prompts, reply_to_file
+from tests.serve.folders import make_text_folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_text_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def generator(folder):
+    return load_generator(folder, rows=2, mesh={"x": 1})
+
+
+def test_pieces_join_to_the_text_and_stop_strings_cut_it(generator):
+    pieces = []
+    prompts = ["abc", "q", "hello"]
+    found = generator.generate(prompts, max_tokens=12, on_text=lambda n, piece: pieces.append((n, piece)))
+    for n, one in enumerate(found):
+        assert one.text == "".join(piece for index, piece in pieces if index == n)
+        assert len(one.text) == len(one.tokens) == 12 or one.reason == "stop"
+    text = found[0].text
+    cut = text[3:5]
+    (stopped,) = generator.generate(prompts[:1], max_tokens=12, stop=["zz", cut])
+    assert stopped.text == text[: text.index(cut)] and stopped.reason == "text"
+    with pytest.raises(ConfigError, match="stop string is empty"):
+        generator.generate(["a"], stop=[""])
+
+
+def test_stop_tokens_are_those_of_the_generation_config(generator, folder, tmp_path):
+    assert generator.stop_tokens == {23}
+    other = make_text_folder(tmp_path / "other")
+    (other / "generation_config.json").unlink()
+    assert load_generator(other, rows=1, mesh={"x": 1}).stop_tokens == {5}
+
+
+def test_messages_go_through_the_chat_template(generator):
+    messages = [{"role": "user", "content": "bc"}]
+    assert generator.chat.render(messages) == "bcea"
+    assert generator.generate([messages], max_tokens=6) == generator.generate(["bcea"], max_tokens=6)
+    with pytest.raises(ConfigError, match="no system messages"):
+        generator.encode([{"role": "system", "content": "b"}])
+
+
+def test_a_template_reaches_no_internals_of_python(folder, generator):
+    import dataclasses
+
+    for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include '/etc/passwd' %}"):
+        with pytest.raises(ConfigError, match="chat template"):
+            dataclasses.replace(generator.chat, source=source).render([])
+
+
+def test_a_killed_file_is_continued_with_the_same_texts(generator, tmp_path):
+    from autoshard.serve import Sampling
+
+    file, whole, resumed = (tmp_path / name for name in ("prompts.jsonl", "whole.jsonl", "resumed.jsonl"))
+    file.write_text('{"prompt": "abc"}\n\n{"messages": [{"role": "user", "content": "q"}]}\n{"prompt": "hello"}')
+    prompts = read_prompts(file)
+    options = {"max_tokens": 6, "sampling": Sampling(1.0, seed=1)}
+    assert reply_to_file(generator, prompts, whole, **options) == 3
+    lines = whole.read_text().splitlines(keepends=True)
+    assert {json.loads(line)["line"] for line in lines} == {0, 2, 3}
+    resumed.write_text(lines[0] + lines[1][:10])  # killed while it wrote
+    assert reply_to_file(generator, prompts, resumed, **options) == 2
+    assert sorted(resumed.read_text().splitlines(keepends=True)) == sorted(lines)
+    assert reply_to_file(generator, prompts, resumed, **options) == 0
+    with pytest.raises(ConfigError, match="not a file of replies"):
+        lines_done(file)
+    file.write_text('{"prompt": 3}\nx\n{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match="(?s)line 1: .*line 2: "):
+        read_prompts(file)
+
+
+def test_the_command_prints_and_writes_what_the_generator_gives(generator, folder, tmp_path, capsys):
+    plain, chat = (generator.generate([text], max_tokens=5)[0].text for text in ("abc", "abcea"))
+    assert (
+        main(["generate", str(folder), "--prompt", "abc", "--tokens", "5", "--plan", "tp:4 fsdp:2", "--rows", "2"]) == 0
+    )
+    assert capsys.readouterr().out == f"abc{plain}\n"
+    assert main(["generate", str(folder), "--prompt", "abc", "--tokens", "5", "--chat", "--stop", "zz"]) == 0
+    assert capsys.readouterr().out == f"{chat}\n"
+    (tmp_path / "in.jsonl").write_text('{"prompt": "abc"}\n')
+    files = ["--file", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert main(["generate", str(folder), *files, "--tokens", "5"]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["text"] == plain
+    assert "1 replies written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--step", "3", "--file", "x"], "--step is for runs of the trainer; --file and --out are given together"),
+        (["--top-p", "2"], "top_p is 2.0"),
+        (["--rows", "0"], "rows is 0"),
+    ],
+)
+def test_wrong_options_are_one_error(folder, capsys, options, message):
+    assert main(["generate", str(folder), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_folders_that_lack_something_are_refused(tmp_path, capsys):
+    assert main(["generate", str(tmp_path), "--chat"]) == 2
+    assert "--chat need" in capsys.readouterr().err
+    folder = make_text_folder(tmp_path / "broken")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(AutoshardError, match="not a tokenizer"):
+        load_generator(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(AutoshardError, match=r"has no tokenizer\.json"):
+        load_generator(folder)
