@@ -7,7 +7,7 @@ from typing import Any
 
 from estimate import estimate
 
-from autoshard.sharding.audit import compile_job, export_plan
+from autoshard.sharding.audit import Compiled, compile_job, export_plan
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -34,10 +34,15 @@ class JudgedStep:
     predicted: float
 
 
-def judged(made: Any, target: str) -> dict[str, Any]:
-    """Compile a plan for its target; return the fields of a `JudgedStep`."""
+def compiled(made: Any, target: str) -> Compiled:
+    """Compile a plan for its target, under the plan's options."""
     options = made.compiler_options.get(find_target(target).platform, {})
-    result = compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    return compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+
+
+def judged(made: Any, target: str, result: Compiled | None = None) -> dict[str, Any]:
+    """Compile a plan for its target, unless `result` is given; return the fields of a `JudgedStep`."""
+    result = compiled(made, target) if result is None else result
     found: Any = {}
     if result.kind == "ok":
         found = estimate(result.text, target, result.coordinates or None, result.memory).step

@@ -40,7 +40,7 @@ def analyse(traced: Traced) -> Analysis:
 
     1. `find_axes` unifies the dimensions of all values into logical axes.
     2. `batch_axis` chooses the batch among these axes. In a step that was cut into microbatches, it is the axis that
-       was cut.
+       was cut. In a function without state whose microbatches are single rows, it is another axis of that dimension.
     3. `join_generated_batches` merges the axes of rows that the step generates itself into the batch, in place. It
        must run before the roles are found, because they depend on which values have the batch.
     4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
@@ -60,7 +60,8 @@ def analyse(traced: Traced) -> Analysis:
     if state_is_data(program, axes, state_inputs):
         state_inputs = []  # the roles are those of a step that computes new data from data
     batch = _known_batch(traced, axes)
-    batch = batch_axis(program, axes, frozenset(state_inputs)) if batch is None else batch
+    if batch is None:
+        batch = batch_axis(program, axes, frozenset(state_inputs), _cut_dimension(traced, axes))
     join_generated_batches(axes, batch)
     replicas, microbatch = _cut_axes(traced, axes)
     roles = find_roles(program, axes, state_inputs, batch=batch, replicas=replicas, microbatch=microbatch)
@@ -82,6 +83,17 @@ def _cut_axes(traced: Traced, axes: LogicalAxes) -> tuple[int | None, int | None
     replicas = classes[place - 1] if traced.replicas > 1 else None
     has_count = traced.microbatches > 1 and len(classes) > place + 1
     return replicas, classes[place + 1] if has_count and axes.sizes[classes[place + 1]] == traced.microbatches else None
+
+
+def _cut_dimension(traced: Traced, axes: LogicalAxes) -> frozenset[int]:
+    """The axes of the dimension that was cut into microbatches, if a microbatch is a single row; else none.
+
+    Of a function without state, weights are inputs like data, so rows could not be told from layers.
+    """
+    if traced.batch is None or traced.state:
+        return frozenset()
+    leaf, dim, _, _ = traced.batch
+    return frozenset(axes.of_value[traced.program.inputs[leaf]][dim])
 
 
 def _known_batch(traced: Traced, axes: LogicalAxes) -> int | None:

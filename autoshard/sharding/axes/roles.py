@@ -223,7 +223,9 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
     return frozenset(v for v in found if len(program.avals[v].shape) > 0)
 
 
-def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> int | None:
+def batch_axis(
+    program: Program, axes: LogicalAxes, state: frozenset[int], among: frozenset[int] = frozenset()
+) -> int | None:
     """Finds the batch: of the axes that occur in the most activation bytes, the one nearest to the front of an input.
 
     If all inputs are state, the step generates its batch itself.
@@ -237,6 +239,7 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
         program: the program.
         axes: its logical axes.
         state: the inputs that the program returns updated.
+        among: the axes to choose from; empty for all.
     """
     carried: Counter[int] = Counter()
     for leaves, size in _result_bytes(program, axes).items():
@@ -251,6 +254,7 @@ def batch_axis(program: Program, axes: LogicalAxes, state: frozenset[int]) -> in
             for c in dim:
                 position[c] = min(position[c], (d, n)) if c in position else (d, n)
     candidates = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
+    candidates = {c for c in candidates if c in among} or candidates
     candidates = candidates - _square(program, axes) or candidates
     if not candidates and state:
         generated = _generated_batch(program, axes, carried)

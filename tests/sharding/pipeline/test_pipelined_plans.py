@@ -332,3 +332,18 @@ def test_layers_inside_a_checkpoint():
         PlanError, match=r"the jax.lax.scan at .* is inside a jax.checkpoint. Put jax.checkpoint around"
     ):
         plan(step, jnp.ones((4, 8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
+
+
+def test_layers_are_no_rows_where_a_group_of_rows_has_one():
+    """A function without gradients has no state: what is cut into microbatches tells rows from stacks of layers."""
+
+    def fn(weights, x):
+        body = lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None)  # noqa: E731
+        return (jax.lax.scan(body, x, weights)[0] ** 2).mean()
+
+    layers = {"up": (8, 64, 128), "down": (8, 128, 64)}
+    weights = {name: jax.ShapeDtypeStruct(shape, F32) for name, shape in layers.items()}
+    x = jax.ShapeDtypeStruct((16, 64), F32)
+    made = plan(fn, weights, x, target="cpu:8", plan="pp:2 dp:4", microbatches=4)
+    roles = {leaf.path: leaf.role for leaf in made.inputs}
+    assert roles == {"0/down": "parameter", "0/up": "parameter", "1": "data"}
