@@ -19,8 +19,8 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard._typed import convert, fields_of
 from autoshard.errors import AutoshardError
-from autoshard.models.configs import inner_configs
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.config_changes import inner_configs
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.gpt import GPT
 from autoshard.models.gpt_config import GPTConfig

@@ -18,10 +18,6 @@ from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.layers import MLP, normal, zeros
 
 
-class ChoiceBias(nnx.Variable):
-    """A bias of the choice of experts. It has no gradient: training rules other than gradients change it."""
-
-
 def route(cfg: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Choose the experts of each token.
 
@@ -72,7 +68,8 @@ class Experts(nnx.Module):
         self.b_gate = zeros(cfg, count, ffn, wanted=bias)
         self.b_up = zeros(cfg, count, ffn, wanted=bias)
         self.b_down = zeros(cfg, count, cfg.width, wanted=bias)
-        self.choice_bias = ChoiceBias(jnp.zeros((count,), jnp.float32)) if cfg.experts.choice_bias else None
+        # It has no gradient: training rules other than gradients change it.
+        self.choice_bias = nnx.Variable(jnp.zeros((count,), jnp.float32)) if cfg.experts.choice_bias else None
         self.shared = MLP(cfg, shared_key, cfg.experts.shared_ffn) if cfg.experts.shared_ffn else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

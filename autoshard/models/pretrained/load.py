@@ -15,7 +15,7 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
-from autoshard.models.configs import config_fields, with_changes
+from autoshard.models.decoder.config_changes import config_fields, with_changes
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.fast_copy import FetchAhead, aligned_empty, copy_transposed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoshard.models.configs import with_changes
+from autoshard.models.decoder.config_changes import with_changes
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import CONFIG, Folder, stored_dtype
 from autoshard.models.workloads import Workload

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.sharding.microbatches.flow import Flow
 from autoshard.sharding.microbatches.operator_steps import NotCut, Step
 from autoshard.sharding.microbatches.repeated_rows import repeated_rows
@@ -160,6 +161,7 @@ class _Writer:
         return made | {var: cut.joined(x, s) for (var, s), x in zip(collected.items(), kept, strict=True)}
 
 
+@shown
 class Around(NamedTuple):
     """What is known of the values around a nested jaxpr: variable -> value, and variable -> the equation of it."""
 

@@ -45,8 +45,8 @@ def describe(config: TrainConfig) -> Described:
     described = Described.of(Folder.open(config.model_folder), own.dtype, changes)
     if not isinstance(described.cfg, DecoderConfig):
         raise ConfigError(
-            f"{str(config.model_folder)!r} is a {described.family.name}: --from trains models of text alone. Load it by "
-            "autoshard.models.load_pretrained in a program of your own"
+            f"{str(config.model_folder)!r} is a {described.family.name}: --from trains models of text alone. Load it "
+            "by autoshard.models.load_pretrained in a program of your own"
         )
     return described
 
