@@ -36,9 +36,9 @@ def takes_adapter(row: Stored) -> bool:
     return inputs_first and "{layer}" in row.name and "{expert}" not in row.name and row.name.endswith(".weight")
 
 
-def weights_table(family: Family, cfg: DecoderConfig) -> Table:
-    """Return the family's table, in which weights with an adapter have rows too."""
-    table = family.table(cfg)
+def weights_table(family: Family, cfg: DecoderConfig, spelling: int) -> Table:
+    """Return the family's table in a spelling, in which weights with an adapter have rows too."""
+    table = family.spelled(cfg, spelling)
     return {**table, **{f"{path}/{BASE}": row for path, row in table.items() if takes_adapter(row)}}
 
 

@@ -105,7 +105,8 @@ def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict
         shapes: The shape of each parameter, by path.
     """
     weights = {path: shape for path, shape in shapes.items() if path in described.shapes or path.endswith(f"/{BASE}")}
-    return sources_of(described.family.stacks(described.cfg), weights_table(described.family, described.cfg), weights)
+    table = weights_table(described.family, described.cfg, described.origin.spelling)
+    return sources_of(described.family.stacks(described.cfg), table, weights)
 
 
 def first_state(config: TrainConfig, program: Program, like: TrainState) -> TrainState:
@@ -120,8 +121,9 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
         AutoshardError: A tensor is missing, unexpected, damaged, or has another shape or dtype.
     """
     assert config.pretrained.folder is not None
-    folder, described = Folder.open(config.pretrained.folder), describe(config)
+    folder = Folder.open(config.pretrained.folder)
     tensors = folder.tensors()
+    described = describe(config).spelled(tensors)
     described.check(tensors, str(folder.path))
     leaves = {
         path_name(path): leaf

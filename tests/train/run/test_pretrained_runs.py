@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from autoshard.cli import main
 from autoshard.errors import ConfigError
@@ -21,7 +21,7 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.inference.trained_model import load_trained
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
-from tests.models.pretrained.folders import LLAMA, make_folder
+from tests.models.pretrained.folders import GPT2, LLAMA, make_folder
 from tests.train.run.test_resumption import attach
 
 MakeConfig = Callable[..., TrainConfig]
@@ -52,6 +52,14 @@ def test_a_run_starts_from_the_values_of_the_folder(make_config: MakeConfig, fol
     result = trainer.run()
     first = read_metrics(result.run_dir / "metrics.jsonl")[0]
     assert first["loss"] == pytest.approx(float(total / count), rel=1e-5)
+
+
+def test_a_folder_with_other_names_is_read_in_its_own_spelling(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "gpt2", {**GPT2, "vocab_size": 256, "n_positions": 64})
+    renamed = {name.removeprefix("transformer."): x for name, x in tensors(folder).items()}
+    save_file(renamed, folder / "model.safetensors")
+    assert set(renamed) != set(tensors(make_folder(tmp_path / "prefixed", GPT2)))
+    assert train(of_folder(make_config, folder)).step > 0
 
 
 def test_a_run_continues_without_the_folder_on_fewer_devices_and_is_exported(
