@@ -58,7 +58,7 @@ def _compiled(side: Side, measure: str) -> float | None:
 
 
 def is_over_memory(side: Side) -> bool:
-    """Whether the compiler accepts the program although its arguments and temporaries exceed the memory.
+    """Return whether the compiler accepts a program whose arguments and temporaries exceed the memory.
 
     The compiler's analysis can count buffers that are not in the device's memory (`estimate.py`).
     """

@@ -14,6 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+from autoshard.models.pretrained.folder import read_table
 
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 
@@ -41,11 +42,11 @@ class ChatTemplate:
             ConfigError: a file is damaged.
         """
         file = folder / TOKENIZER_CONFIG
+        config = read_table(file) if file.exists() else {}
         try:
-            config = json.loads(file.read_text()) if file.exists() else {}
             source = (folder / TEMPLATE_FILE).read_text() if (folder / TEMPLATE_FILE).exists() else None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
+            raise ConfigError(f"{folder / TEMPLATE_FILE} cannot be read: {error}") from error
         where = str(file if source is None else folder / TEMPLATE_FILE)
         source = config.get("chat_template") if source is None else source
         if isinstance(source, list):  # several templates with names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.models.decoder.config import DecoderConfig
-from autoshard.models.pretrained.folder import Folder
+from autoshard.models.pretrained.folder import Folder, read_table
 from autoshard.models.pretrained.load import Described, load_pretrained
 from autoshard.serve.chat import ChatTemplate
 from autoshard.serve.constants import MAX_TOKENS, ROWS
@@ -176,10 +175,7 @@ def stop_tokens(folder: Folder) -> frozenset[int]:
         ConfigError: they are not token ids, or a file is damaged.
     """
     file = folder.path / GENERATION_CONFIG
-    try:
-        generation = json.loads(file.read_text()) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    generation = read_table(file) if file.exists() else {}
     found = generation.get("eos_token_id")
     found = folder.config.get("eos_token_id") if found is None else found
     ids = [] if found is None else found if isinstance(found, list) else [found]

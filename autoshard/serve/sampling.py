@@ -75,7 +75,7 @@ GREEDY = Sampling()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The sampling of each row, arrays `[rows]`: the fields of `Sampling`, and the number of the row's prompt."""
+    """The fields of `Sampling` for each row, and the number of the row's prompt. All are arrays `[rows]`."""
 
     temperature: jax.Array
     top_k: jax.Array

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models.adapters.lora_config import LoraConfig
@@ -18,6 +17,7 @@ from autoshard.models.adapters.rows import A, B, takes_adapter, within_layer
 from autoshard.models.decoder.adapted import Adapted
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families.family import Family
+from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.tables import Source, sources_of
 
 trained_parameters = (f"*/{A}", f"*/{B}")
@@ -39,7 +39,7 @@ def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Arra
     Raises:
         ConfigError: a glob matches no matrix, or one that cannot have an adapter.
     """
-    shapes = {path: leaf.shape for path, leaf in paths_of(model).items()}
+    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
     table = family.table(model.cfg)
     sources = sources_of(family.stacks(model.cfg), table, shapes)
     for path in targets_of({path: table[within_layer(path)] for path in shapes}, sources, lora.targets):
@@ -86,9 +86,3 @@ def adapt(model: Decoder, path: str, a: jax.Array, b: jax.Array, scale: float) -
     for level in outer:
         parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
     setattr(parent, name, Adapted(getattr(parent, name), a, b, scale))
-
-
-def paths_of(model: nnx.Module) -> dict[str, Any]:
-    """Return the arrays of a model by `/`-joined path."""
-    leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(model)))[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}

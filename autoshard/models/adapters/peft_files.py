@@ -17,12 +17,13 @@ import numpy as np
 from autoshard.ckpt.exchange.lora import CONFIG, WEIGHTS, Adapter, read_adapter
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
-from autoshard.models.adapters.insert import adapt, paths_of
+from autoshard.models.adapters.insert import adapt
 from autoshard.models.adapters.lora_config import LoraConfig
 from autoshard.models.adapters.rows import PREFIX, A, B, adapters_table, takes_adapter, within_layer
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import Family, known_families
+from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.save import gathered, tensors_of
 from autoshard.models.pretrained.tables import Source, sources_of
 
@@ -45,7 +46,7 @@ def save_adapter(model: Decoder, path: Any, lora: LoraConfig, *, base: str | Non
     Raises:
         AutoshardError: the model has no adapters, or the folder is not empty.
     """
-    values = paths_of(model)
+    values = parameters_of(model)
     sources = adapter_sources(_family(model), model.cfg, {path: leaf.shape for path, leaf in values.items()})
     if not sources:
         raise AutoshardError("save_adapter: the model has no adapters: add some by add_adapters")
@@ -113,7 +114,7 @@ def load_adapter(model: Decoder, path: Any) -> LoraConfig:
             "`autoshard ckpt merge`, then load the merged model"
         )
     lora = LoraConfig(adapter.rank, adapter.alpha, rslora=adapter.rslora)
-    shapes = {path: leaf.shape for path, leaf in paths_of(model).items()}
+    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
     table = family.table(model.cfg)
     sources = sources_of(family.stacks(model.cfg), table, shapes)
     left = set(adapter.pairs)

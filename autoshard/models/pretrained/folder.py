@@ -49,15 +49,9 @@ class Folder:
         if not folder.is_dir():
             raise AutoshardError(f"{str(folder)!r} is not a folder: give the folder of a model, with its {CONFIG}")
         file = folder / CONFIG
-        try:
-            config = json.loads(file.read_text())
-        except FileNotFoundError as error:
-            raise AutoshardError(f"{str(folder)!r} has no {CONFIG}, which says what model it is") from error
-        except (OSError, ValueError) as error:
-            raise AutoshardError(f"{file} cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise AutoshardError(f"{file} is damaged: it must be a table, not {type(config).__name__}")
-        return cls(folder, config)
+        if not file.exists():
+            raise AutoshardError(f"{str(folder)!r} has no {CONFIG}, which says what model it is")
+        return cls(folder, read_table(file))
 
     @property
     def values(self) -> Config:
@@ -93,6 +87,21 @@ class Folder:
             raise AutoshardError(f"{what}: {error.filename} is missing; download it again") from error
         except (OSError, ValueError, SafetensorError) as error:
             raise AutoshardError(f"{what}: {error}; a file is damaged or truncated: download it again") from error
+
+
+def read_table(file: Path) -> dict[str, Any]:
+    """Read a JSON file whose content is a table.
+
+    Raises:
+        AutoshardError: the file cannot be read, or has other content.
+    """
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise AutoshardError(f"{file} cannot be read: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise AutoshardError(f"{file} is damaged: it must be a table, not {type(found).__name__}; download it again")
+    return found
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:

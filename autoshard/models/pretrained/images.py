@@ -6,7 +6,6 @@ and its aspect ratio stays nearly the same. Its values are scaled, normalised by
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families.family import Config
+from autoshard.models.pretrained.folder import read_table
 from autoshard.models.vision.grids import Image
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -62,14 +62,9 @@ class ImageReader:
             AutoshardError: there is none, it is damaged, or it has a feature that is not built.
         """
         file = Path(path) / PREPROCESSOR
-        try:
-            values = json.loads(file.read_text())
-        except FileNotFoundError as error:
-            raise AutoshardError(f"{str(path)!r} has no {PREPROCESSOR}, which says how images are read") from error
-        except (OSError, ValueError) as error:
-            raise AutoshardError(f"{file} cannot be read: {error}") from error
-        if not isinstance(values, dict):
-            raise AutoshardError(f"{file} is damaged: it must be a table, not {type(values).__name__}")
+        if not file.exists():
+            raise AutoshardError(f"{str(path)!r} has no {PREPROCESSOR}, which says how images are read")
+        values = read_table(file)
         config = Config(values, str(file))
         kind = values.get("image_processor_type")
         if kind not in PROCESSORS:

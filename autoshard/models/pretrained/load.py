@@ -21,6 +21,7 @@ from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.fast_copy import FetchAhead, aligned_empty, copy_transposed
 from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
 from autoshard.models.pretrained.origin import Origin
+from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
@@ -53,7 +54,7 @@ def load_pretrained(
             `attention`; and `compute_dtype`, the dtype of the computation.
 
     Returns:
-        The model, of its family's class (`Decoder` for most). `save_pretrained` writes it back.
+        The model: a `Decoder`, or the class that its family names. `save_pretrained` writes it back.
 
     Raises:
         AutoshardError: the architecture or a feature of the config is not known; a file or a tensor is missing,
@@ -65,7 +66,7 @@ def load_pretrained(
     described = described.spelled(tensors)
     described.check(tensors, str(folder.path))
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
-    shardings = _by_path(made.in_shardings()[0])
+    shardings = by_path(made.in_shardings()[0])
     dtypes = {name: leaf.dtype for name, leaf in described.abstract(tensors).items()}
     return described.model(read_values(folder, described.sources, tensors, dtypes, shardings))
 
@@ -154,7 +155,7 @@ class Described:
         model: Any = nnx.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
         model.origin = origin
         graph, state = nnx.split(model)
-        shapes = _by_path(nnx.to_pure_dict(state))
+        shapes = by_path(nnx.to_pure_dict(state))
         sources = _sources(family, cfg, 0, shapes)
         return cls(cfg, family, origin, graph, shapes, sources, dtype)
 
@@ -169,7 +170,7 @@ class Described:
         choices = [_sources(self.family, self.cfg, n, self.shapes) for n in range(1 + len(self.family.spellings))]
         best = max(range(len(choices)), key=lambda n: found(choices[n]))
         origin = dataclasses.replace(self.origin, spelling=best)
-        model = nnx.merge(self.graph, _tree(self.shapes))
+        model = nnx.merge(self.graph, as_tree(self.shapes))
         model.origin = origin
         return dataclasses.replace(self, origin=origin, graph=nnx.graphdef(model), sources=choices[best])
 
@@ -192,7 +193,7 @@ class Described:
 
     def params(self, tensors: Mapping[str, Tensor] | None) -> dict[Any, Any]:
         """Return the shapes of the parameters as a tree, with the requested dtype, or that of the files if given."""
-        return _tree(self.shapes if tensors is None else self.abstract(tensors))
+        return as_tree(self.shapes if tensors is None else self.abstract(tensors))
 
     def plan(self, batch: tuple[int, int] | None, **options: Any) -> Plan:
         """Plan the gradient of the loss."""
@@ -205,11 +206,11 @@ class Described:
             return jax.value_and_grad(loss)(params)
 
         training.__name__ = f"{self.family.name}_training"
-        return make_plan(training, _tree(self.shapes), self.family.batch(self.cfg, batch), **options)
+        return make_plan(training, as_tree(self.shapes), self.family.batch(self.cfg, batch), **options)
 
     def model(self, values: Mapping[str, jax.Array]) -> Any:
         """Return the model with these parameters."""
-        return nnx.merge(self.graph, _tree(values))
+        return nnx.merge(self.graph, as_tree(values))
 
 
 def _sources(family: Family, cfg: Any, spelling: int, shapes: Mapping[str, Any]) -> dict[str, Source]:
@@ -250,20 +251,3 @@ def _read_shard(
             stored = tensors[name].read_part(part)
         copy_transposed(shard[place], source.layout.parameter(stored, inner, shape))
     return shard
-
-
-def _by_path(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
-def _tree(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """Undo `_by_path`. Names that are numbers are indices of lists."""
-    found: dict[Any, Any] = {}
-    for path, leaf in leaves.items():
-        *outer, last = (int(name) if name.isdigit() else name for name in path.split("/"))
-        inner = found
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = leaf
-    return found

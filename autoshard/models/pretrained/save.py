@@ -17,7 +17,7 @@ from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.folder import CONFIG
-from autoshard.models.pretrained.load import _by_path
+from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.tables import Source, sources_of
 
 
@@ -36,7 +36,7 @@ def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, s
     origin = getattr(model, "origin", None)
     if origin is None:
         raise AutoshardError("save_pretrained: the model was not loaded by load_pretrained, so its family is not known")
-    values = _by_path(nnx.to_pure_dict(nnx.state(model)))
+    values = parameters_of(model)
     shapes = {path: leaf.shape for path, leaf in values.items()}
     if any("/lora_" in path for path in values):
         raise AutoshardError(

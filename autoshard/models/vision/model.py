@@ -57,7 +57,7 @@ class VisionLanguage(nnx.Module):
         return self.text.logits(self._features(tokens, images, positions, segment_ids))
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Compute the cross-entropy of a batch, as `Decoder.loss` does; it may have `images`, too."""
+        """Compute the cross-entropy of a batch, as `Decoder.loss` does. The batch may have `images`."""
         x = self._features(batch["inputs"], batch.get("images"), batch.get("positions"), batch.get("segment_ids"))
         return self.text.loss_of(x, batch["targets"], batch.get("mask"))
 

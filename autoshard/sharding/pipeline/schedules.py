@@ -195,7 +195,7 @@ class Schedule:
         return "residuals", tuple(part for part in (BACKWARD, WEIGHTS) if part in self.ticks)
 
     def ideal(self, costs: Mapping[str, float]) -> tuple[float, float]:
-        """The time of all ticks, and the time in which each stage works, in the unit of `costs`.
+        """Return the time of all ticks, and the working time of one stage. Both have the unit of `costs`.
 
         Args:
             costs: part -> its time for one microbatch, for all chunks of a stage.

@@ -11,9 +11,10 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 
 
 def waiting_lines(plan: ShardingPlan) -> list[str]:
-    """How many microbatches wait on the first stage, which holds most, by tick: with residuals kept, and with inputs.
+    """Return lines with the number of microbatches that wait on the first stage in each tick.
 
-    Empty if the stages of the plan keep residuals.
+    The first stage holds the most. One line is for stages that keep residuals, one for stages that keep their inputs.
+    There are no lines if the stages of the plan keep residuals.
     """
     other = WITH_RESIDUALS.get(plan.schedule)
     if plan.stages == 1 or other is None:

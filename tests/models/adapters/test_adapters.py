@@ -16,9 +16,9 @@ from autoshard.ckpt.exchange.lora import merge_adapter, read_adapter, read_model
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import load_pretrained, save_pretrained
 from autoshard.models.adapters import LoraConfig, add_adapters, load_adapter, save_adapter
-from autoshard.models.adapters.insert import paths_of
 from autoshard.models.decoder import Decoder
 from autoshard.models.pretrained.families import family_of
+from autoshard.models.pretrained.parameter_paths import parameters_of
 from tests.models.pretrained.folders import LLAMA, MIXTRAL, make_folder
 
 DEEPSEEK: dict[str, Any] = {
@@ -47,7 +47,7 @@ def adapted(folder: Path, lora: LoraConfig, config: dict[str, Any] = LLAMA, **ch
     before = logits(model)
     add_adapters(model, family_of(config, ""), lora, jax.random.key(0))
     np.testing.assert_array_equal(logits(model), before)
-    for path in [path for path in paths_of(model) if path.endswith("lora_b")]:
+    for path in [path for path in parameters_of(model) if path.endswith("lora_b")]:
         parent: Any = model
         for level in path.split("/")[:-1]:
             parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)

@@ -7,6 +7,8 @@ import pytest
 
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained import load_pretrained
+from autoshard.models.pretrained.folder import Folder, read_table
+from autoshard.serve.generator import stop_tokens
 from tests.models.pretrained.folders import LLAMA, make_folder, tensors_of, write_tensors
 
 
@@ -95,3 +97,15 @@ def test_no_folder_and_no_config(tmp_path):
     assert "has no config.json" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("[1")
     assert "config.json cannot be read" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content, message", [("[1]", "it must be a table, not list"), ("{", "cannot be read")])
+def test_a_json_file_that_is_no_table(tmp_path, content, message):
+    file = tmp_path / "generation_config.json"
+    file.write_text(content)
+    with pytest.raises(AutoshardError, match=message) as caught:
+        read_table(file)
+    assert str(file) in str(caught.value)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(AutoshardError, match=message):
+        stop_tokens(Folder.open(tmp_path))

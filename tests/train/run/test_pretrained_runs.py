@@ -1,4 +1,4 @@
-"""Runs that start from a pretrained folder: its values, resuming without it, adapters, and what is written."""
+"""Runs that start from a pretrained folder: first values, resuming without the folder, adapters, and exports."""
 
 import shutil
 from collections.abc import Callable
