@@ -39,7 +39,7 @@ class ChatTemplate:
     def of(cls, folder: Path) -> ChatTemplate | None:
         """Read the template of a folder.
 
-        It is `chat_template.jinja`, the one in `chat_template.json`, or the one in `tokenizer_config.json`, in this order.
+        It is `chat_template.jinja`, or the one in `chat_template.json`, or the one in `tokenizer_config.json`.
 
         Raises:
             ConfigError: a file is damaged.

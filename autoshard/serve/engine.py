@@ -104,12 +104,12 @@ class Engine:
         group: int | None = None,
         **options: Any,
     ):
-        length = model.cfg.context if length is None else length
-        check_sizes(rows, length, model.cfg.context)
-        self.rows, self.length, self.vocab, self.model = rows, length, model.cfg.vocab, model
-        self.steps = Steps(nnx.graphdef(model), as_tree(parameters_of(model)), rows, length, options)
+        positions: int = model.cfg.context if length is None else length
+        check_sizes(rows, positions, model.cfg.context)
+        self.rows, self.length, self.vocab, self.model = rows, positions, model.cfg.vocab, model
+        self.steps = Steps(nnx.graphdef(model), as_tree(parameters_of(model)), rows, positions, options)
         self.group = group_size(rows, self.steps.plan, group)
-        self.buckets = tuple(_buckets(length))
+        self.buckets = tuple(_buckets(positions))
 
     @property
     def plan(self) -> Plan:

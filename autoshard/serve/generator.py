@@ -93,7 +93,9 @@ class Generator:
         if any(not text for text in stop):
             raise ConfigError("a stop string is empty: give at least one character")
         if images is not None and len(images) != len(prompts):
-            raise ConfigError(f"images has {len(images)} lists for {len(prompts)} prompts: give one list for each prompt")
+            raise ConfigError(
+                f"images has {len(images)} lists for {len(prompts)} prompts: give one list for each prompt"
+            )
         options = {"max_tokens": max_tokens, "sampling": sampling, "stop": self.stop_tokens}
         requests = self._requests(prompts, images or [()] * len(prompts), numbers or range(len(prompts)), **options)
         streams = [TextStream(self._decode, stop) for _ in prompts]
@@ -178,8 +180,8 @@ def load_generator(
     model: Any = described.model(described.shapes)
     if not isinstance(model, GenerativeModel):
         raise ConfigError(f"{str(folder.path)!r} is a {described.family.name}, which generates no text")
-    length = described.cfg.context if length is None else min(length, described.cfg.context)
-    check_sizes(rows, length, described.cfg.context)
+    positions: int = described.cfg.context if length is None else min(length, described.cfg.context)
+    check_sizes(rows, positions, described.cfg.context)
     stop = stop_tokens(folder)
     prompts = PromptReader(tokenizer, ChatTemplate.of(folder.path), model.image_slots, folder.path)
     if check is not None:
@@ -187,9 +189,9 @@ def load_generator(
     tensors = folder.tensors()
     described = described.spelled(tensors)
     described.check(tensors, str(folder.path))
-    steps = Steps(described.graph, as_tree(described.abstract(tensors)), rows, length, options)
+    steps = Steps(described.graph, as_tree(described.abstract(tensors)), rows, positions, options)
     model = described.read(folder, tensors, steps.shardings(group_size(rows, steps.plan)))
-    return Generator(Engine(model, rows=rows, length=length, **options), prompts, stop)
+    return Generator(Engine(model, rows=rows, length=positions, **options), prompts, stop)
 
 
 def stop_tokens(folder: Folder) -> frozenset[int]:

@@ -21,23 +21,25 @@ class GenerativeModel(Protocol):
 
     Attributes:
         cfg: its config, with `vocab` and `context`, the largest number of positions of a row.
-        image_slots: how images take their places among the tokens of a prompt; None if the model reads none.
     """
 
     cfg: Any
 
     @property
-    def image_slots(self) -> ImageSlots | None: ...
+    def image_slots(self) -> ImageSlots | None:
+        """How images take their places among the tokens of a prompt; None if the model reads none."""
+        ...
 
     def cache(self, batch: int, length: int | None = None) -> DecoderCache:
         """Make an empty cache for `batch` rows of up to `length` positions."""
         ...
 
-    def extend(
-        self, tokens: jax.Array, cache: DecoderCache, *, counts: jax.Array | None = None, fresh: bool = False,
-        last: bool = False, **inputs: Any,
-    ) -> tuple[jax.Array, DecoderCache]:  # fmt: skip
-        """Compute the logits of tokens that follow those in the cache. `inputs` are those of `prompt_inputs`."""
+    def extend(self, *arguments: Any, **options: Any) -> tuple[jax.Array, DecoderCache]:
+        """Compute the logits of tokens that follow those in the cache, and extend the cache.
+
+        It is called as `extend(tokens, cache, counts=)` for one token of each row, and as
+        `extend(tokens, cache, counts=, fresh=True, last=True, **prompt_inputs)` for new prompts; see `Decoder.extend`.
+        """
         ...
 
     def prompt_inputs(

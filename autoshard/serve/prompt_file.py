@@ -5,7 +5,8 @@
     {"line": 0, "text": " a time", "reason": "tokens", "tokens": [264, 892]}                 a line of replies
 
 A reply is one write of a whole line. After a kill, at most the last line is damaged; it is removed. The number of a
-prompt is its line, so that a resumed run draws the same tokens. The files of images are relative to the file of prompts.
+prompt is its line, so that a resumed run draws the same tokens. The paths of images are relative to the folder of the
+file of prompts.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def reply_to_file(generator: Generator, prompts: Sequence[FilePrompt], out: Path
                 file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
 
             numbers = [one.line for one in left]
-            prompts, images = [one.prompt for one in left], [one.images for one in left]
-            generator.generate(prompts, images=images, numbers=numbers, on_reply=write, **options)
+            texts, images = [one.prompt for one in left], [one.images for one in left]
+            generator.generate(texts, images=images, numbers=numbers, on_reply=write, **options)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from error
     return len(left)

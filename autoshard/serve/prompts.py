@@ -73,7 +73,7 @@ class PromptReader:
             prompt = [user_message(prompt, len(images))]
         files = list(images) if isinstance(prompt, str) else _files(prompt, images)
         if files and self.slots is None:
-            raise ConfigError(f"the prompt has {_images(files)}, but the model reads text alone: leave the images out")
+            raise ConfigError(f"the prompt has {_counted(len(files), 'image')}, but the model reads text alone")
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt).ids
         elif self.chat is None:
@@ -84,8 +84,8 @@ class PromptReader:
             return ids, ()
         if (places := ids.count(self.slots.token)) != len(files):
             raise ConfigError(
-                f"the prompt has {places} placeholders {self.placeholder} and {_images(files)}: give one placeholder "
-                "for each image"
+                f"the prompt has {_counted(places, 'placeholder')} {self.placeholder} and "
+                f"{_counted(len(files), 'image')}: give one placeholder for each image"
             )
         found = tuple(PromptImage(self._reader.grid(one), functools.partial(self._patches, one)) for one in files)
         left = iter(found)
@@ -100,7 +100,9 @@ class PromptReader:
         assert self.slots is not None
         found = self.tokenizer.id_to_token(self.slots.token)
         if found is None:
-            raise ConfigError(f"{str(self.folder)!r}: the tokenizer has no token {self.slots.token}, which stands for an image")
+            raise ConfigError(
+                f"{str(self.folder)!r}: the tokenizer has no token {self.slots.token}, which stands for an image"
+            )
         return found
 
     @functools.cached_property
@@ -140,5 +142,5 @@ def _files(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list
     return found + left
 
 
-def _images(files: Sequence[Any]) -> str:
-    return f"{len(files)} image{'' if len(files) == 1 else 's'}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

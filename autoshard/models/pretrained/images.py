@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LARGEST_RATIO = 200  # of the sides; the published processor refuses longer images
 BICUBIC = 3  # Pillow's number, which the files have
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # the EXIF tag, and its values for images whose sides are exchanged (EXIF 2.3)
+ORIENTATION, TURNED = (
+    0x0112,
+    (5, 6, 7, 8),
+)  # the EXIF tag, and its values for images whose sides are exchanged (EXIF 2.3)
 
 
 @shown
@@ -111,14 +115,16 @@ class ImageReader:
         return repeated.reshape(rows * columns, -1), (1, rows, columns)
 
     def grid(self, image: Any) -> Grid:
-        """Return the grid of an image's patches. Of a file, only the start is read.
+        """Return the grid of an image's patches. Of most files, only the start is read.
 
         Raises:
             AutoshardError: the file is no image, or the image is too long and narrow.
         """
         opened = _opened(image)
         height, width = opened.height, opened.width
-        if opened.getexif().get(ORIENTATION) in TURNED:
+        with _decoding(image):  # the EXIF data of some formats are behind the pixels
+            orientation = opened.getexif().get(ORIENTATION)
+        if orientation in TURNED:
             height, width = width, height
         height, width = self.size(height, width)
         return 1, height // self.patch, width // self.patch
@@ -180,8 +186,14 @@ def _opened(image: Any) -> Any:
 def _decoded(image: Any) -> Any:
     """Return a Pillow image in RGB, turned as its EXIF data says."""
     opened = _opened(image)
-    try:
+    with _decoding(image):
         return _pillow().ImageOps.exif_transpose(opened).convert("RGB")
-    except OSError as error:
-        name = str(image) if isinstance(image, str | Path) else "an image"
-        raise AutoshardError(f"{name!r} cannot be read: {error}; the file is damaged or truncated") from error
+
+
+@contextmanager
+def _decoding(image: Any) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SyntaxError) as error:  # Pillow raises a SyntaxError for some damaged files
+        name = repr(str(image)) if isinstance(image, str | Path) else "an image"
+        raise AutoshardError(f"{name} cannot be read: {error}; the file is damaged or truncated") from error

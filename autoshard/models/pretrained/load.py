@@ -207,8 +207,8 @@ class Described:
         training.__name__ = f"{self.family.name}_training"
         return make_plan(training, as_tree(self.shapes), self.family.batch(self.cfg, batch), **options)
 
-    def model(self, values: Mapping[str, jax.Array]) -> Any:
-        """Return the model with these parameters."""
+    def model(self, values: Mapping[str, Any]) -> Any:
+        """Return the model with these parameters, or their shapes, by path."""
         return nnx.merge(self.graph, as_tree(values))
 
 

@@ -112,7 +112,9 @@ class VisionLanguage(nnx.Module):
             AutoshardError: images do not have the form of the model, or are not those of the tokens.
         """
         real = np.where(np.arange(tokens.shape[1]) < counts[:, None], tokens, -1)
-        found: dict[str, Any] = {"positions": token_positions(real, [[grid for _, grid in row] for row in images], self.cfg)}
+        found: dict[str, Any] = {
+            "positions": token_positions(real, [[grid for _, grid in row] for row in images], self.cfg)
+        }
         if any(images):
             found["images"] = pack_images(real, images, self.cfg)
         return found

@@ -1,4 +1,4 @@
-"""Prompts with images against transformers, from files and messages to 64 greedy tokens, in one batch and under a plan."""
+"""Prompts with images against transformers: 64 greedy tokens from image files, in one batch and under a plan."""
 
 import json
 
@@ -57,7 +57,9 @@ def expected_of(made, processor, prompt, names):
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(made.folder / "tokenizer.json"), chat_template=TEMPLATE)
     content = [*[{"type": "image"}] * len(names), {"type": "text", "text": prompt}]
-    text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
     given = {}
     if names:
         images = processor(images=[Image.open(made.folder / f"{name}.png") for name in names], return_tensors="pt")
