@@ -149,7 +149,7 @@ class Described:
             raise
         except (TypeError, ValueError) as error:
             raise AutoshardError(f"{values.where}: {error}") from error
-        origin = Origin.of(family, folder.config)
+        origin = Origin.of(family, folder)
         model: Any = nnx.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
         model.origin = origin
         graph, state = nnx.split(model)
