@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ SETTINGS = ("top_p", "min_p", "repetition_penalty")
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Return whether a folder has a pretrained model, and not a run's."""
+    """Return whether a folder has a pretrained model, perhaps without its weights, and not a run's."""
     try:
-        has_config = (folder / CONFIG).is_file() and not any((folder / name).exists() for name in RUN_FILES)
-        return has_config and any(folder.glob("*.safetensors*"))
+        if not (folder / CONFIG).is_file() or any((folder / name).exists() for name in RUN_FILES):
+            return False
+        config = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError):
         return False
+    return any(folder.glob("*.safetensors*")) or isinstance(config, dict) and "architectures" in config
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

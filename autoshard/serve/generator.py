@@ -167,6 +167,7 @@ def load_generator(
         AutoshardError: the folder lacks a file, or its model is not known or generates no text.
     """
     folder = Folder.open(path)
+    tensors = folder.tensors()
     file = folder.path / TOKENIZER
     if not file.exists():
         raise ConfigError(f"{str(folder.path)!r} has no {TOKENIZER}: download it, too, or convert the tokenizer once")
@@ -186,7 +187,6 @@ def load_generator(
     prompts = PromptReader(tokenizer, ChatTemplate.of(folder.path), model.image_slots, folder.path)
     if check is not None:
         check(prompts)
-    tensors = folder.tensors()
     described = described.spelled(tensors)
     described.check(tensors, str(folder.path))
     steps = Steps(described.graph, as_tree(described.abstract(tensors)), rows, positions, options)

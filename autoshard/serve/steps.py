@@ -87,9 +87,9 @@ class Steps:
         self.graph, self.params, self.rows, self.length = graph, params, rows, length
         self._decoded, self._others = self._parts()
         self._decode = autoshard.auto_shard(self._decode_step, donate_argnums=1, **options)
-        self._prefill = autoshard.auto_shard(self._prefill_step, donate_argnums=1, **options)
         with _idle_devices_allowed():
             self.plan: Plan = self._decode.plan(self._decoded, *self._shapes())
+        self._prefill = autoshard.auto_shard(self._prefill_step, donate_argnums=1, **self._kept(options))
 
     def new_state(self) -> State:
         """Make the state of empty rows, sharded as the decode step's plan says."""
@@ -140,6 +140,17 @@ class Steps:
             for path, leaf in zip(by_path(shapes), leaves, strict=True)
         ]
         return jax.tree.unflatten(tree, placed)
+
+    def _kept(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of the prefill step.
+
+        A function without a mesh, a target and a plan keeps the shardings of its arguments, and their mesh. So it keeps
+        those of the decode step, and plans the rest around them. A requested plan could shard the cache in another way;
+        it would then be moved twice for each prompt.
+        """
+        if self.plan.mesh.size == 1:  # one device says nothing about the devices to use
+            return options
+        return {**options, "mesh": None, "target": None, "plan": None}
 
     def _parts(self) -> tuple[Any, dict[str, Any]]:
         """Return the parameters that the decode step reads, as a tree, and the shapes of the others, by path."""

@@ -111,6 +111,10 @@ def test_wrong_options_are_one_error(folder, capsys, options, message):
 def test_folders_that_lack_something_are_refused(tmp_path, capsys):
     assert main(["generate", str(tmp_path), "--chat"]) == 2
     assert "--chat need" in capsys.readouterr().err
+    folder = make_text_folder(tmp_path / "weightless")
+    (folder / "model.safetensors").unlink()
+    assert main(["generate", str(folder)]) == 2
+    assert "has no safetensors files, so it has no weights" in capsys.readouterr().err
     folder = make_text_folder(tmp_path / "broken")
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(AutoshardError, match="not a tokenizer"):

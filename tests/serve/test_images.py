@@ -11,12 +11,8 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
-from autoshard.models.pretrained.folder import Folder
-from autoshard.models.pretrained.load import Described
-from autoshard.models.pretrained.parameter_paths import as_tree
 from autoshard.serve import load_generator
 from autoshard.serve.prompt_file import read_prompts, reply_to_file
-from autoshard.serve.steps import Steps
 from tests.serve.folders import make_image_folder, make_text_folder
 
 pytest.importorskip("PIL")
@@ -78,19 +74,6 @@ def test_no_program_is_compiled_for_images_of_other_sizes_and_numbers(generator,
         assert "Compiling" not in caplog.text
         generator.generate(["u"], images=[[np.zeros((60, 60, 3), np.uint8)]], max_tokens=2)  # another bucket of tokens
         assert "Compiling" in caplog.text
-
-
-def test_the_prefill_plan_shards_the_tower(folder):
-    files = Folder.open(folder)
-    described = Described.of(files, None, {})
-    steps = Steps(described.graph, as_tree(described.abstract(files.tensors())), 2, 64, {"plan": "fsdp:4 tp:2"})
-    found = steps.shardings(2)
-    assert found.keys() == described.shapes.keys()
-    whole = [
-        path for path, sharding in found.items() if "vision" in path and "/w" in path and "tp" not in str(sharding)
-    ]
-    assert not whole
-    assert found["text/embed"] == steps.plan.in_shardings()[0]["text"]["embed"]
 
 
 def test_files_of_prompts_have_images(generator, folder, tmp_path):

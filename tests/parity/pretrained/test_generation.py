@@ -45,7 +45,6 @@ def test_greedy_tokens(name, tmp_path):
     assert tokens_of(Engine(model, rows=5, length=256)) == expected_of(reference)
 
 
-@pytest.mark.filterwarnings("ignore:.*XLA makes:autoshard.errors.AutoshardWarning")  # windows of Mixtral, in prefill
 @pytest.mark.parametrize("name", PLANS)
 def test_greedy_tokens_under_plans(name, tmp_path):
     reference = make_reference(name, tmp_path / "model")
