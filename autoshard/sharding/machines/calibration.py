@@ -83,7 +83,7 @@ def calibrate(devices: Sequence[Any] | None = None, effort: MeasurementSizes | N
     near = dims[-1]
     chip = replace(chip, link_bandwidth=near.bandwidth, link_latency_us=near.latency_us,
                    network_bandwidth=chip.network_bandwidth * ratio)  # fmt: skip
-    return Target(rated.name, chip, Topology(dims))
+    return Target(rated.name, chip, replace(rated.topology, dims=dims))
 
 
 def _with_measured_link(dim: Dim, bandwidth: float, latency_us: float) -> Dim:

@@ -75,4 +75,4 @@ def _stretched(target: Target, times: int) -> Target:
     """The target with its outermost dimension `times` as large."""
     first, *rest = target.topology.dims
     dims = (replace(first, size=first.size * times), *rest)
-    return Target(f"{target.name} with {first.name} = {first.size * times}", target.chip, Topology(dims))
+    return Target(f"{target.name} with {first.name} = {first.size * times}", target.chip, replace(target.topology, dims=dims))
