@@ -59,8 +59,7 @@ class ProgramLinks:
     @cached_property
     def slices(self) -> Slices | None:
         """The slices of the target; None if it has one."""
-        outer = self.topology.dims[0]
-        return Slices(self.order, outer.size) if outer.name == "slice" and outer.size > 1 else None
+        return Slices(self.order, self.topology.dims[0].size) if self.topology.has_slices else None
 
     def time_us(self, collective: Collective) -> float:
         """Microseconds of one run with no other traffic on its links."""
@@ -69,6 +68,8 @@ class ProgramLinks:
         if collective.is_permute:
             return self._permute_us(collective.groups, collective.payload_bytes)
         kind = KINDS.get(collective.kind, "all-gather")
+        if self.slices and any(len(set(self.coordinates[list(group), 0].tolist())) > 1 for group in collective.groups):
+            return self.topology.flat_us(kind, collective.size, collective.local_bytes)  # a send between slices
         boxes = {self.pieces(group) for group in collective.groups}
         return max(self.topology.time_us(kind, box, collective.local_bytes) for box in boxes)
 
