@@ -123,7 +123,8 @@ def table(rows: Sequence[Row]) -> Table:
     """All rows."""
     found = Table(title="pipelines")
     for name in ("layers", "schedule", "microbatches", "result", "temporaries MiB", "predicted peak GB", "peak GB",
-                 "ms predicted", "ms cycles", "ms roofline", "table", "cycles / table", "roofline / table"):  # fmt: skip
+                 "ms predicted", "ms cycles", "ms roofline", "table", "cycles / table",
+                 "roofline / table"):  # fmt: skip
         found.add_column(name)
     for row in sorted(rows, key=lambda row: (row.layers, row.microbatches)):
         temporaries = scaled_text(row.temp_bytes, 2**-20)
