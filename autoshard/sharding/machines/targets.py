@@ -28,7 +28,7 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.machines.constants import CORE_LINKS, CPU_LATENCY_GROWTH, MOST_DEVICES
 from autoshard.sharding.machines.link_prices import LinkPrices, link_prices
-from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology, assign
+from autoshard.sharding.machines.topology import SLICE, DeviceAssignment, Dim, Topology, assign
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 
@@ -169,7 +169,7 @@ def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:
 
 
 def _torus(chip: Chip, shape: Sequence[int], slices: int) -> tuple[Dim, ...]:
-    dims = [Dim("slice", slices, "switch", chip.network_bandwidth, chip.network_latency_us)] if slices > 1 else []
+    dims = [Dim(SLICE, slices, "switch", chip.network_bandwidth, chip.network_latency_us)] if slices > 1 else []
     # Outermost first: in the order of a TPU's devices, x runs fastest.
     for letter, size in reversed(list(zip("xyz", shape, strict=False))):
         wraps = size % chip.wraps_at == 0
