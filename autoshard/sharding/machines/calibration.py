@@ -25,7 +25,7 @@ from autoshard.sharding.machines import constants
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machines.device_mesh import device_mesh, topology_order
 from autoshard.sharding.machines.targets import Target, target_for
-from autoshard.sharding.machines.topology import Dim, Topology
+from autoshard.sharding.machines.topology import Dim
 
 
 @dataclass(frozen=True)

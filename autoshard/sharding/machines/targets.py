@@ -34,7 +34,8 @@ __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target
 
 # Attributes of a chip that a target file cannot set. They describe named targets, or the compiler.
 _NOT_IN_FILES = (
-    "kinds", "hides", "synchronous_gathers", "gather_dims", "keeps_gathers", "options", "torus", "wraps_at", "pod", "domain", "cores"
+    "kinds", "hides", "synchronous_gathers", "gather_dims", "keeps_gathers", "options", "torus", "wraps_at", "pod",
+    "domain", "cores",
 )  # fmt: skip
 _FINITE: Readers = {float: finite}
 
@@ -201,7 +202,8 @@ def target_for(devices: Sequence[Any], count: int) -> Target:
     if chip.torus:
         shape = _shape(devices, chip) if count == len(devices) else None
         if shape is not None:
-            return Target(f"{name}:{'x'.join(map(str, shape))}", chip, Topology(_torus(chip, shape, 1), chip.keeps_gathers))
+            topology = Topology(_torus(chip, shape, 1), chip.keeps_gathers)
+            return Target(f"{name}:{'x'.join(map(str, shape))}", chip, topology)
         line = Dim("device", count, "ring", chip.link_bandwidth, chip.link_latency_us)
         return Target(f"{name}:{count}", chip, Topology((line,)))
     hosts = len({d.process_index for d in devices}) if count == len(devices) and platform != "cpu" else 1
