@@ -113,6 +113,10 @@ class Steps:
         """Choose the next token of each active row."""
         return self._decode(self._decoded, state, active)
 
+    def decode_shapes(self) -> tuple[Any, State]:
+        """Return the shapes of the parameters that the decode step reads, and of its state."""
+        return self._decoded, self._shapes()[0]
+
     def shardings(self, group: int) -> dict[str, Any]:
         """Return the sharding of each parameter, by path.
 
