@@ -78,7 +78,7 @@ class Engine:
     """Continues prompts with a model, in rows of a batch.
 
     Args:
-        model: the model; its parameters stay where they are.
+        model: the model. Its parameters stay where they are, unless `plan`, `mesh` or `target` say otherwise.
         rows: number of prompts that are continued at a time.
         length: positions of a row, prompt and text; by default the model's context.
         group: number of prompts that are prefilled at a time; by default one on one device, and one for each device,

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from flax import nnx
 
 import autoshard
 from autoshard._shown import shown
-from autoshard.errors import AutoshardWarning
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.models.decoder.cache import DecoderCache
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.serve.constants import PLANNED_POSITIONS
@@ -84,11 +84,15 @@ class Steps:
     """
 
     def __init__(self, graph: Any, params: Any, rows: int, length: int, options: dict[str, Any]):
-        self.graph, self.params, self.rows, self.length = graph, params, rows, length
+        self.graph, self.params, self.rows, self.length, self.options = graph, params, rows, length, options
         self._decoded, self._others = self._parts()
         self._decode = autoshard.auto_shard(self._decode_step, donate_argnums=1, **options)
         with _idle_devices_allowed():
             self.plan: Plan = self._decode.plan(self._decoded, *self._shapes())
+        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
+            # Once, and not in each step. Arrays that are there already stay.
+            self._decoded = jax.device_put(self._decoded, self.plan.in_shardings()[0])
+            self.params = as_tree(by_path(params) | by_path(self._decoded))
         self._prefill = autoshard.auto_shard(self._prefill_step, donate_argnums=1, **self._kept(options))
 
     def new_state(self) -> State:
@@ -126,14 +130,28 @@ class Steps:
         Args:
             group: number of prompts that are prefilled at a time.
         """
-        found = by_path(self.plan.in_shardings()[0])
-        if self._others:
-            state, _ = self._shapes()
-            placed = self._placed(self.params, found), self._placed(state, by_path(self.plan.in_shardings()[1]))
-            with _idle_devices_allowed():
-                others = by_path(self._prefill.plan(*placed, self._prompt_shapes(group)).in_shardings()[0])
-            found |= {path: others[path] for path in self._others}
-        return found
+        of_params, of_state = (by_path(tree) for tree in self.plan.in_shardings()[:2])
+        if not self._others:
+            return of_params
+        placed = self._placed(self.params, of_params), self._placed(self._shapes()[0], of_state)
+        with _idle_devices_allowed():
+            others = by_path(self._usual_plan(*placed, self._prompt_shapes(group)).in_shardings()[0])
+        return of_params | {path: others[path] for path in self._others}
+
+    def _usual_plan(self, params: Any, state: Any, prompts: Prompts) -> Plan:
+        """Plan the prefill step as requested, with the shardings of the decode step."""
+        if self.options.get("plan") is not None:
+            leaves = {f"{n}/{path}": x for n, tree in enumerate((params, state)) for path, x in by_path(tree).items()}
+            placed = {path: x.sharding for path, x in leaves.items() if x.sharding is not None}
+            fixed = {**(self.options.get("fixed") or {}), **{path: x.spec for path, x in placed.items()}}
+            mesh = next(iter(placed.values())).mesh
+            options = {**self.options, "mesh": mesh, "target": None, "fixed": fixed}
+            # Where an axis does not divide the rows, the decode step's mesh has several axes in its place. The words of
+            # the plan do not name them.
+            with suppress(PlanError):
+                step = autoshard.auto_shard(self._prefill_step, donate_argnums=1, **options)
+                return step.plan(params, state, prompts)
+        return self._prefill.plan(params, state, prompts)
 
     @staticmethod
     def _placed(shapes: Any, shardings: dict[str, Any]) -> Any:

@@ -16,11 +16,12 @@ from tests.models.pretrained.folders import MIXTRAL, QWEN2_5_VL, make_folder
 def test_the_prefill_step_keeps_the_shardings_of_the_decode_step(tmp_path, words):
     # With a small window, the prefill step alone would shard the slots of the cache.
     folder = make_folder(tmp_path / "model", {**MIXTRAL, "sliding_window": 6})
-    steps = Engine(load_pretrained(folder, plan=words, batch=(8, 16)), rows=8, plan=words).steps
+    steps = Engine(load_pretrained(folder, plan="fsdp:8", batch=(8, 16)), rows=8, plan=words).steps
     settings = Settings.of([GREEDY] * 8, [0] * 8)
     tokens, counts, source = (np.zeros(shape, np.int32) for shape in ((8, 32), (8,), (8,)))
     prompts = Prompts(tokens, counts, np.zeros((8, 24), bool), source, settings)
     decode, prefill = steps.plan.in_shardings(), steps.prefill_plan(steps.new_state(), prompts).in_shardings()
+    assert all(leaf.sharding == by_path(decode[0])[path] for path, leaf in by_path(steps.params).items())
     for argument in (0, 1):
         for path, sharding in by_path(decode[argument]).items():
             assert by_path(prefill[argument])[path].spec == sharding.spec, path
@@ -29,8 +30,8 @@ def test_the_prefill_step_keeps_the_shardings_of_the_decode_step(tmp_path, words
 def test_the_prefill_plan_shards_the_tower(tmp_path):
     files = Folder.open(make_folder(tmp_path / "model", QWEN2_5_VL))
     described = Described.of(files, None, {})
-    steps = Steps(described.graph, as_tree(described.abstract(files.tensors())), 2, 64, {"plan": "fsdp:4 tp:2"})
-    found = steps.shardings(2)
+    steps = Steps(described.graph, as_tree(described.abstract(files.tensors())), 4, 64, {"plan": "fsdp:4 tp:2"})
+    found = steps.shardings(4)
     assert found.keys() == described.shapes.keys()
     whole = [path for path, one in found.items() if "vision" in path and "/w" in path and "tp" not in str(one)]
     assert not whole
