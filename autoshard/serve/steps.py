@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 import autoshard
 from autoshard._shown import shown
-from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.errors import AutoshardWarning
 from autoshard.models.decoder.cache import DecoderCache
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.serve.constants import PLANNED_POSITIONS
@@ -28,6 +30,8 @@ from autoshard.serve.model import GenerativeModel
 from autoshard.serve.sampling import GREEDY, Settings, choose
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
+
+_AXIS = re.compile(r"(\w+):(\d+)")  # the name and the size of a mesh axis in the words of a plan
 
 
 @shown
@@ -84,7 +88,7 @@ class Steps:
     """
 
     def __init__(self, graph: Any, params: Any, rows: int, length: int, options: dict[str, Any]):
-        self.graph, self.params, self.rows, self.length, self.options = graph, params, rows, length, options
+        self.graph, self.params, self.rows, self.length = graph, params, rows, length
         self._decoded, self._others = self._parts()
         self._decode = autoshard.auto_shard(self._decode_step, donate_argnums=1, **options)
         with _idle_devices_allowed():
@@ -135,23 +139,8 @@ class Steps:
             return of_params
         placed = self._placed(self.params, of_params), self._placed(self._shapes()[0], of_state)
         with _idle_devices_allowed():
-            others = by_path(self._usual_plan(*placed, self._prompt_shapes(group)).in_shardings()[0])
+            others = by_path(self._prefill.plan(*placed, self._prompt_shapes(group)).in_shardings()[0])
         return of_params | {path: others[path] for path in self._others}
-
-    def _usual_plan(self, params: Any, state: Any, prompts: Prompts) -> Plan:
-        """Plan the prefill step as requested, with the shardings of the decode step."""
-        if self.options.get("plan") is not None:
-            leaves = {f"{n}/{path}": x for n, tree in enumerate((params, state)) for path, x in by_path(tree).items()}
-            placed = {path: x.sharding for path, x in leaves.items() if x.sharding is not None}
-            fixed = {**(self.options.get("fixed") or {}), **{path: x.spec for path, x in placed.items()}}
-            mesh = next(iter(placed.values())).mesh
-            options = {**self.options, "mesh": mesh, "target": None, "fixed": fixed}
-            # Where an axis does not divide the rows, the decode step's mesh has several axes in its place. The words of
-            # the plan do not name them.
-            with suppress(PlanError):
-                step = autoshard.auto_shard(self._prefill_step, donate_argnums=1, **options)
-                return step.plan(params, state, prompts)
-        return self._prefill.plan(params, state, prompts)
 
     @staticmethod
     def _placed(shapes: Any, shardings: dict[str, Any]) -> Any:
@@ -164,15 +153,25 @@ class Steps:
         return jax.tree.unflatten(tree, placed)
 
     def _kept(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options of the prefill step.
+        """Return the options of the prefill step, under which it keeps the decode step's mesh and shardings.
 
-        A function without a mesh, a target and a plan keeps the shardings of its arguments, and their mesh. So it keeps
-        those of the decode step, and plans the rest around them. A requested plan could shard the cache in another way;
-        it would then be moved twice for each prompt.
+        A requested plan alone could shard the cache in another way; it would then be moved twice for each prompt.
         """
-        if self.plan.mesh.size == 1:  # one device says nothing about the devices to use
+        mesh, words = self.plan.mesh, options.get("plan")
+        if mesh.size == 1:  # one device says nothing about the devices to use
             return options
-        return {**options, "mesh": None, "target": None, "plan": None}
+        if not isinstance(words, str) or dict(_AXIS.findall(words)) != {name: str(n) for name, n in mesh.shape.items()}:
+            # The words do not name the axes of the mesh: where one does not divide the rows, there are several. A
+            # function without a plan keeps the shardings of its arguments, and plans the rest around them.
+            return {**options, "mesh": None, "target": None, "plan": None}
+        shardings = [by_path(tree) for tree in self.plan.in_shardings()[:2]]
+        own = shardings[0][next(iter(shardings[0]))].mesh
+        for path, leaf in by_path(self.params).items():
+            sharding = getattr(leaf, "sharding", None)
+            if path in self._others and isinstance(sharding, NamedSharding) and sharding.mesh == own:
+                shardings[0][path] = sharding
+        fixed = {f"{n}/{path}": x.spec for n, of_tree in enumerate(shardings) for path, x in of_tree.items()}
+        return {**options, "mesh": own, "target": None, "fixed": {**(options.get("fixed") or {}), **fixed}}
 
     def _parts(self) -> tuple[Any, dict[str, Any]]:
         """Return the parameters that the decode step reads, as a tree, and the shapes of the others, by path."""

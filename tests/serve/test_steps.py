@@ -1,6 +1,6 @@
 """The plans of the two steps: one state with one sharding, and parameters where the step that reads them wants them."""
 
-import numpy as np
+import jax.numpy as jnp
 import pytest
 
 from autoshard.models.pretrained.folder import Folder
@@ -18,8 +18,8 @@ def test_the_prefill_step_keeps_the_shardings_of_the_decode_step(tmp_path, words
     folder = make_folder(tmp_path / "model", {**MIXTRAL, "sliding_window": 6})
     steps = Engine(load_pretrained(folder, plan="fsdp:8", batch=(8, 16)), rows=8, plan=words).steps
     settings = Settings.of([GREEDY] * 8, [0] * 8)
-    tokens, counts, source = (np.zeros(shape, np.int32) for shape in ((8, 32), (8,), (8,)))
-    prompts = Prompts(tokens, counts, np.zeros((8, 24), bool), source, settings)
+    tokens, counts, source = (jnp.zeros(shape, jnp.int32) for shape in ((8, 32), (8,), (8,)))
+    prompts = Prompts(tokens, counts, jnp.zeros((8, 24), bool), source, settings)
     decode, prefill = steps.plan.in_shardings(), steps.prefill_plan(steps.new_state(), prompts).in_shardings()
     assert all(leaf.sharding == by_path(decode[0])[path] for path, leaf in by_path(steps.params).items())
     for argument in (0, 1):
