@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from autoshard._columns import listing
-from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
 
@@ -19,9 +17,8 @@ PLAIN = "bfloat16"
 """The dtype in which quantized tensors are read unless another one is given."""
 
 
-@shown
-class Scheme(ABC):
-    """A scheme of quantization.
+class Scheme:
+    """A scheme of quantization. Its subclasses define the first four methods.
 
     A plain tensor is stored as two: codes and scales.
 
@@ -37,19 +34,18 @@ class Scheme(ABC):
     code_dtype: str
     scale_dtype: str
 
-    @abstractmethod
     def shape(self, codes: Sequence[int]) -> tuple[int, ...] | None:
         """Return the shape of the plain tensor with codes of this shape; None if there is no such tensor."""
+        raise NotImplementedError
 
-    @abstractmethod
     def scale_shape(self, codes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales."""
+        raise NotImplementedError
 
-    @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, index: Index) -> np.ndarray:
         """Return a range of the plain tensor, float32. No more than its blocks are read."""
+        raise NotImplementedError
 
-    @abstractmethod
     def encode(self, values: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the codes and the scales of values.
 
@@ -60,6 +56,7 @@ class Scheme(ABC):
             codes: the stored codes.
             scales: the stored scales.
         """
+        raise NotImplementedError
 
     def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a folder, with plain ones in the place of codes and scales.
