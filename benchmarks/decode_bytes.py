@@ -4,9 +4,9 @@
     python benchmarks/decode_bytes.py llama3-8b --target v5e:2x4
 
 A decode step reads the weights and the cache once: that is the ideal. Of an embedding that is not the head, too, it
-reads a few rows, which do not count. The step of `autoshard.serve` is planned for TPUs that are not there, and compiled.
-Its traffic is what the referee of `estimate.py` counts in the compiled program: bytes of one device between its memory
-and its compute units. The cache is full, so all of it must be read. Nothing runs. Results are stored in
+reads a few rows, which do not count. The step of `autoshard.serve` is planned and compiled for TPUs that are not there;
+nothing runs. Its traffic is what the referee of `estimate.py` counts in the compiled program: bytes of one device
+between its memory and its compute units. The cache is full, so all of it must be read. Results are stored in
 `results/decode_bytes.json`.
 """
 
