@@ -95,10 +95,10 @@ def extend_layers(
         layers: the result of `make_layers`.
         carry: the first layer's input.
         cache: arrays with a leading `layers` dimension.
-        step: `(layer, carry, slice) -> (carry, slice)`, for one layer and its slice of the cache.
+        step: `(layer, carry, slice) -> (carry, part)`, for one layer and its slice of the cache.
 
     Returns:
-        The last layer's carry, and the updated cache.
+        The last layer's carry, and the parts with a leading `layers` dimension.
     """
     if isinstance(layers, nnx.List):
         parts = []

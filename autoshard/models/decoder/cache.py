@@ -90,52 +90,52 @@ def visible(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Arra
     return seen if window is None else seen & (k > q - window)
 
 
-def append(kept: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Write one position of each row, `[batch, 1, ...]`, behind its `lengths` earlier ones."""
-    slots = kept.shape[1]
+def seen_parts(rows: Rows, seq: int, slots: int, window: int | None) -> tuple[jax.Array, jax.Array]:
+    """Return which kept positions and which new ones each of `seq` new positions sees, for a layer with a window.
 
-    def row(kept: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(kept, new, slot, axis=0)
+    Returns:
+        Booleans `[batch, 1, seq, slots]` and `[batch, 1, seq, seq]`.
+    """
+    queries = rows.positions(seq)
+    real = queries < (rows.lengths + rows.counts)[:, None]
+    kept, new = positions_in(slots, rows.lengths), jnp.where(real, queries, -1)
+    return visible(queries, kept, window), visible(queries, new, window)
 
-    return jax.vmap(row)(kept, new.astype(kept.dtype), lengths % slots)
 
+def written(kept: jax.Array, new: jax.Array, rows: Rows) -> jax.Array:
+    """Write new positions of each row behind its earlier ones.
 
-def extended(kept: jax.Array, new: jax.Array, lengths: jax.Array, counts: jax.Array) -> jax.Array:
-    """Write several positions of each row, `[batch, seq, ...]`, of which the first `counts` are real."""
-    slots, seq = kept.shape[1], new.shape[1]
+    Args:
+        kept: what the layers have kept, `[layers, batch, slots, ...]`.
+        new: what they have computed for the new positions, `[layers, batch, seq, ...]`.
+        rows: the rows. Of one new position a row, a slot behind the real ones may hold one that is not real.
+    """
+    new = new.astype(kept.dtype)
+    if new.shape[2] == 1:
+        return _with_one(kept, new[:, :, 0], rows.lengths % kept.shape[2])
     # Each slot takes its position from the new ones or, if that is older, keeps what it has.
-    from_new = positions_in(slots, lengths + counts) - lengths[:, None]
-    index = jnp.clip(from_new, 0, seq - 1)
-    taken = jnp.take_along_axis(new, _aligned(index, new.ndim), axis=1).astype(kept.dtype)
-    return jnp.where(_aligned(from_new >= 0, new.ndim), taken, kept)
+    from_new = positions_in(kept.shape[2], rows.lengths + rows.counts) - rows.lengths[:, None]
+    index = jnp.clip(from_new, 0, new.shape[2] - 1)[None]
+    taken = jnp.take_along_axis(new, _aligned(index, new.ndim), axis=2)
+    return jnp.where(_aligned(from_new[None] >= 0, new.ndim), taken, kept)
+
+
+def _with_one(kept: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """Write `[layers, batch, ...]` into one slot of each row.
+
+    It is one scatter, with one update for each layer and row. XLA would copy the cache into another layout and back for
+    updates of all layers at once, or of slices under `vmap`.
+    """
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(2, new.ndim)),
+        inserted_window_dims=(2,),
+        scatter_dims_to_operand_dims=(2,),
+        operand_batching_dims=(0, 1),
+        scatter_indices_batching_dims=(0, 1),
+    )
+    indices = jnp.broadcast_to(slots[None, :, None], (*new.shape[:2], 1))
+    return lax.scatter(kept, indices, new, numbers, unique_indices=True, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def _aligned(x: jax.Array, ndim: int) -> jax.Array:
     return x.reshape(*x.shape, *(1,) * (ndim - x.ndim))
-
-
-def with_kept(new: Kept, kept: Kept, rows: Rows, window: int | None) -> tuple[Kept, jax.Array | None, Kept]:
-    """Join new keys and values, `[batch, seq, ...]`, with the kept ones.
-
-    Args:
-        new: what a layer has computed for the new positions.
-        kept: what it has kept.
-        rows: the rows.
-        window: the layer's window.
-
-    Returns:
-        The arrays that the new positions attend to; which of them each position sees, None if the new positions are the
-        whole text; and what to keep.
-    """
-    seq, slots = new[0].shape[1], kept[0].shape[1]
-    queries = rows.positions(seq)
-    if seq == 1:
-        joined = tuple(append(old, x, rows.lengths) for old, x in zip(kept, new, strict=True))
-        return joined, visible(queries, positions_in(slots, rows.lengths + 1), window), joined
-    after = tuple(extended(old, x, rows.lengths, rows.counts) for old, x in zip(kept, new, strict=True))
-    if rows.fresh:
-        return new, None, after
-    joined = tuple(jnp.concatenate([old, x.astype(old.dtype)], axis=1) for old, x in zip(kept, new, strict=True))
-    real = queries < (rows.lengths + rows.counts)[:, None]
-    keys = jnp.concatenate([positions_in(slots, rows.lengths), jnp.where(real, queries, -1)], axis=1)
-    return joined, visible(queries, keys, window), after

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.kernels.cross_entropy import linear_cross_entropy
-from autoshard.models.decoder.cache import DecoderCache, Rows, counted_on
+from autoshard.models.decoder.cache import DecoderCache, Rows, counted_on, written
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
@@ -173,8 +173,9 @@ class Decoder(nnx.Module):
         sides = make_sides(self.cfg, positions, None)
         after = []
         for layers, kept in zip(self.segments, cache.kept, strict=True):
-            x, kept = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
-            after.append(kept)
+            x, new = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
+            # Written behind all layers, in place: a layer that wrote its slice would copy it.
+            after.append(jax.tree.map(lambda kept, new: written(kept, new, rows), kept, new))
         if last:
             x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
         return self.logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts, following)

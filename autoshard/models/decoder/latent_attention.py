@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.models.attention import attention
-from autoshard.models.decoder.cache import Kept, Rows, slots_for, with_kept
+from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LatentConfig, LayerKind
 from autoshard.models.decoder.layers import Norm, Sides, normal, project, zeros
 from autoshard.models.decoder.rotary import rotate
@@ -65,24 +66,39 @@ class LatentAttention(nnx.Module):
 
         Keys and values of earlier positions are not computed again. Queries are brought to the latent space instead,
         where all heads share one key and one value.
+
+        Returns:
+            The result, and the latent vectors and rotated keys of the new positions.
         """
         own = self.latent
         q, latent, k_rotary = self._project(x, sides)
-        (latents, rotated), seen, new = with_kept((latent, k_rotary), kept, rows, self.kind.window)
-        if seen is None:
+        new = latent, k_rotary
+        if rows.fresh:
             y = self._attend(q, *self._expand(latent, k_rotary), None)
             return project("bshd,hde->bse", y, self.wo, self.bo), new
         to_key, to_value = jnp.split(self.wkv_up[...].astype(x.dtype), [own.plain_dim], axis=-1)
         q_plain, q_rotary = jnp.split(q, [own.plain_dim], axis=-1)
         q_latent = jnp.einsum("bshd,rhd->bshr", q_plain, to_key)
-        keys = jnp.concatenate([latents, rotated], axis=-1)[:, :, None, :]
-        values = jnp.pad(latents, ((0, 0), (0, 0), (0, own.rotary_dim)))[:, :, None, :]
-        y = attention(
-            jnp.concatenate([q_latent, q_rotary], axis=-1), keys, values, causal=False, mask=seen, impl="plain",
-            scale=self._scale, soft_cap=self.cfg.score_cap,
-        )  # fmt: skip
-        y = jnp.einsum("bshr,rhd->bshd", y[..., : own.kv_rank], to_value)
+        seen = seen_parts(rows, x.shape[1], kept[0].shape[1], self.kind.window)
+        parts = [
+            Part(self._scores((q_latent, q_rotary), keys), keys[0][:, :, None], each)
+            for keys, each in zip((kept, new), seen, strict=True)
+        ]
+        y = attend(parts)[:, :, 0]
+        y = jnp.einsum("bshr,rhd->bshd", y, to_value)
         return project("bshd,hde->bse", y, self.wo, self.bo), new
+
+    def _scores(self, queries: Kept, keys: Kept) -> jax.Array:
+        """Return the scores, float32 `[batch, 1, heads, queries, keys]`, of latent and rotated parts.
+
+        All heads share the keys.
+        """
+        latent, rotated = (
+            jnp.einsum("bshd,btd->bhst", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+            for q, k in zip(queries, keys, strict=True)
+        )
+        scores, cap = (latent + rotated)[:, None] * self._scale, self.cfg.score_cap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     @property
     def _scale(self) -> float:

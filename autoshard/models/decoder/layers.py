@@ -15,10 +15,12 @@ from flax import nnx
 from jax import lax
 
 from autoshard._shown import shown
+from autoshard.kernels.blockwise_attention import Softmax, Visibility
 from autoshard.models.attention import attention
 from autoshard.models.decoder.adapted import Adapted
-from autoshard.models.decoder.cache import Kept, Rows, slots_for, with_kept
+from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.rotary import Rotary, Table, rotate
 from autoshard.models.remat.named_values import named
@@ -134,14 +136,28 @@ class Attention(nnx.Module):
         return jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)
 
     def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
-        """Apply attention to new positions `[batch, seq, width]`, using the kept keys and values."""
+        """Apply attention to new positions `[batch, seq, width]`, using the kept keys and values.
+
+        Returns:
+            The result, and the keys and values of the new positions.
+        """
         q, k, v = self._project(x, sides)
-        (keys, values), seen, new = with_kept((k, v), kept, rows, self.kind.window)
-        if seen is None:
+        if rows.fresh:
             y = attention(q, k, v, causal=True, window=self.kind.window, **self._options())
         else:
-            y = attention(q, keys, values, causal=False, mask=seen, **{**self._options(), "impl": "plain"})
-        return project("bshd,hde->bse", y, self.wo, self.bo), new
+            y = self._attend_kept(q, (k, v), kept, rows)
+        return project("bshd,hde->bse", y, self.wo, self.bo), (k, v)
+
+    def _attend_kept(self, q: jax.Array, new: Kept, kept: Kept, rows: Rows) -> jax.Array:
+        """Return the result of each head, `[batch, seq, heads, head_dim]`."""
+        cfg = self.cfg
+        grouped = q.reshape(*q.shape[:2], cfg.kv_heads, -1, cfg.head_dim)
+        scale = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
+        softmax = Softmax(Visibility(causal=False), scale, cfg.score_cap)
+        seen = seen_parts(rows, q.shape[1], kept[0].shape[1], self.kind.window)
+        parts = [Part(softmax.scores(grouped, k), v, each) for (k, v), each in zip((kept, new), seen, strict=True)]
+        sinks = None if self.sinks is None else self.sinks[...].reshape(cfg.kv_heads, -1)
+        return attend(parts, sinks).reshape(q.shape)
 
     def _options(self) -> dict[str, Any]:
         """Return the keywords of `attention` that do not depend on the call."""

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from autoshard.models.decoder import Decoder, DecoderConfig, ExpertsConfig, LatentConfig, LayerKind
-from autoshard.models.decoder.cache import positions_in
+from autoshard.models.decoder.cache import Rows, positions_in, written
 from tests.models.small import quickly
 
 LOCAL = LayerKind(window=3)
@@ -66,6 +66,16 @@ def test_ragged_prompts_then_single_tokens_then_several(model):
         assert np.abs(logits[row, 4 : 4 + real] - whole[row, start + 3 : start + 3 + real]).max() < 1e-4
         assert np.abs(last[row, 0] - whole[row, start + 3 + real]).max() < 1e-4
     assert cache.lengths.tolist() == [15, 8, 13]
+
+
+@pytest.mark.parametrize("slots", [3, 8])
+def test_one_position_is_written_where_several_would_be(slots):
+    """Two positions, of which the second one is not real, take another path."""
+    kept = jax.random.normal(jax.random.key(0), (2, 4, slots, 3))
+    new = jax.random.normal(jax.random.key(1), (2, 4, 1, 3))
+    rows = Rows(jnp.array([0, 2, 3, 7]), jnp.ones(4, jnp.int32), fresh=False)
+    two = jnp.concatenate([new, jnp.full_like(new, jnp.nan)], axis=2)
+    assert (written(kept, new, rows) == written(kept, two, rows)).all()
 
 
 def test_local_layers_keep_their_window_alone():
