@@ -85,9 +85,15 @@ Pieces = tuple[Piece, ...]
 @shown
 @dataclass(frozen=True)
 class Topology:
-    """Devices in row-major order of `dims`; neighbours along the last dimension are nearest."""
+    """Devices in row-major order of `dims`; neighbours along the last dimension are nearest.
+
+    Attributes:
+        dims: its dimensions, outermost first.
+        keeps_gathers: whether the compiler keeps an all-gather over three dimensions of a torus as it is.
+    """
 
     dims: tuple[Dim, ...]
+    keeps_gathers: bool = False
 
     @property
     def devices(self) -> int:
@@ -167,14 +173,14 @@ class Topology:
         """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
         On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
-        sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros. Pieces of two
-        devices do not count as dimensions here.
+        sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros, unless the
+        compiler keeps it. Pieces of two devices do not count as dimensions here.
         """
         rings = [p for p in self.merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
         lines = [p for p in rings if not self._closed(p)]
         if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1):
             return "all-reduce", local_bytes
-        if kind == "all-gather" and len(rings) > 2:
+        if kind == "all-gather" and len(rings) > 2 and not self.keeps_gathers:
             return "all-reduce", local_bytes * math.prod(p.size for p in pieces)
         return kind, local_bytes
 

@@ -153,7 +153,8 @@ def test_latency_grows_with_the_devices_of_one_process():
         ("v5e:2x2", {"a": 4}, ("a",), "reduce-scatter", "all-gather"),
         ("v5e:2x4", {"a": 8}, ("a",), "reduce-scatter", "all-gather"),
         ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a closed plane
-        ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
+        ("v4:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
+        ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-gather"),  # by an option of every plan
         ("v5p:4x4x4", {"b": 2, "a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two neighbours of a plane
         ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
     ],
