@@ -27,7 +27,7 @@ from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.families.stages import TO_STAGES
+from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -150,7 +150,7 @@ def find_roles(
         output_classes=tuple(c for c in parallel if c in _reduced_outputs(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
         head_dims=_head_dims(axes, use, parameters, use.heads | groups, {residual, *parallel, *axes.stacked}),
-        gradients=(gradients := _gradients(program, axes, batch)),
+        gradients=(gradients := _gradients(program, axes, batch) | _stacked_terms(program, axes, replicas)),
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
         replicas=replicas,
@@ -224,6 +224,12 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
                 if {tie.outer, tie.inner} & found:
                     found.update(v for v in (tie.outer, tie.inner) if not has_batch[v] and v not in inputs)
     return frozenset(v for v in found if len(program.avals[v].shape) > 0)
+
+
+def _stacked_terms(program: Program, axes: LogicalAxes, replicas: int | None) -> frozenset[int]:
+    """The gradients that stages give back for each group of rows. Groups of single rows are the batch of the step."""
+    given = (v for op in program.ops() if replicas is not None and op.name in LAYER_STACKS for v in op.results)
+    return frozenset(v for v in given if (replicas,) in axes.of_value[v])
 
 
 def batch_axis(

@@ -11,7 +11,7 @@ suit one of the arrays, the one whose permutes send the fewest bytes is chosen. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autoshard.spmdrules.core.placement import shard_count
 from autoshard.spmdrules.core.rule import Dims
@@ -36,32 +36,44 @@ def order_axes(factors: Factors, arrays: Sequence[Array], mesh: Mapping[str, int
     >>> order_axes({"fsdp": "n", "tp": "n"}, [weight], {"fsdp": 2, "tp": 4})
     ({'tp': 'n', 'fsdp': 'n'}, [])
     """
-    used = [factor for axis, factor in factors.items() if factor is not None and mesh[axis] > 1]
-    shared = {factor for factor in used if used.count(factor) > 1}
-    concerned = [
-        array for array in arrays if any(len(axes) > 1 for axes in array[3]) or any(map(shared.intersection, array[1]))
-    ]
-    best = factors, list(_permutes(factors, concerned, mesh))
+    best = factors, _permutes(factors, arrays, mesh)
     if not best[1]:
         return best
-    for _, dims, _, spec in concerned:
+    for _, dims, _, spec in arrays:
         kept = [a for dim, axes in zip(dims, spec, strict=True) for a in axes if factors.get(a) in dim]
         option = {axis: factors[axis] for axis in (*kept, *(a for a in factors if a not in kept))}
-        found = list(_permutes(option, concerned, mesh))
+        found = _permutes(option, arrays, mesh)
         if sum(size for _, _, size in found) < sum(size for _, _, size in best[1]):
             best = option, found
     return best
 
 
-def _permutes(factors: Factors, arrays: Sequence[Array], mesh: Mapping[str, int]) -> Iterator[Permute]:
-    """Yield the permutes if mesh axes shard their factors in this order. An array has at most one."""
+def _permutes(factors: Factors, arrays: Sequence[Array], mesh: Mapping[str, int]) -> list[Permute]:
+    """The permutes if mesh axes shard their factors in this order. An array has at most one."""
+    of_factor: dict[str, tuple[str, ...]] = {}
+    for axis, factor in factors.items():
+        if factor is not None and mesh[axis] > 1:
+            of_factor[factor] = (*of_factor.get(factor, ()), axis)
+    permutes: list[Permute] = []
     for number, dims, nbytes, spec in arrays:
-        computed = [[a for f in dim for a, g in factors.items() if g == f and mesh[a] > 1] for dim in dims]
-        own = [[a for a in axes if mesh[a] > 1] for axes in spec]
-        moved = [a for c, o in zip(computed, own, strict=True) for a in _reordered(c, o)]
+        moved = [
+            axis
+            for dim, own in zip(dims, spec, strict=True)
+            if own and (computed := _computed(dim, of_factor)) and (len(own) > 1 or len(computed) > 1)
+            for axis in _reordered(computed, [a for a in own if mesh[a] > 1])
+        ]
         if moved and nbytes:
-            shards = max(shard_count(tuple(map(tuple, side)), mesh) for side in (computed, own))
-            yield number, tuple(a for a in mesh if a in moved), nbytes / shards
+            computed = [_computed(dim, of_factor) for dim in dims]
+            shards = max(shard_count(side, mesh) for side in (tuple(computed), tuple(map(tuple, spec))))
+            permutes.append((number, tuple(a for a in mesh if a in moved), nbytes / shards))
+    return permutes
+
+
+def _computed(dim: Sequence[str], of_factor: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The mesh axes that shard a dimension with these factors."""
+    if len(dim) == 1:
+        return of_factor.get(dim[0], ())
+    return tuple(axis for factor in dim for axis in of_factor.get(factor, ()))
 
 
 def _reordered(computed: Sequence[str], own: Sequence[str]) -> Sequence[str]:

@@ -18,9 +18,7 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     all-to-all on a torus   is limited by the links of a device and by the bisection of the longest dimension, see
                             `_all_to_all_us`
     on a torus, XLA:TPU     replaces some collectives by an all-reduce, see `Topology.compiled`
-    between slices          XLA:TPU runs an all-reduce within the slices and between them, and so an all-gather and a
-                            reduce-scatter if the slices are the major part of the group. Any other group, and any
-                            all-to-all, sends all its bytes over the network between the slices, see `flat_us`
+    between slices          see `between_slices`
 """
 
 from __future__ import annotations
@@ -34,9 +32,8 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from autoshard._shown import shown
+from autoshard.sharding.machines.between_slices import SLICE, flat_us, is_flat
 from autoshard.spmdrules.core.placement import ReshardKind
-
-SLICE = "slice"  # the name of the dimension of a target's slices
 
 
 @shown
@@ -115,7 +112,7 @@ class Topology:
         if kind == "collective-permute":
             slowest = min(map(self._piece_bandwidth, merged))
             return sum(map(self._latency_us, merged)) + local_bytes / slowest * 1e6
-        if self._is_flat(kind, pieces):
+        if self.has_slices and is_flat(kind, [p.dim for p in pieces if p.size > 1]):
             return self.flat_us(kind, math.prod(p.size for p in merged), local_bytes)
         if kind == "all-to-all":
             return sum(self._all_to_all_us(group, whole) for _, group in self._tiers(merged))
@@ -123,34 +120,19 @@ class Topology:
         for _, group in self._tiers(merged):
             n = math.prod(p.size for p in group)
             bandwidth = sum(map(self._piece_bandwidth, group))
-            one_pass_us += max(map(self._latency_us, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6
+            passes = 2 if kind == "reduce-scatter" and inner > 1 and self.has_slices and group[0].dim == 0 else 1
+            one_pass_us += passes * (max(map(self._latency_us, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6)
             inner *= n
         return one_pass_us * (2 if kind == "all-reduce" else 1)
 
     def flat_us(self, kind: ReshardKind, devices: int, local_bytes: float) -> float:
-        """Microseconds of a collective whose bytes all cross the network between slices.
-
-        Args:
-            kind: `all-gather`, `reduce-scatter`, `all-reduce` or `all-to-all`.
-            devices: the number of devices of a group.
-            local_bytes: bytes of each device's operand.
-        """
-        network = self.dims[0]
-        passes = 2 if kind == "all-reduce" else 1
-        sent = (devices - 1) * local_bytes / (1 if kind == "all-gather" else devices)
-        return passes * (network.latency_us + sent / network.bandwidth * 1e6)
+        """Microseconds of a collective whose bytes all cross the network between slices."""
+        return flat_us(kind, devices, local_bytes, self.dims[0].bandwidth, self.dims[0].latency_us)
 
     @property
     def has_slices(self) -> bool:
         """Whether the outermost dimension is a network between slices of TPUs."""
         return self.dims[0].name == SLICE and self.dims[0].size > 1
-
-    def _is_flat(self, kind: ReshardKind, pieces: Pieces) -> bool:
-        """Whether XLA:TPU sends all bytes of a collective over the network, those within a slice included."""
-        spanned = [p.dim for p in pieces if p.size > 1]
-        if not self.has_slices or 0 not in spanned or len(spanned) == 1:
-            return False
-        return kind == "all-to-all" or (kind != "all-reduce" and spanned[0] != 0)
 
     def shift_us(self, pieces: Pieces, local_bytes: float) -> float:
         """Microseconds in which each device of a group sends to the next one, as on a ring.

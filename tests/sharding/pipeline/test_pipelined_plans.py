@@ -10,7 +10,10 @@ import pytest
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
 from autoshard.sharding.layout import layout
+from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.pipeline.schedules import SCHEDULES
+from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.spmdrules.core.placement import axes_of
 from tests.sharding.microbatches import programs as uncut
 from tests.sharding.pipeline.programs import EMBED, LAYERS, SEQ, make_step, state, tokens
 
@@ -384,3 +387,12 @@ def test_layers_are_no_rows_where_a_group_of_rows_has_one():
     made = plan(fn, weights, x, target="cpu:8", plan="pp:2 dp:4", microbatches=4)
     roles = {leaf.path: leaf.role for leaf in made.inputs}
     assert roles == {"0/down": "parameter", "0/up": "parameter", "1": "data"}
+
+
+def test_gradients_that_stages_give_back_are_stored_in_shards_where_a_group_has_one_row():
+    """The groups of rows are then the batch, which the gradients have until they are added."""
+    made = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 dp:2", microbatches=4, schedule="interleaved:2")
+    found = bound_or_error(made.bound).layout
+    given = [v for op in found.axes.program.ops() if op.name == "collect_layers" for v in op.results]
+    assert given and made.replicas == 2
+    assert all("pp" in axes_of(operand_spec(found, v)) for v in given if found.axes.program.avals[v].ndim > 2)
