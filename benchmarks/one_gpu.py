@@ -8,8 +8,9 @@
 
 Predictions are those of plans for the chip, as one device. The ratio is the prediction over the measurement. Two
 constants of the estimate come from rows of an H200: `CUDNN_SOFTMAX_SHARE` from attention with heads of 64, and
-`EXPOSED_TRANSFERS` from the step with the residual on the host. The other rows judge the estimate. Each figure is stored in `results/one_gpu.json` once it is known;
-figures of other chips and sections stay there. Decoding needs PyTorch and transformers.
+`EXPOSED_TRANSFERS` from the step with the residual on the host. The other rows judge the estimate. Each figure is
+stored in `results/one_gpu.json` once it is known; figures of other chips and sections stay there. Decoding needs
+PyTorch and transformers.
 """
 
 from __future__ import annotations
