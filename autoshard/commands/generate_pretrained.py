@@ -32,6 +32,9 @@ def add_options(options: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--repetition-penalty", type=float, help="above 1: repeat fewer tokens (default: 1)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; can be repeated")
+    group.add_argument(
+        "--image", action="append", type=Path, metavar="FILE", help="image of the prompt, in order; can be repeated"
+    )
     group.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")
     group.add_argument("--file", type=Path, metavar="PROMPTS", help="JSON lines with a prompt or messages each")
     group.add_argument("--out", type=Path, metavar="REPLIES", help="JSON lines of replies; lines that it has are kept")
@@ -42,7 +45,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 def given_options(given: argparse.Namespace) -> list[str]:
     """Return the options in use that need a pretrained folder."""
-    names = (*SETTINGS, "stop", "chat", "file", "out", "rows", "length", "plan")
+    names = (*SETTINGS, "stop", "image", "chat", "file", "out", "rows", "length", "plan")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(given, name) not in (None, False)]
 
 
@@ -58,6 +61,8 @@ def run_pretrained(given: argparse.Namespace) -> int:
         problems.append("--file and --out are given together")
     if given.file is not None and given.prompt is not None:
         problems.append("--prompt and --file exclude each other")
+    if given.file is not None and given.image:
+        problems.append('--image and --file exclude each other: a line of the file has "images"')
     if problems:
         raise ConfigError("; ".join(problems) + f". {str(given.run_dir)!r} is a pretrained folder")
     from autoshard.serve.sampling import Sampling
@@ -68,11 +73,18 @@ def run_pretrained(given: argparse.Namespace) -> int:
     check_writable("--out", given.out)
     from autoshard.serve.generator import load_generator
     from autoshard.serve.prompt_file import read_prompts, reply_to_file
+    from autoshard.serve.prompts import user_message
 
     prompts = None if given.file is None else read_prompts(given.file, chat=given.chat)
     rows = given.rows if given.rows is not None else 1 if prompts is None else None
     chosen: dict[str, Any] = {"rows": rows, "length": given.length, "plan": given.plan}
-    generator = load_generator(given.run_dir, **{name: value for name, value in chosen.items() if value is not None})
+    text, images = "\n" if given.prompt is None else given.prompt, given.image or []
+    prompt = [user_message(text, len(images))] if given.chat else text
+    generator = load_generator(
+        given.run_dir,
+        check=(lambda reader: reader.read(prompt, images)) if prompts is None else None,
+        **{name: value for name, value in chosen.items() if value is not None},
+    )
     if given.show_plan:
         print(generator.engine.plan)
     options: dict[str, Any] = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}
@@ -80,14 +92,13 @@ def run_pretrained(given: argparse.Namespace) -> int:
         written = reply_to_file(generator, prompts, given.out, **options)
         print(f"{written} replies written to {given.out}, {len(prompts) - written} were there")
         return 0
-    text = "\n" if given.prompt is None else given.prompt
-    if not given.chat:
+    if not given.chat and not images:
         print(text, end="", flush=True)
 
     def show(_: int, piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    generator.generate([[{"role": "user", "content": text}] if given.chat else text], on_text=show, **options)
+    generator.generate([prompt], images=[images], on_text=show, **options)
     print()
     return 0
