@@ -51,14 +51,6 @@ WRITTEN_SOURCES = 2
 # Source: chosen, not measured.
 BROADCAST_GROWTH = 16
 
-# --- Transfers of host memory (`offload_time`).
-
-# Platforms on which compute hides no transfer of host memory. Source: Llama 1B on an H200, "residual on the host"
-# (`benchmarks/one_gpu.py --sections steps`): transfers of 10 ms in each direction lengthen the step by 15 ms, though
-# the compiled schedule starts them early. The row with residual and qkv judges it. Times of plans with `offload=` on
-# GPUs depend on it.
-EXPOSED_TRANSFERS = frozenset({"cuda"})
-
 # --- Memory (`peak_memory`, `opaque_memory`).
 
 # Elements of a tile along the minor dimension of an array in a TPU's memory: the lanes of its vector registers.

@@ -11,8 +11,8 @@ code that contains it. So only the compute there can hide it. A nested loop body
 own. If one stretch contains the forward and the backward pass, as with unrolled layers, all of its compute may hide
 transfers of both directions. The compiler's own schedule of transfers is in the audit (`hlo.host_transfers`).
 
-On GPUs nothing hides transfers, and the two directions take turns (`constants.EXPOSED_TRANSFERS`): all of their time is
-exposed.
+On GPUs nothing hides transfers, and the two directions take turns (`machines.constants.EXPOSED_TRANSFERS`): all of
+their time is exposed.
 
 What an iteration needs comes from the host during the one before it, so nothing hides what the first one needs. In the
 backward loop that is what the last layer has just sent: XLA waits for it to arrive, and brings it straight back.
@@ -28,13 +28,12 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.cost.constants import EXPOSED_TRANSFERS
 from autoshard.sharding.cost.equivalence_classes import value_classes
 from autoshard.sharding.cost.stretches import Stretches, StretchTimes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.machines.chips import Chip
-from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.machines.constants import EXPOSED_TRANSFERS, HOST_BANDWIDTH_REACHED
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.core.placement import axes_of
