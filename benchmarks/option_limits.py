@@ -11,7 +11,7 @@ with gelu) under limits of the vector memory that an operator may use. Ratios ar
 
 `gathers` compiles a step of gradient descent of four scanned layers of two products (2048 x 8192 in bfloat16) under
 the chip's default options, with SparseCore gathers over one, two and three torus dimensions. Ratios are to one
-dimension alone. `exposed` is the exposed part of the collectives' time.
+dimension alone. `exposed` is the exposed part of the gathers' time.
 
 Times are those of the audit. Nothing runs. Each row is stored in `results/option_limits.json`. The tables in
 `autoshard.sharding.machines.options.option_sets` are these rows.
@@ -74,7 +74,7 @@ class Row:
         kind: the compiler's result: `ok`, `error`, ...
         us: the step time in microseconds, by the audit.
         base_us: the same without the option.
-        exposed: the exposed part of the collectives' time; None where there are no collectives.
+        exposed: the exposed part of the time of all-gathers; None where there are none.
         base_exposed: the same without the option.
         seconds: the compile time; 0 if the program came from the cache.
         message: the compiler's message if it failed.
@@ -160,14 +160,16 @@ def _compiled(step: tuple[Any, ...], target: str, words: str) -> Any:
 
 
 def _row(target: str, program: str, option: str, audit: Audit, base: Audit) -> Row:
-    exposed, base_exposed = (
-        each.exposed_us / each.comm_us if each.comm_us and each.exposed_us is not None else None
-        for each in (audit, base)
-    )
     return Row(
-        target, program, option, audit.kind, audit.step_time_us, base.step_time_us, exposed, base_exposed,
+        target, program, option, audit.kind, audit.step_time_us, base.step_time_us, _exposed(audit), _exposed(base),
         0.0 if audit.cached else audit.seconds or 0.0, audit.message or base.message, dict(audit.versions),
     )  # fmt: skip
+
+
+def _exposed(audit: Audit) -> float | None:
+    gathers = [each for each in audit.collectives if each.kind == "all-gather"]
+    time_us = sum(each.wire_us for each in gathers)
+    return sum(each.exposed_us for each in gathers) / time_us if time_us else None
 
 
 def stored() -> list[Row]:

@@ -10,11 +10,12 @@ import pytest
 from autoshard.sharding.machines.kernel_rules import VMEM_OPTION
 
 
-def audit(us, exposed_us=0.0, comm_us=0.0):
+def audit(us, exposed_us):
+    kinds = {"all-gather": exposed_us, "reduce-scatter": 1.0}
+    collectives = [SimpleNamespace(kind=kind, wire_us=4.0, exposed_us=exposed) for kind, exposed in kinds.items()]
     return SimpleNamespace(
-        kind="ok", message="", step_time_us=us, exposed_us=exposed_us, comm_us=comm_us, seconds=2.0, cached=False,
-        versions={},
-    )  # fmt: skip
+        kind="ok", message="", step_time_us=us, collectives=collectives, seconds=2.0, cached=False, versions={}
+    )
 
 
 @pytest.fixture
@@ -24,10 +25,8 @@ def compiled(monkeypatch):
 
     def under(options):
         calls.append(dict(options))
-        over_several = [options.get(option_limits._GATHER.format(each)) == "true" for each in ("2d_", "3d_")]
-        return audit(
-            100.0 - int(options.get(VMEM_OPTION, 0)) / 1024 - 10 * sum(over_several), 4.0 - sum(over_several), 4.0
-        )
+        several = sum(options.get(option_limits._GATHER.format(each)) == "true" for each in ("2d_", "3d_"))
+        return audit(100.0 - int(options.get(VMEM_OPTION, 0)) / 1024, 4.0 - several)
 
     monkeypatch.setattr(option_limits, "_compiled", lambda step, target, words: under)
     return calls
