@@ -30,8 +30,8 @@ SMALL = {**SIZES, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, 
 
 def figures(target: Target, *, small: bool = False) -> Iterator[Figure]:
     """Time both. The share of equal tokens is noted: texts part where two logits are about equal in bfloat16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import torch  # pyright: ignore[reportMissingImports]  only this section needs it
+    from transformers import LlamaConfig, LlamaForCausalLM  # pyright: ignore[reportMissingImports]  the same
 
     sizes = SMALL if small else SIZES
     new = 8 if small else NEW

@@ -129,7 +129,7 @@ def products(chip: str, sizes: Sequence[tuple[int, int]]) -> Iterator[Row]:
         compiled = _compiled(mlp_step(width, hidden, ROWS * devices), target, f"dp:{devices}")
         base = compiled(others)
         for limit in limits:
-            audit = compiled(others | {VMEM_OPTION: str(limit)})
+            audit = compiled({**others, VMEM_OPTION: str(limit)})
             yield _row(target, f"MLP {width}x{hidden}", f"{limit} KiB", audit, base)
 
 
@@ -139,7 +139,7 @@ def gathers(target: str) -> Iterator[Row]:
     found = find_target(target)
     sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "rows": rows * found.devices}
     compiled = _compiled(stack_step(sizes, False), target, words)
-    options = default_options(target.partition(":")[0]) | {_GATHER.format(""): "true"}
+    options = {**default_options(target.partition(":")[0]), _GATHER.format(""): "true"}
     for each in DIMENSIONS:
         options[_GATHER.format(each)] = "false"
     base = compiled(options)

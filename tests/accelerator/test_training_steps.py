@@ -25,7 +25,8 @@ def step_of(work: Any, key: jax.Array | None = None) -> tuple[Any, Any]:
 
     def step(params: Any, others: Any, batch: Any) -> Any:
         def mean_loss(params: Any) -> Any:
-            total, weight = loss_and_weight(program.model(params, *others, key), batch, key)
+            frozen, variables = others
+            total, weight = loss_and_weight(program.model(params, frozen, variables, key), batch, key)
             return total / weight
 
         return jax.value_and_grad(mean_loss)(params)
