@@ -23,10 +23,13 @@ import pytest
 FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if os.environ["JAX_PLATFORMS"] != "cpu":  # an accelerator runs what users run, and test processes share its memory
+    FLAGS = []
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 for flag in FLAGS:
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402  reads both variables on import
 

@@ -1,4 +1,4 @@
-"""The cost of splash attention on one device, from the blocks that its kernels visit.
+"""The cost of attention's kernels on one device: splash attention's from the blocks that it visits.
 
 A block costs its matrix products and its vector operations, which run at the same time, and the overhead of one step of
 the kernel's grid. A block that crosses the boundary of a mask costs as much as any other. If a causal sequence
@@ -15,6 +15,11 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.kernels.constants import (
+    CUDNN_BACKWARD,
+    CUDNN_CAUSAL_FORWARD,
+    CUDNN_FORWARD,
+    CUDNN_HEAD_DIM,
+    CUDNN_SOFTMAX_SHARE,
     FALLBACK_BLOCK,
     FLOAT32,
     LANES,
@@ -32,6 +37,26 @@ from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 def stated(cost: KernelCost) -> tuple[float, float, float]:
     """Return what a kernel states to the compiler: FLOPs, transcendental operations, and bytes accessed."""
     return cost.flops, cost.vector_ops / VECTOR_OPS, cost.moved_bytes
+
+
+def cudnn_efficiency(visibility: Visibility, head_dim: int, *, gradients: bool) -> float:
+    """Return the share of the FLOP/s of large products that cuDNN's attention reaches.
+
+    Softmax takes as long for small heads as for large ones, so small heads reach less.
+
+    Args:
+        visibility: which pairs are visible.
+        head_dim: size of a head of the queries.
+        gradients: whether the kernel computes the gradients.
+
+    >>> full = Visibility(causal=False)
+    >>> cudnn_efficiency(full, 64, gradients=True) < cudnn_efficiency(full, 128, gradients=True) < 1
+    True
+    """
+    forward = CUDNN_CAUSAL_FORWARD if visibility.causal else CUDNN_FORWARD
+    size = min(head_dim / CUDNN_HEAD_DIM, 1.0)
+    reached = size / (CUDNN_SOFTMAX_SHARE + (1 - CUDNN_SOFTMAX_SHARE) * size)
+    return (CUDNN_BACKWARD if gradients else forward) * reached
 
 
 def visited_blocks(visibility: Visibility, queries: int, keys: int, block_q: int, block_k: int) -> int:

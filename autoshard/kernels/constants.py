@@ -63,6 +63,12 @@ PLAIN_SCORE_PASSES = 5
 # products reach 794 TFLOP/s there (`machines.chips`).
 CUDNN_FORWARD, CUDNN_CAUSAL_FORWARD, CUDNN_BACKWARD = 600 / 794, 529 / 794, 518 / 794
 
+# Size of the heads for which these hold, and the share of the time there that does not depend on the size: exponentials
+# and the rest of softmax, once for each pair. Source: an H200, 4096 positions, causal, heads of 128 and of 64
+# (`benchmarks/one_gpu.py --sections attention`): 0.41 of the forward pass, 0.34 of the gradients, without the time of
+# memory traffic. Plans with heads of 64 depend on it; the train steps of that benchmark judge it.
+CUDNN_HEAD_DIM, CUDNN_SOFTMAX_SHARE = 128, 0.38
+
 # --- The choice of an implementation (`kernel_choice`).
 
 # With at least this many keys, `auto` uses the blockwise implementation where no kernel serves. Below, the score matrix

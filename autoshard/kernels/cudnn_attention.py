@@ -25,19 +25,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from autoshard._compat import cudnn
+from autoshard.kernels.attention_cost import cudnn_efficiency
 from autoshard.kernels.blockwise_attention import Pairs, Softmax, blockwise_backward, blockwise_forward
-from autoshard.kernels.constants import (
-    CONTEXT,
-    CUDNN_BACKWARD,
-    CUDNN_CAUSAL_FORWARD,
-    CUDNN_FORWARD,
-    FALLBACK_BLOCK,
-    FLOAT32,
-    VECTOR_OPS,
-)
+from autoshard.kernels.constants import CONTEXT, FALLBACK_BLOCK, FLOAT32, VECTOR_OPS
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForms, with_sequence_forms
+
+FORWARD_PRODUCTS = 2  # scores, and the result
 
 
 def cudnn_attention(softmax: Softmax, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -94,7 +89,7 @@ def _attention_backward(softmax: Softmax, group: int, saved, d_out):
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _cost(products: int, efficiency: float, q: Any, k: Any, v: Any, softmax: Softmax, results: float) -> KernelCost:
+def _cost(products: int, q: Any, k: Any, v: Any, softmax: Softmax, results: float) -> KernelCost:
     """Return the cost of a kernel that computes `products` products with heads for each visible pair."""
     pairs = float(softmax.visibility.pairs(q.shape[1], k.shape[1])) * q.shape[0] * q.shape[2]
     size = q.dtype.itemsize
@@ -105,19 +100,18 @@ def _cost(products: int, efficiency: float, q: Any, k: Any, v: Any, softmax: Sof
         itemsize=size,
         moved_bytes=operands + results * size + rows * FLOAT32,
         vector_ops=pairs * VECTOR_OPS,
-        efficiency=efficiency,
+        efficiency=cudnn_efficiency(softmax.visibility, q.shape[3], gradients=products > FORWARD_PRODUCTS),
     )
 
 
 def _forward_cost(q: Any, k: Any, v: Any, *, softmax: Softmax) -> KernelCost:
-    efficiency = CUDNN_CAUSAL_FORWARD if softmax.visibility.causal else CUDNN_FORWARD
-    return _cost(2, efficiency, q, k, v, softmax, math.prod(q.shape[:3]) * v.shape[3])
+    return _cost(FORWARD_PRODUCTS, q, k, v, softmax, math.prod(q.shape[:3]) * v.shape[3])
 
 
 def _backward_cost(q: Any, k: Any, v: Any, out: Any, log_sum: Any, d_out: Any, *, softmax: Softmax) -> KernelCost:
     """Return the cost of the gradients: five products, one of which recomputes the scores."""
     results = 2 * math.prod(out.shape) + math.prod(q.shape) + math.prod(k.shape) + math.prod(v.shape)
-    return _cost(5, CUDNN_BACKWARD, q, k, v, softmax, results)
+    return _cost(5, q, k, v, softmax, results)
 
 
 @functools.cache

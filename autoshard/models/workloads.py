@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from autoshard._shown import shown
@@ -90,6 +91,32 @@ class Workload:
             "images": jax.ShapeDtypeStruct(images, jnp.float32),
             "labels": jax.ShapeDtypeStruct((rows,), jnp.int32),
         }
+
+    def random_batch(self, seed: int = 0) -> dict[str, np.ndarray]:
+        """Return a batch of random values, for timing and tests.
+
+        Tokens and labels are below the vocabulary's size or the number of classes, the mask is all ones, and images
+        are drawn from a normal distribution.
+
+        Raises:
+            AutoshardError: If the model reads both text and images, whose positions cannot be drawn one by one.
+
+        >>> workload("vit-tiny").random_batch()["labels"].shape
+        (16,)
+        """
+        rng, config = np.random.default_rng(seed), self.config
+        if isinstance(config, VisionLanguageConfig):
+            raise AutoshardError(f"{self.name}: a model of text and images has no random batch; make one from images")
+        kinds = config.classes if hasattr(config, "classes") else getattr(config, "gpt", config).vocab
+
+        def values(name: str, shape: jax.ShapeDtypeStruct) -> np.ndarray:
+            if name == "mask":
+                return np.ones(shape.shape, shape.dtype)
+            if np.issubdtype(shape.dtype, np.integer):
+                return rng.integers(0, kinds, shape.shape).astype(shape.dtype)
+            return rng.normal(size=shape.shape).astype(shape.dtype)
+
+        return {name: values(name, shape) for name, shape in self.batch().items()}
 
     def with_(self, *, batch_size: int | None = None, **changes: Any) -> Workload:
         """Return a copy with another batch size or other config fields, including those of a MoE's `gpt`.

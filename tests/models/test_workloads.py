@@ -75,6 +75,21 @@ def test_it_builds_its_model(name):
     assert type(model) is TINY[name] and model.cfg == workload(name).config
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_a_random_batch_has_the_planned_shapes_and_values_in_range(name):
+    work = workload(name)
+    batch, other = work.random_batch(), work.random_batch(1)
+    assert {key: (x.shape, x.dtype) for key, x in batch.items()} == {
+        key: (x.shape, x.dtype) for key, x in work.batch().items()
+    }
+    tokens = "inputs" in batch
+    integers = batch["inputs" if tokens else "labels"]
+    kinds = getattr(work.config, "gpt", work.config).vocab if tokens else work.config.classes
+    assert kinds / 2 < integers.max() < kinds and integers.min() >= 0
+    assert (integers != other["inputs" if tokens else "labels"]).any()
+    assert not tokens or batch["mask"].all()
+
+
 @pytest.mark.parametrize("name", [name for name in REPRESENTATIVES if "vit" not in name and "resnet" not in name])
 def test_batches_of_tokens_are_the_trainers(name):
     work = workload(name)

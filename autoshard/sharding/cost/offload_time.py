@@ -11,6 +11,9 @@ code that contains it. So only the compute there can hide it. A nested loop body
 own. If one stretch contains the forward and the backward pass, as with unrolled layers, all of its compute may hide
 transfers of both directions. The compiler's own schedule of transfers is in the audit (`hlo.host_transfers`).
 
+On GPUs nothing hides transfers, and the two directions take turns (`machines.constants.EXPOSED_TRANSFERS`): all of
+their time is exposed.
+
 What an iteration needs comes from the host during the one before it, so nothing hides what the first one needs. In the
 backward loop that is what the last layer has just sent: XLA waits for it to arrive, and brings it straight back.
 """
@@ -30,7 +33,7 @@ from autoshard.sharding.cost.stretches import Stretches, StretchTimes
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.machines.chips import Chip
-from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.machines.constants import EXPOSED_TRANSFERS, HOST_BANDWIDTH_REACHED
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.core.placement import axes_of
@@ -106,6 +109,8 @@ class HostTraffic:
         if not chip.host_bandwidth:
             return HostTime(total)
         per_byte = 1e6 / (chip.host_bandwidth * HOST_BANDWIDTH_REACHED)
+        if chip.platform in EXPOSED_TRANSFERS:
+            return HostTime(total, total * per_byte, total * per_byte)
         busy = {stretch: max(both) * per_byte for stretch, both in sent.items()}
         compute = {stretch: times.total_us(stretch) * self.trips[stretch] for stretch in busy}
         first = {s: sent[s][False] * per_byte * self.starts[s] / self.trips[s] for s in busy}

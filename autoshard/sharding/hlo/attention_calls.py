@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Iterable
 
-from autoshard.kernels.constants import CUDNN_BACKWARD, CUDNN_CAUSAL_FORWARD, CUDNN_FORWARD, VECTOR_OPS
+from autoshard.kernels.attention_cost import cudnn_efficiency
+from autoshard.kernels.constants import VECTOR_OPS
 from autoshard.kernels.visibility import Visibility
 from autoshard.sharding.hlo.parser import Array, Computation, Instruction, bits
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
@@ -33,15 +34,13 @@ def attention_cost(computation: Computation, i: Instruction) -> KernelCost | Non
     window = int(config.get("sliding_window_length", 0)) or None
     visibility = Visibility("CAUSAL" in config.get("mask_type", ""), window)
     pairs = float(batch * heads * visibility.pairs(queries, keys))
-    products, efficiency = _PRODUCTS, CUDNN_CAUSAL_FORWARD if visibility.causal else CUDNN_FORWARD
-    if "Backward" in i.target:
-        products, efficiency = _PRODUCTS_BACKWARD, CUDNN_BACKWARD
+    gradients = "Backward" in i.target
     return KernelCost(
-        flops=pairs * products * (d + e),
+        flops=pairs * (_PRODUCTS_BACKWARD if gradients else _PRODUCTS) * (d + e),
         itemsize=max(bits(q.dtype) // 8, 1),
         moved_bytes=_bytes_of(operands) + _bytes_of(a for a in i.arrays if a.dtype != _SCRATCH),
         vector_ops=pairs * VECTOR_OPS,
-        efficiency=efficiency,
+        efficiency=cudnn_efficiency(visibility, d, gradients=gradients),
     )
 
 

@@ -8,6 +8,8 @@ are transfers if exactly one of the moved array's two places is in host space, `
 
     time = bytes / (HOST_BANDWIDTH_REACHED x the chip's host bandwidth)
 
+On GPUs the device waits for the asynchronous ones, too (`machines.constants.EXPOSED_TRANSFERS`).
+
 `schedule` runs the transfers of each direction one after the other, beside the instructions between start and end.
 """
 
@@ -19,7 +21,7 @@ from autoshard._shown import shown
 from autoshard.sharding.hlo.kernel_costs import is_free
 from autoshard.sharding.hlo.parser import FORWARDING, HOST_MEMORY, Array, Computation, Instruction, Program
 from autoshard.sharding.machines.chips import Chip
-from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.machines.constants import EXPOSED_TRANSFERS, HOST_BANDWIDTH_REACHED
 
 # Opcode -> the positions of the arrays that are read and written, among the arrays of its asynchronous start.
 _ASYNCHRONOUS = {"copy": (1, 0), "slice": (0, 1), "dynamic-slice": (0, 1), "dynamic-update-slice": (1, 0)}
@@ -96,7 +98,7 @@ def transfer_at(program: Program, computation: Computation, i: Instruction, chip
     end = _end_of(computation, i) if i.opcode.endswith("-start") else None
     line = next((line for each in (i, end) if each is not None and (line := program.line(each))), "")
     distance = None if end is None else _distance(computation, i, end)
-    asynchronous = i.opcode.endswith("-start")
+    asynchronous = i.opcode.endswith("-start") and chip.platform not in EXPOSED_TRANSFERS
     return TransferRuns(
         i.name, str(array), to_host, array.nbytes, time, line, asynchronous, distance if asynchronous else 0
     )

@@ -7,7 +7,9 @@
 
 All devices compute at the same time, as in a step, because virtual devices share a processor. Each figure comes from
 the fastest of several runs, because other work on the machine can only slow a run down. The cost model multiplies peaks
-by `PEAK_REACHED` and `BANDWIDTH_REACHED`; calibration divides by them, so that predicted times match measured ones.
+by the chip's `efficiency`, and bandwidths by `BANDWIDTH_REACHED`; calibration divides by them, so that predicted times
+match measured ones. Matrices are random: a GPU multiplies constant ones faster, by 19 % on an H200
+(`benchmarks/one_gpu.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.sharding.machines import constants
-from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.device_mesh import device_mesh, topology_order
-from autoshard.sharding.machines.targets import Target, target_for
+from autoshard.sharding.machines.targets import Target, reported_memory_bytes, target_for
 from autoshard.sharding.machines.topology import Dim
 
 
@@ -62,14 +64,16 @@ def calibrate(devices: Sequence[Any] | None = None, effort: MeasurementSizes | N
     devices = topology_order(jax.devices() if devices is None else devices)
     effort = effort or EFFORT[devices[0].platform]
     rated = target_for(devices, len(devices))
-    flops_16bit, flops_32bit = (_flops(devices, effort, dtype) / PEAK_REACHED for dtype in (jnp.bfloat16, jnp.float32))
+    flops_16bit, flops_32bit = (
+        _flops(devices, effort, dtype) / rated.chip.efficiency for dtype in (jnp.bfloat16, jnp.float32)
+    )
     chip = replace(
         rated.chip,
         flops=max(flops_16bit, flops_32bit) if rated.platform == "cpu" else flops_16bit,
         flops_f32=flops_32bit,
         flops_int8=0.0,
         flops_fp8=0.0,
-        memory_bytes=float(_memory_bytes(devices[0]) or rated.chip.memory_bytes),
+        memory_bytes=reported_memory_bytes(devices) or rated.chip.memory_bytes,
         memory_bandwidth=_memory_bandwidth(devices, effort) / BANDWIDTH_REACHED,
     )
     if len(devices) == 1:
@@ -111,7 +115,8 @@ def _sharded(devices: Sequence[Any]) -> NamedSharding:
 
 def _flops(devices: Sequence[Any], effort: MeasurementSizes, dtype: Any) -> float:
     n = effort.matrix
-    x = jax.device_put(jnp.ones((len(devices), n, n), dtype), _sharded(devices))
+    shape = len(devices), n, n
+    x = jax.jit(lambda: jax.random.normal(jax.random.key(0), shape, dtype), out_shardings=_sharded(devices))()
     product = jax.jit(lambda a, b: a @ b)
     return 2.0 * n**3 / _fastest_s(lambda: product(x, x), effort.runs)
 
@@ -120,12 +125,6 @@ def _memory_bandwidth(devices: Sequence[Any], effort: MeasurementSizes) -> float
     x = jax.device_put(jnp.ones((len(devices), effort.array_bytes // 4), jnp.float32), _sharded(devices))
     add = jax.jit(lambda a, b: a + b)
     return 3.0 * effort.array_bytes / _fastest_s(lambda: add(x, x), effort.runs)
-
-
-def _memory_bytes(device: Any) -> int | None:
-    """The memory limit that the device reports; None if it reports none."""
-    stats = device.memory_stats() if hasattr(device, "memory_stats") else None
-    return (stats or {}).get("bytes_limit")
 
 
 def _links(devices: Sequence[Any], effort: MeasurementSizes) -> tuple[float, float]:

@@ -192,6 +192,8 @@ def _switched(chip: Chip, hosts: int, per_host: int) -> tuple[Dim, ...]:
 def target_for(devices: Sequence[Any], count: int) -> Target:
     """The target that attached devices form.
 
+    GPUs have the memory that JAX can allocate (`reported_memory_bytes`), which is less than that of the chip.
+
     Args:
         devices: the result of `jax.devices()`.
         count: how many devices the target has. If it differs from `len(devices)`, they are assumed to form one line
@@ -200,6 +202,8 @@ def target_for(devices: Sequence[Any], count: int) -> Target:
     platform, kind = devices[0].platform, devices[0].device_kind
     name = chip_name(kind) or STAND_INS.get(platform, "cpu")
     chip = CHIPS[name]
+    if chip.platform == "cuda" and (reported := reported_memory_bytes(devices)):
+        chip = replace(chip, memory_bytes=min(chip.memory_bytes, reported))
     if chip.torus:
         shape = _shape(devices, chip) if count == len(devices) else None
         if shape is not None:
@@ -211,6 +215,22 @@ def target_for(devices: Sequence[Any], count: int) -> Target:
     per_host = count // hosts if count % hosts == 0 else count
     text = f"{name}:{hosts}x{per_host}" if hosts > 1 else f"{name}:{count}"
     return Target(text, chip, Topology(_switched(chip, count // per_host, per_host)))
+
+
+def reported_memory_bytes(devices: Sequence[Any]) -> float | None:
+    """The bytes that a program can allocate on each device; None if the devices do not report it.
+
+    On GPUs it is the part of the memory that JAX takes for itself, 75 % by default. The environment variable
+    `XLA_PYTHON_CLIENT_MEM_FRACTION` sets another part.
+
+    Args:
+        devices: devices of one kind. The first one of this process reports.
+    """
+    for device in devices:
+        if hasattr(device, "memory_stats") and device.process_index == device.client.process_index():
+            limit = (device.memory_stats() or {}).get("bytes_limit")
+            return None if limit is None else float(limit)
+    return None
 
 
 def is_made_of(target: Target, devices: Sequence[Any]) -> bool:

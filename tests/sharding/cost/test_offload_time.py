@@ -74,6 +74,13 @@ def test_compute_of_the_same_loop_hides_transfers():
     assert alone.host_exposed_us > 0
 
 
+def test_on_a_gpu_nothing_hides_transfers():
+    found = estimate(16_384, target="h100:8")
+    chip = find_target("h100:8").chip
+    expected = 2 * LAYERS * VALUE / 8 / (chip.host_bandwidth * HOST_BANDWIDTH_REACHED) * 1e6
+    assert found.host_exposed_us == found.host_us == pytest.approx(expected)
+
+
 def test_the_forward_loop_does_not_hide_transfers_of_the_backward_loop():
     """The loops' exposed parts add up: each is its own transfers less its own compute."""
     found = estimate(128)

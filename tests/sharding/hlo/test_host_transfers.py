@@ -82,6 +82,13 @@ def test_the_device_waits_for_a_synchronous_copy():
     assert (out.is_asynchronous, out.exposed_us, out.distance) == (False, pytest.approx(ONCE), 0)
 
 
+def test_on_a_gpu_the_device_waits_for_asynchronous_copies_and_directions_take_turns():
+    program = f"{ARGUMENTS}\n%s = {OUT}\n%t = {BACK}\n{work('x', 2000)}\n%d = {HOST} copy-done(%s)"
+    gpu = dataclasses.replace(TARGET.chip, platform="cuda")
+    _, both = transfers(f"{program}\nROOT %e = {DEVICE} copy-done(%t)", chip=gpu)
+    assert [(each.is_asynchronous, each.exposed_us) for each in both] == [(False, pytest.approx(ONCE))] * 2
+
+
 def test_a_loop_transfers_in_each_iteration():
     start = f"%s = {OUT.replace('%v', '%w')}"
     _, (out,) = transfers(AROUND, five_times(start, work("x", 300), f"%d = {HOST} copy-done(%s)"))

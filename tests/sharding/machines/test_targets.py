@@ -1,14 +1,18 @@
 """Targets by name, from files, from attached devices and from measurements."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 import autoshard
+from autoshard.sharding.machines import calibration
 from autoshard.sharding.machines.calibration import MeasurementSizes, calibrate
 from autoshard.sharding.machines.chips import CHIPS, chip_name
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import TargetError, find_target, target_for, write_target
 
 
@@ -181,6 +185,23 @@ def test_the_target_of_attached_devices():
     assert target_for([Device("gpu", "something new")], 1).chip == CHIPS["a100-80"]
 
 
+class AttachedDevice(Device):
+    """A device that reports its memory, if it is one of process 1."""
+
+    client = SimpleNamespace(process_index=lambda: 1)
+
+    def memory_stats(self):
+        assert self.process_index == 1
+        return {"bytes_limit": 60_000_000_000}
+
+
+def test_attached_gpus_have_the_memory_that_jax_can_allocate():
+    devices = [AttachedDevice("gpu", "NVIDIA H100 80GB HBM3", process) for process in (0, 1)]
+    assert target_for(devices, 2).chip == replace(CHIPS["h100"], memory_bytes=60e9)
+    assert target_for(devices[:1], 1).chip == CHIPS["h100"]
+    assert target_for([AttachedDevice("tpu", "TPU v5 lite", 1)], 1).chip == CHIPS["v5e"]
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"), ("TPU v4", "v4"), ("TPU7x", "tpu7x"),
@@ -189,6 +210,23 @@ def test_the_target_of_attached_devices():
 )  # fmt: skip
 def test_the_chip_of_a_device_kind(kind, name):
     assert chip_name(kind) == name
+
+
+def test_predicted_rates_of_a_calibrated_target_are_the_measured_ones(monkeypatch):
+    rated = target_for(jax.devices()[:1], 1)
+    rated = replace(rated, chip=replace(rated.chip, platform="cuda", efficiency=0.5))
+    monkeypatch.setattr(calibration, "target_for", lambda devices, count: rated)
+    monkeypatch.setattr(calibration, "_flops", lambda devices, effort, dtype: 1e9)
+    monkeypatch.setattr(calibration, "_memory_bandwidth", lambda devices, effort: 2e9)
+    chip = calibrate(jax.devices()[:1]).chip
+    assert chip.reached(2) == chip.reached(4) == 1e9 and chip.memory_bandwidth * BANDWIDTH_REACHED == 2e9
+
+
+def test_measured_products_are_those_of_random_matrices(monkeypatch):
+    products = []
+    monkeypatch.setattr(calibration, "_fastest_s", lambda run, runs: products.append(run()) or 1.0)
+    calibration._flops(jax.devices()[:1], MeasurementSizes(matrix=16), "float32")
+    assert np.std(products[0]) > 1
 
 
 def test_a_calibrated_target_can_be_planned_for(tmp_path):

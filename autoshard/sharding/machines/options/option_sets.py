@@ -26,7 +26,8 @@ Step time divided by that under the default sets (two products a layer, `fsdp:8`
 So gathers inside fusions, without overlap on the TensorCore, hide nothing on v6e, and `gather-fusion` is tried last.
 
 Gathers over several torus dimensions are synchronous, unless `2d_all_gather` and `3d_all_gather` are on, too. Four
-layers of two products (2048 x 8192 in bfloat16) with these options, relative to `all_gather` alone:
+layers of two products (2048 x 8192 in bfloat16) with these options, relative to `all_gather` alone
+(`benchmarks/option_limits.py gathers`):
 
     target      plan           rows a device   step    exposed part of the gathers' time
     v6e:4x8     fsdp:32        4096            0.798   1.00 -> 0.44
@@ -42,8 +43,8 @@ it. Four such layers relative to all other default options:
     tpu7x:4x4x4 fsdp:128       4096            0.745   0.42 -> 0.32 of the step
 
 `scoped-vmem` lets products have larger tiles. Left: cycles of an MLP and its gradients on one device, relative to the
-compiler's own limit (16384 rows in bfloat16; with a gate, and at a width of 2048 with gelu). Right: step time of two
-small products a layer, as above.
+compiler's own limit (16384 rows in bfloat16; with a gate, and at a width of 2048 with gelu;
+`benchmarks/option_limits.py products`). Right: step time of two small products a layer, as above.
 
     chip    limit        4096 x 14336   8192 x 28672   2048 x 8192   small
     v5e     32768 KiB    0.835                                       1.061
