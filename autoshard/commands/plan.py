@@ -104,7 +104,7 @@ def plan_train_step(config: TrainConfig):
         return search_variants(config, verify)[1]
     config = with_offload(config)
     program = make_program_of(config)
-    shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
+    shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
     return autoshard.plan(
         train_step_of(config, program), *shapes, donate_argnums=0, verify=verify, **plan_options(config)
     )
@@ -120,7 +120,9 @@ def train_step_text(config: TrainConfig) -> str:
     config = with_offload(fit_tokenizer(config))
     program = make_program_of(config)
     step = train_step_of(config, program)
-    return function_text(step, program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context))
+    return function_text(
+        step, program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
+    )
 
 
 def _run_named(arguments: Sequence[str]) -> int:

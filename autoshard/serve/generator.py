@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.pretrained.chat_template import ChatTemplate
 from autoshard.models.pretrained.folder import Folder, read_table
 from autoshard.models.pretrained.load import Described, load_pretrained
-from autoshard.serve.chat import ChatTemplate
 from autoshard.serve.constants import MAX_TOKENS, ROWS
 from autoshard.serve.engine import Engine, Request
 from autoshard.serve.sampling import GREEDY, Sampling

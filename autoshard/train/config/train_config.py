@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import tomllib
 import warnings
@@ -21,9 +22,13 @@ from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, sele
 from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.sharding.pipeline.schedule_words import read_schedule
 from autoshard.train.config import run_directory
+from autoshard.train.config.pretrained_checks import pretrained_problems
 from autoshard.train.config.pretrained_config import PretrainedConfig
+from autoshard.train.config.rows_config import RowsConfig
+from autoshard.train.data.rows.records import has_rows
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
+from autoshard.train.step.train_step import BatchKind
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
@@ -56,8 +61,9 @@ class TrainConfig:
     that it accepts. It returns an nnx.Module that maps tokens [batch, seq] to logits, or that has a method
     loss(batch) which returns the sum of the losses and the sum of their weights."""
     data: str | None = None
-    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. The function
-    is called with the config. It returns (training tokens, held-out tokens) as integer arrays, or an
+    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. With --from,
+    also rows of instruction data: .jsonl, .parquet, .array_record, or a folder of them. The function is called with the
+    config. It returns (training tokens, held-out tokens) as integer arrays, or an
     autoshard.train.data.text_data.Source."""
     tokenizer: Path | None = None
     """`tokenizers` JSON file. Default: each byte is a token."""
@@ -88,6 +94,8 @@ class TrainConfig:
     """The pretrained model that the run starts from."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters, which are trained in place of the pretrained parameters."""
+    rows: RowsConfig = field(default_factory=RowsConfig)
+    """How rows of instruction data become batches."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How parameters are updated."""
 
@@ -195,7 +203,7 @@ class TrainConfig:
             read_schedule(self.schedule)
         except PlanError as error:
             problems.append(str(error))
-        problems += self._offload_problems() + self._pretrained_problems()
+        problems += self._offload_problems() + pretrained_problems(self)
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -220,15 +228,15 @@ class TrainConfig:
                     f"give one of them, such as gpt.remat '{remat} keep:NAMES'"]  # fmt: skip
         return []
 
-    def _pretrained_problems(self) -> list[str]:
-        folder, problems = self.pretrained.folder, []
-        if folder is not None and self.model != "gpt":
-            problems.append(f"model is {self.model}, but --from {folder} says what the model is: give one of them")
-        if folder is None and self.lora.rank:
-            problems.append(f"lora.rank is {self.lora.rank}, but no pretrained model: give its folder by --from")
-        if self.lora.rank and self.freeze:
-            problems.append("freeze and lora.rank are both given, but adapters freeze all else: leave out freeze")
-        return problems
+    @functools.cached_property
+    def reads_rows(self) -> bool:
+        """Whether the data are rows of instruction data."""
+        return self.pretrained.folder is not None and self.data is not None and has_rows(self.data)
+
+    @property
+    def batch_kind(self) -> BatchKind:
+        """What arrays a batch has."""
+        return "packed" if self.reads_rows else "text"
 
     @property
     def is_built_in(self) -> bool:

@@ -23,6 +23,8 @@ from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.data.rows.encoding import RowEncoder
+from autoshard.train.data.rows.row_source import row_source
 from autoshard.train.data.text_data import Source, TokenSource, text_source
 from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.old_names import accepts_old_keywords
@@ -266,6 +268,8 @@ def make_source(config: TrainConfig) -> Source:
         ConfigError: The function cannot be found, or returns neither token arrays nor a source.
     """
     batch = {"batch_size": config.batch_size, "eval_batch_size": config.eval_batch_size}
+    if config.reads_rows:
+        return _rows_of(config, batch)
     if not is_function(config.data):
         return text_source(
             config.data, context=config.gpt.context, seed=config.seed, tokenizer=config.tokenizer_file, **batch
@@ -282,6 +286,23 @@ def make_source(config: TrainConfig) -> Source:
         )
     vocab_size = max(int(part.max(initial=0)) + 1 for part in tokens)
     return TokenSource(*tokens, vocab_size=vocab_size, context=config.gpt.context, seed=config.seed, **batch)
+
+
+def _rows_of(config: TrainConfig, batch: Mapping[str, int]) -> Source:
+    """Open rows of instruction data, with the tokenizer and the chat template of the pretrained model."""
+    assert config.data is not None and config.model_folder is not None
+    if config.tokenizer_file is None:
+        raise ConfigError(f"{str(config.model_folder)!r} has no tokenizer.json: download it, or give --tokenizer")
+    return row_source(
+        config.data,
+        RowEncoder.of(config.model_folder, config.tokenizer_file),
+        pairs=config.batch_kind == "pairs",
+        packed=config.rows.pack,
+        held_out=config.rows.held_out,
+        context=config.gpt.context,
+        seed=config.seed,
+        **batch,
+    )
 
 
 def is_function(name: str | None) -> bool:

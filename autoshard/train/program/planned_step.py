@@ -103,7 +103,7 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig, pla
     if plan is not None:  # it was made with the other options
         options = {"plan": plan, "target": config.target}
     step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
-    shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
+    shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
     made = step.plan(shapes, batch)
     state_shardings, batch_shardings = shardings(made)
     placed = jax.tree.map(
@@ -221,7 +221,7 @@ def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], c
         same = ("plan", "microbatches", "schedule", "gather")
         options |= {name: x for name, x in plan_options(config).items() if name in same}
     step = autoshard.auto_shard(eval_step, **options)
-    batch = batch_shapes(config.eval_batch_size, config.gpt.context)
+    batch = batch_shapes(config.eval_batch_size, config.gpt.context, config.batch_kind)
     batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
     return PlacedEvalStep(step, batch, batch_shardings)
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,19 @@ from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+BatchKind = Literal["text", "packed"]
 EvalStep = Callable[[Tree, Tree, Tree, Batch], tuple[jax.Array, jax.Array]]
 
 
-def batch_shapes(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch, each `[batch, seq]`: input tokens, target tokens, and a mask of the targets that count."""
-    shape = (batch_size, context)
-    tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
-    return {"inputs": tokens, "targets": tokens, "mask": weights}
+def batch_shapes(batch_size: int, context: int, kind: BatchKind = "text") -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch, each `[batch, seq]`: input tokens, target tokens, and a mask of those that count.
+
+    A batch of packed documents also has `positions` and `segment_ids`.
+    """
+    names = {"inputs": jnp.int32, "targets": jnp.int32, "mask": jnp.float32}
+    if kind == "packed":
+        names |= {"positions": jnp.int32, "segment_ids": jnp.int32}
+    return {name: jax.ShapeDtypeStruct((batch_size, context), dtype) for name, dtype in names.items()}
 
 
 def loss_and_weight(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,21 @@
+"""Checks of the settings of a run that starts from a pretrained folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoshard.train.config.rows_config import RowsConfig
+
+
+def pretrained_problems(config: Any) -> list[str]:
+    """Return why the settings of a `TrainConfig` do not fit its pretrained folder, or the lack of one."""
+    folder, problems = config.pretrained.folder, []
+    if folder is not None and config.model != "gpt":
+        problems.append(f"model is {config.model}, but --from {folder} says what the model is: give one of them")
+    if folder is None and config.lora.rank:
+        problems.append(f"lora.rank is {config.lora.rank}, but no pretrained model: give its folder by --from")
+    if config.lora.rank and config.freeze:
+        problems.append("freeze and lora.rank are both given, but adapters freeze all else: leave out freeze")
+    if config.rows != RowsConfig() and not config.reads_rows:
+        problems.append("rows.* are for rows of instruction data, which need --from and --data ROWS: leave them out")
+    return problems
