@@ -58,7 +58,7 @@ def row_of(documents: Sequence[Document], context: int) -> Row:
     Returns:
         `inputs`, `targets`, `positions` and `segment_ids`, int32 `[context]`, and `mask`, float32 `[context]`.
     """
-    row = {name: np.full(context, PADDING, np.int32) for name in ("inputs", "targets", "positions", "segment_ids")}
+    row: Row = {name: np.full(context, PADDING, np.int32) for name in ("inputs", "targets", "positions", "segment_ids")}
     row["mask"] = np.zeros(context, np.float32)
     start = 0
     for segment, document in enumerate(documents, 1):

@@ -5,6 +5,7 @@ A row is a table. A record of an ArrayRecord file is a table in JSON.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -104,10 +105,7 @@ def _json_lines(file: Path) -> Iterator[Record]:
 
 
 def _parquet(file: Path) -> Iterator[Record]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(f"{file} needs the package pyarrow: pip install pyarrow") from error
+    parquet = _package("pyarrow.parquet", file)
     n = 0
     for batch in parquet.ParquetFile(file).iter_batches():
         for value in batch.to_pylist():
@@ -116,23 +114,29 @@ def _parquet(file: Path) -> Iterator[Record]:
 
 
 def _array_record(file: Path) -> Iterator[Record]:
-    source = grain.sources.ArrayRecordDataSource([str(file)])
+    source: Any = grain.sources.ArrayRecordDataSource([str(file)])
     for n in range(len(source)):
         yield _table(f"{file} record {n}", json.loads(source[n]))
 
 
 def _saved_records(folder: Path, split: str) -> Iterator[Record]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"{folder} needs the package datasets: pip install datasets") from error
-    found: Any = datasets.load_from_disk(str(folder))
+    datasets = _package("datasets", folder)
+    found = datasets.load_from_disk(str(folder))
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             raise DataError(f"{folder} has no split {split!r}, only {', '.join(found)}: give the folder of one split")
         found = found[split]
     for n, value in enumerate(found):
         yield _table(f"{folder} row {n}", value)
+
+
+def _package(module: str, path: Path) -> Any:
+    """Import a package that only some data need."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise DataError(f"{path} needs the package {name}: pip install {name}") from error
 
 
 def _table(where: str, value: Any) -> Record:

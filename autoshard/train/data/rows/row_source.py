@@ -128,7 +128,7 @@ def row_source(
              for where, part in ((str(path), train), (str(held_out or path), others))]  # fmt: skip
     if packed and not pairs:
         parts = [_packed(part, context) for part in parts]
-    return RowSource(*parts, make, encoder.tokenizer.get_vocab_size(), **options)
+    return RowSource(parts[0], parts[1], make, encoder.tokenizer.get_vocab_size(), **options)
 
 
 def pair_row(pair: Sequence[Document], context: int) -> Row:

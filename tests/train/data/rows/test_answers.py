@@ -18,7 +18,9 @@ def counted(template: str, messages: list[dict[str, str]]) -> list[list[str]]:
     chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}, "a test")
     found = []
     for document in RowEncoder(made, chat).documents({"messages": messages}):
-        words = [made.id_to_token(n) if yes else "\n" for n, yes in zip(document.tokens, document.counts, strict=True)]
+        words = [
+            str(made.id_to_token(n)) if yes else "\n" for n, yes in zip(document.tokens, document.counts, strict=True)
+        ]
         found.append([run.strip() for run in " ".join(words).split("\n") if run.strip()])
     return found
 

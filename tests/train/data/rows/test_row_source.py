@@ -1,6 +1,7 @@
 """Batches of rows: packed without contamination, the same on any number of processes, and bad rows are named."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,18 @@ def write_rows(file: Path, rows: list[Any]) -> Path:
     return file
 
 
-def opened(path: Path, *, chat: bool = False, seed: int = 1, **options: Any) -> RowSource:
+def opened(path: Path, *, seed: int = 1, **options: Any) -> RowSource:
     folder = make_chat_folder(path.parent / "model")
     encoder = RowEncoder.of(folder, folder / "tokenizer.json")
-    defaults: dict[str, Any] = dict(pairs=False, packed=True, held_out=None, context=12, batch_size=4)
-    return row_source(path, encoder, **(defaults | dict(eval_batch_size=2, seed=seed) | options))
+    own: dict[str, Any] = dict(pairs=False, packed=True, held_out=None, context=12, batch_size=4)
+    own |= dict(eval_batch_size=2, seed=seed) | options
+    return row_source(path, encoder, **own)
+
+
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"rows\.parquet needs the package pyarrow: pip install pyarrow"):
+        opened(write_rows(tmp_path / "rows.parquet", ROWS))
 
 
 @given(st.lists(st.integers(1, 20), max_size=30))
@@ -104,16 +112,13 @@ def test_all_kinds_of_files_give_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     assert opened(tmp_path / "rows.parquet").digest == opened(write_rows(tmp_path / "rows.jsonl", ROWS)).digest
 
 
 def test_a_saved_dataset_gives_the_same_rows_and_its_test_split_is_held_out(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    import pyarrow
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
 
     def saved(rows: list[Any]) -> Any:
         return datasets.Dataset(pyarrow.Table.from_pylist(rows), fingerprint=str(len(rows)))
