@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models.adapters.lora_config import LoraConfig
@@ -81,8 +82,25 @@ def _new_factors(source: Source, rank: int, key: jax.Array) -> tuple[jax.Array, 
 
 def adapt(model: Decoder, path: str, a: jax.Array, b: jax.Array, scale: float) -> None:
     """Give the weight with this path an adapter with these factors."""
+    parent, name = _owner(model, path)
+    setattr(parent, name, Adapted(getattr(parent, name), a, b, scale))
+
+
+def without_adapters(model: Decoder) -> Decoder:
+    """Return a model of the same weights without its adapters."""
+    graph, state = nnx.split(model)
+    plain = nnx.merge(graph, state)
+    places = ["/".join(map(str, path)) for path, node in nnx.iter_graph(plain) if isinstance(node, Adapted)]
+    for path in places:
+        parent, name = _owner(plain, path)
+        setattr(parent, name, getattr(parent, name).base)
+    return plain
+
+
+def _owner(model: Decoder, path: str) -> tuple[Any, str]:
+    """Return the module that has the weight with this path, and the weight's name in it."""
     *outer, name = path.split("/")
     parent: Any = model
     for level in outer:
         parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
-    setattr(parent, name, Adapted(getattr(parent, name), a, b, scale))
+    return parent, name

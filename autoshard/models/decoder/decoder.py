@@ -23,7 +23,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
-from autoshard.models.loss import cross_entropy, sum_and_count
+from autoshard.models.loss import sum_and_count, token_losses
 from autoshard.models.stack import extend_layers
 
 
@@ -84,13 +84,16 @@ class Decoder(nnx.Module):
 
     def loss_of(self, x: jax.Array, targets: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of features `[batch, seq, width]`, as `loss` does."""
+        return sum_and_count(self.token_losses(x, targets), mask)
+
+    def token_losses(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Compute the cross-entropy of each token of `[batch, seq, width]` features, float32 `[batch, seq]`."""
         if self.cfg.loss_chunks == 1 or self.cfg.logit_cap is not None:
-            return cross_entropy(self.logits(x), targets, mask)
+            return token_losses(self.logits(x), targets)
         weight, vocab_axis = (self.embed, 0) if self.head is None else (self.head, 1)
         # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
         weight = weight[...].astype(x.dtype)
-        losses = linear_cross_entropy(x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis)
-        return sum_and_count(losses, mask)
+        return linear_cross_entropy(x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis)
 
     def features(
         self,

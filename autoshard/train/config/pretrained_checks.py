@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoshard.train.config.rows_config import RowsConfig
+from autoshard.train.step.preference import DpoConfig
 
 
 def pretrained_problems(config: Any) -> list[str]:
@@ -18,4 +19,8 @@ def pretrained_problems(config: Any) -> list[str]:
         problems.append("freeze and lora.rank are both given, but adapters freeze all else: leave out freeze")
     if config.rows != RowsConfig() and not config.reads_rows:
         problems.append("rows.* are for rows of instruction data, which need --from and --data ROWS: leave them out")
+    if config.dpo != DpoConfig() and config.loss != "dpo":
+        problems.append("dpo.* are for --loss dpo: add it, or leave them out")
+    if config.loss == "dpo" and (folder is None or not (config.reads_rows or ":" in (config.data or ""))):
+        problems.append("loss is dpo, which needs --from and --data ROWS with prompt, chosen and rejected")
     return problems

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from autoshard.train.config.rows_config import RowsConfig
 from autoshard.train.data.rows.records import has_rows
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
+from autoshard.train.step.preference import DpoConfig
 from autoshard.train.step.train_step import BatchKind
 
 RESUMABLE_CHANGES = frozenset(
@@ -96,6 +96,11 @@ class TrainConfig:
     """Low-rank adapters, which are trained in place of the pretrained parameters."""
     rows: RowsConfig = field(default_factory=RowsConfig)
     """How rows of instruction data become batches."""
+    loss: Literal["tokens", "dpo"] = "tokens"
+    """`tokens` is the cross-entropy of the tokens. `dpo` compares pairs of answers, rows with prompt, chosen and
+    rejected, with --from; see --dpo.*."""
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    """How --loss dpo compares pairs of answers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How parameters are updated."""
 
@@ -236,7 +241,7 @@ class TrainConfig:
     @property
     def batch_kind(self) -> BatchKind:
         """What arrays a batch has."""
-        return "packed" if self.reads_rows else "text"
+        return "pairs" if self.loss == "dpo" else "packed" if self.reads_rows else "text"
 
     @property
     def is_built_in(self) -> bool:
@@ -347,21 +352,6 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def similar(name: str, known: Iterable[str]) -> list[str]:
     """The known names that are similar to an unknown one, at most three, the most similar first."""
     return difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
-
-
-def load_toml(config: TrainConfig, path: Path) -> TrainConfig:
-    """Return a config with the settings of a TOML file.
-
-    Raises:
-        ConfigError: The file cannot be read, is not TOML, or has an unknown setting.
-    """
-    try:
-        changes = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {str(path)!r} is not a TOML file: {error}") from error
-    return merge(config, changes, str(path))
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

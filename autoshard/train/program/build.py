@@ -34,11 +34,12 @@ from autoshard.train.program.constants import (
     SEARCHED_REMAT_MIXES,
     VOCAB_MULTIPLE,
 )
-from autoshard.train.program.pretrained import fit_pretrained, pretrained_builder, trained_globs
+from autoshard.train.program.pretrained import fit_pretrained, frozen_globs, pretrained_builder, trained_globs
 from autoshard.train.step.ema import EmaConfig
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.step.preference import dpo_loss
 from autoshard.train.step.train_state import Program, TrainState, make_program
-from autoshard.train.step.train_step import TrainStep, make_train_step
+from autoshard.train.step.train_step import Loss, TrainStep, loss_and_weight, make_train_step
 
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
@@ -104,13 +105,22 @@ def make_program_of(config: TrainConfig) -> Program:
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
     ema = EmaConfig(config.ema_decay, config.ema_every, config.ema_spike)
-    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema=ema, train=trained_globs(config))
+    freeze = (*config.freeze, *frozen_globs(config))
+    return make_program(model_builder(config), optimizer, freeze=freeze, ema=ema, train=trained_globs(config))
 
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """Make the train step of a run. If its plan is a pipeline, the planner cuts the step into microbatches."""
     count = 1 if config.stages > 1 else config.microbatches
-    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), count)
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    return make_train_step(program, schedule, count, loss_of(config))
+
+
+def loss_of(config: TrainConfig) -> Loss:
+    """Return the loss of a run."""
+    if config.loss == "dpo":
+        return lambda model, batch, key: dpo_loss(model, batch, config.dpo)
+    return loss_and_weight
 
 
 @accepts_old_keywords

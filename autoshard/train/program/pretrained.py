@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.ckpt.exchange.safetensors import Tensor
@@ -21,6 +22,7 @@ from autoshard.models.pretrained.load import Described, read_values
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.train.config.train_config import TrainConfig, replaced
 from autoshard.train.step.optimizer import path_name
+from autoshard.train.step.preference import REFERENCE
 from autoshard.train.step.train_state import Program, TrainState
 
 # What other programs read beside the config and the weights.
@@ -87,6 +89,8 @@ def pretrained_builder(config: TrainConfig) -> Callable[[nnx.Rngs], Decoder]:
         model.origin = described.origin
         if config.lora.rank:
             add_adapters(model, described.family, config.lora, rngs.params())
+        elif config.loss == "dpo":
+            setattr(model, REFERENCE, Decoder(described.cfg, rngs=rngs))
         return model
 
     return build
@@ -95,6 +99,11 @@ def pretrained_builder(config: TrainConfig) -> Callable[[nnx.Rngs], Decoder]:
 def trained_globs(config: TrainConfig) -> tuple[str, ...]:
     """Return the globs over the paths of the parameters that are trained."""
     return trained_parameters if config.lora.rank else ("*",)
+
+
+def frozen_globs(config: TrainConfig) -> tuple[str, ...]:
+    """Return the globs over the paths of the reference's parameters, which are not trained."""
+    return (f"{REFERENCE}/*",) if config.loss == "dpo" and not config.lora.rank else ()
 
 
 def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
@@ -136,6 +145,11 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
         _check_dtypes(sources, tensors, dtypes, folder)
     shardings = {path: leaves[path].sharding for path in sources}
     values = read_values(folder, sources, tensors, dtypes, shardings)
+    values |= {
+        f"{REFERENCE}/{path}": _copy(values[path], leaf.sharding)
+        for path in sources
+        if (leaf := leaves.get(f"{REFERENCE}/{path}")) is not None
+    }
 
     def rest(key: jax.Array, values: dict[str, jax.Array]) -> list[Any]:
         return _others(program.create_state(key, values), values)
@@ -146,6 +160,11 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
     others = iter(made)
     flat, tree = jax.tree_util.tree_flatten_with_path(like)
     return tree.unflatten([values[name] if (name := _model_path(path)) in values else next(others) for path, _ in flat])
+
+
+def _copy(value: jax.Array, sharding: Any) -> jax.Array:
+    """Copy an array into memory of its own, because a step donates its state."""
+    return jax.jit(jnp.copy, out_shardings=sharding)(value)
 
 
 def _check_dtypes(

@@ -28,7 +28,7 @@ from autoshard.train.data.text_data import Source
 from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.inference.exported_model import write_inference
 from autoshard.train.inference.text_generation import sample_text
-from autoshard.train.program.build import fit_vocab, make_program_of, make_source, train_step_of
+from autoshard.train.program.build import fit_vocab, loss_of, make_program_of, make_source, train_step_of
 from autoshard.train.program.evaluation import Evaluation, evaluate
 from autoshard.train.program.planned_step import (
     PlacedEvalStep,
@@ -322,7 +322,7 @@ class Trainer:
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
         if self._eval_step is None:
-            self._eval_step = place_eval_step(make_eval_step(self.program), parts, self.config)
+            self._eval_step = place_eval_step(make_eval_step(self.program, loss_of(self.config)), parts, self.config)
         evaluation = evaluate(
             self._eval_step,
             parts,
@@ -357,7 +357,7 @@ class Trainer:
         )
 
     def _tokens_per_step(self) -> int:
-        return self.config.batch_size * self.config.gpt.context
+        return math.prod(self.placed.batch_shapes["inputs"].shape)
 
     def _peak_seconds_per_step(self) -> float | None:
         """Time of a step at the devices' peak FLOP/s, in seconds; None if the peak or the model's FLOPs are unknown."""

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from autoshard.cli import main
+from autoshard.models.adapters import LoraConfig
 from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.inference.trained_model import load_trained
@@ -68,3 +71,40 @@ def test_the_command_names_bad_rows_and_settings_without_rows(
     assert main([*own, "--data", str(write_rows(tmp_path / "rows.jsonl", ROWS))]) == 2
     assert "has no tokenizer.json" in capsys.readouterr().err
     assert json.loads((folder / "config.json").read_text())["vocab_size"] == 32
+
+
+PAIRS = [
+    {"prompt": "hi why ", "chosen": " ".join(["so"] * n), "rejected": " ".join(["bye"] * m)}
+    for n, m in ((1, 2), (3, 1), (2, 2), (4, 3), (1, 1), (5, 2), (2, 4), (3, 3))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_preferences_are_trained_with_adapters_and_without_under_a_plan(
+    make_config: MakeConfig, folder: Path, tmp_path: Path, rank: int
+) -> None:
+    lora = LoraConfig(rank=rank, targets=("attention/*", "mlp/*"))
+    config = of_rows(make_config, folder, PAIRS, loss="dpo", lora=lora, steps=4, microbatches=2, batch_size=16)
+    trainer = Trainer(dataclasses.replace(config, plan="fsdp:4 tp:2"))
+    assert trainer.placed.batch_shapes["inputs"].shape == (16, 2, 16)
+    frozen, trained = (
+        sum(leaf.size for leaf in jax.tree.leaves(part))
+        for part in (trainer.placed.state_shapes.frozen, trainer.placed.state_shapes.params)
+    )
+    assert frozen == trained if rank == 0 else frozen > trained
+    run = trainer.run()
+    lines = [line for line in read_metrics(run.run_dir / "metrics.jsonl") if "loss" in line]
+    assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-5) and lines[-1]["loss"] < lines[0]["loss"] - 1e-3
+    out = tmp_path / "out"
+    assert main(["ckpt", "export", str(run.run_dir), str(out), *(["--merge"] if rank else [])]) == 0
+    before, after = (load_file(each / "model.safetensors") for each in (folder, out))
+    assert before.keys() == after.keys() and any((before[name] != after[name]).any() for name in before)
+
+
+def test_preferences_need_pairs(folder: Path, text_file: Path, capsys: pytest.CaptureFixture) -> None:
+    own = ["train", "--from", str(folder), "--loss", "dpo", "--gpt.context", "16"]
+    assert main([*own, "--data", str(text_file)]) == 2
+    assert "needs --from and --data ROWS with prompt, chosen and rejected" in capsys.readouterr().err
+    assert main([*own, "--data", str(write_rows(folder.parent / "rows.jsonl", ROWS))]) == 2
+    assert "rows.jsonl line 1: it has no chosen and no rejected" in capsys.readouterr().err
