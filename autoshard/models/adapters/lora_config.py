@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from autoshard.errors import ConfigError
 
@@ -28,6 +29,10 @@ class LoraConfig:
     have adapters."""
     rslora: bool = False
     """Whether to divide alpha by the square root of the rank instead (rank-stabilized LoRA)."""
+    dora: bool = False
+    """Whether magnitudes of the weights' columns are trained, too (DoRA)."""
+    path: Path | None = None
+    """Folder of an adapter in PEFT's format to start from. The other settings of adapters are then those of it."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values, all in one error."""

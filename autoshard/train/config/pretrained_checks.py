@@ -13,10 +13,11 @@ def pretrained_problems(config: Any) -> list[str]:
     folder, problems = config.pretrained.folder, []
     if folder is not None and config.model != "gpt":
         problems.append(f"model is {config.model}, but --from {folder} says what the model is: give one of them")
-    if folder is None and config.lora.rank:
-        problems.append(f"lora.rank is {config.lora.rank}, but no pretrained model: give its folder by --from")
-    if config.lora.rank and config.freeze:
-        problems.append("freeze and lora.rank are both given, but adapters freeze all else: leave out freeze")
+    lora = "lora.path" if config.lora.path is not None else f"lora.rank {config.lora.rank}" if config.lora.rank else ""
+    if folder is None and lora:
+        problems.append(f"{lora} is given, but no pretrained model: give its folder by --from")
+    if lora and config.freeze:
+        problems.append(f"freeze and {lora} are both given, but adapters freeze all else: leave out freeze")
     if config.rows != RowsConfig() and not config.reads_rows:
         problems.append("rows.* are for rows of instruction data, which need --from and --data ROWS: leave them out")
     if config.dpo != DpoConfig() and config.loss != "dpo":

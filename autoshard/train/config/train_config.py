@@ -372,8 +372,13 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
     """Return the config stored in a checkpoint: `model` must match on restore, `run` is information only."""
     values = identity(config)
-    shape = values["gpt"] if config.pretrained.folder is None else {"lora": values["lora"]}
+    shape = values["gpt"] if config.pretrained.folder is None else {"lora": lora_shape(values["lora"])}
     return {"model": {"name": config.model_name, **shape}, "run": values}
+
+
+def lora_shape(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of adapters that a checkpoint must match. Checkpoints without DoRA do not name it."""
+    return {name: value for name, value in lora.items() if name != "path" and (name != "dora" or value)}
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -21,6 +21,7 @@ from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.load import Described, read_values
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.program.first_adapters import adapter_start, with_adapter_settings
 from autoshard.train.step.optimizer import path_name
 from autoshard.train.step.preference import REFERENCE
 from autoshard.train.step.train_state import Program, TrainState
@@ -61,12 +62,13 @@ def kept_files(folder: Path) -> Iterator[Path]:
 
 
 def fit_pretrained(config: TrainConfig, vocab_size: int) -> TrainConfig:
-    """Return the config with the vocabulary of its pretrained model.
+    """Return the config with the vocabulary of its pretrained model, and the settings of its adapters.
 
     Raises:
         ConfigError: The data have more tokens, or the sequences are longer than the model's positions.
     """
-    cfg = describe(config).cfg
+    described = describe(config)
+    cfg, config = described.cfg, with_adapter_settings(config, described)
     if vocab_size > cfg.vocab:
         tokenizer = config.tokenizer_file or "bytes, because the folder has no tokenizer.json"
         raise ConfigError(
@@ -145,6 +147,7 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
         _check_dtypes(sources, tensors, dtypes, folder)
     shardings = {path: leaves[path].sharding for path in sources}
     values = read_values(folder, sources, tensors, dtypes, shardings)
+    values |= adapter_start(config, described, leaves, sources, values)
     values |= {
         f"{REFERENCE}/{path}": _copy(values[path], leaf.sharding)
         for path in sources
