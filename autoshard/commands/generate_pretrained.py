@@ -1,4 +1,4 @@
-"""`autoshard generate` of a pretrained folder."""
+"""`autoshard generate` of a pretrained folder, or of a run that started from one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from autoshard.commands.arguments import check_writable
 from autoshard.errors import ConfigError
 
-CONFIG, RUN_FILES = "config.json", ("inference.json", "checkpoints")
+CONFIG, CHECKPOINTS, KEPT = "config.json", "checkpoints", "pretrained"
+RUN_FILES = ("inference.json", CHECKPOINTS)
 SETTINGS = ("top_p", "min_p", "repetition_penalty")
 
 
@@ -19,6 +20,15 @@ def is_pretrained(folder: Path) -> bool:
     try:
         has_config = (folder / CONFIG).is_file() and not any((folder / name).exists() for name in RUN_FILES)
         return has_config and any(folder.glob("*.safetensors*"))
+    except (OSError, ValueError):
+        return False
+
+
+def is_pretrained_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run that started from a pretrained folder, or of its checkpoints."""
+    try:
+        run = folder if (folder / CHECKPOINTS).is_dir() else folder.parent
+        return (run / KEPT / CONFIG).is_file() and (run / CHECKPOINTS).is_dir() and folder in (run, run / CHECKPOINTS)
     except (OSError, ValueError):
         return False
 
@@ -52,8 +62,13 @@ def run_pretrained(given: argparse.Namespace) -> int:
     Raises:
         AutoshardError: an option is invalid or does not apply, or the model cannot be read.
     """
-    others = {"--step": given.step, "--use-ema": given.use_ema, "--model": given.model}
-    problems = [f"{name} is for runs of the trainer" for name, value in others.items() if value is not None]
+    is_run = is_pretrained_run(given.run_dir)
+    others = {"--step": given.step, "--use-ema": given.use_ema}
+    problems = [
+        f"{name} is for runs of the trainer" for name, value in others.items() if value is not None and not is_run
+    ]
+    if given.model is not None:
+        problems.append("--model is for runs whose model a factory makes")
     if (given.file is None) != (given.out is None):
         problems.append("--file and --out are given together")
     if given.file is not None and given.prompt is not None:
@@ -72,10 +87,11 @@ def run_pretrained(given: argparse.Namespace) -> int:
     prompts = None if given.file is None else read_prompts(given.file, chat=given.chat)
     rows = given.rows if given.rows is not None else 1 if prompts is None else None
     chosen: dict[str, Any] = {"rows": rows, "length": given.length, "plan": given.plan}
-    generator = load_generator(given.run_dir, **{name: value for name, value in chosen.items() if value is not None})
+    options = {name: value for name, value in chosen.items() if value is not None}
+    generator = _run_generator(given, options) if is_run else load_generator(given.run_dir, **options)
     if given.show_plan:
         print(generator.engine.plan)
-    options: dict[str, Any] = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}
+    options = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}
     if prompts is not None:
         written = reply_to_file(generator, prompts, given.out, **options)
         print(f"{written} replies written to {given.out}, {len(prompts) - written} were there")
@@ -91,3 +107,20 @@ def run_pretrained(given: argparse.Namespace) -> int:
     generator.generate([[{"role": "user", "content": text}] if given.chat else text], on_text=show, **options)
     print()
     return 0
+
+
+def _run_generator(given: argparse.Namespace, options: dict[str, Any]) -> Any:
+    """Open the model of a run, with its adapters."""
+    from autoshard.models.pretrained.folder import Folder
+    from autoshard.serve.generator import make_generator
+    from autoshard.train.config.run_directory import checkpoints_in
+    from autoshard.train.inference.pretrained_export import pretrained_run
+    from autoshard.train.inference.pretrained_model import open_run_model
+
+    checkpoints = checkpoints_in(given.run_dir)
+    config = pretrained_run(checkpoints)
+    assert config is not None and config.model_folder is not None
+    model = open_run_model(config, checkpoints, given.step, given.use_ema)
+    file = config.tokenizer_file or config.model_folder / "tokenizer.json"
+    folder = Folder.open(config.model_folder)
+    return make_generator(folder, file, model.cfg, model.graph, model.shapes, model.read, **options)

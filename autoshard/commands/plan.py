@@ -97,6 +97,7 @@ def plan_train_step(config: TrainConfig):
     import autoshard
     from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
     from autoshard.train.program.planned_step import plan_options, search_variants, with_offload
+    from autoshard.train.program.pretrained import with_dtype_note
     from autoshard.train.step.train_step import batch_shapes
 
     config, verify = fit_tokenizer(config), getattr(config, "verify", 0)
@@ -105,9 +106,10 @@ def plan_train_step(config: TrainConfig):
     config = with_offload(config)
     program = make_program_of(config)
     shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
-    return autoshard.plan(
+    plan = autoshard.plan(
         train_step_of(config, program), *shapes, donate_argnums=0, verify=verify, **plan_options(config)
     )
+    return with_dtype_note(plan, config, shapes[0])
 
 
 def train_step_text(config: TrainConfig) -> str:

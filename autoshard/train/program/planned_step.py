@@ -21,6 +21,7 @@ from autoshard.sharding.machines.targets import find_target, is_made_of
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.constants import SEARCHED_MICROBATCHES
+from autoshard.train.program.pretrained import with_dtype_note
 from autoshard.train.program.remat_search import RematSpace, remat_search
 from autoshard.train.step.train_state import Program, TrainState, Tree
 from autoshard.train.step.train_step import EvalStep, TrainStep, batch_shapes
@@ -104,7 +105,7 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig, pla
         options = {"plan": plan, "target": config.target}
     step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
     shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
-    made = step.plan(shapes, batch)
+    made = with_dtype_note(step.plan(shapes, batch), config, shapes)
     state_shardings, batch_shardings = shardings(made)
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -20,6 +20,7 @@ from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.load import Described, read_values
 from autoshard.models.pretrained.tables import Source, sources_of
+from autoshard.sharding.api.plan import Plan
 from autoshard.train.config.train_config import TrainConfig, replaced
 from autoshard.train.program.first_adapters import adapter_start, with_adapter_settings
 from autoshard.train.step.optimizer import path_name
@@ -106,6 +107,17 @@ def trained_globs(config: TrainConfig) -> tuple[str, ...]:
 def frozen_globs(config: TrainConfig) -> tuple[str, ...]:
     """Return the globs over the paths of the reference's parameters, which are not trained."""
     return (f"{REFERENCE}/*",) if config.loss == "dpo" and not config.lora.rank else ()
+
+
+def with_dtype_note(plan: Plan, config: TrainConfig, state: TrainState) -> Plan:
+    """Return the plan of a run with a note about trained parameters, and moments, of fewer than 32 bits."""
+    short = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params) if leaf.dtype.itemsize < 4})
+    note = (
+        f"trained parameters and their moments are {' and '.join(short)}, so small updates are lost to rounding; "
+        "--pretrained.dtype float32 --pretrained.compute-dtype bfloat16 keeps them"
+    )
+    missing = short and config.pretrained.folder is not None and note not in plan.notes
+    return plan.where(notes=(*plan.notes, note)) if missing else plan
 
 
 def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:

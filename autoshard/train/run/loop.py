@@ -336,15 +336,8 @@ class Trainer:
 
     def _conclude(self, state: TrainState, step: int, reporter: Reporter, interrupted_by: str | None) -> None:
         if interrupted_by is None and self.config.sample_tokens:
-            text = sample_text(
-                self.program,
-                state,
-                load_codec(self.config.tokenizer_file),
-                self.config.prompt,
-                self.config.sample_tokens,
-                use_ema=self.config.use_ema,
-            )
-            reporter.print(f"Sample:\n{text}" if text is not None else "No sample: the model is not a built-in one.")
+            text, shown = self._sample(state)
+            reporter.print(shown)
             if text is not None and distributed.is_main():
                 (self.run_dir / run_directory.SAMPLE).write_text(text)
         if distributed.is_main():
@@ -355,6 +348,15 @@ class Trainer:
             f"{ended} at step {step}/{self.config.steps}. Checkpoint, metrics and {run_directory.PLOT} are in "
             f"{self.run_dir}{more}"
         )
+
+    def _sample(self, state: TrainState) -> tuple[str | None, str]:
+        """Return a sample if there is one, and what to print: the sample, or why there is none."""
+        codec, count = load_codec(self.config.tokenizer_file), self.config.sample_tokens
+        try:
+            text = sample_text(self.program, state, codec, self.config.prompt, count, use_ema=self.config.use_ema)
+        except ConfigError as error:  # a tokenizer may have no token for the prompt
+            return None, f"No sample: {error}"
+        return text, f"Sample:\n{text}" if text is not None else "No sample: the model is not a built-in one."
 
     def _tokens_per_step(self) -> int:
         return math.prod(self.placed.batch_shapes["inputs"].shape)

@@ -148,9 +148,12 @@ def test_a_run_starts_from_an_adapter_and_resumes_without_it(
 
 def test_parameters_may_be_float32_of_a_bfloat16_folder(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", {**CONFIG, "dtype": "bfloat16"}, dtype="bfloat16")
-    assert Trainer(of_folder(make_config, folder)).placed.state_shapes.params["embed"].dtype == "bfloat16"
+    placed = Trainer(of_folder(make_config, folder)).placed
+    assert placed.state_shapes.params["embed"].dtype == "bfloat16"
+    assert "trained parameters and their moments are bfloat16" in str(placed.plan)
     config = of_folder(make_config, folder, dtype="float32")
     trainer = Trainer(replace(config, run_dir=tmp_path / "other"))
+    assert "their moments are" not in str(trainer.placed.plan)
     run_dir = trainer.save_first_state()
     assert main(["ckpt", "export", str(run_dir), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     before, after = tensors(folder), tensors(tmp_path / "out")
