@@ -14,9 +14,10 @@ from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models.adapters.lora_config import LoraConfig
-from autoshard.models.adapters.rows import MAGNITUDES, A, B, takes_adapter, within_layer
+from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B, takes_adapter, within_layer
 from autoshard.models.decoder.adapted import Adapted, column_norms
 from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.decoder.quantized_weight import QuantizedWeight, quantized
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.tables import Source, sources_of
@@ -26,7 +27,7 @@ trained_parameters = (f"*/{A}", f"*/{B}", f"*/{MAGNITUDES}")
 
 
 def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Array) -> None:
-    """Add an adapter to each matrix that a target matches. The model computes the same as before.
+    """Add an adapter to each matrix that a target matches. Unless they are quantized, the model computes as before.
 
     The first factor is drawn from a uniform distribution with variance 1 / (3 in), as PEFT does; the second is zero.
     The magnitudes of DoRA are the norms of the weight. All are float32.
@@ -48,6 +49,9 @@ def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Arra
         weight = parameters_of(model)[path] if lora.dora else None
         magnitudes = None if weight is None else initial_magnitudes(weight, sources[path])
         adapt(model, path, *_new_factors(sources[path], lora.rank, own), lora.scale, magnitudes)
+        if lora.quantize != "none":
+            parent, name = _owner(model, path)
+            getattr(parent, name).base = quantize_weight(parameters_of(model)[f"{path}/{BASE}"], sources[path], lora)
 
 
 def targets_of(rows: Mapping[str, Any], sources: Mapping[str, Source], globs: Sequence[str]) -> list[str]:
@@ -85,6 +89,12 @@ def _new_factors(source: Source, rank: int, key: jax.Array) -> tuple[jax.Array, 
 def initial_magnitudes(weight: jax.Array, source: Source) -> jax.Array:
     """Return the magnitudes with which an adapter of DoRA leaves a weight as it is."""
     return column_norms(weight, source.leading, len(source.layout.groups[1]))
+
+
+def quantize_weight(weight: jax.Array, source: Source, lora: LoraConfig) -> QuantizedWeight:
+    """Return a weight in the format of the settings."""
+    inputs = len(source.layout.groups[1])
+    return QuantizedWeight(*quantized(weight, lora.quantize, source.leading, inputs), lora.quantize, inputs)
 
 
 def adapt(

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from autoshard.models.decoder.quantized_weight import QuantizedWeight
+
 
 class Adapted(nnx.Module):
     """A weight and its adapter, which take the place of the weight.
@@ -29,7 +31,7 @@ class Adapted(nnx.Module):
     `lora_scale [*outputs]`, the magnitudes. In stacked layers each has a leading dimension of layers.
 
     Args:
-        base: the weight.
+        base: the weight, which may be quantized.
         lora_a: the first factor.
         lora_b: the second factor.
         scale: the factor of their product.
@@ -38,7 +40,7 @@ class Adapted(nnx.Module):
 
     def __init__(
         self,
-        base: nnx.Param,
+        base: nnx.Param | QuantizedWeight,
         lora_a: jax.Array,
         lora_b: jax.Array,
         scale: float,
@@ -65,7 +67,7 @@ class Adapted(nnx.Module):
         rank = next(name for name in string.ascii_letters if name not in spec)
         small = jnp.einsum(f"{inputs},{inner}{rank}->{kept}{rank}", x, self.lora_a[...].astype(x.dtype))
         change = jnp.einsum(f"{kept}{rank},{rank}{outer}->{outputs}", small, self.lora_b[...].astype(x.dtype))
-        y = jnp.einsum(spec, x, self.base[...].astype(x.dtype)) + jnp.asarray(self.scale, x.dtype) * change
+        y = times(spec, x, self.base) + jnp.asarray(self.scale, x.dtype) * change
         factors = self._factors()
         # The result's last dimensions are the weight's outputs.
         return y if factors is None else y * jnp.broadcast_to(factors.astype(x.dtype), y.shape)
@@ -84,6 +86,13 @@ class Adapted(nnx.Module):
         cross = 2 * self.scale * mixed + self.scale**2 * jnp.einsum(f"yz,z{outer}->y{outer}", small, b, **precise)
         square = jnp.sum(jnp.square(weight), range(len(inner))) + jnp.einsum(f"y{outer},y{outer}->{outer}", cross, b)
         return self.lora_scale[...].astype(jnp.float32) * lax.rsqrt(square)
+
+
+def times(spec: str, x: jax.Array, weight: nnx.Param | Adapted | QuantizedWeight) -> jax.Array:
+    """Compute `einsum(spec, x, weight)` in x's dtype."""
+    if isinstance(weight, Adapted | QuantizedWeight):
+        return weight.project(spec, x)
+    return jnp.einsum(spec, x, weight[...].astype(x.dtype))
 
 
 def column_norms(weight: jax.Array, stacked: int, inputs: int) -> jax.Array:

@@ -376,9 +376,13 @@ def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
     return {"model": {"name": config.model_name, **shape}, "run": values}
 
 
+LATER_LORA = ("dora", "quantize")
+
+
 def lora_shape(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of adapters that a checkpoint must match. Checkpoints without DoRA do not name it."""
-    return {name: value for name, value in lora.items() if name != "path" and (name != "dora" or value)}
+    """Return the settings of adapters that a checkpoint must match. Older checkpoints do not name the later ones."""
+    kept = {name: value for name, value in lora.items() if name != "path"}
+    return {name: value for name, value in kept.items() if name not in LATER_LORA or value not in (False, "none")}
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

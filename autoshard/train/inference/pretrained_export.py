@@ -54,6 +54,11 @@ def export_pretrained(
     """
     if merge and not config.lora.rank:
         raise ConfigError("--merge is for runs with adapters, and this run has none: leave it out")
+    if merge and config.lora.quantize != "none":
+        raise ConfigError(
+            f"the frozen weights of this run are {config.lora.quantize}, so a merged model would not have those of "
+            f"the folder: export without --merge, then `autoshard ckpt merge {config.pretrained.folder} ADAPTER OUT`"
+        )
     described = describe(config)
     saved = {one.name.replace(".", "/"): one for one in model.tensors}
     shapes = {path: one.shape for path, one in saved.items()}

@@ -9,13 +9,16 @@ from typing import Any
 import jax
 
 from autoshard.errors import ConfigError
-from autoshard.models.adapters.insert import initial_magnitudes
+from autoshard.models.adapters import LoraConfig
+from autoshard.models.adapters.insert import initial_magnitudes, quantize_weight
 from autoshard.models.adapters.peft_files import adapter_values
 from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B
 from autoshard.models.pretrained.load import Described
 from autoshard.models.pretrained.tables import Source
 from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import TrainConfig, from_dict
+
+CODES, SCALE = "codes", "scale"  # the parameters of a `QuantizedWeight`
 
 
 def with_adapter_settings(config: TrainConfig, described: Described) -> TrainConfig:
@@ -38,7 +41,7 @@ def with_adapter_settings(config: TrainConfig, described: Described) -> TrainCon
             f"lora.rank is {config.lora.rank}, but the adapter in {str(config.lora.path)!r} has rank {lora.rank}: "
             "leave it out"
         )
-    return replace(config, lora=replace(lora, path=config.lora.path))
+    return replace(config, lora=replace(lora, path=config.lora.path, quantize=config.lora.quantize))
 
 
 def adapter_start(
@@ -79,3 +82,25 @@ def adapter_start(
 
     given = {base: values[base] for base in bases.values()}
     return jax.jit(magnitudes, out_shardings={path: leaves[path].sharding for path in bases})(given) if bases else {}
+
+
+def dense_shapes(described: Described, leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that are quantized, before they are; by path."""
+    paths = [path.removesuffix(f"/{CODES}") for path in leaves if path.endswith(f"/{BASE}/{CODES}")]
+    return {path: described.shapes[path.removesuffix(f"/{BASE}")].shape for path in paths}
+
+
+def quantized_values(
+    lora: LoraConfig, path: str, weight: jax.Array, source: Source, leaves: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Quantize a weight onto its shards; returns its codes and scales by path. The weight's own memory is freed."""
+    names = (f"{path}/{CODES}", f"{path}/{SCALE}")
+
+    def made(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = quantize_weight(weight, source, lora)
+        return found.codes[...], found.scale[...]
+
+    values = jax.jit(made, out_shardings=tuple(leaves[name].sharding for name in names))(weight)
+    jax.block_until_ready(values)
+    weight.delete()
+    return dict(zip(names, values, strict=True))

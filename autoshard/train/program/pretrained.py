@@ -22,7 +22,13 @@ from autoshard.models.pretrained.load import Described, read_values
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.plan import Plan
 from autoshard.train.config.train_config import TrainConfig, replaced
-from autoshard.train.program.first_adapters import adapter_start, with_adapter_settings
+from autoshard.train.program.first_adapters import (
+    CODES,
+    adapter_start,
+    dense_shapes,
+    quantized_values,
+    with_adapter_settings,
+)
 from autoshard.train.step.optimizer import path_name
 from autoshard.train.step.preference import REFERENCE
 from autoshard.train.step.train_state import Program, TrainState
@@ -159,6 +165,12 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
         _check_dtypes(sources, tensors, dtypes, folder)
     shardings = {path: leaves[path].sharding for path in sources}
     values = read_values(folder, sources, tensors, dtypes, shardings)
+    dense = sources_in(described, dense_shapes(described, leaves))
+    for path, source in dense.items():
+        given = {path: leaves[f"{path}/{CODES}"].sharding}
+        dtype = {path: described.shapes[path.removesuffix(f"/{BASE}")].dtype}
+        (weight,) = read_values(folder, {path: source}, tensors, dtype, given).values()
+        values |= quantized_values(config.lora, path, weight, source, leaves)
     values |= adapter_start(config, described, leaves, sources, values)
     values |= {
         f"{REFERENCE}/{path}": _copy(values[path], leaf.sharding)

@@ -146,6 +146,29 @@ def test_a_run_starts_from_an_adapter_and_resumes_without_it(
     assert all((before[name] != trained[name]).any() for name in before)
 
 
+@pytest.mark.parametrize(("form", "bytes_left", "error"), [("int8", 0.32, 2e-3), ("nf4", 0.22, 5e-2)])
+def test_frozen_weights_in_few_bits_compute_nearly_the_same(
+    make_config: MakeConfig, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, form: Any, bytes_left: float,
+    error: float,
+) -> None:  # fmt: skip
+    """A scale takes 4 bytes for 16 to 48 inputs here, and 4 bytes for 64 or more in a real model."""
+    trainer = Trainer(of_folder(make_config, folder, lora=replace(LORA, quantize=form), steps=3))
+    dense = sum(x.nbytes for name, x in tensors(folder).items() if ".layers." in name)
+    frozen = jax.tree.leaves(trainer.placed.state_shapes.frozen["segments"])
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in frozen) < bytes_left * dense
+    batch = {name: x[:8] for name, x in trainer.source.batch(0, range(8)).items()}
+    total, count = nnx.jit(lambda model: model.loss(batch))(load_pretrained(folder, plan="dp:8"))
+    run_dir = trainer.run().run_dir
+    first = read_metrics(run_dir / "metrics.jsonl")[0]["loss"]
+    assert 0 < abs(first / float(total / count) - 1) < error
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "adapter")]) == 0
+    assert main(["ckpt", "merge", *(str(tmp_path / name) for name in ("model", "adapter", "out"))]) == 0
+    capsys.readouterr()
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "merged"), "--merge"]) == 2
+    message = capsys.readouterr().err
+    assert f"the frozen weights of this run are {form}" in message and message.count("\n") == 1
+
+
 def test_parameters_may_be_float32_of_a_bfloat16_folder(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", {**CONFIG, "dtype": "bfloat16"}, dtype="bfloat16")
     placed = Trainer(of_folder(make_config, folder)).placed
