@@ -20,6 +20,7 @@ from flax import nnx
 from autoshard.kernels.cross_entropy import linear_cross_entropy
 from autoshard.models.decoder.cache import DecoderCache, Rows
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.experts import Load
 from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
@@ -69,18 +70,26 @@ class Decoder(nnx.Module):
         """
         return self.logits(self.features(tokens, positions, segment_ids))
 
-    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(self, batch: Mapping[str, jax.Array], *, deterministic: bool = False) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of a batch, with logits in `cfg.loss_chunks` chunks.
+
+        In training, `cfg.router_loss` times the loss that balances the experts' load is added to the mean. All
+        positions of the batch count for it, also those of padding.
 
         Args:
             batch: `inputs` and `targets`, integers `[batch, seq]`; optionally `mask`, weights `[batch, seq]`, and
                 `positions` and `segment_ids` as in a call.
+            deterministic: whether this is an evaluation, which leaves out the loss of the experts' load.
 
         Returns:
             The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
         """
-        x = self.features(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
-        return self.loss_of(x, batch["targets"], batch.get("mask"))
+        given = batch["inputs"], batch.get("positions"), batch.get("segment_ids")
+        if deterministic or not self.cfg.router_loss or self.cfg.experts is None:
+            return self.loss_of(self.features(*given), batch["targets"], batch.get("mask"))
+        x, load = self._run(*given, load=Load.none(self.cfg.experts.experts))
+        total, count = self.loss_of(x, batch["targets"], batch.get("mask"))
+        return total + self.cfg.router_loss * load.loss() * count, count
 
     def loss_of(self, x: jax.Array, targets: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of features `[batch, seq, width]`, as `loss` does."""
@@ -107,11 +116,27 @@ class Decoder(nnx.Module):
 
         `embedded`, `[batch, seq, width]`, takes the place of the tokens' embedding.
         """
+        return self._run(tokens, positions, segment_ids, embedded=embedded)
+
+    def _run(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        *,
+        embedded: jax.Array | None = None,
+        load: Load | None = None,
+    ) -> Any:
+        """Compute the features; with the load of no layer, also that of all layers."""
         self._check(tokens)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
-        return self.norm(run_segments(self.cfg, self.segments, x, make_sides(self.cfg, positions, segment_ids)))
+        sides = make_sides(self.cfg, positions, segment_ids)
+        if load is None:
+            return self.norm(run_segments(self.cfg, self.segments, x, sides))
+        x, load = run_segments(self.cfg, self.segments, (x, load), sides)
+        return self.norm(x), load
 
     def cache(self, batch: int, length: int | None = None) -> DecoderCache:
         """Make an empty cache for rows of up to `length` positions, `cfg.context` by default."""

@@ -50,6 +50,8 @@ def describe(config: TrainConfig) -> Described:
     changes: dict[str, Any] = {
         "remat": own.remat, "attention": own.attention, "scan_layers": own.scan_layers, "loss_chunks": own.loss_chunks,
     }  # fmt: skip
+    if own.router_loss is not None:
+        changes["router_loss"] = own.router_loss
     if own.compute_dtype is not None:
         changes["compute_dtype"] = own.compute_dtype
     described = Described.of(Folder.open(config.model_folder), own.dtype, changes)
