@@ -1,6 +1,6 @@
 """Memory of a train step with adapters (LoRA), planned and compiled, against base weights, 5 % and activations.
 
-python benchmarks/lora_memory.py [--layers 32] [--dora]
+python benchmarks/lora_memory.py [--layers 32] [--dora] [--quantize int8|nf4]
 
 The model has the published config of Llama 3.1 8B in bfloat16, and adapters of rank 16 at all matrices of its layers,
 on sequences of 4096 positions, one a device. It is compiled for a machine that is not there; this needs the extra
@@ -54,14 +54,14 @@ def audited(made: Any) -> dict[str, float]:
     return {"peak": audit.peak_bytes, **audit.memory}
 
 
-def main(layers: int, dora: bool) -> None:
+def main(layers: int, dora: bool, quantize: Any) -> None:
     """Plan, compile and report."""
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         (folder / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": layers}))
         config = TrainConfig(
             pretrained=PretrainedConfig(folder, remat="full", loss_chunks=8),
-            lora=LoraConfig(rank=16, targets=("attention/*", "mlp/*"), dora=dora),
+            lora=LoraConfig(rank=16, targets=("attention/*", "mlp/*"), dora=dora, quantize=quantize),
             gpt=GPTConfig(context=CONTEXT), batch_size=DEVICES, steps=1000,
         )  # fmt: skip
         program = make_program_of(config)
@@ -90,18 +90,20 @@ def main(layers: int, dora: bool) -> None:
         f"{backward['temp'] / 2**20:.0f}, adapters and moments {own / 2**20:.0f}; "
         f"planned peak {plan.estimate.peak_memory_bytes / 2**20:.0f}"
     )
-    kind = "DoRA" if dora else "LoRA"
+    kind = "DoRA" if dora else "LoRA" if quantize == "none" else f"LoRA, base in {quantize}"
     rows = [
         Row(f"{kind}: peak above base and activations, over the base", over, "", BAR, note=note),
         Row(f"{kind}: planned over compiled peak", plan.estimate.peak_memory_bytes / ours["peak"], ""),
         Row("frozen parameters whose gradient is reduced", len(reduced), "", 0, note=f"of {len(frozen)}"),
     ]
-    report(f"lora_memory{'_dora' if dora else ''}", rows, layers=layers, target=TARGET, plan=PLAN, config=LLAMA)
+    name = "lora_memory" + ("_dora" if dora else "") + ("" if quantize == "none" else f"_{quantize}")
+    report(name, rows, layers=layers, target=TARGET, plan=PLAN, config=LLAMA)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=LLAMA["num_hidden_layers"])
     parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--quantize", choices=["none", "int8", "nf4"], default="none")
     given = parser.parse_args()
-    main(given.layers, given.dora)
+    main(given.layers, given.dora, given.quantize)
