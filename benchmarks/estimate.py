@@ -23,8 +23,8 @@ compute does not hide, as in `hlo_schedule.py`. Synchronous collectives are full
     peak      = the compiler's own, if it reports one: less than `memory` where not all buffers are live at once.
                 At most `memory`, because the compiler also counts buffers on the host and in a TPU's vector memory
 
-Left out: padding of tiles, contention of collectives with the memory, start-up of kernels, stragglers, the network
-between slices of a TPU, and custom kernels without a cost (listed in `opaque`; only their operands and results count).
+Left out: padding of tiles, contention of collectives with the memory, start-up of kernels, stragglers, and custom
+kernels without a cost (listed in `opaque`; only their operands and results count).
 """
 
 from __future__ import annotations
@@ -52,33 +52,40 @@ UNKNOWN_CYCLES = 2**63 - 1
 VECTOR_LANES = 8 * 128 * 4  # of a TPU's core: lanes times arithmetic units (jax-ml.github.io/scaling-book)
 GiB = 2**30
 # TPU: Google Cloud's page on each version gives the peak, the memory bandwidth and the interconnect bandwidth per chip,
-# which is divided by the number of links and by 2. The clock is the one at which the matrix units reach the peak; at
-# that clock, the cycles of large products amount to 88 to 97 % of the peak. The memory is the limit in XLA's own
-# messages. A dimension of v5e or v6e is a ring from size 16 on. v4, v5p and tpu7x consist of 4 x 4 x 4 cubes, and
-# either all dimensions are rings or none. A v4 device is a chip with both cores. A tpu7x device is one of a chip's two
-# dies: its figures are half of a chip's, but for the links, which both dies share. Rings and bandwidth to the host:
-# jax-ml.github.io/scaling-book; for tpu7x, an assumed PCIe 5.0 x16 link per chip. GPU: NVIDIA's data sheets of the H100
-# and H200 SXM (`link` is all NVLinks together) and of the DGX H100 (one 400 Gb/s port for each GPU).
+# which is divided by the number of links and by 2. `network` is the data center network per chip on the page of tpu7x
+# (v5p, v6e, tpu7x), per pod on that of v5e; v4 is assumed to have that of v5p. The clock is the one at which the matrix
+# units reach the peak; at that clock, the cycles of large products amount to 88 to 97 % of the peak. The memory is the
+# limit in XLA's own messages. A dimension of v5e or v6e is a ring from size 16 on. v4, v5p and tpu7x consist of
+# 4 x 4 x 4 cubes, and either all dimensions are rings or none. A v4 device is a chip with both cores. A tpu7x device is
+# one of a chip's two dies: its figures are half of a chip's, but for the links, which both dies share. Rings and
+# bandwidth to the host: jax-ml.github.io/scaling-book; for tpu7x, an assumed PCIe 5.0 x16 link per chip. GPU: NVIDIA's
+# data sheets of the H100 and H200 SXM (`link` is all NVLinks together) and of the DGX H100 (one 400 Gb/s port for each
+# GPU).
 CHIPS: Mapping[str, Chip] = {
-    "v4": Chip(1.05e9, 275e12, 1228e9, 30.75 * GiB, 50e9, 15e9, torus=3, wraps_at=4, all_wrap=True, cores=2),
-    "v5e": Chip(1.5e9, 197e12, 819e9, 15.75 * GiB, 50e9, 15e9, torus=2, wraps_at=16),
-    "v5p": Chip(1.75e9, 459e12, 2765e9, 95.74 * GiB, 100e9, 15e9, torus=3, wraps_at=4, all_wrap=True, cores=2),
-    "v6e": Chip(1.75e9, 918e12, 1640e9, 31.25 * GiB, 100e9, 32e9, torus=2, wraps_at=16),
-    "tpu7x": Chip(2.2e9, 1154e12, 3690e9, 94.75 * GiB, 100e9, 32e9, torus=3, wraps_at=4, all_wrap=True),
+    "v4": Chip(
+        1.05e9, 275e12, 1228e9, 30.75 * GiB, 50e9, 15e9, network=6.25e9, torus=3, wraps_at=4, all_wrap=True, cores=2
+    ),
+    "v5e": Chip(1.5e9, 197e12, 819e9, 15.75 * GiB, 50e9, 15e9, network=3.125e9, torus=2, wraps_at=16),
+    "v5p": Chip(
+        1.75e9, 459e12, 2765e9, 95.74 * GiB, 100e9, 15e9, network=6.25e9, torus=3, wraps_at=4, all_wrap=True, cores=2
+    ),
+    "v6e": Chip(1.75e9, 918e12, 1640e9, 31.25 * GiB, 100e9, 32e9, network=12.5e9, torus=2, wraps_at=16),
+    "tpu7x": Chip(2.2e9, 1154e12, 3690e9, 94.75 * GiB, 100e9, 32e9, network=6.25e9, torus=3, wraps_at=4, all_wrap=True),
     "h100": Chip(0.0, 989e12, 3350e9, 80e9, 450e9, 55e9, network=50e9),
     "h200": Chip(0.0, 989e12, 4800e9, 141e9, 450e9, 55e9, network=50e9),
 }
 
 
 def find_target(name: str) -> Target:
-    """Return a machine by name: `v5p:4x4x4`, `h100:4x8` (hosts x devices of a host)."""
-    chip, _, shape = name.partition(":")
+    """Return a machine by name: `v5p:4x4x4`, `v5e:4x4*2` (two slices), `h100:4x8` (hosts x devices of a host)."""
+    chip, _, written = name.partition(":")
+    shape, _, slices = written.partition("*")
     sizes = tuple(int(size) for size in shape.split("x")) if shape else ()
     dimensions = CHIPS[chip].torus if chip in CHIPS else 0
     if chip not in CHIPS or len(sizes) != (dimensions or 2):
         known = ", ".join(f"{key}:{'x'.join('4' * (each.torus or 2))}" for key, each in CHIPS.items())
         raise ValueError(f"{name!r} is not a target. Give {known}, or another shape with as many dimensions.")
-    return Target(name, CHIPS[chip], sizes)
+    return Target(name, CHIPS[chip], sizes, int(slices or 1))
 
 
 def estimate(
@@ -92,8 +99,9 @@ def estimate(
     Args:
         text: the scheduled HLO of the program.
         target: the machine, or its name.
-        places: the coordinates of each partition's device: (x, y, z, core) on a TPU, (slice, host, index) on a GPU.
-            By default row by row, with x (on a GPU the index) running fastest.
+        places: the coordinates of each partition's device: (x, y, z, core) on a TPU, (slice, host, index) on a GPU. On
+            several slices of TPUs (x, y, z, core, slice). XLA then compiles a module for one slice, which numbers the
+            partitions of its slice in their order. By default row by row, with x (on a GPU the index) running fastest.
         memory: the compiler's analysis, in bytes: `argument`, `temp`, `output`, `alias`, `peak`.
 
     Raises:
@@ -102,6 +110,8 @@ def estimate(
     machine = find_target(target) if isinstance(target, str) else target
     module = read(text)
     at = [tuple(place) for place in places or machine.places()]
+    if machine.slices > 1:
+        at = [place[:4] for place in at if len(place) < 5 or place[4] == 0]
     if len(at) < module.partitions:
         raise ValueError(f"{machine.name} has {len(at)} devices, the program {module.partitions} partitions")
     wires = {}

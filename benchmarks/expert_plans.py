@@ -17,6 +17,7 @@ row by row, tensor innermost: neighbours on the torus, devices of one host on GP
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ class Case:
     @property
     def devices(self) -> int:
         """The number of chips of the machine."""
-        return math.prod(int(size) for size in self.target.partition(":")[2].split("x"))
+        return math.prod(int(size) for size in re.split("[x*]", self.target.partition(":")[2]))
 
     @property
     def variants(self) -> list[tuple[str, int]]:

@@ -7,6 +7,9 @@
                                                      collective to continue it; it counts once
     a fusion of a computation `all-reduce-scatter`   a reduce-scatter, although its text has an all-reduce
     send, send-done                                  a permute; recv and recv-done wait for it
+    send between slices of a TPU                     the collective that `_xla_megascale_transfer_type` names, up to the
+                                                     recv-done. Its groups are numbers of devices: 200003 is number 3 of
+                                                     the second slice. Other groups are partitions of one slice
 
 Payload, in bytes of one device: the result of an all-gather, the operands of the others.
 Wire bytes, which one device of a group of n sends:
@@ -32,6 +35,9 @@ from hlo_cost import COLLECTIVES
 Groups = tuple[tuple[int, ...], ...]
 Role = Literal["sync", "start", "done"]
 WIRE = {"all-reduce": 2.0, "collective-permute": 0.0, "collective-broadcast": 0.0}
+BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+SLICE = 100_000  # JAX's numbers of devices: those of slice s, counted from 1, begin at s times this
 NUMBERS = re.compile(r"\d+")
 
 
@@ -85,6 +91,8 @@ def events(module: Module, where: Computation, instruction: Instruction) -> list
     base, _, phase = opcode.rpartition("-") if opcode.endswith(("-start", "-update", "-done")) else (opcode, "", "")
     if phase == "done":
         start = _start(where, instruction)
+        if start.opcode == "send" and BETWEEN_SLICES.search(start.attributes):
+            return []  # the recv-done waits for the data
         return [Event("done", _keys(start, start.channel or instruction.channel))] if _holds(module, start) else []
     if phase == "update":
         start = _start(where, instruction)
@@ -132,6 +140,8 @@ def _start(where: Computation, instruction: Instruction) -> Instruction:
 
 
 def _keys(start: Instruction, channel: str | None) -> tuple[str, ...]:
+    if BETWEEN_SLICES.search(start.attributes) and (found := RENDEZVOUS.search(start.attributes)):
+        return (f"between slices {found[1]}",)
     return (start.name, *([f"channel {channel}"] if channel else []))
 
 
@@ -164,6 +174,9 @@ def _collective(module: Module, where: Computation, one: Instruction, scheduled:
         kind = "reduce-scatter"
     kind = "collective-permute" if kind == "send" else kind
     groups = groups_of(one.attributes, module.partitions)
+    if transfer := BETWEEN_SLICES.search(one.attributes):
+        kind = transfer[1].lower().replace("_", "-").replace("one-to-one", "collective-permute")
+        groups = _between_slices(one.attributes)
     taken = where.inputs(one)[:1] if kind == "ragged-all-to-all" else where.inputs(one)
     payload = sum(leaf.bytes for operand in taken for leaf in operand.leaves)
     if kind == "all-gather":
@@ -173,6 +186,18 @@ def _collective(module: Module, where: Computation, one: Instruction, scheduled:
         dict.fromkeys(re.findall(r'"(?:emitter|strategy)":"(\w+)', scheduled.attributes + one.attributes))
     )
     return Collective(kind, scheduled.name, groups, payload, named.op_name, module.source(named), emitter, one.channel)
+
+
+@lru_cache(maxsize=4096)
+def _between_slices(attributes: str) -> Groups:
+    """Parse the numbers of the devices of a send between slices."""
+    if of_all := re.search(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"', attributes):
+        slices, first, last = _ints(of_all[1]), int(of_all[2]), int(of_all[3])
+        return tuple(tuple(SLICE * n + device for n in slices) for device in range(first, last + 1))
+    listed = re.search(r"_xla_megascale_target=\{((?:\{[^}]*\},?)*)\}", attributes)
+    if not listed:
+        raise ValueError(f"a send between slices names no devices that can be read: {attributes[:300]}")
+    return tuple(tuple(_ints(group)) for group in re.findall(r"\{([^}]*)\}", listed[1]))
 
 
 @lru_cache(maxsize=4096)

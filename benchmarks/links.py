@@ -29,6 +29,12 @@ On hosts with switches (GPU). A group has g devices on each of its h hosts.
 Each takes at least SWITCH_SECONDS within a host and NETWORK_SECONDS between hosts, about NCCL's time for a small
 message. network is one device's share of its host's bandwidth.
 
+Between slices of a TPU, each device sends its wire bytes over its own share of the data center network:
+    all-gather, reduce-scatter, all-to-all   (n - 1) / n x payload / network
+    all-reduce                               2 (n - 1) / n x payload / network
+    collective-permute                       payload / network
+Each takes at least NETWORK_SECONDS. Within a slice the torus carries the rest, as collectives of their own.
+
 Collectives that occupy the same links take turns. A torus collective occupies all links along its dimensions, and a
 permute those on its paths. A collective on GPUs occupies NVLink or the network.
 """
@@ -41,6 +47,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from math import prod
+
+from hlo_collectives import SLICE
 
 # All chosen, not measured: the part of a link's bandwidth that large messages reach, and the latency of a hop on a
 # torus, of a collective within a host and of one between hosts.
@@ -56,7 +64,8 @@ ROUNDS = {"all-reduce": 2.0}
 class Chip:
     """The rates of one chip, per second: clock (0: the compiler gives no cycles), operations at 16 bits, bytes.
 
-    `link` is one link, one way; a GPU's is all its NVLinks together, and `network` its share of the host's network.
+    `link` is one link, one way; a GPU's is all its NVLinks together. `network` is its share of the network of its host
+    (GPU) or between slices (TPU).
     `torus` is the number of dimensions of a TPU's torus. A dimension is a ring if its size is a multiple of `wraps_at`;
     with `all_wrap`, only if all sizes are. `cores` is the number of tensor cores of a TPU's device.
     """
@@ -76,11 +85,15 @@ class Chip:
 
 @dataclass(frozen=True)
 class Target:
-    """A machine: its name, its chip, and its shape: chips in each dimension, or (hosts, devices of a host)."""
+    """A machine: its name, its chip, and its shape: chips in each dimension, or (hosts, devices of a host).
+
+    `slices` is the number of slices of a TPU, each of this shape.
+    """
 
     name: str
     chip: Chip
     shape: Place
+    slices: int = 1
 
     @property
     def gpu(self) -> bool:
@@ -95,7 +108,7 @@ class Target:
         return tuple(close and (all(sized) or not self.chip.all_wrap) for close in closes)
 
     def places(self) -> list[Place]:
-        """Return the coordinates of the devices. On GPUs the last dimension runs fastest, on TPUs the first."""
+        """Return the coordinates of a slice's devices. On GPUs the last dimension runs fastest, on TPUs the first."""
         if self.gpu:
             return [(0, *place) for place in product(*map(range, self.shape))]
         return [(*reversed(place), 0) for place in product(*map(range, reversed(self.shape)))]
@@ -121,9 +134,14 @@ class Span:
 
 
 def wire(target: Target, kind: str, groups: Groups, payload: float, places: Sequence[Place]) -> Wire:
-    """Return the time of a collective on a target. `places` has the coordinates of each partition."""
+    """Return the time of a collective on a target.
+
+    `places` has the coordinates of each partition; on several slices, of each partition of one slice.
+    """
     if max(map(len, groups), default=1) == 1:
         return Wire(0.0)
+    if target.slices > 1 and max(map(max, groups)) >= SLICE:
+        return _between_slices(target, kind, max(map(len, groups)), payload)
     placed = tuple(tuple(tuple(places[partition]) for partition in group) for group in groups)
     if target.gpu:
         return _switched(target, kind, placed, payload)
@@ -131,6 +149,12 @@ def wire(target: Target, kind: str, groups: Groups, payload: float, places: Sequ
     if kind == "collective-permute":
         return _permute(target, chips, payload)
     return _rings(target, kind, tuple(tuple(sorted(set(group))) for group in chips), payload)
+
+
+def _between_slices(target: Target, kind: str, size: int, payload: float) -> Wire:
+    part = 1.0 if kind == "collective-permute" else ROUNDS.get(kind, 1.0) * (size - 1) / size
+    seconds = part * payload / (LINK_SHARE * target.chip.network)
+    return Wire(max(seconds, NETWORK_SECONDS), frozenset({"network"}), "network")
 
 
 def _rings(target: Target, kind: str, groups: tuple[tuple[Place, ...], ...], payload: float) -> Wire:

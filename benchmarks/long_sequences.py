@@ -126,8 +126,14 @@ def whole_sequences(module: Module, length: int, parameters: Sequence[Sequence[i
             started = [event.collective for event in events(module, where, one) if event.role in ("sync", "start")]
             if not any(each and each.kind == "all-gather" for each in started):
                 continue
+            shards = {leaf.dims for operand in where.inputs(one) for leaf in operand.leaves}  # in a start's tuple, too
             for leaf in one.leaves:
-                if _float(leaf) and _sizes(leaf.dims) not in known and holds(leaf.dims, length):
+                if (
+                    leaf.dims not in shards
+                    and _float(leaf)
+                    and _sizes(leaf.dims) not in known
+                    and holds(leaf.dims, length)
+                ):
                     yield f"{leaf.dtype}{list(leaf.dims)}"
 
 

@@ -1,14 +1,15 @@
 """Pipelines that the planner cuts out of a step: memory and idle time as compiled, against the schedule's table.
 
     python benchmarks/pipelines.py [--schedules gpipe 1f1b zb ftb] [--microbatches 8 16] [--layers 4] [--seq 1024]
-                                   [--data dp:4]
+                                   [--data dp:4] [--show]
     python benchmarks/pipelines.py --schedules interleaved:2 --layers 8
 
 A Llama in plain JAX is planned for v5e:4x4 with `pp:4` and the words of `--data`, and compiled. Beside it, what one
 stage does is compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2, the same microbatches in turn.
 Its time is the ideal of a pipeline. The table says how much longer a pipeline takes. `step / table` divides the
-compiled step by the ideal times this factor. Times are the two measures of `estimate.py`. `temporaries` are those of
-the compiled program. Nothing runs. Results are stored in `results/pipelines.json`.
+compiled step by the ideal times this factor. Times are the two measures of `estimate.py`. `peak` is the compiler's own.
+Nothing runs. Results are stored in `results/pipelines.json`, one row for each schedule, number of microbatches and of
+layers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import plain_models
 from common import RESULTS, Console, Table
-from judged_steps import JudgedStep, judged, scaled_text
+from judged_steps import JudgedStep, compiled, judged, scaled_text
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
@@ -46,12 +47,16 @@ class Row(JudgedStep):
     Attributes:
         schedule: the schedule, or `alone` for one stage alone.
         microbatches: number of microbatches.
+        layers: number of layers of all stages.
         factor: how much longer than its work a pipeline takes, by the schedule's table.
+        peak_bytes: the compiler's own peak of one device.
     """
 
     schedule: str
     microbatches: int
+    layers: int
     factor: float
+    peak_bytes: float | None
 
 
 def row_of(given: Any, schedule: str, count: int) -> Row:
@@ -66,8 +71,9 @@ def row_of(given: Any, schedule: str, count: int) -> Row:
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(step, state, *batch, target=target, plan=words, microbatches=count, donate_argnums=0,
                     schedule=None if alone else schedule, memory_limit_bytes=1e12)  # fmt: skip
-    factor = factor_of(schedule, count)
-    return Row(schedule=schedule, microbatches=count, factor=factor, **judged(made, target))
+    result = compiled(made, target)
+    return Row(schedule=schedule, microbatches=count, layers=given.layers, factor=factor_of(schedule, count),
+               peak_bytes=result.peak_bytes, **judged(made, target, result))  # fmt: skip
 
 
 def factor_of(schedule: str, count: int) -> float:
@@ -82,22 +88,24 @@ def factor_of(schedule: str, count: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the steps and print the table."""
     given = _parser().parse_args(arguments)
-    if missing := missing_compiler("tpu"):
+    if not given.show and (missing := missing_compiler("tpu")):
         print(missing, file=sys.stderr)
         return 1
-    rows: list[Row] = []
-    for count in given.microbatches:
+    stored = json.loads(PATH.read_text()) if PATH.exists() else []
+    rows = {(row.schedule, row.microbatches, row.layers): row for row in (Row(**each) for each in stored)}
+    for count in [] if given.show else given.microbatches:
         for schedule in ("alone", *given.schedules):
-            rows.append(row_of(given, schedule, count))
-            print(line(rows[-1], rows), flush=True)
-            PATH.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-    Console(width=160).print(table(rows))
+            row = rows[schedule, count, given.layers] = row_of(given, schedule, count)
+            print(line(row, [*rows.values()]), flush=True)
+            PATH.write_text(json.dumps([asdict(row) for row in rows.values()], indent=1) + "\n")
+    Console(width=160).print(table([*rows.values()]))
     return 0
 
 
 def over_table(row: Row, rows: Sequence[Row], measure: str) -> float | None:
     """The compiled step over the ideal times the factor of the schedule's table."""
-    ideal = next(r for r in rows if r.schedule == "alone" and r.microbatches == row.microbatches)
+    same = (row.microbatches, row.layers)
+    ideal = next(r for r in rows if r.schedule == "alone" and (r.microbatches, r.layers) == same)
     here, alone = getattr(row, measure), getattr(ideal, measure)
     return here / (alone * row.factor) if here and alone else None
 
@@ -105,21 +113,26 @@ def over_table(row: Row, rows: Sequence[Row], measure: str) -> float | None:
 def line(row: Row, rows: Sequence[Row]) -> str:
     """One line of a row."""
     ratios = [f"{name} {ratio:.3f}" for name in ("cycles", "roofline") if (ratio := over_table(row, rows, name))]
-    size = "-" if row.temp_bytes is None else f"{row.temp_bytes / 2**20:.0f} MiB"
-    return f"{row.schedule} {row.microbatches}: {row.kind}, temporaries {size}, step / table: {', '.join(ratios)}"
+    sizes = ", ".join(scaled_text(size, 1e-9, 2) for size in (row.predicted_bytes, row.peak_bytes))
+    return (
+        f"{row.schedule} {row.microbatches}: {row.kind}, peak GB predicted, compiled: {sizes}, step / table: {ratios}"
+    )
 
 
 def table(rows: Sequence[Row]) -> Table:
     """All rows."""
     found = Table(title="pipelines")
-    for name in ("schedule", "microbatches", "result", "temporaries MiB", "predicted peak MiB", "ms cycles",
-                 "ms roofline", "ms predicted", "table", "cycles / table", "roofline / table"):  # fmt: skip
+    for name in ("layers", "schedule", "microbatches", "result", "temporaries MiB", "predicted peak GB", "peak GB",
+                 "ms predicted", "ms cycles", "ms roofline", "table", "cycles / table",
+                 "roofline / table"):  # fmt: skip
         found.add_column(name)
-    for row in rows:
-        sizes = [scaled_text(size, 2**-20) for size in (row.temp_bytes, row.predicted_bytes)]
-        times = [scaled_text(time, 1e3) for time in (row.cycles, row.roofline, row.predicted)]
+    for row in sorted(rows, key=lambda row: (row.layers, row.microbatches)):
+        temporaries = scaled_text(row.temp_bytes, 2**-20)
+        sizes = [scaled_text(size, 1e-9, 2) for size in (row.predicted_bytes, row.peak_bytes)]
+        times = [scaled_text(time, 1e3) for time in (row.predicted, row.cycles, row.roofline)]
         ratios = [scaled_text(over_table(row, rows, name), 1.0, 3) for name in ("cycles", "roofline")]
-        found.add_row(row.schedule, str(row.microbatches), row.kind, *sizes, *times, f"{row.factor:.3f}", *ratios)
+        found.add_row(str(row.layers), row.schedule, str(row.microbatches), row.kind, temporaries, *sizes, *times,
+                      f"{row.factor:.3f}", *ratios)  # fmt: skip
     return found
 
 
@@ -130,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--data", default="dp:4", help="the words beside pp:4, such as fsdp:4")
+    parser.add_argument("--show", action="store_true", help="print the stored rows only")
     return parser
 
 

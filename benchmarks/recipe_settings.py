@@ -10,6 +10,7 @@ from recipe_file import Entry, Recipe
 from recipe_words import Remat, Sharding, WordsError, parse_note, parse_remat, parse_sharding
 
 from autoshard.errors import AutoshardError
+from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.workloads import WORKLOADS, Workload, workload
 from autoshard.sharding.machines.targets import TargetError, find_target
@@ -68,8 +69,7 @@ def settings_of(entry: Entry) -> Settings:
         changes["param_dtype"] = recipe.param_dtype
     if isinstance(base.config, MoEConfig):
         changes |= {name: getattr(recipe, name) for name in ("dispatch", "capacity_factor") if getattr(recipe, name)}
-    dispatch = changes.get("dispatch", getattr(base.config, "dispatch", None))
-    precision = stand_ins.precision(recipe, dropless=dispatch == "dropless")
+    precision = stand_ins.precision(recipe, dropless=_is_dropless(base.config, changes))
     missing = (
         stand_ins.remat(actions),
         stand_ins.attention(recipe),
@@ -88,3 +88,10 @@ def settings_of(entry: Entry) -> Settings:
     kernel = stand_ins.kernel_note(recipe)
     notes = (*(each.note for each in missing if each.note), *([kernel] if kernel else []), *ignored)
     return Settings(recipe, work, sharding, actions, notes, same_precision=not precision.note)
+
+
+def _is_dropless(config: Any, changes: dict[str, Any]) -> bool:
+    """Say whether the model has experts that drop no choice. Those of a `Decoder` never do."""
+    if isinstance(config, DecoderConfig):
+        return config.experts is not None
+    return changes.get("dispatch", getattr(config, "dispatch", None)) == "dropless"

@@ -42,6 +42,9 @@ def add_options(options: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--repetition-penalty", type=float, help="above 1: repeat fewer tokens (default: 1)")
     group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; can be repeated")
+    group.add_argument(
+        "--image", action="append", type=Path, metavar="FILE", help="image of the prompt, in order; can be repeated"
+    )
     group.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")
     group.add_argument("--file", type=Path, metavar="PROMPTS", help="JSON lines with a prompt or messages each")
     group.add_argument("--out", type=Path, metavar="REPLIES", help="JSON lines of replies; lines that it has are kept")
@@ -52,7 +55,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 def given_options(given: argparse.Namespace) -> list[str]:
     """Return the options in use that need a pretrained folder."""
-    names = (*SETTINGS, "stop", "chat", "file", "out", "rows", "length", "plan")
+    names = (*SETTINGS, "stop", "image", "chat", "file", "out", "rows", "length", "plan")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(given, name) not in (None, False)]
 
 
@@ -63,16 +66,16 @@ def run_pretrained(given: argparse.Namespace) -> int:
         AutoshardError: an option is invalid or does not apply, or the model cannot be read.
     """
     is_run = is_pretrained_run(given.run_dir)
-    others = {"--step": given.step, "--use-ema": given.use_ema}
-    problems = [
-        f"{name} is for runs of the trainer" for name, value in others.items() if value is not None and not is_run
-    ]
+    others = {} if is_run else {"--step": given.step, "--use-ema": given.use_ema}
+    problems = [f"{name} is for runs of the trainer" for name, value in others.items() if value is not None]
     if given.model is not None:
         problems.append("--model is for runs whose model a factory makes")
     if (given.file is None) != (given.out is None):
         problems.append("--file and --out are given together")
     if given.file is not None and given.prompt is not None:
         problems.append("--prompt and --file exclude each other")
+    if given.file is not None and given.image:
+        problems.append('--image and --file exclude each other: a line of the file has "images"')
     if problems:
         raise ConfigError("; ".join(problems) + f". {str(given.run_dir)!r} is a pretrained folder")
     from autoshard.serve.sampling import Sampling
@@ -83,28 +86,32 @@ def run_pretrained(given: argparse.Namespace) -> int:
     check_writable("--out", given.out)
     from autoshard.serve.generator import load_generator
     from autoshard.serve.prompt_file import read_prompts, reply_to_file
+    from autoshard.serve.prompts import user_message
 
     prompts = None if given.file is None else read_prompts(given.file, chat=given.chat)
     rows = given.rows if given.rows is not None else 1 if prompts is None else None
     chosen: dict[str, Any] = {"rows": rows, "length": given.length, "plan": given.plan}
-    options = {name: value for name, value in chosen.items() if value is not None}
-    generator = _run_generator(given, options) if is_run else load_generator(given.run_dir, **options)
+    text, images = "\n" if given.prompt is None else given.prompt, given.image or []
+    prompt = [user_message(text, len(images))] if given.chat else text
+    own = {name: value for name, value in chosen.items() if value is not None}
+    if prompts is None:
+        own["check"] = lambda reader: reader.read(prompt, images)
+    generator = _run_generator(given, own) if is_run else load_generator(given.run_dir, **own)
     if given.show_plan:
         print(generator.engine.plan)
-    options = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}
+    options: dict[str, Any] = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}
     if prompts is not None:
         written = reply_to_file(generator, prompts, given.out, **options)
         print(f"{written} replies written to {given.out}, {len(prompts) - written} were there")
         return 0
-    text = "\n" if given.prompt is None else given.prompt
-    if not given.chat:
+    if not given.chat and not images:
         print(text, end="", flush=True)
 
     def show(_: int, piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
 
-    generator.generate([[{"role": "user", "content": text}] if given.chat else text], on_text=show, **options)
+    generator.generate([prompt], images=[images], on_text=show, **options)
     print()
     return 0
 
@@ -112,7 +119,7 @@ def run_pretrained(given: argparse.Namespace) -> int:
 def _run_generator(given: argparse.Namespace, options: dict[str, Any]) -> Any:
     """Open the model of a run, with its adapters."""
     from autoshard.models.pretrained.folder import Folder
-    from autoshard.serve.generator import make_generator
+    from autoshard.serve.generator import TOKENIZER, Opened, make_generator
     from autoshard.train.config.run_directory import checkpoints_in
     from autoshard.train.inference.pretrained_export import pretrained_run
     from autoshard.train.inference.pretrained_model import open_run_model
@@ -120,7 +127,7 @@ def _run_generator(given: argparse.Namespace, options: dict[str, Any]) -> Any:
     checkpoints = checkpoints_in(given.run_dir)
     config = pretrained_run(checkpoints)
     assert config is not None and config.model_folder is not None
-    model = open_run_model(config, checkpoints, given.step, given.use_ema)
-    file = config.tokenizer_file or config.model_folder / "tokenizer.json"
-    folder = Folder.open(config.model_folder)
-    return make_generator(folder, file, model.cfg, model.graph, model.shapes, model.read, **options)
+    found = open_run_model(config, checkpoints, given.step, given.use_ema)
+    file = config.tokenizer_file or config.model_folder / TOKENIZER
+    opened = Opened(found.graph, found.shapes, found.read)
+    return make_generator(Folder.open(config.model_folder), file, found.model, lambda: opened, **options)

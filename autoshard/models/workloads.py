@@ -22,6 +22,7 @@ from autoshard.errors import AutoshardError
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.config_changes import inner_configs
 from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.decoder.published import DECODERS
 from autoshard.models.gpt import GPT
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.llama import LLAMA
@@ -156,6 +157,7 @@ _SEQUENCES: Mapping[str, int] = {
     "mistral-7b": 8192,
     "mixtral-8x7b": 4096,
     "mixtral-8x22b": 4096,
+    **{name: 4096 if config.experts else 8192 for name, config in DECODERS.items()},
 }
 
 
@@ -171,6 +173,7 @@ _CONFIGS: Mapping[str, tuple[Any, int]] = {
     **{name: (_shorter(name, config), 128) for name, config in MISTRAL.items()},
     **{name: (config, 128) for name, config in ALPA_MOE.items()},
     **{name: (_shorter(name, config), 128) for name, config in MIXTRAL.items()},
+    **{name: (_shorter(name, config), 256) for name, config in DECODERS.items()},
     **{name: (config, 256) for name, config in ALPA_WIDE_RESNET.items()},
     **{name: (config, 512) for name, config in VIT.items()},
     "gpt-tiny": (

@@ -9,3 +9,6 @@ costs about what a decode step does, so shorter programs would save little."""
 
 MAX_TOKENS = 200
 """New tokens of a prompt by default, as in `autoshard generate`. Chosen."""
+
+PLANNED_POSITIONS = 512
+"""Positions of the prompts for which a vision tower is planned. Chosen: one image of 256 features with its text."""

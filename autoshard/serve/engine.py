@@ -17,8 +17,10 @@ from flax import nnx
 from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
-from autoshard.models.decoder import Decoder
+from autoshard.models.pretrained.parameter_paths import as_tree, parameters_of
 from autoshard.serve.constants import MAX_TOKENS, ROWS, SMALLEST_BUCKET
+from autoshard.serve.model import GenerativeModel
+from autoshard.serve.prompts import PromptImage
 from autoshard.serve.sampling import GREEDY, Sampling, Settings
 from autoshard.serve.steps import Prompts, State, Steps
 from autoshard.sharding.api.plan import Plan
@@ -32,11 +34,12 @@ class Request:
     """A prompt to continue.
 
     Attributes:
-        prompt: token ids, at least one.
+        prompt: token ids, at least one; of a prompt with images, one for each of their features.
         max_tokens: number of tokens to add at most.
         sampling: how they are chosen.
         stop: tokens that end the text. The one that ends it is not part of it.
         number: prompts with the same seed and other numbers draw other tokens. Default: the place in the list.
+        images: the images in the prompt, in order.
     """
 
     prompt: Sequence[int]
@@ -44,6 +47,7 @@ class Request:
     sampling: Sampling = GREEDY
     stop: frozenset[int] = frozenset()
     number: int | None = None
+    images: Sequence[PromptImage] = ()
 
 
 @shown
@@ -84,7 +88,7 @@ class Engine:
     Raises:
         ConfigError: a number is invalid.
 
-    >>> from autoshard.models.decoder import DecoderConfig, LayerKind
+    >>> from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
     >>> sizes = {"vocab": 16, "width": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn": 16, "context": 32}
     >>> model = Decoder(DecoderConfig(kinds=(LayerKind(),), **sizes), rngs=nnx.Rngs(0))
     >>> [len(found.tokens) for found in Engine(model, rows=2).run([Request([1, 2, 3], 4), Request([5], 2)])]
@@ -92,22 +96,20 @@ class Engine:
     """
 
     def __init__(
-        self, model: Decoder, *, rows: int = ROWS, length: int | None = None, group: int | None = None, **options: Any
+        self,
+        model: GenerativeModel,
+        *,
+        rows: int = ROWS,
+        length: int | None = None,
+        group: int | None = None,
+        **options: Any,
     ):
-        cfg = model.cfg
-        length = cfg.context if length is None else length
-        problems = []
-        if rows < 1:
-            problems.append(f"rows is {rows}; it must be at least 1")
-        if not 2 <= length <= cfg.context:
-            problems.append(f"length is {length}; it must be from 2 to {cfg.context}, the model's context")
-        if problems:
-            raise ConfigError("; ".join(problems))
-        graph, params = nnx.split(model)
-        self.rows, self.length, self.vocab = rows, length, cfg.vocab
-        self.steps = Steps(graph, params, rows, length, options)
-        self.group = min(rows, group or self.steps.plan.mesh.size)
-        self.buckets = tuple(_buckets(length))
+        positions: int = model.cfg.context if length is None else length
+        check_sizes(rows, positions, model.cfg.context)
+        self.rows, self.length, self.vocab, self.model = rows, positions, model.cfg.vocab, model
+        self.steps = Steps(nnx.graphdef(model), as_tree(parameters_of(model)), rows, positions, options)
+        self.group = group_size(rows, self.steps.plan, group)
+        self.buckets = tuple(_buckets(positions))
 
     @property
     def plan(self) -> Plan:
@@ -167,14 +169,17 @@ class Engine:
         return new
 
     def _prompts(self, rows: list[_Row | None], new: list[int], settings: Settings) -> Prompts:
-        texts = [row.request.prompt for n in new if (row := rows[n]) is not None]
+        requests = [row.request for n in new if (row := rows[n]) is not None]
+        texts = [one.prompt for one in requests]
         positions = next(size for size in self.buckets if size >= max(map(len, texts)))
         tokens, counts = np.zeros((self.group, positions), np.int32), np.zeros((self.group,), np.int32)
         seen, source = np.zeros((self.group, self.vocab), bool), np.full((self.rows,), -1, np.int32)
         for place, (row, text) in enumerate(zip(new, texts, strict=True)):
             tokens[place, : len(text)], counts[place], source[row] = text, len(text), place
             seen[place, list(text)] = True
-        return Prompts(tokens, counts, seen, source, settings)  # pyright: ignore[reportArgumentType]
+        images = [[(image.patches(), image.grid) for image in one.images] for one in requests]
+        inputs = self.model.prompt_inputs(tokens, counts, images + [[]] * (self.group - len(images)))
+        return Prompts(tokens, counts, seen, source, settings, inputs)  # pyright: ignore[reportArgumentType]
 
     def _collect(
         self, state: State, rows: list[_Row | None], which: list[int], on_token: OnToken | None
@@ -206,16 +211,52 @@ class Engine:
             if not len(request.prompt):
                 problems.append(f"prompt {n} is empty: give at least one token")
             elif len(request.prompt) > self.length:
+                slots, images = self.model.image_slots, request.images
+                of_images = f" ({request.prompt.count(slots.token)} of them for images)" if slots and images else ""
                 problems.append(
-                    f"prompt {n} has {len(request.prompt)} tokens, more than the {self.length} positions of a row: "
-                    "shorten it, or give a larger length"
+                    f"prompt {n} has {len(request.prompt)} tokens{of_images}, more than the {self.length} positions of "
+                    f"a row: shorten it{', give fewer or smaller images' if images else ''}, or give a larger length"
                 )
             if outside:
                 problems.append(f"prompt {n} has token {outside[0]}; the model's tokens are 0 to {self.vocab - 1}")
+            if problem := self._image_problem(request):
+                problems.append(f"prompt {n} {problem}")
             if request.max_tokens < 0:
                 problems.append(f"max_tokens of prompt {n} is {request.max_tokens}; it must be at least 0")
         if problems:
             raise ConfigError(f"the prompts cannot be continued:\n{listing(problems)}")
+
+    def _image_problem(self, request: Request) -> str:
+        slots = self.model.image_slots
+        if slots is None:
+            return "has images, but the model reads text alone" if request.images else ""
+        have, wanted = request.prompt.count(slots.token), sum(slots.count(one.grid) for one in request.images)
+        if have == wanted:
+            return ""
+        return (
+            f"has {have} tokens {slots.token}, but its {len(request.images)} images have {wanted} features: repeat the "
+            "token once for each feature"
+        )
+
+
+def check_sizes(rows: int, length: int, context: int) -> None:
+    """Check the number of rows, and of the positions of each.
+
+    Raises:
+        ConfigError: they are invalid for a model with this context.
+    """
+    problems = []
+    if rows < 1:
+        problems.append(f"rows is {rows}; it must be at least 1")
+    if not 2 <= length <= context:
+        problems.append(f"length is {length}; it must be from 2 to {context}, the model's context")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def group_size(rows: int, plan: Plan, group: int | None = None) -> int:
+    """Return the number of prompts that are prefilled at a time: by default one for each device, at most `rows`."""
+    return min(rows, group or plan.mesh.size)
 
 
 def _buckets(length: int) -> Iterator[int]:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
+from autoshard._columns import listing
 from autoshard._shown import shown
-from autoshard.errors import ConfigError
-from autoshard.models.decoder.config import DecoderConfig
-from autoshard.models.decoder.decoder import Decoder
+from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models.pretrained.chat_template import ChatTemplate
+from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import Folder, read_table
-from autoshard.models.pretrained.load import Described, load_pretrained
+from autoshard.models.pretrained.load import Described
+from autoshard.models.pretrained.parameter_paths import as_tree
 from autoshard.serve.constants import MAX_TOKENS, ROWS
-from autoshard.serve.engine import Engine, Request
+from autoshard.serve.engine import Engine, Request, check_sizes, group_size
+from autoshard.serve.model import GenerativeModel
+from autoshard.serve.prompts import Prompt, PromptReader
 from autoshard.serve.sampling import GREEDY, Sampling
 from autoshard.serve.steps import Steps
 from autoshard.serve.text import TextStream
-from autoshard.sharding.api.plan import Plan
 
-Prompt = str | Sequence[Mapping[str, Any]]
 OnText = Callable[[int, str], None]
 TOKENIZER, GENERATION_CONFIG = "tokenizer.json", "generation_config.json"
 
@@ -51,20 +52,19 @@ class Generator:
 
     Attributes:
         engine: the model in rows of a batch.
-        tokenizer: encodes and decodes text.
+        prompts: makes tokens of prompts: the tokenizer, the chat template, and how images are read.
         stop_tokens: tokens that end a text.
-        chat: the chat template, if there is one.
     """
 
     engine: Engine
-    tokenizer: Tokenizer
+    prompts: PromptReader
     stop_tokens: frozenset[int]
-    chat: ChatTemplate | None = None
 
     def generate(
         self,
         prompts: Sequence[Prompt],
         *,
+        images: Sequence[Sequence[Any]] | None = None,
         max_tokens: int = MAX_TOKENS,
         sampling: Sampling = GREEDY,
         stop: Sequence[str] = (),
@@ -76,6 +76,8 @@ class Generator:
 
         Args:
             prompts: texts, or lists of messages with `role` and `content`, which the chat template turns into text.
+            images: the images of each prompt: files, Pillow images, or arrays `[height, width, 3]` of bytes. See
+                `PromptReader.read` for their places.
             max_tokens: number of tokens to add to each at most.
             sampling: how they are chosen.
             stop: strings that end a text; it ends before them.
@@ -87,16 +89,19 @@ class Generator:
             The replies, in the order of the prompts.
 
         Raises:
-            ConfigError: a prompt is empty or too long, or the folder has no chat template.
+            ConfigError: prompts are empty or too long, or their images do not fit or cannot be read; or the folder has
+                no chat template.
         """
         if any(not text for text in stop):
             raise ConfigError("a stop string is empty: give at least one character")
+        if images is not None and len(images) != len(prompts):
+            raise ConfigError(
+                f"images has {len(images)} lists for {len(prompts)} prompts: give one list for each prompt"
+            )
+        options = {"max_tokens": max_tokens, "sampling": sampling, "stop": self.stop_tokens}
+        requests = self._requests(prompts, images or [()] * len(prompts), numbers or range(len(prompts)), **options)
         streams = [TextStream(self._decode, stop) for _ in prompts]
         texts = [""] * len(prompts)
-        requests = [
-            Request(self.encode(prompt), max_tokens, sampling, self.stop_tokens, numbers[n] if numbers else n)
-            for n, prompt in enumerate(prompts)
-        ]
 
         def add(n: int, text: str) -> None:
             texts[n] += text
@@ -115,99 +120,129 @@ class Generator:
                 on_reply(n, replies[n])
         return [replies[n] for n in range(len(prompts))]
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of a text, with the special tokens that the tokenizer adds, or of messages.
+    def encode(self, prompt: Prompt, images: Sequence[Any] = ()) -> list[int]:
+        """Return the tokens of a prompt, as `PromptReader.read` does."""
+        return self.prompts.read(prompt, images)[0]
 
-        Raises:
-            ConfigError: the folder has no chat template, or it refuses the messages.
-        """
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt).ids
-        if self.chat is None:
-            raise ConfigError("the folder has no chat template: give the prompt as text")
-        return self.tokenizer.encode(self.chat.render(prompt), add_special_tokens=False).ids
+    def _requests(
+        self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]], numbers: Sequence[int], **options: Any
+    ) -> list[Request]:
+        """Read prompts. All that cannot be read are named in one error."""
+        found, problems = [], []
+        for number, prompt, own in zip(numbers, prompts, images, strict=True):
+            try:
+                tokens, read = self.prompts.read(prompt, own)
+                found.append(Request(tokens, number=number, images=read, **options))
+            except AutoshardError as error:
+                problems.append(f"prompt {number}: {error}" if len(prompts) > 1 else str(error))
+        if problems:
+            raise ConfigError("the prompts cannot be read:\n" + listing(problems) if len(prompts) > 1 else problems[0])
+        return found
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return self.prompts.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 def load_generator(
-    path: Any, *, rows: int = ROWS, length: int | None = None, dtype: str | None = None, **options: Any
+    path: Any,
+    *,
+    rows: int = ROWS,
+    length: int | None = None,
+    dtype: str | None = None,
+    check: Callable[[PromptReader], Any] | None = None,
+    **options: Any,
 ) -> Generator:
     """Open a pretrained folder for generation.
 
-    The decode step is planned first, from the config alone. Then each tensor is read onto the shards of that plan.
+    The decode step is planned first, from the config alone. Then each tensor is read onto the shards of that plan. The
+    parameters of a vision tower are read onto the shards of the prefill step's plan.
 
     Args:
         path: the folder, with `config.json`, safetensors files and `tokenizer.json`.
         rows: number of prompts that are continued at a time.
         length: positions of a row, prompt and text; by default the model's context, which may need much memory.
         dtype: dtype of the parameters and of the computation; by default the stored one.
+        check: is called with the reader of prompts before the weights are read. It can raise errors of prompts early.
         **options: of `autoshard.auto_shard`, such as `plan` and `mesh`.
 
     Raises:
-        AutoshardError: the folder lacks a file, or its model is not known.
+        AutoshardError: the folder lacks a file, or its model is not known or generates no text.
     """
     folder = Folder.open(path)
     described = Described.of(folder, dtype, {})
-    if not isinstance(described.cfg, DecoderConfig):
-        raise ConfigError(
-            f"{str(folder.path)!r} is a {described.family.name}: text is generated by models of text alone"
-        )
-    shapes = described.params(None if dtype else folder.tensors())
 
-    def read(plan: Plan) -> Decoder:
-        return load_pretrained(folder.path, plan=plan, dtype=dtype)
+    def opened() -> Opened:
+        tensors = folder.tensors()
+        found = described.spelled(tensors)
+        found.check(tensors, str(folder.path))
+        shapes = as_tree(found.abstract(tensors))
+        return Opened(found.graph, shapes, lambda shardings: found.read(folder, tensors, shardings))
 
-    file = folder.path / TOKENIZER
-    return make_generator(
-        folder, file, described.cfg, described.graph, shapes, read, rows=rows, length=length, **options
-    )
+    model, file = described.model(described.shapes), folder.path / TOKENIZER
+    return make_generator(folder, file, model, opened, rows=rows, length=length, check=check, **options)
+
+
+class Opened(NamedTuple):
+    """A model whose values can be read.
+
+    Attributes:
+        graph: its structure.
+        shapes: the shapes of its parameters, nested dictionaries.
+        read: returns it with the given sharding of each parameter, by path.
+    """
+
+    graph: Any
+    shapes: Any
+    read: Callable[[dict[str, Any]], Any]
 
 
 def make_generator(
     folder: Folder,
     tokenizer_file: Path,
-    cfg: DecoderConfig,
-    graph: Any,
-    shapes: Any,
-    read: Callable[[Plan], Decoder],
+    model: Any,
+    opened: Callable[[], Opened],
     *,
     rows: int = ROWS,
     length: int | None = None,
+    check: Callable[[PromptReader], Any] | None = None,
     **options: Any,
 ) -> Generator:
     """Plan the decode step of a model, then read the model as that plan says.
 
     Args:
-        folder: has the model's stop tokens and chat template.
+        folder: has the model's stop tokens, chat template and image settings.
         tokenizer_file: the file of its tokenizer.
-        cfg: its config.
-        graph: its structure.
-        shapes: the shapes of its parameters.
-        read: returns it with the shardings of the first argument of a plan.
+        model: the model, with shapes in place of values.
+        opened: opens the files of its values.
         rows: as in `load_generator`.
         length: as in `load_generator`.
+        check: as in `load_generator`.
         **options: as in `load_generator`.
 
     Raises:
-        AutoshardError: a file is missing or damaged.
+        AutoshardError: a file is missing or damaged, or the model generates no text.
     """
     if not tokenizer_file.exists():
-        raise ConfigError(
-            f"{str(tokenizer_file.parent)!r} has no {tokenizer_file.name}: download it, too, or convert the tokenizer "
-            "once"
-        )
+        where, name = str(tokenizer_file.parent), tokenizer_file.name
+        raise ConfigError(f"{where!r} has no {name}: download it, too, or convert the tokenizer once")
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises a plain Exception for files that it cannot parse
         raise ConfigError(f"{tokenizer_file} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    stop, chat = stop_tokens(folder), ChatTemplate.of(folder.path)
-    length = cfg.context if length is None else min(length, cfg.context)
-    model = read(Steps(graph, shapes, rows, length, options).plan)
-    return Generator(Engine(model, rows=rows, length=length, **options), tokenizer, stop, chat)
+    if not isinstance(model, GenerativeModel):
+        raise ConfigError(f"{str(folder.path)!r} is a {family_of(folder.config, '').name}, which generates no text")
+    positions: int = model.cfg.context if length is None else min(length, model.cfg.context)
+    check_sizes(rows, positions, model.cfg.context)
+    stop = stop_tokens(folder)
+    prompts = PromptReader(tokenizer, ChatTemplate.of(folder.path), model.image_slots, folder.path)
+    if check is not None:
+        check(prompts)
+    found = opened()
+    steps = Steps(found.graph, found.shapes, rows, positions, options)
+    read = found.read(steps.shardings(group_size(rows, steps.plan)))
+    return Generator(Engine(read, rows=rows, length=positions, **options), prompts, stop)
 
 
 def stop_tokens(folder: Folder) -> frozenset[int]:

@@ -1,10 +1,12 @@
 """Prompts from a file of JSON lines, and their replies in another one, which can be resumed.
 
     {"prompt": "Once upon"}  or  {"messages": [{"role": "user", "content": "Hello"}]}      a line of prompts
+    {"prompt": "What is this?", "images": ["cat.png"]}                                       one with images
     {"line": 0, "text": " a time", "reason": "tokens", "tokens": [264, 892]}                 a line of replies
 
 A reply is one write of a whole line. After a kill, at most the last line is damaged; it is removed. The number of a
-prompt is its line, so that a resumed run draws the same tokens.
+prompt is its line, so that a resumed run draws the same tokens. The paths of images are relative to the folder of the
+file of prompts.
 """
 
 from __future__ import annotations
@@ -19,23 +21,25 @@ from typing import Any
 from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
-from autoshard.serve.generator import Generator, Prompt, Reply
+from autoshard.serve.generator import Generator, Reply
+from autoshard.serve.prompts import Prompt, user_message
 
 
 @shown
 @dataclass(frozen=True)
 class FilePrompt:
-    """A prompt of a file: the number of its line, counted from 0, and its content."""
+    """A prompt of a file: the number of its line, counted from 0, its content, and its images."""
 
     line: int
     prompt: Prompt
+    images: tuple[Path, ...] = ()
 
 
 def read_prompts(file: Path, *, chat: bool = False) -> list[FilePrompt]:
     """Read the prompts of a file. Empty lines are skipped.
 
     Args:
-        file: JSON lines with `prompt` or `messages`.
+        file: JSON lines with `prompt` or `messages`, and perhaps `images`, a list of files.
         chat: whether a `prompt` is the message of a user.
 
     Raises:
@@ -49,7 +53,9 @@ def read_prompts(file: Path, *, chat: bool = False) -> list[FilePrompt]:
     for n, line in enumerate(lines):
         if line.strip():
             try:
-                found.append(FilePrompt(n, _prompt(json.loads(line), chat)))
+                record = json.loads(line)
+                images = _image_files(record, file.parent)
+                found.append(FilePrompt(n, _prompt(record, chat, len(images), file.parent), images))
             except ValueError as error:
                 problems.append(f"line {n + 1}: {error}")
     if problems:
@@ -57,13 +63,34 @@ def read_prompts(file: Path, *, chat: bool = False) -> list[FilePrompt]:
     return found
 
 
-def _prompt(record: Any, chat: bool) -> Prompt:
+def _prompt(record: Any, chat: bool, images: int, folder: Path) -> Prompt:
     if isinstance(record, dict) and isinstance(text := record.get("prompt"), str):
-        return [{"role": "user", "content": text}] if chat else text
+        return [user_message(text, images)] if chat else text
     messages = record.get("messages") if isinstance(record, dict) else None
     if isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages):
-        return messages
+        return [_with_files_from(one, folder) for one in messages]
     raise ValueError('it must have "prompt", a text, or "messages", a list of tables')
+
+
+def _with_files_from(message: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a message whose image files are relative to a folder."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    return message | {
+        "content": [
+            part | {"image": folder / part["image"]}
+            if isinstance(part, dict) and isinstance(part.get("image"), str)
+            else part
+            for part in parts
+        ]
+    }
+
+
+def _image_files(record: Any, folder: Path) -> tuple[Path, ...]:
+    images = record.get("images", []) if isinstance(record, dict) else []
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise ValueError(f'"images" is {images!r}; it must be a list of files')
+    return tuple(folder / one for one in images)
 
 
 def lines_done(file: Path) -> set[int]:
@@ -110,7 +137,8 @@ def reply_to_file(generator: Generator, prompts: Sequence[FilePrompt], out: Path
                 file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
 
             numbers = [one.line for one in left]
-            generator.generate([one.prompt for one in left], numbers=numbers, on_reply=write, **options)
+            texts, images = [one.prompt for one in left], [one.images for one in left]
+            generator.generate(texts, images=images, numbers=numbers, on_reply=write, **options)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error}") from error
     return len(left)

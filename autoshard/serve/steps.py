@@ -21,8 +21,10 @@ from flax import nnx
 import autoshard
 from autoshard._shown import shown
 from autoshard.errors import AutoshardWarning
-from autoshard.models.decoder import Decoder
 from autoshard.models.decoder.cache import DecoderCache
+from autoshard.models.pretrained.parameter_paths import as_tree, by_path
+from autoshard.serve.constants import PLANNED_POSITIONS
+from autoshard.serve.model import GenerativeModel
 from autoshard.serve.sampling import GREEDY, Settings, choose
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.planner.idle_devices import IDLE_DEVICES
@@ -59,6 +61,7 @@ class Prompts:
         seen: which tokens each has, booleans `[group, vocab]`.
         source: for each row the prompt that it takes, or -1 to keep what it has, int32 `[rows]`.
         settings: of all rows.
+        inputs: what the model takes besides, `GenerativeModel.prompt_inputs`.
     """
 
     tokens: jax.Array
@@ -66,14 +69,15 @@ class Prompts:
     seen: jax.Array
     source: jax.Array
     settings: Settings
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Steps:
     """The planned steps of a model for a number of rows.
 
     Args:
-        graph: the structure of a `Decoder`.
-        params: its parameters; or their shapes, with which `plan` works alone.
+        graph: the structure of a `GenerativeModel`.
+        params: its parameters, as a tree; or their shapes, with which `plan` and `shardings` work alone.
         rows: number of rows.
         length: positions of a row, prompt and text.
         options: of `autoshard.auto_shard`, such as `plan` and `mesh`, for both steps.
@@ -81,10 +85,11 @@ class Steps:
 
     def __init__(self, graph: Any, params: Any, rows: int, length: int, options: dict[str, Any]):
         self.graph, self.params, self.rows, self.length = graph, params, rows, length
+        self._decoded, self._others = self._parts()
         self._decode = autoshard.auto_shard(self._decode_step, donate_argnums=1, **options)
         self._prefill = autoshard.auto_shard(self._prefill_step, donate_argnums=1, **options)
         with _idle_devices_allowed():
-            self.plan: Plan = self._decode.plan(params, *self._shapes())
+            self.plan: Plan = self._decode.plan(self._decoded, *self._shapes())
 
     def new_state(self) -> State:
         """Make the state of empty rows, sharded as the decode step's plan says."""
@@ -106,20 +111,82 @@ class Steps:
 
     def decode(self, state: State, active: np.ndarray) -> State:
         """Choose the next token of each active row."""
-        return self._decode(self.params, state, active)
+        return self._decode(self._decoded, state, active)
+
+    def decode_shapes(self) -> tuple[Any, State]:
+        """Return the shapes of the parameters that the decode step reads, and of its state."""
+        return self._decoded, self._shapes()[0]
+
+    def shardings(self, group: int) -> dict[str, Any]:
+        """Return the sharding of each parameter, by path.
+
+        The plan of the decode step shards its parameters. Those of a vision tower are in the prefill step alone: its
+        plan for usual prompts shards them.
+
+        Args:
+            group: number of prompts that are prefilled at a time.
+        """
+        found = by_path(self.plan.in_shardings()[0])
+        if self._others:
+            state, _ = self._shapes()
+            placed = self._placed(self.params, found), self._placed(state, by_path(self.plan.in_shardings()[1]))
+            with _idle_devices_allowed():
+                others = by_path(self._prefill.plan(*placed, self._prompt_shapes(group)).in_shardings()[0])
+            found |= {path: others[path] for path in self._others}
+        return found
+
+    @staticmethod
+    def _placed(shapes: Any, shardings: dict[str, Any]) -> Any:
+        """Return shapes with the shardings that are known."""
+        leaves, tree = jax.tree.flatten(shapes)
+        placed = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings.get(path))
+            for path, leaf in zip(by_path(shapes), leaves, strict=True)
+        ]
+        return jax.tree.unflatten(tree, placed)
+
+    def _parts(self) -> tuple[Any, dict[str, Any]]:
+        """Return the parameters that the decode step reads, as a tree, and the shapes of the others, by path."""
+        leaves = by_path(self.params)
+        shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+        self._others = {}
+        traced = jax.make_jaxpr(self._decode_step)(as_tree(shapes), *self._shapes()).jaxpr
+        read = {id(one) for eqn in traced.eqns for one in eqn.invars}
+        # The leaves of a tree of dicts are in the order of their keys, as those of `by_path` of that tree.
+        order = list(by_path(as_tree(shapes)))
+        others = {path for path, one in zip(order, traced.invars, strict=False) if id(one) not in read}
+        return (
+            as_tree({path: leaf for path, leaf in leaves.items() if path not in others}),
+            {path: shapes[path] for path in leaves if path in others},
+        )
+
+    def _prompt_shapes(self, group: int) -> Prompts:
+        """Return the shapes of usual prompts."""
+        model: GenerativeModel = nnx.merge(self.graph, self.params)
+        positions, settings = min(self.length, PLANNED_POSITIONS), self._shapes()[0].settings
+        tokens, counts, seen, source = (
+            jax.ShapeDtypeStruct(shape, dtype)
+            for shape, dtype in (
+                ((group, positions), jnp.int32), ((group,), jnp.int32), ((group, model.cfg.vocab), jnp.bool_),
+                ((self.rows,), jnp.int32),
+            )
+        )  # fmt: skip
+        inputs = model.prompt_shapes(group, positions)
+        return Prompts(tokens, counts, seen, source, settings, inputs)  # pyright: ignore[reportArgumentType]
 
     def _decode_step(self, params: Any, state: State, active: jax.Array) -> State:
-        model: Decoder = nnx.merge(self.graph, params)
+        model: GenerativeModel = nnx.merge(self.graph, as_tree(by_path(params) | self._others))
         logits, cache = model.extend(state.tokens[:, None], state.cache, counts=active.astype(jnp.int32))
         tokens = choose(logits[:, 0], state.settings, state.seen, cache.lengths)
         tokens = jnp.where(active, tokens, state.tokens)
         return State(cache, tokens, _with_token(state.seen, tokens, active), state.settings)
 
     def _prefill_step(self, params: Any, state: State, prompts: Prompts) -> State:
-        model: Decoder = nnx.merge(self.graph, params)
+        model: GenerativeModel = nnx.merge(self.graph, params)
         group = prompts.tokens.shape[0]
         empty = model.cache(group, self.length)
-        logits, new = model.extend(prompts.tokens, empty, counts=prompts.counts, fresh=True, last=True)
+        options = {"counts": prompts.counts, "fresh": True, "last": True}
+        logits, new = model.extend(prompts.tokens, empty, **options, **prompts.inputs)
         taken, index = prompts.source >= 0, jnp.maximum(prompts.source, 0)
 
         def into_rows(new: jax.Array, old: jax.Array, axis: int) -> jax.Array:
@@ -128,7 +195,10 @@ class Steps:
             return jnp.where(taken.reshape(shape), jnp.take(new, index, axis=axis), old)
 
         kept = jax.tree.map(lambda new, old: into_rows(new, old, 1), new.kept, state.cache.kept)
-        cache = DecoderCache(kept, into_rows(new.lengths, state.cache.lengths, 0))
+        lengths, following = (
+            into_rows(getattr(new, name), getattr(state.cache, name), 0) for name in ("lengths", "following")
+        )
+        cache = DecoderCache(kept, lengths, following)
         seen = into_rows(prompts.seen, state.seen, 0)
         chosen = choose(jnp.take(logits[:, 0], index, axis=0), prompts.settings, seen, cache.lengths)
         tokens = jnp.where(taken, chosen, state.tokens)
@@ -136,7 +206,7 @@ class Steps:
 
     def _empty(self) -> State:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
-        model: Decoder = nnx.merge(self.graph, shapes)
+        model: GenerativeModel = nnx.merge(self.graph, shapes)
         cache = model.cache(self.rows, self.length)
         settings = Settings.of([GREEDY] * self.rows, [0] * self.rows)
         tokens = jnp.zeros((self.rows,), jnp.int32)

@@ -195,6 +195,21 @@ def test_split_by_origin():
     assert [row.name for row in estimate_of(attention + busy_line("b", 3000)).top(1, "cycles")] == ["b"]
 
 
+def test_the_module_of_a_slice_numbers_the_partitions_of_its_slice():
+    """Partition 0 of the whole program and its partition 2 are in the first slice, as neighbours along y."""
+    gather = "all-gather(%x), channel_id=1, replica_groups={{0,1}}, dimensions={0}"
+    text = f"""HloModule m, is_scheduled=true, num_partitions=2
+
+ENTRY %main () -> f32[] {{
+  %x = f32[1125000]{{0}} parameter(0)
+  ROOT %g = f32[2,1125000]{{1,0}} {gather}
+}}
+"""
+    places = [(0, 0, 0, 0, 0), (0, 0, 0, 0, 1), (0, 1, 0, 0, 0), (0, 1, 0, 0, 1)]
+    (found,) = estimate(text, "v5e:1x2*2", places).traffic
+    assert found.over == "y2:1"
+
+
 def test_machine_with_too_few_devices():
     with pytest.raises(ValueError, match="1 devices, the program 4 partitions"):
         estimate(

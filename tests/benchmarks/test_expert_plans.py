@@ -90,6 +90,11 @@ def test_parameters_are_sharded_as_the_style_says():
     assert common_practice[up] == (None, None, "fsdp") and common_practice[down] == (None, "fsdp", None)
 
 
+@pytest.mark.parametrize(("target", "devices"), [("v5p:4x4x4", 64), ("h100:4x8", 32), ("v5e:4x4*2", 32)])
+def test_devices_of_a_machine(target, devices):
+    assert Case("llama-tiny", workload("llama-tiny"), target).devices == devices
+
+
 def test_the_grid_is_complete():
     case = CASES["gpt-1.3b"]
     names = {style.name for style in styles(case)}

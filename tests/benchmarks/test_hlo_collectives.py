@@ -76,6 +76,10 @@ def test_synchronous(line, kind, payload, wire):
 
 
 X = "  %x = f32[262144]{0} parameter(0)\n"
+SLICES = (
+    'is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="all-reduce.9_0",'
+    '_xla_megascale_target="{1,2,3,4}x{0:15}",_xla_megascale_transfer_type="ALL_REDUCE"}'
+)
 WRAPPED = f"""%wrapped (x: f32[262144]) -> f32[65536] {{
   %y = f32[262144]{{0}} parameter(0)
   ROOT %rs = f32[65536]{{0}} reduce-scatter(%y), {G}, dimensions={{0}}, to_apply=%add
@@ -138,6 +142,14 @@ REDUCE_SCATTER = ("start", "reduce-scatter", MB, 0.75 * MB)
             "  ROOT %d = (f32[262144]{0}, token[]) recv-done(%r), channel_id=3",
             [("start", "collective-permute", MB, MB), "done", "done"],
         ),
+        (  # between slices, up to the end of the recv
+            "  %t = token[] after-all()\n"
+            f"  %s = (f32[262144]{{0}}, u32[], token[]) send(%x, %t), channel_id=3, {SLICES}\n"
+            f"  %r = (f32[262144]{{0}}, u32[], token[]) recv(%t), channel_id=2, {SLICES}\n"
+            "  %a = token[] send-done(%s), channel_id=3\n"
+            "  ROOT %d = (f32[262144]{0}, token[]) recv-done(%r), channel_id=2",
+            [("start", "all-reduce", MB, 1.5 * MB), "done"],
+        ),
         (  # a copy is not a collective
             "  %s = (f32[262144]{0:S(1)}, f32[262144]{0}, u32[]) copy-start(%x)\n"
             "  ROOT %d = f32[262144]{0:S(1)} copy-done(%s)",
@@ -195,3 +207,20 @@ def test_in_fusions():
     gathered = ("start", "all-gather", 4 * MB, 3 * MB)
     assert collectives == [gathered, "done", ("sync", "reduce-scatter", MB, 0.75 * MB)]
     assert keys[0] & keys[1] == {"channel 3"}
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "groups"),
+    [
+        ('"{1,2}x{0:1}"', "ALL_GATHER", ((100000, 200000), (100001, 200001))),
+        ("{{100000,300000},{100001,300001}}", "ALL_TO_ALL", ((100000, 300000), (100001, 300001))),
+        ("{{100000->200001},{200001->100000}}", "ONE_TO_ONE", ((100000, 200001), (200001, 100000))),
+    ],
+)
+def test_devices_of_other_slices(target, kind, groups):
+    attributes = SLICES.replace('"{1,2,3,4}x{0:15}"', target).replace("ALL_REDUCE", kind)
+    lines = f"{X}  %t = token[] after-all()\n  ROOT %s = (f32[262144]{{0}}, token[]) send(%x, %t), {attributes}"
+    module = read(f"HloModule m, num_partitions=2\n\nENTRY %main () -> f32[] {{\n{lines}\n}}\n")
+    (event,) = events(module, module.entry, module.entry.root)
+    assert event.collective and event.collective.groups == groups
+    assert event.collective.kind == {"ONE_TO_ONE": "collective-permute"}.get(kind, kind.lower().replace("_", "-"))

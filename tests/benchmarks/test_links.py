@@ -139,6 +139,20 @@ def test_hosts(kind, groups, seconds):
     assert wire(target, kind, groups, B, target.places()).seconds == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [("all-gather", 1 / 2), ("all-reduce", 2 / 2), ("all-to-all", 1 / 2), ("collective-permute", 1)],
+)
+def test_slices(kind, seconds):
+    """A device sends 3.125e9 bytes a second to other slices, and large messages reach 0.9 of that."""
+    target = find_target("v5e:4x4*2")
+    groups = tuple((100000 + n, 200000 + n) for n in range(16))
+    found = wire(target, kind, groups, B, grid(4, 4))
+    assert found.seconds == pytest.approx(seconds * B / (0.9 * 3.125e9)) and found.links == {"network"}
+    inside = wire(target, "all-gather", ROWS, B, grid(4, 4))
+    assert inside == wire(find_target("v5e:4x4"), "all-gather", ROWS, B, grid(4, 4)), "partitions of one slice"
+
+
 def test_occupied_links():
     """Collectives along different dimensions share no links, and neither do permutes in opposite directions."""
     target, coordinates = find_target("v5e:4x4"), grid(4, 4)

@@ -41,3 +41,11 @@ def test_whole_sequences_are_found(part, whole, found):
 
 def test_asynchronous_gathers_count():
     assert [*whole_sequences(read(ASYNCHRONOUS), 1024)] == ["bf16[3, 1024, 64]"]
+
+
+def test_the_shard_in_the_tuple_of_a_start_is_not_gathered():
+    """A shard of a weight may have as many elements as a sequence has positions."""
+    program = ASYNCHRONOUS.replace("[3,512,64]", "[1,128,8,1]").replace("[3,1024,64]", "[1,256,8,1]")
+    assert [*whole_sequences(read(program), 1024, [(256, 8, 1)])] == []
+    assert [*whole_sequences(read(program), 1024)] == []
+    assert [*whole_sequences(read(program), 2048)] == ["bf16[1, 256, 8, 1]"], "but the gathered array counts"

@@ -45,7 +45,7 @@ def test_stop_tokens_are_those_of_the_generation_config(generator, folder, tmp_p
 
 def test_messages_go_through_the_chat_template(generator):
     messages = [{"role": "user", "content": "bc"}]
-    assert generator.chat.render(messages) == "bcea"
+    assert generator.prompts.chat.render(messages) == "bcea"
     assert generator.generate([messages], max_tokens=6) == generator.generate(["bcea"], max_tokens=6)
     with pytest.raises(ConfigError, match="no system messages"):
         generator.encode([{"role": "system", "content": "b"}])
@@ -56,7 +56,7 @@ def test_a_template_reaches_no_internals_of_python(folder, generator):
 
     for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include '/etc/passwd' %}"):
         with pytest.raises(ConfigError, match="chat template"):
-            dataclasses.replace(generator.chat, source=source).render([])
+            dataclasses.replace(generator.prompts.chat, source=source).render([])
 
 
 def test_a_killed_file_is_continued_with_the_same_texts(generator, tmp_path):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from safetensors import safe_open
 
 from autoshard._columns import listing
 from autoshard._shown import shown
+from autoshard.ckpt.exchange.file_tensors import FileTensor
 from autoshard.errors import CheckpointError
 
 DTYPES: Mapping[str, str] = {
@@ -58,6 +58,7 @@ class Tensor:
         read: returns the values; called once, just before they are written.
         part: returns a range of them, given a slice of each dimension, if the tensor is in a file.
         fetch: asks the system to read the bytes into its cache, and does not wait, if the tensor is in a file.
+        file: the file.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Tensor:
     read: Callable[[], np.ndarray]
     part: Callable[[tuple[slice, ...]], np.ndarray] | None = None
     fetch: Callable[[], None] | None = None
+    file: Path | None = None
 
     def read_part(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return a range of the values, given a slice of each dimension. Reads no more than that from a file."""
@@ -199,47 +201,24 @@ def _places(folder: Path) -> dict[str, str] | None:
 def _tensors(path: Path) -> list[Tensor]:
     kinds = {code: dtype for dtype, code in DTYPES.items()}
     with open_tensors(path) as file:
-        spans = _spans(path)
+        offsets = _offsets(path)
         parts = {name: file.get_slice(name) for name in file.offset_keys()}
         wrong = [f"{name}: {part.get_dtype()}" for name, part in parts.items() if part.get_dtype() not in kinds]
         if wrong:
             raise CheckpointError(f"{path} has dtypes that are not supported:\n{listing(wrong)}")
-        return [
-            Tensor(
-                name,
-                tuple(part.get_shape()),
-                kinds[part.get_dtype()],
-                functools.partial(_read_one, path, name),
-                functools.partial(_read_part, path, name),
-                functools.partial(_fetch, path, *spans[name]),
-            )
+        stored = {
+            name: FileTensor(path, offsets[name], tuple(part.get_shape()), kinds[part.get_dtype()])
             for name, part in parts.items()
-        ]
+        }
+    return [Tensor(name, x.shape, x.dtype, x.read, x.read, x.fetch, path) for name, x in stored.items()]
 
 
-def _spans(path: Path) -> dict[str, tuple[int, int]]:
-    """Return the offset and the number of the bytes of each tensor of a valid file."""
+def _offsets(path: Path) -> dict[str, int]:
+    """Return the offset of the first byte of each tensor of a valid file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    found = {name: one["data_offsets"] for name, one in header.items() if name != _METADATA}
-    return {name: (8 + length + start, end - start) for name, (start, end) in found.items()}
-
-
-def _fetch(path: Path, offset: int, nbytes: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-
-def _read_one(path: Path, name: str) -> np.ndarray:
-    with open_tensors(path) as file:
-        return file.get_tensor(name)
-
-
-def _read_part(path: Path, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    with open_tensors(path) as file:
-        return file.get_slice(name)[index] if index else file.get_tensor(name)
+    return {name: 8 + length + one["data_offsets"][0] for name, one in header.items() if name != _METADATA}
 
 
 @contextlib.contextmanager

@@ -27,10 +27,13 @@ class DecoderCache:
     Attributes:
         kept: for each segment, for each layer of its pattern, arrays `[repeats, batch, slots, ...]`.
         lengths: number of positions of each row, int32 `[batch]`.
+        following: the position of the next token of each row, int32 `[batch]`. It differs from the length behind tokens
+            that got positions of their own, such as those of images.
     """
 
     kept: tuple[tuple[Kept, ...], ...]
     lengths: jax.Array
+    following: jax.Array
 
 
 @shown
@@ -51,7 +54,12 @@ class Rows:
 
     def positions(self, seq: int) -> jax.Array:
         """Return the positions of `seq` new tokens, int32 `[batch, seq]`."""
-        return self.lengths[:, None] + lax.broadcasted_iota(jnp.int32, (self.lengths.shape[0], seq), 1)
+        return counted_on(self.lengths, seq)
+
+
+def counted_on(first: jax.Array, seq: int) -> jax.Array:
+    """Return `seq` positions from the first one of each row on, int32 `[batch, seq]`."""
+    return first[:, None] + lax.broadcasted_iota(jnp.int32, (first.shape[0], seq), 1)
 
 
 def slots_for(length: int, window: int | None) -> int:

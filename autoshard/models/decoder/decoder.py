@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.kernels.cross_entropy import linear_cross_entropy
-from autoshard.models.decoder.cache import DecoderCache, Rows
+from autoshard.models.decoder.cache import DecoderCache, Rows, counted_on
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Load
 from autoshard.models.decoder.layers import Norm, normal
@@ -138,6 +138,17 @@ class Decoder(nnx.Module):
         x, load = run_segments(self.cfg, self.segments, (x, load), sides)
         return self.norm(x), load
 
+    image_slots = None
+    """A `Decoder` reads no images."""
+
+    def prompt_inputs(self, tokens: Any, counts: Any, images: Any) -> dict[str, Any]:
+        """Return what `extend` takes besides the tokens of new prompts: nothing."""
+        return {}
+
+    def prompt_shapes(self, batch: int, seq: int) -> dict[str, Any]:
+        """Return the shapes of `prompt_inputs`."""
+        return {}
+
     def cache(self, batch: int, length: int | None = None) -> DecoderCache:
         """Make an empty cache for rows of up to `length` positions, `cfg.context` by default."""
         if not self.cfg.causal:
@@ -148,7 +159,7 @@ class Decoder(nnx.Module):
             group: Any = layers[0] if isinstance(layers, nnx.List) else layers
             kept = group.kept(batch, length)
             found.append(jax.tree.map(lambda x, n=segment.repeats: jnp.zeros((n, *x.shape), x.dtype), kept))
-        return DecoderCache(tuple(found), jnp.zeros((batch,), jnp.int32))
+        return DecoderCache(tuple(found), jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def extend(
         self,
@@ -167,7 +178,8 @@ class Decoder(nnx.Module):
             tokens: integers `[batch, seq]`. Together with the cached positions, they must fit into the cache.
             cache: from `cache`, or from the previous call.
             embedded: `[batch, seq, width]`, in place of the tokens' embedding.
-            positions: the position of each token, as in a call; by default counted on from the cached ones.
+            positions: the position of each token, as in a call; by default counted on from the cached ones. Behind
+                positions with axes, they are counted on from the largest one of the row.
             counts: number of real tokens of each row, int32 `[batch]`; the rest of a row is padding. Default: all.
             fresh: whether the cache is empty, which is then not read. Attention runs in its kernel.
             last: whether to compute the logits of the last real token of each row alone.
@@ -180,7 +192,11 @@ class Decoder(nnx.Module):
         batch, seq = tokens.shape
         counts = jnp.full((batch,), seq, jnp.int32) if counts is None else counts.astype(jnp.int32)
         rows = Rows(cache.lengths, counts, fresh)
-        positions = rows.positions(seq) if positions is None else positions
+        following = cache.following + counts
+        if positions is None:
+            positions = counted_on(cache.following, seq)
+        else:
+            following = _following(positions, counts, cache.following)
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
         sides = make_sides(self.cfg, positions, None)
         after = []
@@ -189,7 +205,7 @@ class Decoder(nnx.Module):
             after.append(kept)
         if last:
             x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-        return self.logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts)
+        return self.logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts, following)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """Embed tokens as `[batch, seq, width]`, without positions."""
@@ -221,3 +237,17 @@ class Decoder(nnx.Module):
                 f"Decoder: tokens have {tokens.shape[1]} positions (dim 1), more than the context of "
                 f"{self.cfg.context}. Pass fewer positions, or build the model with a larger context"
             )
+
+
+def _following(positions: jax.Array, counts: jax.Array, before: jax.Array) -> jax.Array:
+    """Return the position behind the largest one of the real tokens of each row; `before` of rows without any.
+
+    Args:
+        positions: of the new tokens, `[batch or 1, seq]` or `[axes, batch, seq]`.
+        counts: number of real tokens of each row, `[batch]`.
+        before: int32 `[batch]`.
+    """
+    largest = positions if positions.ndim == 2 else jnp.max(positions, axis=0)
+    real = counted_on(jnp.zeros_like(counts), largest.shape[1]) < counts[:, None]
+    behind = jnp.max(jnp.where(real, largest + 1, 0), axis=1)
+    return jnp.where(counts > 0, behind, before).astype(jnp.int32)

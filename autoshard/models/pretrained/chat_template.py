@@ -19,6 +19,7 @@ from autoshard.errors import ConfigError
 from autoshard.models.pretrained.folder import read_table
 
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+PROCESSOR_TEMPLATE = "chat_template.json"  # of models that read images
 # They stand for `{% generation %}` and `{% endgeneration %}` in a rendered text. Unicode reserves both for such uses
 # (section 23.7, noncharacters), so no message has them.
 _START, _END = "\ufdd0", "\ufdd1"
@@ -43,7 +44,9 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path) -> ChatTemplate | None:
-        """Read the template of a folder: `chat_template.jinja`, or the one in `tokenizer_config.json`.
+        """Read the template of a folder.
+
+        It is `chat_template.jinja`, or the one in `chat_template.json`, or the one in `tokenizer_config.json`.
 
         Raises:
             ConfigError: a file is damaged.
@@ -54,8 +57,10 @@ class ChatTemplate:
             source = (folder / TEMPLATE_FILE).read_text() if (folder / TEMPLATE_FILE).exists() else None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder / TEMPLATE_FILE} cannot be read: {error}") from error
-        where = str(file if source is None else folder / TEMPLATE_FILE)
-        source = config.get("chat_template") if source is None else source
+        where = str(folder / TEMPLATE_FILE)
+        for table in (folder / PROCESSOR_TEMPLATE, file):
+            if source is None and table.exists():
+                source, where = read_table(table).get("chat_template"), str(table)
         if isinstance(source, list):  # several templates with names
             source = {one.get("name"): one.get("template") for one in source}.get("default")
         if not isinstance(source, str):

@@ -20,6 +20,7 @@ from autoshard.ckpt.exchange import safetensors
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families.family import Config
+from autoshard.models.pretrained.quantized import Scheme, scheme_of
 
 CONFIG = "config.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -58,12 +59,23 @@ class Folder:
         """The config, with checks."""
         return Config(self.config, str(self.path / CONFIG))
 
+    @property
+    def scheme(self) -> Scheme | None:
+        """The scheme in which tensors are quantized."""
+        return scheme_of(self.values)
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name. Their values are read on demand.
+        """Return the tensors by name. Their values are read on demand; those of quantized ones are float32.
 
         Raises:
-            AutoshardError: a file is missing, damaged or truncated, or there are pickled files only.
+            AutoshardError: a file is missing, damaged or truncated, there are pickled files only, scales are missing or
+                have wrong shapes, or the scheme of quantization is not built.
         """
+        scheme, stored = self.scheme, self.stored_tensors()
+        return stored if scheme is None else scheme.plain(stored)
+
+    def stored_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors as they are stored, by name: of quantized ones, codes and scales."""
         if not any(self.path.glob("*.safetensors")) and not (self.path / safetensors.INDEX).exists():
             if pickled := sorted(file.name for pattern in _PICKLED for file in self.path.glob(pattern)):
                 raise AutoshardError(

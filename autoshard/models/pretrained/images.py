@@ -7,7 +7,9 @@ and its aspect ratio stays nearly the same. Its values are scaled, normalised by
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.folder import read_table
-from autoshard.models.vision.grids import Image
+from autoshard.models.vision.grids import Grid, Image
 
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
@@ -27,6 +29,10 @@ LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LARGEST_RATIO = 200  # of the sides; the published processor refuses longer images
 BICUBIC = 3  # Pillow's number, which the files have
+ORIENTATION, TURNED = (
+    0x0112,
+    (5, 6, 7, 8),
+)  # the EXIF tag, and its values for images whose sides are exchanged (EXIF 2.3)
 
 
 @shown
@@ -95,9 +101,9 @@ class ImageReader:
         Raises:
             AutoshardError: the file is no image, or the image is too long and narrow.
         """
-        opened = _opened(image)
-        height, width = self.size(opened.height, opened.width)
-        pixels = np.asarray(opened.resize((width, height), resample=BICUBIC), np.float32)
+        rgb = _decoded(image)
+        height, width = self.size(rgb.height, rgb.width)
+        pixels = np.asarray(rgb.resize((width, height), resample=BICUBIC), np.float32)
         pixels = (pixels * np.float32(self.scale) - np.asarray(self.mean, np.float32)) / np.asarray(
             self.std, np.float32
         )
@@ -107,6 +113,21 @@ class ImageReader:
         ).transpose(0, 3, 1, 4, 6, 2, 5)
         repeated = np.repeat(split[:, :, :, :, :, None], self.frames, axis=5)
         return repeated.reshape(rows * columns, -1), (1, rows, columns)
+
+    def grid(self, image: Any) -> Grid:
+        """Return the grid of an image's patches. Of most files, only the start is read.
+
+        Raises:
+            AutoshardError: the file is no image, or the image is too long and narrow.
+        """
+        opened = _opened(image)
+        height, width = opened.height, opened.width
+        with _decoding(image):  # the EXIF data of some formats are behind the pixels
+            orientation = opened.getexif().get(ORIENTATION)
+        if orientation in TURNED:
+            height, width = width, height
+        height, width = self.size(height, width)
+        return 1, height // self.patch, width // self.patch
 
     def size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and the width of the resized image.
@@ -138,20 +159,41 @@ def _channels(config: Config, name: str, default: tuple[float, ...]) -> tuple[fl
     return tuple(float(x) for x in found)
 
 
-def _opened(image: Any) -> Any:
-    """Return a Pillow image in RGB."""
+def _pillow() -> types.ModuleType:
     try:
-        from PIL import Image as pillow
+        import PIL.Image
+        import PIL.ImageOps
     except ImportError as error:
         raise AutoshardError("reading images needs Pillow: pip install 'autoshard[images]'") from error
+    return PIL
+
+
+def _opened(image: Any) -> Any:
+    """Return a Pillow image. A file's pixels are not read yet."""
+    pillow = _pillow().Image
     if isinstance(image, np.ndarray):
-        image = pillow.fromarray(image)
-    elif not isinstance(image, pillow.Image):
-        try:
-            image = pillow.open(image)
-        except OSError as error:
-            raise AutoshardError(f"{str(image)!r} cannot be read as an image: {error}") from error
+        return pillow.fromarray(image)
+    if isinstance(image, pillow.Image):
+        return image
     try:
-        return image.convert("RGB")
-    except OSError as error:
-        raise AutoshardError(f"an image cannot be read: {error}") from error
+        return pillow.open(image)
+    except FileNotFoundError as error:
+        raise AutoshardError(f"there is no file {str(image)!r}: give the file of an image") from error
+    except (OSError, ValueError, pillow.DecompressionBombError) as error:
+        raise AutoshardError(f"{str(image)!r} cannot be read as an image: {error}") from error
+
+
+def _decoded(image: Any) -> Any:
+    """Return a Pillow image in RGB, turned as its EXIF data says."""
+    opened = _opened(image)
+    with _decoding(image):
+        return _pillow().ImageOps.exif_transpose(opened).convert("RGB")
+
+
+@contextmanager
+def _decoding(image: Any) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SyntaxError) as error:  # Pillow raises a SyntaxError for some damaged files
+        name = repr(str(image)) if isinstance(image, str | Path) else "an image"
+        raise AutoshardError(f"{name} cannot be read: {error}; the file is damaged or truncated") from error

@@ -66,9 +66,7 @@ def load_pretrained(
     described = described.spelled(tensors)
     described.check(tensors, str(folder.path))
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
-    shardings = by_path(made.in_shardings()[0])
-    dtypes = {name: leaf.dtype for name, leaf in described.abstract(tensors).items()}
-    return described.model(read_values(folder, described.sources, tensors, dtypes, shardings))
+    return described.read(folder, tensors, by_path(made.in_shardings()[0]))
 
 
 def read_values(
@@ -151,7 +149,7 @@ class Described:
             raise
         except (TypeError, ValueError) as error:
             raise AutoshardError(f"{values.where}: {error}") from error
-        origin = Origin.of(family, folder.config)
+        origin = Origin.of(family, folder)
         model: Any = nnx.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
         model.origin = origin
         graph, state = nnx.split(model)
@@ -191,9 +189,10 @@ class Described:
             found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(self.dtype or dtypes[0]))
         return found
 
-    def params(self, tensors: Mapping[str, Tensor] | None) -> dict[Any, Any]:
-        """Return the shapes of the parameters as a tree, with the requested dtype, or that of the files if given."""
-        return as_tree(self.shapes if tensors is None else self.abstract(tensors))
+    def read(self, folder: Folder, tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> Any:
+        """Return the model with its values, read onto the shards of each parameter."""
+        dtypes = {name: leaf.dtype for name, leaf in self.abstract(tensors).items()}
+        return self.model(read_values(folder, self.sources, tensors, dtypes, shardings))
 
     def plan(self, batch: tuple[int, int] | None, **options: Any) -> Plan:
         """Plan the gradient of the loss."""
@@ -208,8 +207,8 @@ class Described:
         training.__name__ = f"{self.family.name}_training"
         return make_plan(training, as_tree(self.shapes), self.family.batch(self.cfg, batch), **options)
 
-    def model(self, values: Mapping[str, jax.Array]) -> Any:
-        """Return the model with these parameters."""
+    def model(self, values: Mapping[str, Any]) -> Any:
+        """Return the model with these parameters, or their shapes, by path."""
         return nnx.merge(self.graph, as_tree(values))
 
 

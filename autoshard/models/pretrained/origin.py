@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from autoshard._shown import shown
 from autoshard.models.pretrained.families.family import Family
+from autoshard.models.pretrained.folder import Folder
+from autoshard.models.pretrained.quantized.schemes import QUANTIZATION
 
 
 @shown
@@ -20,17 +21,21 @@ class Origin:
         family: the name of its architecture.
         config: the content of its `config.json`, as text.
         spelling: how its tensors' names are spelled; see `Family.spelled`.
+        quantized: the folder, if its tensors are quantized: they are written back with its scales.
     """
 
     family: str
     config: str
     spelling: int = 0
+    quantized: str | None = None
 
     @classmethod
-    def of(cls, family: Family, config: Mapping[str, Any]) -> Origin:
+    def of(cls, family: Family, folder: Folder) -> Origin:
         """Return the origin of a folder's model."""
+        config = folder.config
         name = next(name for name in config["architectures"] if name in family.architectures)
-        return cls(name, json.dumps(config))
+        quantized = str(folder.path.absolute()) if config.get(QUANTIZATION) else None
+        return cls(name, json.dumps(config), quantized=quantized)
 
     def values(self) -> dict[str, Any]:
         """Return the content of `config.json`."""

@@ -15,8 +15,8 @@ def by_path(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def parameters_of(model: nnx.Module) -> dict[str, Any]:
-    """Return the arrays of a model by path."""
+def parameters_of(model: Any) -> dict[str, Any]:
+    """Return the arrays of an nnx module by path."""
     return by_path(nnx.to_pure_dict(nnx.state(model)))
 
 

@@ -16,22 +16,28 @@ from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families import known_families
-from autoshard.models.pretrained.folder import CONFIG
+from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.parameter_paths import parameters_of
+from autoshard.models.pretrained.quantized.schemes import QUANTIZATION
 from autoshard.models.pretrained.tables import Source, sources_of
 
 
 def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a model to a new folder in the form of its family, as `transformers` reads it.
 
+    Tensors of a quantized folder are quantized again. Blocks whose values did not change keep their codes and scales,
+    which are read from that folder.
+
     Args:
         model: a model of `load_pretrained`, from any mesh, with its layers stacked or separate.
         path: a new or empty folder.
-        dtype: dtype of floating-point tensors; by default that of the parameters.
+        dtype: dtype of floating-point tensors; by default that of the parameters. If it is given, no tensor is
+            quantized.
         shard_bytes: largest number of bytes of tensors in one file; several files have an index.
 
     Raises:
-        AutoshardError: the model has no family, or the folder is not empty.
+        AutoshardError: the model has no family, the folder is not empty, or the quantized folder that the model was
+            read from is missing.
     """
     origin = getattr(model, "origin", None)
     if origin is None:
@@ -49,7 +55,35 @@ def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, s
         {path: dtype or str(leaf.dtype) for path, leaf in values.items()},
         lambda path, index: gathered(values[path], index),
     )
-    write_pretrained(path, origin.values(), sorted(tensors, key=lambda one: one.name), shard_bytes=shard_bytes)
+    tensors, config = sorted(tensors, key=lambda one: one.name), origin.values()
+    if dtype is None and origin.quantized is not None:
+        tensors = _quantized(tensors, origin.quantized)
+    else:
+        config = without_quantization(config, tensors)
+    write_pretrained(path, config, tensors, shard_bytes=shard_bytes)
+
+
+def _quantized(tensors: Sequence[Tensor], source: str) -> list[Tensor]:
+    """Return the tensors as codes and scales, where the folder that the model was read from has such."""
+    try:
+        folder = Folder.open(source)
+        scheme, stored = folder.scheme, folder.stored_tensors()
+    except AutoshardError as error:
+        raise AutoshardError(
+            f"save_pretrained: the model is quantized again with the scales of the folder that it was read from, but "
+            f"{error}. Put the folder back, or give a dtype, such as 'bfloat16', for tensors that are not quantized"
+        ) from error
+    return [*tensors] if scheme is None else scheme.stored(tensors, stored)
+
+
+def without_quantization(config: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return a `config.json` for tensors that are not quantized. Its dtype becomes that of most of them."""
+    kinds = [one.dtype for one in tensors]
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {
+        **{key: value for key, value in config.items() if key != QUANTIZATION},
+        name: max(set(kinds), key=kinds.count),
+    }
 
 
 def tensors_of(
@@ -73,14 +107,14 @@ def tensors_of(
 
 
 def write_pretrained(
-    path: Any, config: dict[str, Any], tensors: Sequence[Tensor], *, shard_bytes: int = SHARD_BYTES,
+    path: Any, config: Mapping[str, Any], tensors: Sequence[Tensor], *, shard_bytes: int = SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
 ) -> None:  # fmt: skip
     """Write a new folder of a pretrained model. It appears when it is complete.
 
     Args:
         path: a new or empty folder.
-        config: the content of `config.json`. Its dtype becomes that of most tensors.
+        config: the content of `config.json`.
         tensors: the tensors.
         shard_bytes: largest number of bytes of tensors in one file.
         files: other files, such as the tokenizer.
@@ -96,9 +130,7 @@ def write_pretrained(
     draft.mkdir(parents=True)
     try:
         write(draft, tensors, shard_bytes=shard_bytes, metadata={"format": "pt"})
-        kinds = [one.dtype for one in tensors]
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = max(set(kinds), key=kinds.count)
-        (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (draft / CONFIG).write_text(json.dumps(dict(config), indent=2) + "\n")
         for name, content in (files or {}).items():
             (draft / name).write_bytes(content)
         draft.replace(folder)

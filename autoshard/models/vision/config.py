@@ -164,6 +164,11 @@ class VisionLanguageConfig:
         """Maximum number of positions of a row."""
         return self.text.context
 
+    @property
+    def vocab(self) -> int:
+        """Number of distinct tokens."""
+        return self.text.vocab
+
     def batch(self, rows: int, seq: int, patches: int = PLANNED_PATCHES) -> dict[str, Any]:
         """Return the shapes of a batch: `rows` rows of `seq` positions, each with images of `patches` patches."""
         merged = self.vision.merge**2

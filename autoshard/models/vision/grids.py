@@ -7,9 +7,11 @@ patches of an image are in the order of its features: `merge * merge` neighbouri
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.models.vision.config import VisionLanguageConfig
 from autoshard.models.vision.constants import SMALLEST_BUCKET
@@ -17,6 +19,24 @@ from autoshard.models.vision.constants import SMALLEST_BUCKET
 Grid = tuple[int, int, int]
 Image = tuple[np.ndarray, Grid]
 """The patches of an image, `[patches, patch_size]`, and its grid."""
+
+
+@shown
+@dataclass(frozen=True)
+class ImageSlots:
+    """How images take their places among the tokens of a prompt.
+
+    Attributes:
+        token: the token in whose places features are put.
+        merge: `merge * merge` patches make one feature.
+    """
+
+    token: int
+    merge: int
+
+    def count(self, grid: Grid) -> int:
+        """Return the number of tokens of an image."""
+        return feature_count(grid, self.merge)
 
 
 def patch_positions(grid: Grid, merge: int) -> np.ndarray:
@@ -98,17 +118,6 @@ def token_positions(tokens: np.ndarray, grids: Sequence[Sequence[Grid]], cfg: Vi
                 found[number, :, at] = position
                 position, at = position + 1, at + 1
     return found
-
-
-def next_positions(positions: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the position of the token that follows `counts` real tokens of each row, int32 `[batch]`.
-
-    Args:
-        positions: from `token_positions`, `[batch, 3, seq]`.
-        counts: number of real tokens of each row, `[batch]`, at least 1.
-    """
-    real = np.arange(positions.shape[2])[None] < counts[:, None]
-    return np.where(real, positions.max(axis=1), 0).max(axis=1) + 1
 
 
 def pack_images(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from autoshard.models.decoder.cache import DecoderCache
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.vision.config import VisionLanguageConfig
+from autoshard.models.vision.grids import Image, ImageSlots, pack_images, token_positions
 from autoshard.models.vision.tower import VisionTower
 
 Images = Mapping[str, jax.Array]
@@ -82,8 +84,7 @@ class VisionLanguage(nnx.Module):
             tokens: integers `[batch, seq]`.
             cache: from `cache`, or from the previous call.
             images: the images of these tokens.
-            positions: `[batch, 3, seq]`, or `[batch, seq]` for text alone. Behind images, the next position is not the
-                number of tokens: `next_positions` gives it.
+            positions: `[batch, 3, seq]`, or `[batch, seq]` for text alone; by default counted on from the cached ones.
             counts: number of real tokens of each row.
             fresh: whether the cache is empty.
             last: whether to compute the logits of the last real token of each row alone.
@@ -91,6 +92,37 @@ class VisionLanguage(nnx.Module):
         x = self._embedded(tokens, images)
         options = {"counts": counts, "fresh": fresh, "last": last}
         return self.text.extend(tokens, cache, embedded=x, positions=_axes_first(positions), **options)
+
+    @property
+    def image_slots(self) -> ImageSlots:
+        """How images take their places among the tokens of a prompt."""
+        return ImageSlots(self.cfg.image_token, self.cfg.vision.merge)
+
+    def prompt_inputs(
+        self, tokens: np.ndarray, counts: np.ndarray, images: Sequence[Sequence[Image]]
+    ) -> dict[str, Any]:
+        """Return what `extend` takes besides the tokens of new prompts.
+
+        Args:
+            tokens: `[batch, seq]`, padded at the end.
+            counts: number of real tokens of each row, `[batch]`.
+            images: the images of each row, in order. Without any, the vision tower does not run.
+
+        Raises:
+            AutoshardError: images do not have the form of the model, or are not those of the tokens.
+        """
+        real = np.where(np.arange(tokens.shape[1]) < counts[:, None], tokens, -1)
+        found: dict[str, Any] = {
+            "positions": token_positions(real, [[grid for _, grid in row] for row in images], self.cfg)
+        }
+        if any(images):
+            found["images"] = pack_images(real, images, self.cfg)
+        return found
+
+    def prompt_shapes(self, batch: int, seq: int) -> dict[str, Any]:
+        """Return the shapes of `prompt_inputs` for prompts with images."""
+        shapes = self.cfg.batch(batch, seq)
+        return {name: shapes[name] for name in ("positions", "images")}
 
     def _features(
         self,

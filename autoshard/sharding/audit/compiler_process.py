@@ -23,7 +23,7 @@ OUT gets `program.hlo.gz` (the scheduled HLO) and `result.json`:
     memory      bytes on one device by kind: argument, output, temp, alias, code, peak; on its host with `host_`
     needed_bytes, limit_bytes   for an `oom`, the bytes that the program needs and that the device has, as reported
     coordinates for each partition of the program (its position in the mesh) the coordinates of its device: x, y, z,
-                core of a TPU; slice, host, index of a GPU; number of a CPU
+                core of a TPU, and slice if there are several; slice, host, index of a GPU; number of a CPU
     dropped     options that were left out because this compiler does not know them
     added       options that were added because the compiler fails without them, as `name=value`
     seconds     time to lower and to compile
@@ -101,7 +101,9 @@ def _result(job: dict[str, Any]) -> tuple[dict[str, Any], str]:
     begin = time.perf_counter()
     try:
         mesh = _mesh(job)
-        result |= {"coordinates": [coordinates(device) for device in mesh.devices.flat], "stage": "lower"}
+        sliced = "*" in job["topology"]
+        places = [coordinates(device, sliced=sliced) for device in mesh.devices.flat]
+        result |= {"coordinates": places, "stage": "lower"}
         lowered = _lowered(job, mesh)
         result |= {"seconds_lower": time.perf_counter() - begin, "stage": "compile"}
         compiled = _compiled(lowered, _options(job), result)
@@ -182,10 +184,13 @@ def device_rank(device: Any) -> tuple[int, ...]:
     return tuple(getattr(device, "coords", None) or (device.process_index, device.id))
 
 
-def coordinates(device: Any) -> list[int]:
-    """The coordinates of a device in its machine: x, y, z, core of a TPU; slice, host, index of a GPU; else its id."""
+def coordinates(device: Any, *, sliced: bool = False) -> list[int]:
+    """The coordinates of a device in its machine: x, y, z, core of a TPU; slice, host, index of a GPU; else its id.
+
+    With `sliced`, the number of its slice comes last.
+    """
     core = [device.core_on_chip] if device.platform == "tpu" else []
-    return [*(getattr(device, "coords", None) or [device.id]), *core]
+    return [*(getattr(device, "coords", None) or [device.id]), *core, *([device.slice_index] if sliced else [])]
 
 
 def _lowered(job: dict[str, Any], mesh: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_names import name_axes, name_computed_axes
@@ -11,7 +13,7 @@ from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.graph_axes import find_graph_axes
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
-from autoshard.sharding.axes.roles import Roles, batch_axis, find_roles
+from autoshard.sharding.axes.roles import Role, Roles, batch_axis, find_roles
 from autoshard.sharding.program.tracing import Traced
 
 
@@ -64,7 +66,8 @@ def analyse(traced: Traced) -> Analysis:
         batch = batch_axis(program, axes, frozenset(state_inputs), _cut_dimension(traced, axes))
     join_generated_batches(axes, batch)
     replicas, microbatch = _cut_axes(traced, axes)
-    roles = find_roles(program, axes, state_inputs, batch=batch, replicas=replicas, microbatch=microbatch)
+    known = _known_roles(traced, axes)
+    roles = find_roles(program, axes, state_inputs, batch=batch, replicas=replicas, microbatch=microbatch, known=known)
     split_expert_axes(axes, roles)
     graph = find_graph_axes(program, axes, state_inputs)
     for v in graph.features(program, axes, state_inputs):
@@ -94,6 +97,13 @@ def _cut_dimension(traced: Traced, axes: LogicalAxes) -> frozenset[int]:
         return frozenset()
     leaf, dim, _, _ = traced.batch
     return frozenset(axes.of_value[traced.program.inputs[leaf]][dim])
+
+
+def _known_roles(traced: Traced, axes: LogicalAxes) -> Mapping[int, Role]:
+    """The roles of the inputs of the whole step, if a microbatch is a single row: no value has an axis of rows then."""
+    if traced.batch is None or _known_batch(traced, axes) is not None:
+        return {}
+    return dict(zip(traced.program.inputs, cast(Sequence[Role], traced.input_roles), strict=False))
 
 
 def _known_batch(traced: Traced, axes: LogicalAxes) -> int | None:

@@ -89,6 +89,7 @@ def find_roles(
     batch: int | None = None,
     replicas: int | None = None,
     microbatch: int | None = None,
+    known: Mapping[int, Role] | None = None,
 ) -> Roles:
     """Finds the roles.
 
@@ -99,9 +100,11 @@ def find_roles(
         batch: its batch axis, if `batch_axis` was called before.
         replicas: the axis of groups of rows whose sums are added later, if there is one.
         microbatch: the axis that counts the microbatches, if the step was cut into them. It is no sequence.
+        known: the roles of inputs that are known before, as of a step whose microbatches are single rows.
     """
     batch = batch_axis(program, axes, frozenset(state)) if batch is None else batch
     inputs, owner = _input_roles(program, axes, batch, frozenset(state))
+    inputs |= known or {}
     parameters = [v for v, role in inputs.items() if role == "parameter"]
     in_parameters = {c for v in parameters for dim in axes.of_value[v] for c in dim}
     parameter_bytes = Counter()

@@ -57,7 +57,7 @@ from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
 from autoshard.sharding.cost.stretches import Stretches
-from autoshard.sharding.cost.tiles import filled_tile_fraction
+from autoshard.sharding.cost.tiles import filled_tile_fraction, is_row_product
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
@@ -291,7 +291,8 @@ class CostModel:
         else:
             dims_of = zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True)
             time = self._memory_us(facts, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
-        if flops_by_type := matmul_flops(op, self.target.platform):
+        flops_by_type = matmul_flops(op, self.target.platform)
+        if flops_by_type and not (op.name in CONTRACTIONS and chip.tile > 1 and is_row_product(rule)):
             shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
             if op.name in CONTRACTIONS:
                 shards *= filled_tile_fraction(rule, strategy, mesh, chip.tile)

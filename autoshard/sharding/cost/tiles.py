@@ -26,13 +26,26 @@ def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[s
     for axis, factor in strategy.factors.items():
         if factor is not None:
             ways[factor] = ways.get(factor, 1) * mesh[axis]
-    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
-    out = {f for dim in rule.results[0] for f in dim}
-    sides = {"rows": (left & out) - right, "columns": (right & out) - left, "contracted": (left & right) - out}
     sizes = sorted(
-        math.prod(max((rule.factor(f).size or 1) // ways.get(f, 1), 1) for f in side) for side in sides.values()
+        math.prod(max((rule.factor(f).size or 1) // ways.get(f, 1), 1) for f in side) for side in _sides(rule)
     )
     return math.prod(n / (-(-n // tile) * tile) for n in sizes[:2])
+
+
+def is_row_product(rule: Rule) -> bool:
+    """Say whether a contraction multiplies rows with rows: neither operand has a dimension that the other lacks.
+
+    XLA compiles it as elementwise products and sums, which do not use the matrix unit (libtpu 0.0.42.1, v5e).
+    """
+    rows, columns, _ = _sides(rule)
+    return all((rule.factor(f).size or 1) == 1 for f in rows | columns)
+
+
+def _sides(rule: Rule) -> tuple[set[str], set[str], set[str]]:
+    """Return the factors of a product's rows, of its columns, and those that it contracts."""
+    left, right = ({f for dim in dims for f in dim} for dims in rule.operands[:2])
+    out = {f for dim in rule.results[0] for f in dim}
+    return (left & out) - right, (right & out) - left, (left & right) - out
 
 
 def row_major_values(program: Program) -> frozenset[int]:

@@ -7,7 +7,7 @@
                                                     others continue it, one ends it; each contains the instruction
     a fusion of a computation all-reduce-scatter    a reduce-scatter, although it contains an all-reduce
     send, recv                                      a permute that starts at the send. Between slices of a TPU: the
-                                                    collective that the attributes name, over all slices
+                                                    collective that the attributes name (`slice_groups`)
 
 The payload of an all-gather is its result. That of any other collective is the operands of one device. A combined
 collective counts all its arrays. In a group of n devices, each device sends:
@@ -29,6 +29,7 @@ from autoshard._shown import shown
 from autoshard.sharding.hlo.constants import SOURCE_SEARCH_DEPTH
 from autoshard.sharding.hlo.parser import FORWARDING, Computation, Instruction, Program, bits
 from autoshard.sharding.hlo.replica_groups import Groups, groups_of
+from autoshard.sharding.hlo.slice_groups import Slices
 
 KINDS = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -38,6 +39,7 @@ SENDS = ("send", "recv")
 Phase = Literal["whole", "start", "done"]
 RENDEZVOUS = "_xla_host_transfer_rendezvous"
 TRANSFER = "_xla_megascale_transfer_type"  # of a send between slices: ALL_GATHER, ALL_REDUCE, ...
+BETWEEN_SLICES = {"ONE_TO_ONE": "collective-permute"}  # the types that do not have the name of their kind
 Place = tuple[Computation, Instruction]
 
 
@@ -113,12 +115,11 @@ class Collectives:
 
     Args:
         program: the program.
-        cross_slice_groups: groups of partitions with the same coordinates in all slices
-            (`ProgramLinks.cross_slice_groups`).
+        slices: the slices of the machine, if it has several. The program is then the module of one slice.
     """
 
-    def __init__(self, program: Program, cross_slice_groups: Groups = ()):
-        self.program, self.cross_slice_groups = program, cross_slice_groups
+    def __init__(self, program: Program, slices: Slices | None = None):
+        self.program, self.slices = program, slices
 
     def events(self, computation: Computation, i: Instruction) -> list[Event]:
         """The starts, ends and whole runs of collectives at a scheduled instruction."""
@@ -178,12 +179,15 @@ class Collectives:
         """The collective of the instruction at `place`, which the instruction at `scheduled` runs."""
         computation, collective = place
         kind, groups = collective.base, groups_of(collective.attributes, self.program.partitions)
+        if self.slices and self.program.partitions == self.slices.size:
+            groups = self.slices.in_all_slices(groups)
         if kind == "all-reduce" and "all-reduce-scatter" in computation.name:
             kind = "reduce-scatter"
         elif kind == "send":
             kind = "collective-permute"
             if transfer := _frontend_attribute(collective, TRANSFER):
-                kind, groups = transfer.lower().replace("_", "-"), self.cross_slice_groups or groups
+                kind = BETWEEN_SLICES.get(transfer, transfer.lower().replace("_", "-"))
+                groups = self.slices.between_slices(collective.attributes) if self.slices else groups
         payload = _operand_bytes(computation, collective)
         if kind == "all-gather":
             payload *= max(map(len, groups))

@@ -9,3 +9,7 @@ SOURCE_SEARCH_DEPTH = 4
 
 # Number of entries of each cache of parsed replica groups (`replica_groups`). Only speed depends on it.
 GROUP_CACHE_ENTRIES = 8192
+
+# Device n of slice s, counted from 1, has the number n plus s times this. Source: JAX's numbers of TPU devices, and the
+# targets of sends between slices that XLA prints (libtpu 0.0.42).
+DEVICES_OF_A_SLICE = 100_000

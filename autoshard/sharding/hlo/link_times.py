@@ -4,7 +4,8 @@ The devices of each group are looked up in the target's topology (partition -> p
 groups need not be mesh axes. `Topology.time_us` prices groups that are boxes of evenly spaced devices. Any other group
 counts as the smallest box around it. If groups differ, the slowest one counts.
 
-The messages of a permute are routed along one dimension after the other, the shorter way around a ring:
+The messages of a permute are routed along one dimension after the other, the shorter way around a ring. A switch, such
+as the network between slices, delivers to the device itself:
 
     time = latency of the longest route + payload x largest number of messages on one link / its bandwidth
 """
@@ -22,6 +23,7 @@ import numpy as np
 from autoshard._shown import shown
 from autoshard.sharding.hlo.collectives import Collective
 from autoshard.sharding.hlo.replica_groups import Groups
+from autoshard.sharding.hlo.slice_groups import Slices
 from autoshard.sharding.machines.topology import Piece, Pieces, Topology
 from autoshard.spmdrules.core.placement import ReshardKind
 
@@ -55,15 +57,9 @@ class ProgramLinks:
         return np.stack(np.unravel_index(np.array(self.order), sizes), -1)
 
     @cached_property
-    def cross_slice_groups(self) -> Groups:
-        """Groups of partitions that have the same coordinates in all slices; empty if there is one slice."""
-        names = [d.name for d in self.topology.dims]
-        if "slice" not in names:
-            return ()
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for partition, coords in enumerate(np.delete(self.coordinates, names.index("slice"), axis=1).tolist()):
-            groups.setdefault(tuple(coords), []).append(partition)
-        return tuple(map(tuple, groups.values()))
+    def slices(self) -> Slices | None:
+        """The slices of the target; None if it has one."""
+        return Slices(self.order, self.topology.dims[0].size) if self.topology.has_slices else None
 
     def time_us(self, collective: Collective) -> float:
         """Microseconds of one run with no other traffic on its links."""
@@ -72,6 +68,8 @@ class ProgramLinks:
         if collective.is_permute:
             return self._permute_us(collective.groups, collective.payload_bytes)
         kind = KINDS.get(collective.kind, "all-gather")
+        if self.slices and any(len(set(self.coordinates[list(group), 0].tolist())) > 1 for group in collective.groups):
+            return self.topology.flat_us(kind, collective.size, collective.local_bytes)  # a send between slices
         boxes = {self.pieces(group) for group in collective.groups}
         return max(self.topology.time_us(kind, box, collective.local_bytes) for box in boxes)
 
@@ -112,9 +110,9 @@ class ProgramLinks:
         for number, dim in enumerate(self.topology.dims):
             distance = int(end[number]) - at[number]
             if dim.kind == "switch":
-                if distance:
+                if distance:  # the network between slices or hosts delivers to the device itself
                     yield number, tuple(at), 1
-                at[number] = int(end[number])
+                    return
                 continue
             if dim.wraps and abs(distance) > dim.size / 2:
                 distance -= int(math.copysign(dim.size, distance))

@@ -145,7 +145,7 @@ class Schedule:
 
     def __init__(self, program: Program, kernels: Kernels, links: ProgramLinks):
         self.program, self.kernels, self.links = program, kernels, links
-        self.collectives, self.loops = Collectives(program, links.cross_slice_groups), Loops(program)
+        self.collectives, self.loops = Collectives(program, links.slices), Loops(program)
         self.runs: dict[RunKey, CollectiveRuns] = {}
         self.transfers: dict[str, TransferRuns] = {}  # key -> the transfer of host memory
         self.totals = Totals()

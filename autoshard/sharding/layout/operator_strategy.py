@@ -10,7 +10,7 @@ operator's factors or none; with none, all devices along it repeat the work. A c
 The price of a collective is its bytes, those of `spmdrules.core.placement`, times the weight of its kind on the machine
 (`machines.link_prices`); taking a shard of a replicated array costs nothing. `flops_per_byte` is the number of FLOPs
 that the machine computes while one byte crosses a link. The first factor wins ties, so that every process makes the
-same choice.
+same choice. If several mesh axes shard one factor, `axis_order` puts them in the order that needs the fewest permutes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Literal
 import jax
 
 from autoshard._shown import shown
+from autoshard.sharding.layout.axis_order import order_axes
 from autoshard.sharding.layout.constants import STRATEGY_TIE
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.factor_projection import project
@@ -82,7 +83,8 @@ class OperatorStrategy:
     """How an operator is sharded.
 
     Attributes:
-        factors: the factor that each mesh axis shards, or None.
+        factors: the factor that each mesh axis shards, or None. Of several axes that shard one factor, the first one
+            is the major one.
         moves: the collectives that this needs.
         form: the form of attention over a sharded sequence: on a ring, or with balanced work; None for the rule's own.
     """
@@ -193,7 +195,13 @@ def choose_strategy(
     for axis in _non_contiguous(rule, chosen, shards):
         chosen[axis], moves = None, None
     moves = _moves(rule, operands, results, mesh, chosen) if moves is None else moves
-    return OperatorStrategy(chosen, tuple(moves))
+    arrays = [
+        *((i, *array) for i, array in enumerate(zip(operands.dims, operands.nbytes, operands.specs, strict=True))),
+        *((-1 - i, *array) for i, array in enumerate(zip(results.dims, results.nbytes, results.specs, strict=True))),
+    ]
+    ordered, permutes = order_axes(chosen, arrays, mesh)
+    moves = [*moves, *(Move("collective-permute", axes, array, local, local) for array, axes, local in permutes)]
+    return OperatorStrategy(ordered, tuple(moves))
 
 
 def _non_contiguous(rule: Rule, chosen: Mapping[str, str | None], shards: Mapping[str, int]) -> list[str]:

@@ -25,7 +25,7 @@ from autoshard.sharding.machines import constants
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, PEAK_REACHED
 from autoshard.sharding.machines.device_mesh import device_mesh, topology_order
 from autoshard.sharding.machines.targets import Target, target_for
-from autoshard.sharding.machines.topology import Dim, Topology
+from autoshard.sharding.machines.topology import Dim
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def calibrate(devices: Sequence[Any] | None = None, effort: MeasurementSizes | N
     near = dims[-1]
     chip = replace(chip, link_bandwidth=near.bandwidth, link_latency_us=near.latency_us,
                    network_bandwidth=chip.network_bandwidth * ratio)  # fmt: skip
-    return Target(rated.name, chip, Topology(dims))
+    return Target(rated.name, chip, replace(rated.topology, dims=dims))
 
 
 def _with_measured_link(dim: Dim, bandwidth: float, latency_us: float) -> Dim:

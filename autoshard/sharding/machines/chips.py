@@ -48,7 +48,12 @@ from autoshard._shown import shown
 from autoshard.sharding.machines import constants
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED as BANDWIDTH_REACHED
 from autoshard.sharding.machines.constants import PEAK_REACHED as PEAK_REACHED
-from autoshard.sharding.machines.options.asynchronous import GATHER_DIMS, SYNCHRONOUS_GATHERS, asynchronous_kinds
+from autoshard.sharding.machines.options.asynchronous import (
+    GATHER_DIMS,
+    SYNCHRONOUS_GATHERS,
+    asynchronous_kinds,
+    keeps_gathers,
+)
 from autoshard.sharding.machines.options.choice import default_options
 from autoshard.sharding.machines.options.option_table import Options as Options
 
@@ -86,6 +91,7 @@ class Chip:
         hides: kinds of collectives that the compiler makes asynchronous under `options`, so that compute hides them.
         synchronous_gathers: gathers over groups of up to this many devices are synchronous in spite of `hides`.
         gather_dims: so are gathers over groups that are not a box of neighbours in so many dimensions of the torus.
+        keeps_gathers: the compiler keeps a gather over three dimensions of the torus as it is.
         options: compiler options (`options.default_options`). They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
@@ -118,6 +124,7 @@ class Chip:
     hides: tuple[str, ...] = ()
     synchronous_gathers: int = 0
     gather_dims: int = 0
+    keeps_gathers: bool = False
     options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
@@ -179,7 +186,7 @@ def _tpu(
         on_chip_bytes=on_chip_mib * 2**20, vector_memory_bytes=vector_mib * 2**20,
         vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), synchronous_gathers=SYNCHRONOUS_GATHERS.get(name, 0),
-        gather_dims=GATHER_DIMS.get(name, 0), options=options, **more,
+        gather_dims=GATHER_DIMS.get(name, 0), keeps_gathers=keeps_gathers(name, options), options=options, **more,
     )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from autoshard.sharding.machines.constants import (
     SLICE_MULTIPLES,
 )
 from autoshard.sharding.machines.targets import Target, find_target
-from autoshard.sharding.machines.topology import Topology
 
 
 def larger_machines(target: Target) -> list[Target]:
@@ -74,5 +73,5 @@ def _tori(dims: int) -> Iterator[tuple[int, ...]]:
 def _stretched(target: Target, times: int) -> Target:
     """The target with its outermost dimension `times` as large."""
     first, *rest = target.topology.dims
-    dims = (replace(first, size=first.size * times), *rest)
-    return Target(f"{target.name} with {first.name} = {first.size * times}", target.chip, Topology(dims))
+    topology = replace(target.topology, dims=(replace(first, size=first.size * times), *rest))
+    return Target(f"{target.name} with {first.name} = {first.size * times}", target.chip, topology)

@@ -28,13 +28,14 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.machines.constants import CORE_LINKS, CPU_LATENCY_GROWTH, MOST_DEVICES
 from autoshard.sharding.machines.link_prices import LinkPrices, link_prices
-from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology, assign
+from autoshard.sharding.machines.topology import SLICE, DeviceAssignment, Dim, Topology, assign
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 
 # Attributes of a chip that a target file cannot set. They describe named targets, or the compiler.
 _NOT_IN_FILES = (
-    "kinds", "hides", "synchronous_gathers", "gather_dims", "options", "torus", "wraps_at", "pod", "domain", "cores"
+    "kinds", "hides", "synchronous_gathers", "gather_dims", "keeps_gathers", "options", "torus", "wraps_at", "pod",
+    "domain", "cores",
 )  # fmt: skip
 _FINITE: Readers = {float: finite}
 
@@ -123,7 +124,7 @@ def find_target(name: str) -> Target:
             example = f"{key}:{'x'.join(['4'] * chip.torus)}"
             raise TargetError(f"target '{name}': {key} is a torus of {chip.torus} dimensions; write {example}")
         _check_pod(name, key, chip, shape)
-        return Target(name, chip, Topology(_torus(chip, shape, slices)))
+        return Target(name, chip, Topology(_torus(chip, shape, slices), chip.keeps_gathers))
     if len(shape) > 2:
         devices = "GPUS" if chip.platform == "cuda" else "DEVICES"
         raise TargetError(f"target '{name}' has more than two numbers; write {key}:HOSTSx{devices}")
@@ -169,7 +170,7 @@ def _check_pod(name: str, key: str, chip: Chip, shape: Sequence[int]) -> None:
 
 
 def _torus(chip: Chip, shape: Sequence[int], slices: int) -> tuple[Dim, ...]:
-    dims = [Dim("slice", slices, "switch", chip.network_bandwidth, chip.network_latency_us)] if slices > 1 else []
+    dims = [Dim(SLICE, slices, "switch", chip.network_bandwidth, chip.network_latency_us)] if slices > 1 else []
     # Outermost first: in the order of a TPU's devices, x runs fastest.
     for letter, size in reversed(list(zip("xyz", shape, strict=False))):
         wraps = size % chip.wraps_at == 0
@@ -201,7 +202,8 @@ def target_for(devices: Sequence[Any], count: int) -> Target:
     if chip.torus:
         shape = _shape(devices, chip) if count == len(devices) else None
         if shape is not None:
-            return Target(f"{name}:{'x'.join(map(str, shape))}", chip, Topology(_torus(chip, shape, 1)))
+            topology = Topology(_torus(chip, shape, 1), chip.keeps_gathers)
+            return Target(f"{name}:{'x'.join(map(str, shape))}", chip, topology)
         line = Dim("device", count, "ring", chip.link_bandwidth, chip.link_latency_us)
         return Target(f"{name}:{count}", chip, Topology((line,)))
     hosts = len({d.process_index for d in devices}) if count == len(devices) and platform != "cpu" else 1
@@ -258,7 +260,7 @@ def _read(path: Path) -> Target:
         chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": machine_dims[0].bandwidth} | given)
     else:
         chip = replace(CHIPS[base], **given)
-    return Target(str(path), chip, Topology(tuple(machine_dims)))
+    return Target(str(path), chip, Topology(tuple(machine_dims), chip.keeps_gathers))
 
 
 def _is_number(value: Any) -> bool:

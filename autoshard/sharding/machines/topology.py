@@ -18,6 +18,9 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     all-to-all on a torus   is limited by the links of a device and by the bisection of the longest dimension, see
                             `_all_to_all_us`
     on a torus, XLA:TPU     replaces some collectives by an all-reduce, see `Topology.compiled`
+    between slices          XLA:TPU runs an all-reduce within the slices and between them, and so an all-gather and a
+                            reduce-scatter if the slices are the major part of the group. Any other group, and any
+                            all-to-all, sends all its bytes over the network between the slices, see `flat_us`
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from typing import Literal
 
 from autoshard._shown import shown
 from autoshard.spmdrules.core.placement import ReshardKind
+
+SLICE = "slice"  # the name of the dimension of a target's slices
 
 
 @shown
@@ -80,9 +85,15 @@ Pieces = tuple[Piece, ...]
 @shown
 @dataclass(frozen=True)
 class Topology:
-    """Devices in row-major order of `dims`; neighbours along the last dimension are nearest."""
+    """Devices in row-major order of `dims`; neighbours along the last dimension are nearest.
+
+    Attributes:
+        dims: its dimensions, outermost first.
+        keeps_gathers: whether the compiler keeps an all-gather over three dimensions of a torus as it is.
+    """
 
     dims: tuple[Dim, ...]
+    keeps_gathers: bool = False
 
     @property
     def devices(self) -> int:
@@ -104,6 +115,8 @@ class Topology:
         if kind == "collective-permute":
             slowest = min(map(self._piece_bandwidth, merged))
             return sum(map(self._latency_us, merged)) + local_bytes / slowest * 1e6
+        if self._is_flat(kind, pieces):
+            return self.flat_us(kind, math.prod(p.size for p in merged), local_bytes)
         if kind == "all-to-all":
             return sum(self._all_to_all_us(group, whole) for _, group in self._tiers(merged))
         one_pass_us, inner = 0.0, 1
@@ -113,6 +126,31 @@ class Topology:
             one_pass_us += max(map(self._latency_us, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6
             inner *= n
         return one_pass_us * (2 if kind == "all-reduce" else 1)
+
+    def flat_us(self, kind: ReshardKind, devices: int, local_bytes: float) -> float:
+        """Microseconds of a collective whose bytes all cross the network between slices.
+
+        Args:
+            kind: `all-gather`, `reduce-scatter`, `all-reduce` or `all-to-all`.
+            devices: the number of devices of a group.
+            local_bytes: bytes of each device's operand.
+        """
+        network = self.dims[0]
+        passes = 2 if kind == "all-reduce" else 1
+        sent = (devices - 1) * local_bytes / (1 if kind == "all-gather" else devices)
+        return passes * (network.latency_us + sent / network.bandwidth * 1e6)
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether the outermost dimension is a network between slices of TPUs."""
+        return self.dims[0].name == SLICE and self.dims[0].size > 1
+
+    def _is_flat(self, kind: ReshardKind, pieces: Pieces) -> bool:
+        """Whether XLA:TPU sends all bytes of a collective over the network, those within a slice included."""
+        spanned = [p.dim for p in pieces if p.size > 1]
+        if not self.has_slices or 0 not in spanned or len(spanned) == 1:
+            return False
+        return kind == "all-to-all" or (kind != "all-reduce" and spanned[0] != 0)
 
     def shift_us(self, pieces: Pieces, local_bytes: float) -> float:
         """Microseconds in which each device of a group sends to the next one, as on a ring.
@@ -135,14 +173,14 @@ class Topology:
         """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
         On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
-        sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros. Pieces of two
-        devices do not count as dimensions here.
+        sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros, unless the
+        compiler keeps it. Pieces of two devices do not count as dimensions here.
         """
         rings = [p for p in self.merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
         lines = [p for p in rings if not self._closed(p)]
         if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1):
             return "all-reduce", local_bytes
-        if kind == "all-gather" and len(rings) > 2:
+        if kind == "all-gather" and len(rings) > 2 and not self.keeps_gathers:
             return "all-reduce", local_bytes * math.prod(p.size for p in pieces)
         return kind, local_bytes
 
@@ -319,7 +357,12 @@ def _all_assignments(
         taken_now = dict(taken)
         for p in pieces:
             taken_now[p.dim] = taken_now.get(p.dim, 1) * p.size
-        yield from _all_assignments(topology, rest, taken_now, {**found, axis: pieces})
+        yield from _all_assignments(topology, rest, taken_now, {**found, axis: _slices_first(topology, pieces)})
+
+
+def _slices_first(topology: Topology, pieces: Pieces) -> Pieces:
+    """The same pieces with those of the slices as the major ones, so that collectives run within the slices, too."""
+    return tuple(sorted(pieces, key=lambda p: p.dim != 0)) if topology.has_slices else pieces
 
 
 def _pieces(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator[Pieces]:

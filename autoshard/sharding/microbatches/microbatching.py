@@ -94,7 +94,8 @@ def with_microbatches(
     jaxpr = _compat.open_jaxpr(closed)
     return replace(traced, closed=closed, in_avals=[v.aval for v in jaxpr.invars],
                    out_avals=[v.aval for v in jaxpr.outvars], microbatches=count, own_sums=tuple(own_sums(flow)),
-                   replicas=replicas, batch=_batch_after(traced, analysis, rows, pieces))  # fmt: skip
+                   replicas=replicas, batch=_batch_after(traced, analysis, rows, pieces),
+                   input_roles=tuple(analysis.roles.inputs[v] for v in traced.program.inputs))  # fmt: skip
 
 
 def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int, Split]:

@@ -17,9 +17,11 @@ from autoshard._units import bytes_text, time_text
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.microbatches.constants import GAIN
-from autoshard.sharding.pipeline.constants import MOST_MICROBATCHES
+from autoshard.sharding.pipeline.constants import MOST_MICROBATCHES, MOST_STAGE_COUNTS
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, SEARCHED
 from autoshard.sharding.pipeline.schedules import FORWARD_ONLY, LEAN
+
+ONE = "there is one device only; leave out schedule="
 
 
 def stage_counts(target: Target) -> list[int]:
@@ -28,6 +30,15 @@ def stage_counts(target: Target) -> list[int]:
     if len(dims) < 2 or dims[0].bandwidth >= dims[-1].bandwidth:
         return []
     return [n for n in range(2, dims[0].size + 1) if dims[0].size % n == 0]
+
+
+def requested_stage_counts(target: Target) -> list[int]:
+    """The numbers of stages to try if a schedule is requested without a plan.
+
+    They are those of slow links, or else the smallest divisors of the number of devices.
+    """
+    divisors = [n for n in range(2, target.devices + 1) if target.devices % n == 0]
+    return stage_counts(target) or divisors[:MOST_STAGE_COUNTS]
 
 
 def plan_with_pipelines(
@@ -74,6 +85,37 @@ def plan_with_pipelines(
     return best.where(notes=(*best.plan.notes, text))
 
 
+def plan_of_pipelines(name: str, schedule: str, counts: Sequence[int], staged: Callable[[int], Any]) -> Any:
+    """Return the best bound plan of a pipeline with a requested schedule.
+
+    Args:
+        name: the name of the function.
+        schedule: the word of the schedule.
+        counts: the numbers of stages to try.
+        staged: makes the plan with a number of stages.
+
+    Raises:
+        PlanError: the function cannot be cut into any of these numbers of stages.
+    """
+    made: list[tuple[Any, Sequence[warnings.WarningMessage]]] = []
+    tried: list[str] = []
+    for count in counts:
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                made.append((staged(count), caught or ()))
+        except PlanError as error:
+            tried.append(f"pp:{count} is not possible: {str(error).partition('): ')[2] or error}")
+        else:
+            tried.append(f"{made[-1][0].plan.chosen} ({_figures(made[-1][0])})")
+    if not made:
+        raise PlanError(f"auto_shard({name}): schedule {schedule!r} needs a pipeline, but {'; '.join(tried) or ONE}")
+    best, caught = min(made, key=lambda each: _rank(each[0]))
+    for warning in caught:
+        warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
+    return best.where(notes=(*best.plan.notes, f"schedule {schedule} was requested: compared {'; '.join(tried)}"))
+
+
 def plan_with_schedules(planned: Callable[[str], Any], default: str, lean: Sequence[str] = LEAN) -> Any:
     """Return the bound plan with the default schedule. If it does not fit the memory, look for one that needs less.
 
@@ -110,6 +152,12 @@ def _may_pay(plain: Any, stages: int, microbatches: int | str) -> bool:
     count = microbatches if isinstance(microbatches, int) and microbatches > 1 else MOST_MICROBATCHES * stages
     idle = (stages - 1) / count
     return not plain.plan.fits or found.compute_us * (1 + idle) < (1 - GAIN) * found.step_time_us
+
+
+def _rank(made: Any) -> tuple[bool, float]:
+    """A plan that fits comes before one that does not; then the time, or the memory if it does not fit, decides."""
+    found = made.plan.estimate
+    return not made.plan.fits, found.step_time_us if made.plan.fits else found.peak_memory_bytes
 
 
 def _figures(made: Any) -> str:

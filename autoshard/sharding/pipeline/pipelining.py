@@ -24,7 +24,7 @@ from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
-from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks
+from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks, other_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
@@ -83,12 +83,14 @@ def with_stages(
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
     closed = _without_layer_maps(cut.closed)
     return replace(cut, closed=closed, stages=stages, stage_layers=tuple(found.sizes), schedule=found.table.name,
-                   stage_bytes=found.bytes)  # fmt: skip
+                   stage_bytes=found.bytes, unstaged_layers=found.others)  # fmt: skip
 
 
 def stage_notes(traced: Traced) -> list[str]:
-    """Notes on what stages keep, on layers that they exchange, and on idle stages."""
-    return [*_kept_notes(traced), *_layer_notes(traced)]
+    """Notes on what stages keep, on layers that they exchange, on idle stages, and on layers that are on no stage."""
+    others = [f"{place} are on no stage: all stages compute them for each microbatch, because a pipeline has one stack"
+              for place in traced.unstaged_layers]  # fmt: skip
+    return [*_kept_notes(traced), *_layer_notes(traced), *others]
 
 
 def _kept_notes(traced: Traced) -> list[str]:
@@ -154,11 +156,13 @@ class _Found:
         table: the schedule. A function without gradients runs only its forward parts.
         sizes: the number of layers of each stage.
         bytes: the bytes of a stage's input and of its residuals, for one microbatch.
+        others: the places of the stacks of layers that are on no stage.
     """
 
     table: Schedule
     sizes: tuple[int, ...] = ()
     bytes: tuple[int, int] = (0, 0)
+    others: tuple[str, ...] = ()
 
 
 def _runner(found: _Found) -> Runner:
@@ -180,6 +184,8 @@ def _runner(found: _Found) -> Runner:
         separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
         table = found.table
         cut = cut_stages(jaxpr, len(whole), len(groups), table.stages, table.chunks)
+        others = other_stacks(jaxpr, len(whole), cut)
+        found.others = tuple(f"{stack.place}, {stack.layers} in number," for stack in others)
         found.sizes = tuple(np.reshape(stage_sizes(cut.forward.layers, table.stages * table.chunks),
                                        (table.chunks, table.stages)).sum(axis=0).tolist())  # fmt: skip
         found.bytes = cut.input_bytes, cut.residual_bytes * max(found.sizes) // cut.forward.layers

@@ -262,6 +262,21 @@ def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:
         jaxpr: the program of one microbatch, see `cut_stages`.
         whole: the number of inputs that all microbatches share.
     """
+    found = _stacks_with_weights(jaxpr, whole)
+    return max(found, key=lambda each: each[0])[1:] if found else None
+
+
+def other_stacks(jaxpr: Any, whole: int, cut: StageCut) -> list[Stack]:
+    """Return the stacks of layers, with gradients, that are not cut: all stages run them."""
+    staged = {id(stack.eqn) for stack in (cut.forward, cut.backward)}
+    found = {
+        id(a.eqn): a for _, a, b in _stacks_with_weights(jaxpr, whole) if staged.isdisjoint((id(a.eqn), id(b.eqn)))
+    }
+    return [*found.values()]
+
+
+def _stacks_with_weights(jaxpr: Any, whole: int) -> list[tuple[int, Stack, Stack]]:
+    """The bytes of the weights of each stack, the stack, and that of its gradients."""
     scans = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
     # Gradients run through the layers in the opposite direction. A later stack in the same direction is not a gradient.
@@ -271,7 +286,7 @@ def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:
     weights |= {v for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"
                 for v in eqn.outvars if weights.issuperset(_variables(eqn.invars))}  # fmt: skip
     sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
-    return pairs[sizes.index(max(sizes))] if any(sizes) else None
+    return [(size, *pair) for size, pair in zip(sizes, pairs, strict=True) if size]
 
 
 def _no_stack(jaxpr: Any, reason: str) -> str:

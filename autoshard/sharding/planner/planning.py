@@ -22,7 +22,13 @@ from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
 from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
-from autoshard.sharding.pipeline.choice import plan_with_pipelines, plan_with_schedules, stage_counts
+from autoshard.sharding.pipeline.choice import (
+    plan_of_pipelines,
+    plan_with_pipelines,
+    plan_with_schedules,
+    requested_stage_counts,
+    stage_counts,
+)
 from autoshard.sharding.pipeline.constants import LEAST_MICROBATCHES
 from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
 from autoshard.sharding.pipeline.schedule_words import DEFAULT
@@ -93,8 +99,9 @@ def plan_traced(
     if traced.stages > 1:  # a program that is cut already may be planned again
         return plan_with_offload(traced, words, planned)
     counts: list[int] = []
-    if plan is None and microbatches != 1 and mesh is None:
-        counts = stage_counts(find_machine(mesh, target, compiler_options).target)
+    if plan is None and mesh is None:
+        machine = find_machine(mesh, target, compiler_options).target
+        counts = requested_stage_counts(machine) if schedule else stage_counts(machine) if microbatches != 1 else []
 
     def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         if number == 1:
@@ -124,13 +131,14 @@ def plan_traced(
 
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
-    return plan_with_offload(
-        traced,
-        words,
-        lambda rewritten: plan_with_pipelines(
-            counts, count, partial(staged, rewritten, stages, schedule, count), partial(searched, rewritten)
-        ),
-    )
+    def with_or_without(rewritten: Traced) -> BoundPlan:
+        if schedule and plan is None:
+            of_count = lambda number: searched(rewritten, number, schedule, count)  # noqa: E731
+            return plan_of_pipelines(traced.name, schedule, counts, of_count)
+        plain = partial(staged, rewritten, stages, schedule, count)
+        return plan_with_pipelines(counts, count, plain, partial(searched, rewritten))
+
+    return plan_with_offload(traced, words, with_or_without)
 
 
 def _plan_program(

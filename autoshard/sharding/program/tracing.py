@@ -67,12 +67,15 @@ class Traced:
         microbatches: the number of parts of the batch over which the planner accumulates; 1 if it does not.
         stages: the number of stages of its pipeline; 1 if it has none.
         stage_layers: the number of layers of each of its stages, in the order of the layers; empty if it has none.
+        unstaged_layers: the places of the stacks of layers that are on no stage of its pipeline.
         schedule: the word of the pipeline's schedule; empty if it has none.
         stage_bytes: the bytes of a stage's input and of its residuals, for one microbatch; empty if it has none.
         replicas: the number of groups of rows whose sums are added after the loop over microbatches.
         own_sums: the operators, with their lines, that take the sums of each microbatch in place of those of the batch.
         batch: where the batch is, if it is known before the analysis: an input leaf, its dimension, the place among
             the logical axes of this dimension, and the number of rows.
+        input_roles: the role of each input leaf, if it is known before the analysis: a step that was cut into
+            microbatches has the roles of the whole step. Empty if it is not known.
         moved_inputs: input leaves that the user's program has in device memory and the planner in host memory.
     """
 
@@ -104,10 +107,12 @@ class Traced:
     replicas: int = 1
     stages: int = 1
     stage_layers: tuple[int, ...] = ()
+    unstaged_layers: tuple[str, ...] = ()
     schedule: str = ""
     stage_bytes: tuple[int, ...] = ()
     own_sums: tuple[str, ...] = ()
     batch: tuple[int, int, int, int] | None = None
+    input_roles: tuple[str, ...] = ()
 
     @cached_property
     def program(self) -> Program:

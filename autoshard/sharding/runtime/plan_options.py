@@ -82,8 +82,11 @@ def checked_options(
     count, ticks = read_microbatches(microbatches), read_schedule(schedule)
     chosen = None if schedule is None else ticks
     stages = request.stages if isinstance(request, ShardingPlan) else stages_of(request)
-    if stages == 1 and schedule is not None:
-        raise PlanError(f"schedule is {ticks!r}, but the plan has no pipeline; give one, such as plan='pp:4'")
+    if stages == 1 and schedule is not None and (request is not None or options["mesh"] is not None):
+        raise PlanError(
+            f"schedule is {ticks!r}, but the plan has no pipeline; give one, such as plan='pp:4', or neither plan nor "
+            "mesh, so that the search chooses the stages"
+        )
     if stages > 1 and microbatches is None:
         count = "auto"
     if not isinstance(allow_numerics, bool | None):

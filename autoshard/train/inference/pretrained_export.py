@@ -16,7 +16,7 @@ from autoshard.errors import ConfigError
 from autoshard.models.adapters.peft_files import adapter_sources, matrices_of, merged, write_adapter
 from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B
 from autoshard.models.pretrained.folder import CONFIG
-from autoshard.models.pretrained.save import tensors_of, write_pretrained
+from autoshard.models.pretrained.save import tensors_of, without_quantization, write_pretrained
 from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import TrainConfig, from_dict
 from autoshard.train.program.pretrained import describe, kept_files, sources_in
@@ -81,7 +81,8 @@ def export_pretrained(
         write_adapter(out, config.lora, tensors, matrices, str(config.pretrained.folder))
     else:
         tensors = tensors_of(sources_in(described, shapes), dtypes, values)
-        write_pretrained(out, described.origin.values(), tensors, shard_bytes=shard_bytes, files=_files(config))
+        content = without_quantization(described.origin.values(), tensors)
+        write_pretrained(out, content, tensors, shard_bytes=shard_bytes, files=_files(config))
     return _record(out, tensors, model.averaged)
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from flax import nnx
 
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer
-from autoshard.ckpt.state.target_shardings import with_shardings
 from autoshard.errors import ConfigError
 from autoshard.models.decoder.decoder import Decoder
-from autoshard.sharding.api.plan import Plan
+from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.inference.saved_parameters import StepParameters
 from autoshard.train.program.pretrained import pretrained_builder
@@ -26,21 +27,24 @@ class RunModel:
     """A run's model without its values.
 
     Attributes:
-        cfg: its config.
+        model: the model, with shapes in place of values.
         graph: its structure.
         shapes: the shapes of its parameters, nested dictionaries.
         parameters: loads them with the shardings of a tree of shapes.
     """
 
-    cfg: Any
+    model: Any
     graph: Any
     shapes: Any
     parameters: StepParameters
 
-    def read(self, plan: Plan) -> Decoder:
-        """Load the model with the shardings of a plan's first argument."""
-        placed = with_shardings(self.shapes, plan.in_shardings()[0])
-        return nnx.merge(self.graph, self.parameters(placed))
+    def read(self, shardings: Mapping[str, Any]) -> Decoder:
+        """Load the model with the given sharding of each parameter, by path."""
+        placed = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[path])
+            for path, leaf in by_path(self.shapes).items()
+        }
+        return nnx.merge(self.graph, self.parameters(as_tree(placed)))
 
 
 def open_run_model(
@@ -69,4 +73,4 @@ def open_run_model(
     graph, state = nnx.split(model)
     averages = bool(config.ema_decay) and config.use_ema if use_ema is None else use_ema
     parameters = StepParameters(opened, step, averages, or_parameters=use_ema is None)
-    return RunModel(model.cfg, graph, nnx.to_pure_dict(state), parameters)
+    return RunModel(model, graph, nnx.to_pure_dict(state), parameters)

@@ -59,6 +59,20 @@ def test_folders_that_are_not_read(tmp_path, values, message):
         ImageReader.of(tmp_path)
 
 
+def test_files_are_turned_as_their_exif_data_say(tmp_path):
+    from PIL import Image
+
+    pixels = np.zeros((60, 120, 3), np.uint8)
+    pixels[:, :60, 0] = 255  # red on the left
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
+    Image.fromarray(pixels).save(tmp_path / "image.png", exif=exif)
+    reader = ImageReader(patch=2, least_pixels=1, mean=(0.0,) * 3, std=(1.0,) * 3)
+    patches, grid = reader(tmp_path / "image.png")
+    assert reader.grid(tmp_path / "image.png") == grid == (1, 60, 30)
+    assert patches[0, :8].tolist() == [1.0] * 8 and patches[-1, :8].tolist() == [0.0] * 8  # red at the top
+
+
 def test_files_that_are_no_images(tmp_path):
     (tmp_path / "image.png").write_text("text")
     with pytest.raises(AutoshardError, match="cannot be read as an image"):

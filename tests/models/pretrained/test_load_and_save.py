@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from autoshard.ckpt.exchange import safetensors
+from autoshard.ckpt.exchange.file_tensors import FileTensor
 from autoshard.errors import AutoshardError
 from autoshard.models.decoder import Decoder
 from autoshard.models.pretrained import known_families, load_pretrained, plan_pretrained, save_pretrained
@@ -95,14 +95,14 @@ def test_bfloat16_stays_unless_a_dtype_is_given(tmp_path):
 def test_a_shard_reads_its_own_part_of_a_tensor_alone(tmp_path, monkeypatch):
     folder = make_folder(tmp_path, LLAMA)
     read = []
-    original = safetensors._read_part
+    original = FileTensor.read
 
-    def counted(path, name, index):
-        found = original(path, name, index)
+    def counted(tensor, index=()):
+        found = original(tensor, index)
         read.append(found.nbytes)
         return found
 
-    monkeypatch.setattr(safetensors, "_read_part", counted)
+    monkeypatch.setattr(FileTensor, "read", counted)
     model = load_pretrained(folder, plan="fsdp:8", batch=BATCH)
     total = sum(x.nbytes for x in stored(folder).values())
     assert sum(read) <= 1.05 * total  # each byte once, but for tensors that no device shards

@@ -70,13 +70,14 @@ def test_generation_from_a_cache_equals_the_whole_row(model):
     start = pack_images(tokens[:, :7], own, CFG, patches=16)
 
     def first(model, tokens, images, positions):
-        return model.extend(tokens, model.cache(1, 16), images=images, positions=positions, fresh=True)
+        counts = jnp.array([6])  # the seventh token is padding
+        return model.extend(tokens, model.cache(1, 16), images=images, positions=positions, counts=counts, fresh=True)
 
     logits, cache = compiled(model, first, tokens[:, :7], start, positions[..., :7])
-    assert jnp.abs(logits - whole[:, :7]).max() < 1e-5
-    for at in (7, 8):
-        following = (tokens[:, at : at + 1], cache, positions[:, 0, at : at + 1])
-        logits, cache = compiled(model, lambda model, *given: model.extend(*given[:2], positions=given[2]), *following)
+    assert jnp.abs(logits[:, :6] - whole[:, :6]).max() < 1e-5
+    assert cache.following.tolist() == [positions[0, 0, 6]] != cache.lengths.tolist()  # the image took two positions
+    for at in (6, 7, 8):
+        logits, cache = compiled(model, lambda model, *given: model.extend(*given), tokens[:, at : at + 1], cache)
         assert jnp.abs(logits[:, 0] - whole[:, at]).max() < 1e-5
 
 

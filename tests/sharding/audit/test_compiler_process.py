@@ -130,7 +130,9 @@ def test_devices_that_a_mesh_has_in_another_order(job):
 
 def test_coordinates_of_each_platform():
     device = SimpleNamespace
-    assert coordinates(device(platform="tpu", coords=(1, 2, 3), core_on_chip=1)) == [1, 2, 3, 1]
+    tpu = device(platform="tpu", coords=(1, 2, 3), core_on_chip=1, slice_index=4)
+    assert coordinates(tpu) == [1, 2, 3, 1]
+    assert coordinates(tpu, sliced=True) == [1, 2, 3, 1, 4]
     assert coordinates(device(platform="gpu", coords=(0, 1, 5))) == [0, 1, 5]
     assert coordinates(device(platform="cpu", id=3)) == [3]
 

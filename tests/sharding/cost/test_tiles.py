@@ -60,3 +60,16 @@ def test_parameters_that_a_loop_casts_have_a_copy_on_tpus():
 
     assert estimate(8) == pytest.approx(7.10, rel=0.05)
     assert estimate(20) == pytest.approx(14.39, rel=0.05)
+
+
+def test_products_of_rows_with_rows_take_the_time_of_their_bytes():
+    """XLA compiles them as sums of elementwise products, so the matrix unit's tiles do not matter."""
+
+    def us(spec, *shapes):
+        arrays = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+        return plan(lambda *x: jnp.einsum(spec, *x), *arrays, target="v5e:1x1", plan="dp:1").estimate.step_time_us
+
+    rows = 8, 2048, 64, 64
+    bytes_us = 2 * 2 * 8 * 2048 * 64 * 64 / 819e9 * 1e6  # of both operands, in bfloat16
+    assert bytes_us < us("bshd,bshd->bsh", rows, rows) < 2 * bytes_us
+    assert us("bshd,bthd->bhst", rows, rows) > 20 * bytes_us

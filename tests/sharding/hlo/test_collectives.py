@@ -4,23 +4,22 @@ import pytest
 
 from autoshard.sharding.hlo.collectives import Collectives
 from autoshard.sharding.hlo.parser import parse_program
+from autoshard.sharding.hlo.slice_groups import Slices
 from tests.sharding.hlo.texts import text_of
 
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
 META = 'metadata={op_name="jit(step)/dot_general" stack_frame_id=1}'
 
 
-def events(entry, *computations, cross_slice_groups=()):
+def events(entry, *computations, slices=None):
     program = parse_program(text_of(entry, *computations))
-    collectives = Collectives(program, cross_slice_groups)
+    collectives = Collectives(program, slices)
     return [(i.name, event) for i in program.entry.instructions for event in collectives.events(program.entry, i)]
 
 
-def only_collective(entry, *computations, cross_slice_groups=()):
+def only_collective(entry, *computations, slices=None):
     """The only collective that starts in an entry computation."""
-    started = [
-        e.collective for _, e in events(entry, *computations, cross_slice_groups=cross_slice_groups) if e.collective
-    ]
+    started = [e.collective for _, e in events(entry, *computations, slices=slices) if e.collective]
     assert len(started) == 1
     return started[0]
 
@@ -192,15 +191,27 @@ def test_a_collective_between_slices():
         %sd = token[] send-done(%s), channel_id=4, is_host_transfer=true
         ROOT %rd = (f32[32,32], token[]) recv-done(%r), channel_id=3, is_host_transfer=true
     """
-    cross_slice_groups = ((0, 4), (1, 5), (2, 6), (3, 7))
+    slices = Slices(tuple(range(8)), 2)
     program = parse_program(text_of(entry))
-    collectives = [
-        e for i in program.entry.instructions for e in Collectives(program, cross_slice_groups).events(program.entry, i)
-    ]
+    collectives = [e for i in program.entry.instructions for e in Collectives(program, slices).events(program.entry, i)]
     assert [e.phase for e in collectives] == ["start", "done"]  # it ends at the recv
     assert collectives[0].key == collectives[1].key
-    collective = only_collective(entry, cross_slice_groups=cross_slice_groups)
-    assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", cross_slice_groups, 4096)
+    collective = only_collective(entry, slices=slices)
+    groups = ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert (collective.kind, collective.groups, collective.payload_bytes) == ("all-gather", groups, 4096)
+    pairs = entry.replace("ALL_GATHER", "ONE_TO_ONE").replace('"{1,2}x{0:3}"', "{{100001->200000},{200000->100001}}")
+    collective = only_collective(pairs, slices=slices)
+    assert (collective.kind, collective.groups, collective.wire_bytes) == ("collective-permute", ((1, 4), (4, 1)), 2048)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "groups"), [(4, ((0, 2), (4, 6), (1, 3), (5, 7))), (8, ((0, 1), (2, 3)))], ids=["slice", "machine"]
+)
+def test_the_module_of_a_slice_numbers_its_own_partitions(partitions, groups):
+    entry = "%a = f32[16,32] parameter(0)\nROOT %r = f32[16,32] all-reduce(%a), replica_groups={{0,1},{2,3}}"
+    program = parse_program(text_of(entry, partitions=partitions))
+    found = Collectives(program, Slices((0, 4, 1, 5, 2, 6, 3, 7), 2)).events(program.entry, program.entry.root)
+    assert [e.collective.groups for e in found if e.collective] == [groups]
 
 
 def test_a_transfer_to_the_host_is_not_a_collective():

@@ -27,7 +27,7 @@ def groups_along(target, mesh, axis):
 
 
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"])
-@pytest.mark.parametrize("target", ["v5e:4x4", "v5p:4x4x4", "h100:4x8", "v5p:2x2x4*2", "tpu7x:2x2x4", "cpu:8"])
+@pytest.mark.parametrize("target", ["v5e:4x4", "v5p:4x4x4", "h100:4x8", "tpu7x:2x2x4", "cpu:8"])
 def test_groups_of_mesh_axes_take_the_time_that_plans_predict(target, kind):
     machine = find_target(target)
     mesh = {"fsdp": machine.devices // 2, "tp": 2}
@@ -95,7 +95,27 @@ def test_permutes_between_hosts_go_over_the_network():
     assert far == pytest.approx(15 + SIZE / 50e9 * 1e6)
 
 
-def test_partitions_with_the_same_coordinates_in_all_slices():
+def test_only_targets_of_several_slices_have_slices():
     machine = find_target("v5p:2x2x1*2")
-    assert ProgramLinks(machine.topology, tuple(range(8))).cross_slice_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert links_of("v5e:4x4").cross_slice_groups == ()
+    found = ProgramLinks(machine.topology, tuple(range(8))).slices
+    assert found and (found.count, found.partitions) == (2, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert links_of("v5e:4x4").slices is None
+
+
+def test_a_compiled_group_over_slices_is_a_send_of_all_its_bytes_between_them():
+    """XLA writes what runs within the slices as collectives of their own."""
+    machine = find_target("v5e:2x2*2")
+    links, network = ProgramLinks(machine.topology, tuple(range(8))), machine.topology.dims[0]
+    whole = Collective("all-gather", (tuple(range(8)),), SIZE)
+    assert links.time_us(whole) == pytest.approx(network.latency_us + 7 / 8 * SIZE / network.bandwidth * 1e6)
+    across = Collective("all-reduce", ((0, 4), (1, 5), (2, 6), (3, 7)), SIZE)
+    assert links.time_us(across) == pytest.approx(2 * network.latency_us + SIZE / network.bandwidth * 1e6)
+
+
+def test_permutes_between_slices_use_only_the_network():
+    machine = find_target("v5e:4x4*2")
+    links = ProgramLinks(machine.topology, tuple(range(32)))
+    crossing = Collective("collective-permute", ((0, 21), (1, 16)), SIZE)
+    assert links.links(crossing) == {(0, 1)}
+    network = machine.topology.dims[0]
+    assert links.time_us(crossing) == pytest.approx(network.latency_us + SIZE / network.bandwidth * 1e6)

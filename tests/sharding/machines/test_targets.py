@@ -88,10 +88,11 @@ def test_a_written_target_is_read_back(tmp_path):
         target = find_target(name)
         write_target(target, tmp_path / "mine.toml")
         reread = find_target(str(tmp_path / "mine.toml"))
-        assert reread.topology == target.topology and reread.platform == target.platform
+        assert reread.topology.dims == target.topology.dims and reread.platform == target.platform
         assert reread.chip.host_bandwidth == target.chip.host_bandwidth
         assert reread.chip.peak(2) == target.chip.peak(2) and reread.chip.memory_bytes == target.chip.memory_bytes
-        assert reread.assign({"a": 2, "b": reread.devices // 2}) == target.assign({"a": 2, "b": target.devices // 2})
+        mesh = {"a": 2, "b": target.devices // 2}
+        assert reread.assign(mesh).pieces == target.assign(mesh).pieces
 
 
 def test_figures_that_a_file_omits_are_those_of_its_chip(tmp_path):

@@ -153,7 +153,8 @@ def test_latency_grows_with_the_devices_of_one_process():
         ("v5e:2x2", {"a": 4}, ("a",), "reduce-scatter", "all-gather"),
         ("v5e:2x4", {"a": 8}, ("a",), "reduce-scatter", "all-gather"),
         ("v5p:4x4x4", {"a": 16, "b": 4}, ("a",), "reduce-scatter", "all-gather"),  # a closed plane
-        ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
+        ("v4:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-reduce"),
+        ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-gather"),  # by an option of every plan
         ("v5p:4x4x4", {"b": 2, "a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two neighbours of a plane
         ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
     ],
@@ -191,3 +192,36 @@ def test_a_permute_over_several_dimensions_crosses_them_all():
     time_us = collective_us((NETWORK, SWITCH), "collective-permute", (0, 4, 1), (1, 8, 1))
     assert time_us == expected_us(160, 2, latency=7 + 3)
     assert collective_us((RING, LINE), "collective-permute", (0, 16, 1), (1, 4, 1)) == expected_us(160, 10, latency=11)
+
+
+def test_slices_are_the_major_part_of_a_mesh_axis():
+    """XLA runs an all-gather within the slices only if they are."""
+    topology = find_target("v5e:4x4*2").topology
+    found = [*assignments(topology, {"dp": 2, "fsdp": 16}, ["fsdp", "dp"])]
+    spanning = [each.pieces["fsdp"] for each in found if any(p.dim == 0 for p in each.pieces["fsdp"])]
+    assert spanning and all(pieces[0].dim == 0 for pieces in spanning)
+    for each in found:
+        assert sorted(each.order) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "flat"),
+    [
+        ("all-reduce", (1, 0), False),
+        ("all-gather", (0, 1), False),
+        ("all-gather", (1, 0), True),
+        ("reduce-scatter", (1, 0), True),
+        ("all-to-all", (0, 1), True),
+        ("all-gather", (0,), False),
+    ],
+)
+def test_what_xla_cannot_run_within_slices_crosses_the_network(kind, order, flat):
+    """Compiled for v5e:4x4*4 (libtpu 0.0.42): the sends of all other collectives have the devices of all slices."""
+    topology = find_target("v5e:4x4*2").topology
+    pieces = tuple({0: Piece(0, 2, 1), 1: Piece(1, 4, 1)}[dim] for dim in order)
+    devices, local = 2 * (4 if len(order) == 2 else 1), 1e6
+    whole = topology.flat_us(kind, devices, local)
+    found = topology.time_us(kind, pieces, local)
+    assert found == pytest.approx(whole) if flat or len(order) == 1 else found < 0.7 * whole
+    sent = {"all-gather": devices - 1, "all-reduce": 2 * (devices - 1) / devices}.get(kind, (devices - 1) / devices)
+    assert whole > sent * local / topology.dims[0].bandwidth * 1e6

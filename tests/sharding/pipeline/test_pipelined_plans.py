@@ -283,6 +283,43 @@ def test_a_plan_shows_what_waits_by_tick():
     assert "microbatches that wait" not in str(planned_on_two("gpipe"))
 
 
+def test_a_schedule_without_a_plan_searches_the_number_of_stages():
+    made = plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=4)
+    assert (made.stages, made.schedule, made.microbatches) == (2, "zb", 4)
+    assert "schedule zb was requested: compared pp:2" in made.notes[-1]
+
+
+def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():
+    """In the cut step, no value has an axis of rows then."""
+
+    def step(weights, x):
+        def loss(weights):
+            return (jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights)[0] ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * gradients, value
+
+    args = jax.ShapeDtypeStruct((4, 8, 8), F32), jax.ShapeDtypeStruct((8, 8), F32)
+    for count in (4, 8):
+        made = plan(step, *args, target="cpu:2", plan="pp:2", microbatches=count)
+        assert [each.role for each in made.inputs] == ["parameter", "data"]
+
+
+def test_a_second_stack_of_layers_is_on_no_stage():
+    def step(weights, x):
+        def loss(weights):
+            encoded, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights["encoder"])
+            return jax.lax.scan(lambda y, w: (jnp.tanh(y @ w + encoded), None), x, weights["decoder"])[0].sum()
+
+        return jax.grad(loss)(weights)
+
+    weights = {"encoder": jax.ShapeDtypeStruct((2, 8, 8), F32), "decoder": jax.ShapeDtypeStruct((4, 8, 8), F32)}
+    made = plan(step, weights, jax.ShapeDtypeStruct((8, 8), F32), target="cpu:2", plan="pp:2", microbatches=4)
+    (note,) = [note for note in made.notes if "on no stage" in note]
+    assert "2 in number, are on no stage: all stages compute them" in note and "test_pipelined_plans.py" in note
+    assert not [note for note in plan(make_step(), *shapes(), target="cpu:2", plan="pp:2").notes if "no stage" in note]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.sharding.pipeline.choice import plan_with_pipelines
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.pipeline.choice import plan_of_pipelines, plan_with_pipelines, requested_stage_counts
 from autoshard.sharding.pipeline.schedule_words import SEARCHED
 
 
@@ -46,3 +47,25 @@ def test_chunks_are_tried_where_a_pipeline_pays(times, chosen):
     assert asked == [(2, "1f1b"), (4, "1f1b"), *((2, word) for word in SEARCHED if chosen)]
     assert {"ftb", "1f1b-inputs"}.isdisjoint(SEARCHED), "they are never faster"
     assert not chosen or ("interleaved:4" in times) != ("pp:2 interleaved:4 is not possible: there" in best.notes[-1])
+
+
+def test_a_requested_schedule_takes_the_fastest_number_of_stages_that_fits():
+    def staged(count):
+        if count == 8:
+            raise PlanError("auto_shard(step): there are too few layers")
+        return made({2: 90, 4: 80}[count], count, "ftb")
+
+    best = plan_of_pipelines("step", "ftb", [2, 4, 8], staged).plan
+    assert best.stages == 4
+    assert "compared pp:2 (90.0 us" in best.notes[-1] and "pp:8 is not possible: there are too few" in best.notes[-1]
+    with pytest.raises(PlanError, match="schedule 'ftb' needs a pipeline, but pp:8 is not possible: there are too few"):
+        plan_of_pipelines("step", "ftb", [8], staged)
+    with pytest.raises(PlanError, match=r"but there is one device only; leave out schedule="):
+        plan_of_pipelines("step", "ftb", [], staged)
+
+
+@pytest.mark.parametrize(
+    ("target", "counts"), [("cpu:8", [2, 4, 8]), ("v5e:16x16", [2, 4, 8, 16]), ("v5e:4x4*2", [2]), ("cpu:1", [])]
+)
+def test_stages_of_a_requested_schedule(target, counts):
+    assert requested_stage_counts(find_target(target)) == counts

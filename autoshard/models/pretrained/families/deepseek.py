@@ -8,7 +8,7 @@ import math
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig
 from autoshard.models.decoder.rotary import Rotary
-from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.family import Config, Family, decoder_unneeded
 from autoshard.models.pretrained.families.llama import LAYER, dense_config, ends_table, mlp_table
 from autoshard.models.pretrained.families.mixtures import experts_table
 from autoshard.models.pretrained.tables import Table, stored
@@ -125,4 +125,11 @@ def _table(cfg: DecoderConfig) -> Table:
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, _table)
-DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _table)
+
+
+def _predicting_layer(cfg: DecoderConfig) -> tuple[str, ...]:
+    """Return the names of the layer behind the last one, which predicts one more token in training."""
+    return (*decoder_unneeded(cfg), rf"model\.layers\.{cfg.layers}\..*")
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _table, unneeded=_predicting_layer)

@@ -4,7 +4,7 @@
 which collectives compute can hide under them.
 """
 
-from autoshard.sharding.machines.options.asynchronous import asynchronous_kinds
+from autoshard.sharding.machines.options.asynchronous import asynchronous_kinds, keeps_gathers
 from autoshard.sharding.machines.options.choice import (
     UnknownSetError,
     applicable_sets,
@@ -34,6 +34,7 @@ __all__ = [
     "asynchronous_kinds",
     "conflicts",
     "default_options",
+    "keeps_gathers",
     "named_set",
     "off_by_numerics",
     "reported_numerics",

@@ -8,6 +8,10 @@ v5p, gathers over boxes of neighbouring devices in two and three dimensions are 
 v5p:4x4x4, all of v5p:2x2x2 and 2x2x4), because those run on the SparseCores by default. A gather over every second
 plane of v5p:4x4x4 was synchronous before, and the estimate takes it to be so; likewise gathers over one dimension, and
 over up to 4 chips.
+
+A gather over three dimensions of a torus becomes an all-reduce of shards padded with zeros, which is synchronous and
+sends twice the bytes. On v5p and tpu7x, `prefer_async_allgather_to_allreduce` keeps it as an asynchronous gather if
+gathers run on the SparseCores; without them the option changes nothing (v5p:4x4x4, tpu7x:4x4x4).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from autoshard.sharding.machines.options.option_table import Options
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
 _REDUCTIONS: Mapping[str, str] = {"reduce-scatter": f"{_OFFLOAD}reduce_scatter", "all-reduce": f"{_OFFLOAD}all_reduce"}
+_KEEPING = ("v5p", "tpu7x")
 _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
@@ -41,9 +46,7 @@ def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
     """
     default = chip in _REDUCING_BY_DEFAULT
     reductions = [
-        kind
-        for kind, option in _REDUCTIONS.items()
-        if chip in _SPARSE_CORES and str(options.get(option, default)).lower() in ("true", "1")
+        kind for kind, option in _REDUCTIONS.items() if chip in _SPARSE_CORES and _is_on(options, option, default)
     ]
     return (("all-gather",) if chip in _GATHERING else ()) + tuple(reductions)
 
@@ -55,3 +58,18 @@ def gathers_beside_compute(chip: str, devices: int) -> bool:
     (False, True)
     """
     return chip in _GATHERING and devices > SYNCHRONOUS_GATHERS.get(chip, 0)
+
+
+def keeps_gathers(chip: str, options: Options) -> bool:
+    """Return whether the compiler for a TPU keeps a gather over three dimensions of the torus as an all-gather.
+
+    >>> from autoshard.sharding.machines.options import named_set
+    >>> keeps_gathers("v5p", {}), keeps_gathers("v5p", named_set("sparse-core-gathers", "v5p").options["v5p"])
+    (False, True)
+    """
+    needed = (f"{_OFFLOAD}all_gather", "xla_tpu_prefer_async_allgather_to_allreduce")
+    return chip in _KEEPING and all(_is_on(options, option) for option in needed)
+
+
+def _is_on(options: Options, name: str, default: bool = False) -> bool:
+    return str(options.get(name, default)).lower() in ("true", "1")

@@ -5,10 +5,18 @@ import pytest
 
 from autoshard import plan
 from autoshard.sharding.machines.chips import CHIPS
-from autoshard.sharding.machines.options import SETS, ProgramFacts, asynchronous_kinds, default_options, with_set
+from autoshard.sharding.machines.options import (
+    SETS,
+    ProgramFacts,
+    asynchronous_kinds,
+    default_options,
+    keeps_gathers,
+    with_set,
+)
 from tests.sharding.autotune.test_compiled_options import step
 
 TWO_DIMENSIONS = "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather"
+KEEP = "xla_tpu_prefer_async_allgather_to_allreduce"
 OFFLOADED = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": True,
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
@@ -36,6 +44,25 @@ def test_a_chip_hides_what_its_default_sets_make_asynchronous():
         assert CHIPS[name].options == default_options(name)
     requested = with_set(CHIPS["v6e"].options, SETS["sparse-core-reductions"], ProgramFacts("v6e"))
     assert set(asynchronous_kinds("v6e", requested)) == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def test_gathers_over_three_dimensions_are_kept_by_default():
+    for name in ("v4", "v5p", "tpu7x"):
+        options = default_options(name)
+        assert CHIPS[name].keeps_gathers == keeps_gathers(name, options) == (name != "v4")
+        assert not keeps_gathers(name, {**options, KEEP: "false"})
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+def test_gathers_over_three_dimensions_stay_gathers_by_an_option():
+    up, down = (jax.ShapeDtypeStruct((4, *shape), "bfloat16") for shape in ((512, 2048), (2048, 512)))
+    x = jax.ShapeDtypeStruct((64 * 512, 512), "bfloat16")
+    made = plan(step, {"up": up, "down": down}, x, target="v5p:4x4x4", plan="fsdp:64")
+    options = made.compiler_options["tpu"]
+    for value, kept in (("true", True), ("false", False)):
+        kinds = {each.kind for each in made.verify(options={**options, KEEP: value}).collectives if each.trips > 1}
+        assert ("all-gather" in kinds) == kept
 
 
 @pytest.mark.tpu_compile

@@ -99,7 +99,8 @@ def test_options_in_terms_of_sets():
     assert sets_in("v6e", fused)[0] == [
         "no-collective-matmul", "no-sparse-core-reductions", "scoped-vmem", "gather-fusion-overlap",
     ]  # fmt: skip
-    assert sets_in("tpu7x", {"xla_own": "1", GATHER: "true"}) == (["sparse-core-gathers"], ["xla_own"])
+    gathers = SETS["sparse-core-gathers"].options["tpu7x"]
+    assert sets_in("tpu7x", {"xla_own": "1", **gathers}) == (["sparse-core-gathers"], ["xla_own"])
 
 
 def test_a_part_of_a_reported_set_is_reported():

@@ -1,0 +1,154 @@
+"""What a scheme of quantization does: it reads tensors of codes and scales as plain ones, and writes these back."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from autoshard._columns import listing
+from autoshard._shown import shown
+from autoshard.ckpt.exchange.safetensors import Tensor
+from autoshard.errors import AutoshardError
+
+Index = tuple[slice, ...]
+PLAIN = "bfloat16"
+"""The dtype in which quantized tensors are read unless another one is given."""
+
+
+@shown
+class Scheme(ABC):
+    """A scheme of quantization.
+
+    A plain tensor is stored as two: codes and scales.
+
+    Attributes:
+        codes: what the name of the codes has behind the plain tensor's name.
+        scales: what the name of the scales has.
+        code_dtype: dtype of the codes, by which quantized tensors are told from others.
+        scale_dtype: dtype of the scales.
+    """
+
+    codes: str
+    scales: str
+    code_dtype: str
+    scale_dtype: str
+
+    @abstractmethod
+    def shape(self, codes: Sequence[int]) -> tuple[int, ...] | None:
+        """Return the shape of the plain tensor with codes of this shape; None if there is no such tensor."""
+
+    @abstractmethod
+    def scale_shape(self, codes: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, scales: Tensor, index: Index) -> np.ndarray:
+        """Return a range of the plain tensor, float32. No more than its blocks are read."""
+
+    @abstractmethod
+    def encode(self, values: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the codes and the scales of values.
+
+        Blocks whose values are those of the stored codes and scales keep them, bit for bit. Others get new ones.
+
+        Args:
+            values: the plain tensor, in the dtype of the model.
+            codes: the stored codes.
+            scales: the stored scales.
+        """
+
+    def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a folder, with plain ones in the place of codes and scales.
+
+        Raises:
+            AutoshardError: scales or codes are missing, or have other shapes or dtypes. All are named.
+        """
+        found, wrong = {}, []
+        names = {name for name in tensors if self._is_codes(tensors[name])}
+        scale_names = {self.plain_name(name) + self.scales for name in names}
+        for name, tensor in tensors.items():
+            if name in names:
+                plain = self.plain_name(name)
+                scales = tensors.get(plain + self.scales)
+                if problem := self._problem(tensor, scales, plain):
+                    wrong.append(problem)
+                elif scales is not None:
+                    found[plain] = self._plain_tensor(plain, tensor, scales)
+            elif name.endswith(self.scales) and name not in scale_names:
+                codes = name.removesuffix(self.scales) + self.codes
+                wrong.append(f"{name} in {_file(tensor)}: there are no codes {codes} of {self.code_dtype}")
+            elif name not in scale_names:
+                found[name] = tensor
+        if wrong:
+            raise AutoshardError(f"quantized tensors cannot be read:\n{listing(wrong)}\nDownload the folder again")
+        return found
+
+    def stored(self, plain: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the tensors to write: codes and scales in the place of the plain ones that a folder has quantized.
+
+        Args:
+            plain: the tensors of a model.
+            tensors: those of the folder that it was read from.
+        """
+        by_name = {one.name: one for one in plain}
+
+        @functools.lru_cache(1)  # for codes and scales that are written one after the other; more would need memory
+        def encoded(name: str) -> tuple[np.ndarray, np.ndarray]:
+            codes, scales = tensors[name + self.codes], tensors[name + self.scales]
+            return self.encode(by_name[name].read(), codes.read(), scales.read())
+
+        def of_both(one: Tensor, part: int) -> Tensor:
+            stored = tensors[one.name + (self.codes, self.scales)[part]]
+            return Tensor(stored.name, stored.shape, stored.dtype, lambda: encoded(one.name)[part])
+
+        found = []
+        for one in plain:
+            codes = tensors.get(one.name + self.codes)
+            quantized = codes is not None and self._is_codes(codes)
+            found += [of_both(one, 0), of_both(one, 1)] if quantized else [one]
+        return found
+
+    def plain_name(self, codes: str) -> str:
+        """Return the name of the plain tensor of codes with this name."""
+        return codes.removesuffix(self.codes) if self.codes else codes
+
+    def _is_codes(self, tensor: Tensor) -> bool:
+        return tensor.dtype == self.code_dtype and tensor.name.endswith(self.codes)
+
+    def _problem(self, codes: Tensor, scales: Tensor | None, plain: str) -> str:
+        where = f"{codes.name} in {_file(codes)}"
+        if scales is None:
+            return f"{where}: its scales {plain}{self.scales} are missing"
+        if self.shape(codes.shape) is None:
+            return f"{where}: codes of shape {list(codes.shape)} have no blocks"
+        wanted = self.scale_shape(codes.shape)
+        if scales.shape != wanted or scales.dtype != self.scale_dtype:
+            return (
+                f"{where}: its scales {scales.name} in {_file(scales)} are {scales.dtype}{list(scales.shape)}; codes "
+                f"of shape {list(codes.shape)} need {self.scale_dtype}{list(wanted)}"
+            )
+        return ""
+
+    def _plain_tensor(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
+        shape = self.shape(codes.shape)
+        assert shape is not None
+
+        def part(index: Index) -> np.ndarray:
+            return self.decode(
+                codes, scales, tuple(slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True))
+            )
+
+        def fetch() -> None:
+            for one in (codes, scales):
+                if one.fetch is not None:
+                    one.fetch()
+
+        return Tensor(name, shape, PLAIN, lambda: part((slice(None),) * len(shape)), part, fetch, codes.file)
+
+
+def _file(tensor: Tensor) -> str:
+    return Path(tensor.file).name if tensor.file is not None else "the folder"

@@ -1,0 +1,155 @@
+"""The memory traffic of compiled decode steps beside the least that a step needs.
+
+    python benchmarks/decode_bytes.py                    # every case
+    python benchmarks/decode_bytes.py llama3-8b --target v5e:2x4
+
+A decode step reads the weights and the cache once: that is the ideal. The step of `autoshard.serve` is planned for
+TPUs that are not there, and compiled. Its traffic is what the referee of `estimate.py` counts in the compiled program:
+bytes of one device between its memory and its compute units. The cache is full, so all of it must be read. Nothing
+runs. Results are stored in `results/decode_bytes.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import jax
+from common import RESULTS, Console, Table
+from estimate import estimate
+from flax import nnx
+from judged_steps import compiled
+
+from autoshard.errors import AutoshardWarning
+from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
+from autoshard.models.decoder.published import DECODERS
+from autoshard.models.decoder.rotary import Rotary
+from autoshard.serve.steps import Steps
+
+PATH = RESULTS / "decode_bytes.json"
+BAR = 1.15
+TARGETS = ("v5e:2x4", "v6e:2x4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its rows and the positions of its cache."""
+
+    config: DecoderConfig
+    rows: int
+    length: int
+
+
+def _llama3_8b() -> DecoderConfig:
+    """Llama 3 8B (table 3 of arXiv:2407.21783)."""
+    kinds = (LayerKind(rotary=Rotary(500_000.0)),) * 32
+    sizes = {"vocab": 128_256, "width": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336}
+    return DecoderConfig(kinds=kinds, context=8192, **sizes)
+
+
+CASES: Mapping[str, Case] = {
+    "llama3-8b": Case(_llama3_8b(), rows=16, length=2048),
+    "gemma3-4b": Case(DECODERS["gemma3-4b"], rows=16, length=4096),
+    "qwen3-30b-a3b": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A compiled decode step. Bytes are of one device.
+
+    Attributes:
+        case, target, words: the model, the machine and the plan's strategy.
+        kind: the compiler's result.
+        weight_bytes, cache_bytes: the shards of the weights and of the cache.
+        moved_bytes: the traffic of the compiled step; None if it was not compiled.
+        seconds: the step by the roofline.
+    """
+
+    case: str
+    target: str
+    words: str
+    kind: str
+    weight_bytes: int
+    cache_bytes: int
+    moved_bytes: float | None
+    seconds: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Traffic over the ideal."""
+        return self.moved_bytes and self.moved_bytes / (self.weight_bytes + self.cache_bytes)
+
+
+def row_of(name: str, target: str) -> Row:
+    """Plan and compile the decode step of a case."""
+    case = CASES[name]
+    config = dataclasses.replace(case.config, dtype="bfloat16", param_dtype="bfloat16", remat="none")
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)
+        steps = Steps(graph, nnx.to_pure_dict(params), case.rows, case.length, {"target": target})
+    made = steps.plan
+    weights, state, _ = made.in_shardings()
+    shapes, of_state = steps.decode_shapes()
+    result = compiled(made, target)
+    judged = estimate(result.text, target, result.coordinates or None, result.memory) if result.kind == "ok" else None
+    return Row(
+        case=name,
+        target=target,
+        words=made.chosen,
+        kind=result.kind,
+        weight_bytes=shard_bytes(shapes, weights),
+        cache_bytes=shard_bytes(of_state.cache, state.cache),
+        moved_bytes=judged and judged.hbm_bytes,
+        seconds=judged and judged.step["roofline"],
+    )
+
+
+def shard_bytes(shapes: Any, shardings: Any) -> int:
+    """Return the bytes of one device's shards of a tree of arrays."""
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(sharding.shard_shape(one.shape)) * one.dtype.itemsize for one, sharding in pairs)
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows."""
+    table = Table("model", "target", "plan", "weights MB", "cache MB", "moved MB", f"moved / ideal (bar {BAR})", "ms")
+    for row in rows:
+        moved = "-" if row.moved_bytes is None else f"{row.moved_bytes / 1e6:.0f}"
+        ratio = row.kind if row.ratio is None else f"{row.ratio:.3f}"
+        ms = "-" if row.seconds is None else f"{row.seconds * 1e3:.2f}"
+        sizes = (f"{each / 1e6:.0f}" for each in (row.weight_bytes, row.cache_bytes))
+        table.add_row(row.case, row.target, row.words, *sizes, moved, ratio, ms)
+    Console(width=140).print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile, print and store."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--target", nargs="*", default=TARGETS, help=f"default: {' '.join(TARGETS)}")
+    given = parser.parse_args(arguments)
+    rows = {(row["case"], row["target"]): Row(**row) for row in stored()}
+    for name in given.cases or CASES:
+        for target in given.target:
+            rows[name, target] = row_of(name, target)
+            show([rows[name, target]])
+    head = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "jax": jax.__version__}
+    PATH.write_text(json.dumps(head | {"rows": [dataclasses.asdict(row) for row in rows.values()]}, indent=1) + "\n")
+
+
+def stored() -> list[dict[str, Any]]:
+    """Read the stored rows."""
+    return json.loads(PATH.read_text())["rows"] if PATH.exists() else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Plans across slices that slow links join: what is chosen, and the best of the other plans, as compiled.
+
+    python benchmarks/multi_slice.py [CASE ...] [--words WORDS ...] [--show]
+
+`llama-*`: a Llama of 8 layers in plain JAX (`plain_models.llama`, full rematerialization, 128 rows of 1024 tokens).
+`perceptron-4`: 8 layers of 4096 x 16384 in bfloat16, 4096 rows, and no optimizer. `chosen` is the plan of the search,
+without any words. The other rows are the plans of `CASES`. All are compiled, and judged by `estimate.py`. `over best`
+divides a step by the fastest of the other plans: 1 means that no other plan is faster. Nothing runs. Results are stored
+in `results/multi_slice.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import plain_models
+from common import RESULTS, Console, Table
+from judged_steps import JudgedStep, judged, scaled_text
+
+from autoshard import plan
+from autoshard.errors import AutoshardWarning
+from autoshard.sharding.audit import missing_compiler
+
+PATH = RESULTS / "multi_slice.json"
+LAYERS, ROWS, SEQ = 8, 128, 1024
+WIDTH, HIDDEN, POINTS = 4096, 16384, 4096  # of the perceptron
+CHOSEN = "chosen"
+
+
+def llama() -> plain_models.Made:
+    """The Llama's step."""
+    return plain_models.llama("full", rows=ROWS, seq=SEQ, layers=LAYERS)
+
+
+def perceptron() -> plain_models.Made:
+    """The perceptron's step: gradient descent on a scan of layers with residuals."""
+
+    def step(weights: Any, x: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            out, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w[0]) @ w[1], None), x, weights)
+            return (out.astype(jnp.float32) ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - (0.1 * g).astype(w.dtype), weights, gradients), value
+
+    sizes = (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH), (POINTS, WIDTH)
+    up, down, x = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
+    return step, (up, down), (x,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, its machine, and the plans that an expert would try: words -> microbatches (1 without stages)."""
+
+    made: Callable[[], plain_models.Made]
+    target: str
+    plans: Mapping[str, int]
+
+
+CASES: Mapping[str, Case] = {
+    "perceptron-4": Case(
+        perceptron,
+        "v5e:4x4*4",
+        {"pp:4 fsdp:16": 8, "tp:64": 1, "dp:4 tp:16": 1, "dp:4 fsdp:16": 1, "dp:4 fsdp:4 tp:4": 1},
+    ),
+    "llama-2": Case(
+        llama,
+        "v5e:4x4*2",
+        {"dp:2 fsdp:16": 1, "fsdp:32": 1, "dp:2 fsdp:4 tp:4": 1, "pp:2 fsdp:16": 8, "pp:2 dp:4 fsdp:4": 8},
+    ),
+    "llama-4": Case(
+        llama,
+        "v5e:4x4*4",
+        {"dp:4 fsdp:16": 1, "fsdp:64": 1, "dp:4 fsdp:4 tp:4": 1, "pp:4 fsdp:16": 8, "pp:2 dp:2 fsdp:16": 4},
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(JudgedStep):
+    """A compiled step.
+
+    Attributes:
+        case: the name of the case.
+        words: the words that were requested; `chosen` for the plan of the search.
+        plan: the plan.
+        schedule: the schedule of its pipeline, empty without one.
+        microbatches: number of microbatches.
+        fits: whether the predicted peak fits a device.
+    """
+
+    case: str
+    words: str
+    plan: str
+    schedule: str
+    microbatches: int
+    fits: bool
+
+
+def row_of(name: str, words: str) -> Row:
+    """Plan, compile and judge one step."""
+    case = CASES[name]
+    step, state, batch = case.made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)
+        made = plan(step, state, *batch, target=case.target, plan=None if words == CHOSEN else words, donate_argnums=0,
+                    microbatches=case.plans.get(words))  # fmt: skip
+    return Row(case=name, words=words, plan=made.chosen, schedule=made.schedule if made.stages > 1 else "",
+               microbatches=made.microbatches, fits=made.fits, **judged(made, case.target))  # fmt: skip
+
+
+def over_best(row: Row, rows: Sequence[Row], measure: str) -> float | None:
+    """The step of a row over that of the fastest requested plan of its case, by one measure."""
+    others = [getattr(other, measure) for other in rows if other.case == row.case and other.words != CHOSEN]
+    times = [time for time in others if time]
+    here = getattr(row, measure)
+    return here / min(times) if here and times else None
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All rows."""
+    found = Table(title="plans across slices")
+    for name in ("case", "words", "plan", "schedule", "microbatches", "result", "ms predicted", "ms cycles",
+                 "ms roofline", "over best, cycles", "roofline"):  # fmt: skip
+        found.add_column(name)
+    for row in sorted(rows, key=lambda row: (row.case, row.words != CHOSEN, row.predicted)):
+        times = [scaled_text(time, 1e3) for time in (row.predicted, row.cycles, row.roofline)]
+        ratios = [scaled_text(over_best(row, rows, measure), 1.0, 3) for measure in ("cycles", "roofline")]
+        found.add_row(row.case, row.words, row.plan if row.words == CHOSEN else "", row.schedule,
+                      str(row.microbatches), row.kind, *times, *ratios)  # fmt: skip
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile the plans and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
+    parser.add_argument("--words", nargs="+", help=f"only these plans, such as {CHOSEN}")
+    parser.add_argument("--show", action="store_true", help="print the stored rows only")
+    given = parser.parse_args(arguments)
+    if not given.show and (missing := missing_compiler("tpu")):
+        print(missing, file=sys.stderr)
+        return 1
+    stored = json.loads(PATH.read_text()) if PATH.exists() else []
+    rows = {(row.case, row.words): row for row in (Row(**each) for each in stored)}
+    for name in [] if given.show else given.cases or list(CASES):
+        for words in (CHOSEN, *CASES[name].plans):
+            if given.words is None or words in given.words:
+                row = rows[name, words] = row_of(name, words)
+                times = ", ".join(scaled_text(time, 1e3) for time in (row.predicted, row.cycles, row.roofline))
+                print(f"{name}, {words}: {row.plan}, {row.kind}, ms predicted, cycles, roofline: {times}", flush=True)
+                PATH.write_text(json.dumps([asdict(row) for row in rows.values()], indent=1) + "\n")
+    Console(width=180).print(table(list(rows.values())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
