@@ -110,7 +110,8 @@ def sample_tokens(
     longest: int = model.cfg.context if context is None else context
     if not built_in or length + n > longest:
         return _generate_windowed(model, tokens, length, n, write_choice, min(longest, length + n))
-    logits, cache = model.extend(prompt, model.cache(batch, length + n))
+    cache: Any = model.cache(batch, length + n)
+    logits, cache = model.extend(prompt, cache)
 
     def step(index: jax.Array, carry: Any) -> Any:
         tokens, logits, cache = carry

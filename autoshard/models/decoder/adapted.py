@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import string
 from types import EllipsisType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class Adapted(nnx.Module):
             lax.stop_gradient(each[...].astype(jnp.float32)) for each in (self.base, self.lora_a, self.lora_b)
         )
         inner, outer = string.ascii_lowercase[: a.ndim - 1], string.ascii_uppercase[: b.ndim - 1]
-        precise = {"precision": lax.Precision.HIGHEST}
+        precise: dict[str, Any] = {"precision": lax.Precision.HIGHEST}
         mixed = jnp.einsum(f"{inner}y,{inner}{outer}->y{outer}", a, weight, **precise)
         small = jnp.einsum(f"{inner}y,{inner}z->yz", a, a, **precise)
         cross = 2 * self.scale * mixed + self.scale**2 * jnp.einsum(f"yz,z{outer}->y{outer}", small, b, **precise)

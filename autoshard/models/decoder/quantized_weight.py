@@ -124,7 +124,8 @@ def _backward(static: tuple[str, str, int], saved: Any, gradient: jax.Array) -> 
     spec, form, inputs = static
     operands, outputs = spec.split("->")
     x_dims, weight = operands.split(",")
-    dense = dequantized(*saved, form, inputs).astype(gradient.dtype)
+    codes, scale = saved
+    dense = dequantized(codes, scale, form, inputs).astype(gradient.dtype)
     return jnp.einsum(f"{outputs},{weight}->{x_dims}", gradient, dense), None, None
 
 
