@@ -79,7 +79,8 @@ def main(layers: int, dora: bool, quantize: Any) -> None:
         return jax.value_and_grad(loss)(jnp.zeros((LLAMA["hidden_size"],), jnp.float32))
 
     plan = autoshard.plan(step, state, batch, target=TARGET, plan=PLAN, donate_argnums=0)
-    frozen = [leaf.path for leaf in plan.inputs if "/frozen/" in leaf.path]
+    # Codes are integers, which the plan does not list as parameters.
+    frozen = [leaf.path for leaf in plan.inputs if "/frozen/" in leaf.path and not leaf.path.endswith("/codes")]
     reduced = [path for path in frozen if plan.reduce_axes(path)]
     ours = audited(plan)
     backward = audited(autoshard.plan(sensitivity, state, batch, target=TARGET, plan=PLAN))

@@ -28,7 +28,7 @@ def pack(lengths: Sequence[int], space: int) -> list[list[int]]:
         The items of each bin.
 
     >>> pack([3, 9, 6, 1], 10)
-    [[1, 3], [2, 0]]
+    [[1], [2, 0, 3]]
     """
     bins: list[list[int]] = []
     left: dict[int, list[int]] = {}  # free space -> bins that have it
