@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoshard.commands.arguments import parser
-from autoshard.commands.generate_pretrained import add_options, given_options, is_pretrained, run_pretrained
+from autoshard.commands.generate_pretrained import (
+    add_options,
+    given_options,
+    is_pretrained,
+    is_pretrained_run,
+    run_pretrained,
+)
 from autoshard.errors import ConfigError
 
 
@@ -18,7 +24,7 @@ def run(arguments: Sequence[str]) -> int:
         "generate",
         "Sample text from the newest checkpoint of a run, on the attached devices. The folder of checkpoints alone is "
         "enough, or a model that `autoshard ckpt export` wrote: its inference.json describes the model. A pretrained "
-        "folder, as it comes from the Hugging Face Hub, works as well.",
+        "folder, as it comes from the Hugging Face Hub, works as well, and so does a run that started from one.",
         "autoshard generate runs/mine --prompt 'def ' --tokens 300",
     )
     options.add_argument(
@@ -32,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     options.add_argument(
         "--temperature",
         type=float,
-        help="0 always takes the most likely token (default: that of the run, 0.8; 0 for a pretrained folder)",
+        help="0 always takes the most likely token (default: that of the run, 0.8; 0 for a pretrained model)",
     )
     options.add_argument("--top-k", type=int, help="sample from this many of the most likely tokens")
     options.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
@@ -52,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     add_options(options)
     given = options.parse_args(arguments)
     _check(given.tokens, given.temperature, given.top_k)
-    if is_pretrained(given.run_dir):
+    if is_pretrained(given.run_dir) or is_pretrained_run(given.run_dir):
         return run_pretrained(given)
     if others := given_options(given):
         raise ConfigError(

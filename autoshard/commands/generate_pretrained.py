@@ -1,4 +1,4 @@
-"""`autoshard generate` of a pretrained folder."""
+"""`autoshard generate` of a pretrained folder, or of a run that started from one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from autoshard.commands.arguments import check_writable
 from autoshard.errors import ConfigError
 
-CONFIG, RUN_FILES = "config.json", ("inference.json", "checkpoints")
+CONFIG, CHECKPOINTS, KEPT = "config.json", "checkpoints", "pretrained"
+RUN_FILES = ("inference.json", CHECKPOINTS)
 SETTINGS = ("top_p", "min_p", "repetition_penalty")
 
 
@@ -24,6 +25,15 @@ def is_pretrained(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return any(folder.glob("*.safetensors*")) or isinstance(config, dict) and "architectures" in config
+
+
+def is_pretrained_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run that started from a pretrained folder, or of its checkpoints."""
+    try:
+        run = folder if (folder / CHECKPOINTS).is_dir() else folder.parent
+        return (run / KEPT / CONFIG).is_file() and (run / CHECKPOINTS).is_dir() and folder in (run, run / CHECKPOINTS)
+    except (OSError, ValueError):
+        return False
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
@@ -58,8 +68,11 @@ def run_pretrained(given: argparse.Namespace) -> int:
     Raises:
         AutoshardError: an option is invalid or does not apply, or the model cannot be read.
     """
-    others = {"--step": given.step, "--use-ema": given.use_ema, "--model": given.model}
+    is_run = is_pretrained_run(given.run_dir)
+    others = {} if is_run else {"--step": given.step, "--use-ema": given.use_ema}
     problems = [f"{name} is for runs of the trainer" for name, value in others.items() if value is not None]
+    if given.model is not None:
+        problems.append("--model is for runs whose model a factory makes")
     if (given.file is None) != (given.out is None):
         problems.append("--file and --out are given together")
     if given.file is not None and given.prompt is not None:
@@ -83,11 +96,10 @@ def run_pretrained(given: argparse.Namespace) -> int:
     chosen: dict[str, Any] = {"rows": rows, "length": given.length, "plan": given.plan}
     text, images = "\n" if given.prompt is None else given.prompt, given.image or []
     prompt = [user_message(text, len(images))] if given.chat else text
-    generator = load_generator(
-        given.run_dir,
-        check=(lambda reader: reader.read(prompt, images)) if prompts is None else None,
-        **{name: value for name, value in chosen.items() if value is not None},
-    )
+    own = {name: value for name, value in chosen.items() if value is not None}
+    if prompts is None:
+        own["check"] = lambda reader: reader.read(prompt, images)
+    generator = _run_generator(given, own) if is_run else load_generator(given.run_dir, **own)
     if given.show_plan:
         print(generator.engine.plan)
     options: dict[str, Any] = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}
@@ -105,3 +117,20 @@ def run_pretrained(given: argparse.Namespace) -> int:
     generator.generate([prompt], images=[images], on_text=show, **options)
     print()
     return 0
+
+
+def _run_generator(given: argparse.Namespace, options: dict[str, Any]) -> Any:
+    """Open the model of a run, with its adapters."""
+    from autoshard.models.pretrained.folder import Folder
+    from autoshard.serve.generator import TOKENIZER, Opened, make_generator
+    from autoshard.train.config.run_directory import checkpoints_in
+    from autoshard.train.inference.pretrained_export import pretrained_run
+    from autoshard.train.inference.pretrained_model import open_run_model
+
+    checkpoints = checkpoints_in(given.run_dir)
+    config = pretrained_run(checkpoints)
+    assert config is not None and config.model_folder is not None
+    found = open_run_model(config, checkpoints, given.step, given.use_ema)
+    file = config.tokenizer_file or config.model_folder / TOKENIZER
+    opened = Opened(found.graph, found.shapes, found.read)
+    return make_generator(Folder.open(config.model_folder), file, found.model, lambda: opened, **options)

@@ -97,6 +97,7 @@ def plan_train_step(config: TrainConfig):
     import autoshard
     from autoshard.train.program.build import fit_tokenizer, make_program_of, train_step_of
     from autoshard.train.program.planned_step import plan_options, search_variants, with_offload
+    from autoshard.train.program.pretrained import with_dtype_note
     from autoshard.train.step.train_step import batch_shapes
 
     config, verify = fit_tokenizer(config), getattr(config, "verify", 0)
@@ -104,10 +105,11 @@ def plan_train_step(config: TrainConfig):
         return search_variants(config, verify)[1]
     config = with_offload(config)
     program = make_program_of(config)
-    shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
-    return autoshard.plan(
+    shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
+    plan = autoshard.plan(
         train_step_of(config, program), *shapes, donate_argnums=0, verify=verify, **plan_options(config)
     )
+    return with_dtype_note(plan, config, shapes[0])
 
 
 def train_step_text(config: TrainConfig) -> str:
@@ -120,7 +122,9 @@ def train_step_text(config: TrainConfig) -> str:
     config = with_offload(fit_tokenizer(config))
     program = make_program_of(config)
     step = train_step_of(config, program)
-    return function_text(step, program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context))
+    return function_text(
+        step, program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
+    )
 
 
 def _run_named(arguments: Sequence[str]) -> int:

@@ -25,11 +25,16 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, mask: jax.Array | None 
     >>> round(float(total / count), 4)  # log 4
     1.3863
     """
+    return sum_and_count(token_losses(logits, targets), mask)
+
+
+def token_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Compute the cross-entropy of each token in nats, float32 `[...]`; see `cross_entropy`."""
     logits = logits.astype(jnp.float32)
     logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     classes = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
     picked = jnp.sum(jnp.where(classes == targets[..., None], logits, 0.0), axis=-1)
-    return sum_and_count(jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - picked, mask)
+    return jnp.log(jnp.sum(jnp.exp(logits), axis=-1)) - picked
 
 
 def sum_and_count(losses: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:

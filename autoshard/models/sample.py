@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.gpt import GPT
 from autoshard.models.moe import MoE
 
 
 def generate(
-    model: GPT | MoE,
+    model: GPT | MoE | Decoder,
     prompt: jax.Array,
     n: int,
     *,
@@ -84,9 +85,9 @@ def sample_tokens(
 ) -> jax.Array:
     """Return the prompt and its continuation, `[batch, length + n]`. This is the part of `generate` that JAX traces.
 
-    A model other than `GPT` and `MoE` maps tokens `[batch, seq]` to logits `[batch, seq, vocab]`. The logits of a
-    position may depend only on the tokens up to it. The model is called once for each new token, on at most `context`
-    tokens.
+    A model other than `GPT`, `MoE` and `Decoder` maps tokens `[batch, seq]` to logits `[batch, seq, vocab]`. The logits
+    of a position may depend only on the tokens up to it. The model is called once for each new token, on at most
+    `context` tokens.
     """
     batch, length = prompt.shape
     tokens = jnp.concatenate([prompt, jnp.zeros((batch, n), prompt.dtype)], axis=1)
@@ -105,11 +106,12 @@ def sample_tokens(
 
     if n == 0:
         return prompt
-    built_in = isinstance(model, GPT | MoE)
+    built_in = isinstance(model, GPT | MoE | Decoder)
     longest: int = model.cfg.context if context is None else context
     if not built_in or length + n > longest:
         return _generate_windowed(model, tokens, length, n, write_choice, min(longest, length + n))
-    logits, cache = model.extend(prompt, model.cache(batch, length + n))
+    cache: Any = model.cache(batch, length + n)
+    logits, cache = model.extend(prompt, cache)
 
     def step(index: jax.Array, carry: Any) -> Any:
         tokens, logits, cache = carry

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.errors import AutoshardError, ConfigError
+from autoshard.models.pretrained.chat_template import ChatTemplate
+from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import Folder, read_table
 from autoshard.models.pretrained.load import Described
 from autoshard.models.pretrained.parameter_paths import as_tree
-from autoshard.serve.chat import ChatTemplate
 from autoshard.serve.constants import MAX_TOKENS, ROWS
 from autoshard.serve.engine import Engine, Request, check_sizes, group_size
 from autoshard.serve.model import GenerativeModel
@@ -167,31 +169,79 @@ def load_generator(
         AutoshardError: the folder lacks a file, or its model is not known or generates no text.
     """
     folder = Folder.open(path)
-    tensors = folder.tensors()
-    file = folder.path / TOKENIZER
-    if not file.exists():
-        raise ConfigError(f"{str(folder.path)!r} has no {TOKENIZER}: download it, too, or convert the tokenizer once")
+    tensors, described = folder.tensors(), Described.of(folder, dtype, {})
+
+    def opened() -> Opened:
+        found = described.spelled(tensors)
+        found.check(tensors, str(folder.path))
+        shapes = as_tree(found.abstract(tensors))
+        return Opened(found.graph, shapes, lambda shardings: found.read(folder, tensors, shardings))
+
+    model, file = described.model(described.shapes), folder.path / TOKENIZER
+    return make_generator(folder, file, model, opened, rows=rows, length=length, check=check, **options)
+
+
+class Opened(NamedTuple):
+    """A model whose values can be read.
+
+    Attributes:
+        graph: its structure.
+        shapes: the shapes of its parameters, nested dictionaries.
+        read: returns it with the given sharding of each parameter, by path.
+    """
+
+    graph: Any
+    shapes: Any
+    read: Callable[[dict[str, Any]], Any]
+
+
+def make_generator(
+    folder: Folder,
+    tokenizer_file: Path,
+    model: Any,
+    opened: Callable[[], Opened],
+    *,
+    rows: int = ROWS,
+    length: int | None = None,
+    check: Callable[[PromptReader], Any] | None = None,
+    **options: Any,
+) -> Generator:
+    """Plan the decode step of a model, then read the model as that plan says.
+
+    Args:
+        folder: has the model's stop tokens, chat template and image settings.
+        tokenizer_file: the file of its tokenizer.
+        model: the model, with shapes in place of values.
+        opened: opens the files of its values.
+        rows: as in `load_generator`.
+        length: as in `load_generator`.
+        check: as in `load_generator`.
+        **options: as in `load_generator`.
+
+    Raises:
+        AutoshardError: a file is missing or damaged, or the model generates no text.
+    """
+    if not tokenizer_file.exists():
+        where, name = str(tokenizer_file.parent), tokenizer_file.name
+        raise ConfigError(f"{where!r} has no {name}: download it, too, or convert the tokenizer once")
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises a plain Exception for files that it cannot parse
-        raise ConfigError(f"{file} is not a tokenizer: {error}") from error
+        raise ConfigError(f"{tokenizer_file} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    described = Described.of(folder, dtype, {})
-    model: Any = described.model(described.shapes)
     if not isinstance(model, GenerativeModel):
-        raise ConfigError(f"{str(folder.path)!r} is a {described.family.name}, which generates no text")
-    positions: int = described.cfg.context if length is None else min(length, described.cfg.context)
-    check_sizes(rows, positions, described.cfg.context)
+        raise ConfigError(f"{str(folder.path)!r} is a {family_of(folder.config, '').name}, which generates no text")
+    positions: int = model.cfg.context if length is None else min(length, model.cfg.context)
+    check_sizes(rows, positions, model.cfg.context)
     stop = stop_tokens(folder)
     prompts = PromptReader(tokenizer, ChatTemplate.of(folder.path), model.image_slots, folder.path)
     if check is not None:
         check(prompts)
-    described = described.spelled(tensors)
-    described.check(tensors, str(folder.path))
-    steps = Steps(described.graph, as_tree(described.abstract(tensors)), rows, positions, options)
-    model = described.read(folder, tensors, steps.shardings(group_size(rows, steps.plan)))
-    return Generator(Engine(model, rows=rows, length=positions, **options), prompts, stop)
+    found = opened()
+    steps = Steps(found.graph, found.shapes, rows, positions, options)
+    read = found.read(steps.shardings(group_size(rows, steps.plan)))
+    return Generator(Engine(read, rows=rows, length=positions, **options), prompts, stop)
 
 
 def stop_tokens(folder: Folder) -> frozenset[int]:

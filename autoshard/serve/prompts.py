@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+from autoshard.models.pretrained.chat_template import ChatTemplate
 from autoshard.models.pretrained.images import ImageReader
 from autoshard.models.vision.grids import Grid, ImageSlots
-from autoshard.serve.chat import ChatTemplate
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or messages with `role` and `content`."""

@@ -1,16 +1,18 @@
-r"""Merging LoRA adapters of PEFT into a base model.
+r"""Merging LoRA and DoRA adapters of PEFT into a base model.
 
 For a module with weight W, the adapter has :math:`A \in R^{r \times in}` and :math:`B \in R^{out \times r}`, and
 
 .. math:: W' = W + s B A,\quad s = \alpha / r,\ \text{or}\ \alpha / \sqrt r\ \text{if rank-stabilized.}
+
+DoRA then scales each output of W' so that its norm over the inputs is the adapter's magnitude.
 
 W is stored as `[out, in]`, or as `[in, out]` (fan-in first), as in Flax. For an embedding the sum is
 :math:`W + s (B A)^T`. In the trainer's models W is fan-in first, whatever the adapter's settings say about the weights
 with which it was trained. Their heads are separate dimensions, and the layers of a scan are stacked: the module
 `blocks.3.attention.wq` changes `blocks.attention.wq[3]`, of shape `[in, heads, head_dim]`.
 
-Sources: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; PEFT's checkpoint format,
-https://huggingface.co/docs/peft/developer_guides/checkpoint.
+Sources: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; Liu et al. 2024, arXiv:2402.09353;
+PEFT's checkpoint format, https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,12 +38,12 @@ from autoshard.errors import CheckpointError, MismatchError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MAGNITUDES = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
 _PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
 # Parts of the names of fully trained modules, and of embeddings that have a pair.
 _WRAPPERS = re.compile(r"\.(modules_to_save|base_layer)\b")
 # Settings that would change values in ways that are not implemented here.
 _UNSUPPORTED = (
-    "use_dora",
     "bias",
     "lora_bias",
     "use_qalora",
@@ -68,6 +70,7 @@ class Adapter:
         fan_in_first: whether the base's weights are `[in, out]`.
         rank_pattern: module name, its suffix or a regular expression -> rank.
         alpha_pattern: module name, its suffix or a regular expression -> alpha.
+        magnitudes: module -> the magnitudes of DoRA, `[out]`; empty for LoRA.
     """
 
     where: str
@@ -79,6 +82,7 @@ class Adapter:
     fan_in_first: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    magnitudes: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's pair according to the settings."""
@@ -102,11 +106,17 @@ class Adapter:
             return None
         return f"the base has {list(shape)}, the adapter {[rows, columns]}, fan-{'in' if first else 'out'} first"
 
-    def change(self, module: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return the change of a module's weight, float32 in the weight's shape, which must match."""
+    def merged(self, module: str, weight: np.ndarray) -> np.ndarray:
+        """Return a module's weight with its adapter, float32 in the weight's shape, which must match."""
         a, b, embedding = self.pairs[module]
         product = self.scale(module) * (b.astype(np.float32) @ a.astype(np.float32))
-        return (product.T if embedding or self.fan_in_first else product).reshape(shape)
+        first = embedding or self.fan_in_first
+        product = product.T if first else product
+        found = weight.astype(np.float32).reshape(product.shape) + product
+        if module in self.magnitudes:
+            factors = self.magnitudes[module].astype(np.float32) / np.linalg.norm(found, axis=0 if first else 1)
+            found *= factors if first else factors[:, None]
+        return found.reshape(weight.shape)
 
 
 def _setting_of(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
@@ -136,10 +146,12 @@ def read_adapter(folder: Path) -> Adapter:
         raise CheckpointError(f"the adapter in {folder} cannot be read: {error}") from error
     _check(folder, config)
     halves: dict[str, dict[str, tuple[np.ndarray, bool]]] = {}
-    saved = {}
+    saved, magnitudes = {}, {}
     for name, values in tensors.items():
         match = _PAIR.fullmatch(name.removeprefix(_PREFIX))
-        if match is None:
+        if found := _MAGNITUDES.fullmatch(name.removeprefix(_PREFIX)):
+            magnitudes[found[1]] = values
+        elif match is None:
             saved[_WRAPPERS.sub("", name.removeprefix(_PREFIX))] = values
         else:
             halves.setdefault(match["module"], {})[match["side"]] = (values, bool(match["embedding"]))
@@ -158,7 +170,9 @@ def read_adapter(folder: Path) -> Adapter:
         fan_in_first=bool(config.get("fan_in_fan_out")),
         rank_pattern=config.get("rank_pattern") or {},
         alpha_pattern=config.get("alpha_pattern") or {},
+        magnitudes=magnitudes,
     )
+    _check_magnitudes(adapter, bool(config.get("use_dora")))
     wrong = [
         f"{module}: A has rank {a.shape[0]}, {CONFIG} has {adapter.rank_of(module)}"
         for module, (a, _, _) in pairs.items()
@@ -167,6 +181,22 @@ def read_adapter(folder: Path) -> Adapter:
     if wrong:  # the scale would be wrong too
         raise CheckpointError(f"the adapter in {folder} has ranks that differ from its settings:\n{listing(wrong)}")
     return adapter
+
+
+def _check_magnitudes(adapter: Adapter, dora: bool) -> None:
+    """Check that each pair has magnitudes if the adapter is one of DoRA, and none if it is not.
+
+    Raises:
+        CheckpointError: some are missing, unexpected or of another shape.
+    """
+    wrong = [f"{module}: no pair, or not one of DoRA" for module in adapter.magnitudes if module not in adapter.pairs]
+    for module, (_, b, embedding) in adapter.pairs.items():
+        found = adapter.magnitudes.get(module)
+        if dora != (found is not None) or (found is not None and (embedding or found.shape != b.shape[:1])):
+            have = "no magnitudes" if found is None else f"magnitudes of shape {list(found.shape)}"
+            wrong.append(f"{module}: {have}, and use_dora is {dora}" + (" for an embedding" if embedding else ""))
+    if wrong:
+        raise CheckpointError(f"the adapter in {adapter.where} cannot be used:\n{listing(wrong)}")
 
 
 def _check(folder: Path, config: Any) -> None:
@@ -183,7 +213,9 @@ def _check(folder: Path, config: Any) -> None:
     unsupported = [f"{name}={settings[name]!r}" for name in _UNSUPPORTED if settings.get(name) not in off]
     if kind != "LORA" or unsupported:
         what = f"peft_type={kind!r}" if kind != "LORA" else ", ".join(unsupported)
-        raise CheckpointError(f"the adapter in {folder} has {what}: only plain and rank-stabilized LoRA can be merged")
+        raise CheckpointError(
+            f"the adapter in {folder} has {what}: only LoRA, rank-stabilized LoRA and DoRA can be merged"
+        )
     initialization = settings.get("init_lora_weights")
     if isinstance(initialization, str) and initialization.lower().startswith(_BASE_CHANGED):
         raise CheckpointError(
@@ -313,11 +345,10 @@ def _shape_at(tensor: Tensor | None, index: tuple[int, ...]) -> tuple[int, ...] 
 
 
 def _sum(tensor: Tensor, index: tuple[int, ...], adapter: Adapter, module: str) -> Callable[[np.ndarray], None]:
-    """Return an edit that adds a module's pair at an index of the tensor."""
+    """Return an edit that merges a module's adapter at an index of the tensor."""
 
     def edit(values: np.ndarray) -> None:
-        total = values[index].astype(np.float32) + adapter.change(module, values[index].shape)
-        values[index] = cast_values(tensor.name, total, tensor.dtype)
+        values[index] = cast_values(tensor.name, adapter.merged(module, values[index]), tensor.dtype)
 
     return edit
 

@@ -10,25 +10,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models.adapters.lora_config import LoraConfig
-from autoshard.models.adapters.rows import A, B, takes_adapter, within_layer
-from autoshard.models.decoder.adapted import Adapted
+from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B, takes_adapter, within_layer
+from autoshard.models.decoder.adapted import Adapted, column_norms
 from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.decoder.quantized_weight import QuantizedWeight, quantized
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.tables import Source, sources_of
 
-trained_parameters = (f"*/{A}", f"*/{B}")
+trained_parameters = (f"*/{A}", f"*/{B}", f"*/{MAGNITUDES}")
 """Globs over the paths of the parameters of adapters, which are trained while all others are frozen."""
 
 
 def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Array) -> None:
-    """Add an adapter to each matrix that a target matches. The model computes the same as before.
+    """Add an adapter to each matrix that a target matches. Unless they are quantized, the model computes as before.
 
     The first factor is drawn from a uniform distribution with variance 1 / (3 in), as PEFT does; the second is zero.
-    Both are float32.
+    The magnitudes of DoRA are the norms of the weight. All are float32.
 
     Args:
         model: the model, which is changed.
@@ -44,7 +46,12 @@ def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Arra
     sources = sources_of(family.stacks(model.cfg), table, shapes)
     for path in targets_of({path: table[within_layer(path)] for path in shapes}, sources, lora.targets):
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        adapt(model, path, *_new_factors(sources[path], lora.rank, own), lora.scale)
+        weight = parameters_of(model)[path] if lora.dora else None
+        magnitudes = None if weight is None else initial_magnitudes(weight, sources[path])
+        adapt(model, path, *_new_factors(sources[path], lora.rank, own), lora.scale, magnitudes)
+        if lora.quantize != "none":
+            parent, name = _owner(model, path)
+            getattr(parent, name).base = quantize_weight(parameters_of(model)[f"{path}/{BASE}"], sources[path], lora)
 
 
 def targets_of(rows: Mapping[str, Any], sources: Mapping[str, Source], globs: Sequence[str]) -> list[str]:
@@ -79,10 +86,40 @@ def _new_factors(source: Source, rank: int, key: jax.Array) -> tuple[jax.Array, 
     return a, jnp.zeros((*stacked, rank, *outputs), jnp.float32)
 
 
-def adapt(model: Decoder, path: str, a: jax.Array, b: jax.Array, scale: float) -> None:
-    """Give the weight with this path an adapter with these factors."""
+def initial_magnitudes(weight: jax.Array, source: Source) -> jax.Array:
+    """Return the magnitudes with which an adapter of DoRA leaves a weight as it is."""
+    return column_norms(weight, source.leading, len(source.layout.groups[1]))
+
+
+def quantize_weight(weight: jax.Array, source: Source, lora: LoraConfig) -> QuantizedWeight:
+    """Return a weight in the format of the settings."""
+    inputs = len(source.layout.groups[1])
+    return QuantizedWeight(*quantized(weight, lora.quantize, source.leading, inputs), lora.quantize, inputs)
+
+
+def adapt(
+    model: Decoder, path: str, a: jax.Array, b: jax.Array, scale: float, magnitudes: jax.Array | None = None
+) -> None:
+    """Give the weight with this path an adapter with these factors, and with these magnitudes if it is one of DoRA."""
+    parent, name = _owner(model, path)
+    setattr(parent, name, Adapted(getattr(parent, name), a, b, scale, magnitudes))
+
+
+def without_adapters(model: Decoder) -> Decoder:
+    """Return a model of the same weights without its adapters."""
+    graph, state = nnx.split(model)
+    plain = nnx.merge(graph, state)
+    places = ["/".join(map(str, path)) for path, node in nnx.iter_graph(plain) if isinstance(node, Adapted)]
+    for path in places:
+        parent, name = _owner(plain, path)
+        setattr(parent, name, getattr(parent, name).base)
+    return plain
+
+
+def _owner(model: Decoder, path: str) -> tuple[Any, str]:
+    """Return the module that has the weight with this path, and the weight's name in it."""
     *outer, name = path.split("/")
     parent: Any = model
     for level in outer:
         parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
-    setattr(parent, name, Adapted(getattr(parent, name), a, b, scale))
+    return parent, name

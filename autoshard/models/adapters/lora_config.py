@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from autoshard.errors import ConfigError
+from autoshard.models.decoder.quantized_weight import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class LoraConfig:
     have adapters."""
     rslora: bool = False
     """Whether to divide alpha by the square root of the rank instead (rank-stabilized LoRA)."""
+    dora: bool = False
+    """Whether magnitudes of the weights' columns are trained, too (DoRA)."""
+    quantize: WeightFormat = "none"
+    """Format of the frozen matrices that have adapters: int8, or nf4, which has 4 bits (QLoRA)."""
+    path: Path | None = None
+    """Folder of an adapter in PEFT's format to start from. The other settings of adapters are then those of it."""
 
     def __post_init__(self) -> None:
         """Refuse invalid values, all in one error."""
@@ -38,6 +46,8 @@ class LoraConfig:
             problems.append(f"lora.alpha is {self.alpha}; it must be positive and finite")
         if not self.targets:
             problems.append("lora.targets is empty; give globs such as 'attention/*'")
+        if self.quantize != "none" and self.dora:
+            problems.append("lora.dora and lora.quantize are both given, which is not built: leave out one of them")
         if problems:
             raise ConfigError("; ".join(problems))
 

@@ -19,7 +19,7 @@ from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.adapters.insert import adapt
 from autoshard.models.adapters.lora_config import LoraConfig
-from autoshard.models.adapters.rows import PREFIX, A, B, adapters_table, takes_adapter, within_layer
+from autoshard.models.adapters.rows import MAGNITUDES, PREFIX, A, B, adapters_table, takes_adapter, within_layer
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import Family, known_families
@@ -30,7 +30,7 @@ from autoshard.models.pretrained.tables import Source, sources_of
 
 def adapter_sources(family: Family, cfg: DecoderConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, Source]:
     """Return the tensors of the factors of adapters, by path. Paths of other parameters are left out."""
-    own = {path: shape for path, shape in shapes.items() if path.endswith((f"/{A}", f"/{B}"))}
+    own = {path: shape for path, shape in shapes.items() if path.endswith((f"/{A}", f"/{B}", f"/{MAGNITUDES}"))}
     return sources_of(family.stacks(cfg), adapters_table(family, cfg), own)
 
 
@@ -77,7 +77,7 @@ def write_adapter(
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,
         "lora_alpha": alpha, "use_rslora": lora.rslora, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False,
-        "use_dora": False, "init_lora_weights": True, "inference_mode": True, "modules_to_save": None,
+        "use_dora": lora.dora, "init_lora_weights": True, "inference_mode": True, "modules_to_save": None,
         "target_modules": _target_modules([one.name for one in tensors], matrices),
     }  # fmt: skip
     draft = folder.with_name(f".{folder.name}.partial")
@@ -107,18 +107,44 @@ def load_adapter(model: Decoder, path: Any) -> LoraConfig:
     Raises:
         AutoshardError: there is no adapter, it is of a kind that is not built, or it is for another model.
     """
-    adapter, family = read_adapter(Path(path)), _family(model)
+    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
+    lora, found = adapter_values(Path(path), _family(model), model.cfg, shapes)
+    for path, values in found.items():
+        a, b, *magnitudes = (jnp.asarray(each) for each in values)
+        adapt(model, path, a, b, lora.scale, *magnitudes)
+    return lora
+
+
+Values = tuple[np.ndarray, ...]
+
+
+def adapter_values(
+    folder: Path, family: Family, cfg: DecoderConfig, shapes: Mapping[str, Sequence[int]]
+) -> tuple[LoraConfig, dict[str, Values]]:
+    """Read the adapters of a folder in PEFT's format.
+
+    Args:
+        folder: the folder.
+        family: the family of the model.
+        cfg: the model's config.
+        shapes: the shape of each parameter of the model, by path.
+
+    Returns:
+        The settings, whose targets are the paths of the weights; and for each of these paths both factors and, with
+        DoRA, the magnitudes, float32 and stacked as the weight is.
+
+    Raises:
+        AutoshardError: there is no adapter, it is of a kind that is not built, or it is for another model.
+    """
+    adapter = read_adapter(folder)
     if adapter.saved or adapter.rank_pattern or adapter.alpha_pattern:
         raise AutoshardError(
             f"the adapter in {adapter.where} has fully trained modules or several ranks: merge it into the model by "
             "`autoshard ckpt merge`, then load the merged model"
         )
-    lora = LoraConfig(adapter.rank, adapter.alpha, rslora=adapter.rslora)
-    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
-    table = family.table(model.cfg)
-    sources = sources_of(family.stacks(model.cfg), table, shapes)
-    left = set(adapter.pairs)
-    for path, source in sources.items():
+    table = family.table(cfg)
+    left, values = set(adapter.pairs), {}
+    for path, source in sources_of(family.stacks(cfg), table, shapes).items():
         names = {index: name.removesuffix(".weight") for index, name in source.names.items()}
         found = [name for name in names.values() if name in adapter.pairs]
         if not found or not takes_adapter(table[within_layer(path)]):
@@ -129,32 +155,48 @@ def load_adapter(model: Decoder, path: Any) -> LoraConfig:
                 "stacked layers have adapters in all layers; load the model with scan_layers=False"
             )
         left -= set(found)
-        a, b = _factors(source, names, adapter)
-        adapt(model, path, jnp.asarray(a), jnp.asarray(b), lora.scale)
+        values[path] = _stacked(source, names, adapter)
     if left:
         raise AutoshardError(f"the adapter in {adapter.where} is for another model: this one has no {min(left)}")
-    return lora
+    dora = bool(adapter.magnitudes)
+    return LoraConfig(adapter.rank, adapter.alpha, tuple(values), adapter.rslora, dora), values
 
 
-def _factors(source: Source, names: Mapping[tuple[int, ...], str], adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
-    """Return both factors of a parameter's adapter, stacked as the parameter is."""
+def _stacked(source: Source, names: Mapping[tuple[int, ...], str], adapter: Adapter) -> Values:
+    """Return the factors and the magnitudes of a parameter's adapter, stacked as the parameter is."""
     leading, inner = source.shape[: source.leading], len(source.layout.groups[1])
     inputs = source.shape[source.leading :][:inner]
     outputs = source.shape[source.leading :][inner:]
     a = np.empty((*leading, *inputs, adapter.rank), np.float32)
     b = np.empty((*leading, adapter.rank, *outputs), np.float32)
+    magnitudes = np.empty((*leading, *outputs), np.float32)
     for index, name in names.items():
         if (problem := adapter.mismatch(name, source.tensor_shape)) is not None:
             raise AutoshardError(f"the adapter in {adapter.where} is for another model: {name}: {problem}")
         one_a, one_b, _ = adapter.pairs[name]
         a[index] = one_a.T.reshape(a[index].shape)
         b[index] = one_b.T.reshape(b[index].shape)
-    return a, b
+        if adapter.magnitudes:
+            magnitudes[index] = adapter.magnitudes[name].reshape(outputs)
+    return (a, b, magnitudes) if adapter.magnitudes else (a, b)
 
 
-def change_of(a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Return what an adapter adds to its weight, in float32."""
-    return np.float32(scale) * np.tensordot(a.astype(np.float32), b.astype(np.float32), 1)
+def merged(
+    weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float, magnitudes: np.ndarray | None = None
+) -> np.ndarray:
+    """Return a weight merged with its adapter, in float32.
+
+    Args:
+        weight: `[*inputs, *outputs]`.
+        a: the first factor, `[*inputs, rank]`.
+        b: the second factor, `[rank, *outputs]`.
+        scale: the factor of their product.
+        magnitudes: those of DoRA, `[*outputs]`.
+    """
+    found = weight.astype(np.float32) + np.float32(scale) * np.tensordot(a.astype(np.float32), b.astype(np.float32), 1)
+    if magnitudes is None:
+        return found
+    return found * (magnitudes.astype(np.float32) / np.sqrt(np.square(found).sum(tuple(range(a.ndim - 1)))))
 
 
 def _family(model: Decoder) -> Family:

@@ -1,6 +1,7 @@
 """The tables of a model with adapters: which stored tensors its weights and adapters are made of.
 
-The names of the adapters' tensors are those of PEFT: A is `[rank, in]` and B `[out, rank]` for a weight `[out, in]`.
+The names of the adapters' tensors are those of PEFT: A is `[rank, in]` and B `[out, rank]` for a weight `[out, in]`,
+and the magnitudes of DoRA are `[out]`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.layouts import PART
 from autoshard.models.pretrained.tables import Stored, Table, stored
 
-BASE, A, B = "base", "lora_a", "lora_b"
+BASE, A, B, MAGNITUDES = "base", "lora_a", "lora_b", "lora_scale"
 PREFIX = "base_model.model."
 _WITHIN = re.compile(r"segments/\d+/(?:\d+/)?layers/\d+/(.+)")
 
@@ -51,4 +52,5 @@ def adapters_table(family: Family, cfg: DecoderConfig) -> Mapping[str, Stored]:
             name = PREFIX + row.name.removesuffix("weight")
             found[f"{path}/{A}"] = stored(f"{name}lora_A.weight", f"(rank) ({inputs}) -> {inputs} rank")
             found[f"{path}/{B}"] = stored(f"{name}lora_B.weight", f"({outputs}) (rank) -> rank {outputs}")
+            found[f"{path}/{MAGNITUDES}"] = stored(f"{name}lora_magnitude_vector", f"({outputs}) -> {outputs}")
     return found

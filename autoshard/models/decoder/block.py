@@ -9,12 +9,14 @@ from flax import nnx
 
 from autoshard.models.decoder.cache import Kept, Rows
 from autoshard.models.decoder.config import DecoderConfig
-from autoshard.models.decoder.experts import Experts
+from autoshard.models.decoder.experts import Experts, Load
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.latent_attention import LatentAttention
 from autoshard.models.decoder.layers import MLP, Attention, Norm, Sides
 from autoshard.models.remat.named_values import named
 from autoshard.models.stack import run_layers
+
+Carry = jax.Array | tuple[jax.Array, Load]
 
 
 class Block(nnx.Module):
@@ -30,13 +32,19 @@ class Block(nnx.Module):
         self.attention_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
         self.mlp_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
 
-    def __call__(self, x: jax.Array, key: jax.Array | None, sides: Sides) -> jax.Array:
-        """Apply the layer to `[batch, seq, width]`."""
+    def __call__(self, carry: Carry, key: jax.Array | None, sides: Sides) -> Carry:
+        """Apply the layer to `[batch, seq, width]`, or to this and the load of the experts so far."""
+        x, load = carry if isinstance(carry, tuple) else (carry, None)
         x = named(x, "residual")
         y = self.attention(self.attention_norm(x), sides)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.feed_forward(self.mlp_norm(x))
-        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+        if load is not None and self.experts is not None:
+            y, more = self.experts.with_load(self.mlp_norm(x))
+            load = load.plus(more)
+        else:
+            y = self.feed_forward(self.mlp_norm(x))
+        x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+        return x if load is None else (x, load)
 
     def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
         """Apply the layer to new positions, using what it has kept of earlier ones."""
@@ -60,8 +68,11 @@ class Group(nnx.Module):
         self.remat = cfg.remat
         self.layers = nnx.List([Block(cfg, kind, each) for kind, each in zip(pattern, keys, strict=True)])
 
-    def __call__(self, x: jax.Array, key: jax.Array | None, sides: Sides) -> jax.Array:
-        """Apply the layers to `[batch, seq, width]`. If there are several, each is rematerialized on its own."""
+    def __call__(self, x: Carry, key: jax.Array | None, sides: Sides) -> Carry:
+        """Apply the layers to `[batch, seq, width]`, with the load of the experts if it is given.
+
+        If there are several, each is rematerialized on its own.
+        """
         if len(self.layers) == 1:
             return self.layers[0](x, key, sides)
         return run_layers(self.layers, x, None, remat=self.remat, sides=(sides,))

@@ -49,6 +49,7 @@ class DecoderConfig:
         score_cap: soft cap of the scores, `cap * tanh(score / cap)`.
         logit_cap: soft cap of the logits.
         embed_scale: factor of the embedding.
+        router_loss: factor of the loss that balances the load of experts, which training adds; see `experts.Load`.
         tie_head: whether the head shares the embedding's parameter.
         scan_layers: whether the parameters of layers that repeat are stacked and run in a scan.
         remat: what the forward pass of a layer saves; see `GPTConfig`.
@@ -94,6 +95,7 @@ class DecoderConfig:
     score_cap: float | None = None
     logit_cap: float | None = None
     embed_scale: float = 1.0
+    router_loss: float = 0.0
     tie_head: bool = False
     scan_layers: bool = True
     remat: str = "none"
@@ -123,6 +125,10 @@ class DecoderConfig:
             problems.append(
                 f"{self.rotary_dims} elements of a head are rotated, and they are rotated in pairs: make it even"
             )
+        if not 0 <= self.router_loss < float("inf"):
+            problems.append(f"router_loss is {self.router_loss}; it must be at least 0 and finite")
+        if self.router_loss and not any(kind.experts for kind in self.kinds):
+            problems.append(f"router_loss is {self.router_loss}, but no layer has experts: leave it out")
         if any(kind.experts for kind in self.kinds) and self.experts is None:
             problems.append("layers have experts, but experts is None; give an ExpertsConfig")
         if self.loss_chunks > self.vocab:

@@ -20,10 +20,11 @@ from flax import nnx
 from autoshard.kernels.cross_entropy import linear_cross_entropy
 from autoshard.models.decoder.cache import DecoderCache, Rows, counted_on, written
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.experts import Load
 from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
-from autoshard.models.loss import cross_entropy, sum_and_count
+from autoshard.models.loss import sum_and_count, token_losses
 from autoshard.models.stack import extend_layers
 
 
@@ -69,28 +70,39 @@ class Decoder(nnx.Module):
         """
         return self.logits(self.features(tokens, positions, segment_ids))
 
-    def loss(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def loss(self, batch: Mapping[str, jax.Array], *, deterministic: bool = False) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of a batch, with logits in `cfg.loss_chunks` chunks.
+
+        In training, `cfg.router_loss` times the loss that balances the experts' load is added to the mean. All
+        positions of the batch count for it, also those of padding.
 
         Args:
             batch: `inputs` and `targets`, integers `[batch, seq]`; optionally `mask`, weights `[batch, seq]`, and
                 `positions` and `segment_ids` as in a call.
+            deterministic: whether this is an evaluation, which leaves out the loss of the experts' load.
 
         Returns:
             The loss in nats, summed over tokens, and the number of tokens, both float32 `[]`.
         """
-        x = self.features(batch["inputs"], batch.get("positions"), batch.get("segment_ids"))
-        return self.loss_of(x, batch["targets"], batch.get("mask"))
+        given = batch["inputs"], batch.get("positions"), batch.get("segment_ids")
+        if deterministic or not self.cfg.router_loss or self.cfg.experts is None:
+            return self.loss_of(self.features(*given), batch["targets"], batch.get("mask"))
+        x, load = self._run(*given, load=Load.none(self.cfg.experts.experts))
+        total, count = self.loss_of(x, batch["targets"], batch.get("mask"))
+        return total + self.cfg.router_loss * load.loss() * count, count
 
     def loss_of(self, x: jax.Array, targets: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Compute the cross-entropy of features `[batch, seq, width]`, as `loss` does."""
+        return sum_and_count(self.token_losses(x, targets), mask)
+
+    def token_losses(self, x: jax.Array, targets: jax.Array) -> jax.Array:
+        """Compute the cross-entropy of each token of `[batch, seq, width]` features, float32 `[batch, seq]`."""
         if self.cfg.loss_chunks == 1 or self.cfg.logit_cap is not None:
-            return cross_entropy(self.logits(x), targets, mask)
+            return token_losses(self.logits(x), targets)
         weight, vocab_axis = (self.embed, 0) if self.head is None else (self.head, 1)
         # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
         weight = weight[...].astype(x.dtype)
-        losses = linear_cross_entropy(x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis)
-        return sum_and_count(losses, mask)
+        return linear_cross_entropy(x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis)
 
     def features(
         self,
@@ -104,11 +116,27 @@ class Decoder(nnx.Module):
 
         `embedded`, `[batch, seq, width]`, takes the place of the tokens' embedding.
         """
+        return self._run(tokens, positions, segment_ids, embedded=embedded)
+
+    def _run(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        *,
+        embedded: jax.Array | None = None,
+        load: Load | None = None,
+    ) -> Any:
+        """Compute the features; with the load of no layer, also that of all layers."""
         self._check(tokens)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
-        return self.norm(run_segments(self.cfg, self.segments, x, make_sides(self.cfg, positions, segment_ids)))
+        sides = make_sides(self.cfg, positions, segment_ids)
+        if load is None:
+            return self.norm(run_segments(self.cfg, self.segments, x, sides))
+        x, load = run_segments(self.cfg, self.segments, (x, load), sides)
+        return self.norm(x), load
 
     image_slots = None
     """A `Decoder` reads no images."""

@@ -7,15 +7,59 @@ biases, gpt-oss (arXiv:2508.10925).
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from autoshard._shown import shown
 from autoshard.models import dropless
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.layers import MLP, normal, zeros
+
+
+@shown
+class Load(NamedTuple):
+    r"""How much each expert of one or several layers is used.
+
+    The loss that balances it is :math:`E \sum_e \bar c_e \bar p_e` for E experts, where :math:`\bar c_e` is how often
+    the expert is chosen and :math:`\bar p_e` its probability, both means over the positions of all layers
+    (arXiv:2101.03961, section 2.2; over all layers together, as in transformers).
+
+    Attributes:
+        counts: how often each expert was chosen, float32 `[experts]`.
+        probabilities: the sum of its probabilities, float32 `[experts]`.
+        positions: number of positions, float32 `[]`.
+    """
+
+    counts: jax.Array
+    probabilities: jax.Array
+    positions: jax.Array
+
+    @classmethod
+    def none(cls, experts: int) -> Load:
+        """Return the load of no layer."""
+        return cls(jnp.zeros((experts,)), jnp.zeros((experts,)), jnp.zeros(()))
+
+    @classmethod
+    def of(cls, logits: jax.Array, chosen: jax.Array) -> Load:
+        """Return the load of a layer, from the router's logits `[batch, seq, experts]` and its choices."""
+        picked = (chosen[..., None] == jnp.arange(logits.shape[-1])).astype(jnp.float32)
+        probabilities = jax.nn.softmax(logits, axis=-1)
+        positions = jnp.float32(math.prod(logits.shape[:-1]))
+        return cls(jnp.sum(picked, (0, 1, 2)), jnp.sum(probabilities, (0, 1)), positions)
+
+    def plus(self, other: Load) -> Load:
+        """Return the load of both."""
+        return Load(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def loss(self) -> jax.Array:
+        """Return the loss that balances the load, float32 `[]`."""
+        return self.counts.size * jnp.sum(self.counts * self.probabilities) / jnp.square(self.positions)
 
 
 def route(cfg: ExpertsConfig, logits: jax.Array, choice_bias: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -74,6 +118,15 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the experts to each position of `[batch, seq, width]`."""
+        return self._routed(x)[0]
+
+    def with_load(self, x: jax.Array) -> tuple[jax.Array, Load]:
+        """Apply the experts, and return their load, too."""
+        y, logits, chosen = self._routed(x)
+        return y, Load.of(logits, chosen)
+
+    def _routed(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Apply the experts. Returns also the router's logits and its choices."""
         # Small differences between logits decide the choice: compute them in float32 and with HIGHEST precision.
         logits = jnp.einsum(
             "bsd,de->bse",
@@ -86,7 +139,7 @@ class Experts(nnx.Module):
         bias = None if self.choice_bias is None else self.choice_bias[...].astype(jnp.float32)
         gates, chosen = route(self.own, logits, bias)
         y = self._apply(x, gates, chosen)
-        return y if self.shared is None else y + self.shared(x)
+        return y if self.shared is None else y + self.shared(x), logits, chosen
 
     def _apply(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
         gate, up, down = (w[...].astype(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))

@@ -17,11 +17,12 @@ from jax import lax
 from autoshard._shown import shown
 from autoshard.kernels.blockwise_attention import Softmax, Visibility
 from autoshard.models.attention import attention
-from autoshard.models.decoder.adapted import Adapted
+from autoshard.models.decoder.adapted import Adapted, times
 from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.quantized_weight import QuantizedWeight
 from autoshard.models.decoder.rotary import Rotary, Table, rotate
 from autoshard.models.remat.named_values import named
 
@@ -70,9 +71,11 @@ def zeros(cfg: DecoderConfig, *shape: int, wanted: bool = True) -> nnx.Param | N
     return nnx.Param(jnp.zeros(shape, jnp.dtype(cfg.param_dtype))) if wanted else None
 
 
-def project(spec: str, x: jax.Array, weight: nnx.Param | Adapted, bias: nnx.Param | None = None) -> jax.Array:
+def project(
+    spec: str, x: jax.Array, weight: nnx.Param | Adapted | QuantizedWeight, bias: nnx.Param | None = None
+) -> jax.Array:
     """Compute `einsum(spec, x, weight)` in x's dtype, and add a bias to the trailing dimensions."""
-    y = weight.project(spec, x) if isinstance(weight, Adapted) else jnp.einsum(spec, x, weight[...].astype(x.dtype))
+    y = times(spec, x, weight)
     if bias is None:
         return y
     return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -28,8 +30,8 @@ def make_segments(cfg: DecoderConfig, key: jax.Array) -> nnx.List:
     )
 
 
-def run_segments(cfg: DecoderConfig, segments: nnx.List, x: jax.Array, sides: Sides) -> jax.Array:
-    """Apply all layers to `[batch, seq, width]`."""
+def run_segments(cfg: DecoderConfig, segments: nnx.List, x: Any, sides: Sides) -> Any:
+    """Apply all layers to `[batch, seq, width]`, or to this and the load of the experts so far."""
     for segment, layers in zip(segments_of(cfg.kinds), segments, strict=True):
         # A group of several layers rematerializes each of them.
         x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))

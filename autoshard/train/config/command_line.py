@@ -28,7 +28,7 @@ from autoshard.train.config.train_config import (
     RESUMABLE_CHANGES,
     TrainConfig,
     from_dict,
-    load_toml,
+    merge,
     replaced,
     similar,
     suggestion,
@@ -64,6 +64,21 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
         if end.code:
             raise ConfigError(plain_message(_one_line(errors.getvalue()), prog)) from end
         raise
+
+
+def load_toml(config: TrainConfig, path: Path) -> TrainConfig:
+    """Return a config with the settings of a TOML file.
+
+    Raises:
+        ConfigError: The file cannot be read, is not TOML, or has an unknown setting.
+    """
+    try:
+        changes = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config {str(path)!r} is not a TOML file: {error}") from error
+    return merge(config, changes, str(path))
 
 
 # The messages of argparse and tyro about text in place of a number.

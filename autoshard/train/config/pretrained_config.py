@@ -27,5 +27,8 @@ class PretrainedConfig:
     """Implementation of attention, as --gpt.attention."""
     scan_layers: bool = True
     """Whether layers of one kind are stacked and run in a scan."""
+    router_loss: float | None = None
+    """Factor of the loss that balances the load of experts. Default: router_aux_loss_coef of the folder's config if its
+    output_router_logits is true, else 0."""
     loss_chunks: int = 1
     """Number of chunks of the vocabulary in which the loss is computed."""

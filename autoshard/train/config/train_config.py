@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
-import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,9 +21,14 @@ from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, sele
 from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.sharding.pipeline.schedule_words import read_schedule
 from autoshard.train.config import run_directory
+from autoshard.train.config.pretrained_checks import pretrained_problems
 from autoshard.train.config.pretrained_config import PretrainedConfig
+from autoshard.train.config.rows_config import RowsConfig
+from autoshard.train.data.rows.records import has_rows
 from autoshard.train.old_names import accepts_old_fields, current_settings
 from autoshard.train.step.optimizer import OptimizerConfig
+from autoshard.train.step.preference import DpoConfig
+from autoshard.train.step.train_step import BatchKind
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
@@ -56,8 +61,9 @@ class TrainConfig:
     that it accepts. It returns an nnx.Module that maps tokens [batch, seq] to logits, or that has a method
     loss(batch) which returns the sum of the losses and the sum of their weights."""
     data: str | None = None
-    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. The function
-    is called with the config. It returns (training tokens, held-out tokens) as integer arrays, or an
+    """UTF-8 file or folder (default: the Python standard library's source), or package.module:function. With --from,
+    also rows of instruction data: .jsonl, .parquet, .array_record, or a folder of them. The function is called with the
+    config. It returns (training tokens, held-out tokens) as integer arrays, or an
     autoshard.train.data.text_data.Source."""
     tokenizer: Path | None = None
     """`tokenizers` JSON file. Default: each byte is a token."""
@@ -88,6 +94,13 @@ class TrainConfig:
     """The pretrained model that the run starts from."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Low-rank adapters, which are trained in place of the pretrained parameters."""
+    rows: RowsConfig = field(default_factory=RowsConfig)
+    """How rows of instruction data become batches."""
+    loss: Literal["tokens", "dpo"] = "tokens"
+    """`tokens` is the cross-entropy of the tokens. `dpo` compares pairs of answers, rows with prompt, chosen and
+    rejected, with --from; see --dpo.*."""
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    """How --loss dpo compares pairs of answers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How parameters are updated."""
 
@@ -195,7 +208,7 @@ class TrainConfig:
             read_schedule(self.schedule)
         except PlanError as error:
             problems.append(str(error))
-        problems += self._offload_problems() + self._pretrained_problems()
+        problems += self._offload_problems() + pretrained_problems(self)
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -220,15 +233,15 @@ class TrainConfig:
                     f"give one of them, such as gpt.remat '{remat} keep:NAMES'"]  # fmt: skip
         return []
 
-    def _pretrained_problems(self) -> list[str]:
-        folder, problems = self.pretrained.folder, []
-        if folder is not None and self.model != "gpt":
-            problems.append(f"model is {self.model}, but --from {folder} says what the model is: give one of them")
-        if folder is None and self.lora.rank:
-            problems.append(f"lora.rank is {self.lora.rank}, but no pretrained model: give its folder by --from")
-        if self.lora.rank and self.freeze:
-            problems.append("freeze and lora.rank are both given, but adapters freeze all else: leave out freeze")
-        return problems
+    @functools.cached_property
+    def reads_rows(self) -> bool:
+        """Whether the data are rows of instruction data."""
+        return self.pretrained.folder is not None and self.data is not None and has_rows(self.data)
+
+    @property
+    def batch_kind(self) -> BatchKind:
+        """What arrays a batch has."""
+        return "pairs" if self.loss == "dpo" else "packed" if self.reads_rows else "text"
 
     @property
     def is_built_in(self) -> bool:
@@ -341,21 +354,6 @@ def similar(name: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
 
 
-def load_toml(config: TrainConfig, path: Path) -> TrainConfig:
-    """Return a config with the settings of a TOML file.
-
-    Raises:
-        ConfigError: The file cannot be read, is not TOML, or has an unknown setting.
-    """
-    try:
-        changes = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {str(path)!r} is not a TOML file: {error}") from error
-    return merge(config, changes, str(path))
-
-
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Return the config as JSON values."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
@@ -374,8 +372,17 @@ def identity(config: TrainConfig) -> dict[str, Any]:
 def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
     """Return the config stored in a checkpoint: `model` must match on restore, `run` is information only."""
     values = identity(config)
-    shape = values["gpt"] if config.pretrained.folder is None else {"lora": values["lora"]}
+    shape = values["gpt"] if config.pretrained.folder is None else {"lora": lora_shape(values["lora"])}
     return {"model": {"name": config.model_name, **shape}, "run": values}
+
+
+LATER_LORA = ("dora", "quantize")
+
+
+def lora_shape(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of adapters that a checkpoint must match. Older checkpoints do not name the later ones."""
+    kept = {name: value for name, value in lora.items() if name != "path"}
+    return {name: value for name, value in kept.items() if name not in LATER_LORA or value not in (False, "none")}
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -13,8 +13,8 @@ from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.export import Exported, Model, cast_values
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import ConfigError
-from autoshard.models.adapters.peft_files import adapter_sources, change_of, matrices_of, write_adapter
-from autoshard.models.adapters.rows import BASE, A, B
+from autoshard.models.adapters.peft_files import adapter_sources, matrices_of, merged, write_adapter
+from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B
 from autoshard.models.pretrained.folder import CONFIG
 from autoshard.models.pretrained.save import tensors_of, without_quantization, write_pretrained
 from autoshard.train.config import run_directory
@@ -54,20 +54,24 @@ def export_pretrained(
     """
     if merge and not config.lora.rank:
         raise ConfigError("--merge is for runs with adapters, and this run has none: leave it out")
+    if merge and config.lora.quantize != "none":
+        raise ConfigError(
+            f"the frozen weights of this run are {config.lora.quantize}, so a merged model would not have those of "
+            f"the folder: export without --merge, then `autoshard ckpt merge {config.pretrained.folder} ADAPTER OUT`"
+        )
     described = describe(config)
     saved = {one.name.replace(".", "/"): one for one in model.tensors}
     shapes = {path: one.shape for path, one in saved.items()}
     dtypes = {path: dtype or one.dtype for path, one in saved.items()}
     read = functools.lru_cache(1)(lambda path: saved[path].read())
-    factor = functools.lru_cache(2)(lambda path: saved[path].read())
+    factor = functools.lru_cache(3)(lambda path: saved[path].read())
 
     def values(path: str, index: tuple[int, ...]) -> np.ndarray:
         found = read(path)[index]
         stem = path.removesuffix(BASE)
         if path.endswith(f"/{BASE}"):
-            found = found.astype(np.float32) + change_of(
-                factor(stem + A)[index], factor(stem + B)[index], config.lora.scale
-            )
+            own = [factor(stem + name)[index] for name in (A, B, *([MAGNITUDES] if config.lora.dora else []))]
+            found = merged(found, own[0], own[1], config.lora.scale, *own[2:])
         return cast_values(path, found, dtypes[path])
 
     if config.lora.rank and not merge:

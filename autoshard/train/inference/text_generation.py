@@ -8,6 +8,7 @@ import numpy as np
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, MoE, generate
+from autoshard.models.decoder import Decoder
 from autoshard.train.data.tokenizer import Codec
 from autoshard.train.step.train_state import Program, TrainState
 from autoshard.train.step.train_step import eval_params
@@ -25,7 +26,7 @@ def sample_text(
     top_k: int | None = None,
     use_ema: bool = True,
 ) -> str | None:
-    """Continue a prompt. Returns None if the model is not a built-in language model.
+    """Continue a prompt. Returns None if the model is neither a built-in language model nor a pretrained one.
 
     Args:
         program: The model.
@@ -42,7 +43,7 @@ def sample_text(
         ConfigError: The prompt is empty, or `top_k` exceeds the vocabulary.
     """
     model = program.model(eval_params(state, use_ema), state.frozen, state.variables, None)
-    if not isinstance(model, GPT | MoE):
+    if not isinstance(model, GPT | MoE | Decoder):
         return None
     start = codec.encode(prompt).astype(np.int32)
     if not len(start):

@@ -23,6 +23,8 @@ from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.data.rows.encoding import RowEncoder
+from autoshard.train.data.rows.row_source import row_source
 from autoshard.train.data.text_data import Source, TokenSource, text_source
 from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.old_names import accepts_old_keywords
@@ -32,11 +34,12 @@ from autoshard.train.program.constants import (
     SEARCHED_REMAT_MIXES,
     VOCAB_MULTIPLE,
 )
-from autoshard.train.program.pretrained import fit_pretrained, pretrained_builder, trained_globs
+from autoshard.train.program.pretrained import fit_pretrained, frozen_globs, pretrained_builder, trained_globs
 from autoshard.train.step.ema import EmaConfig
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.step.preference import dpo_loss
 from autoshard.train.step.train_state import Program, TrainState, make_program
-from autoshard.train.step.train_step import TrainStep, make_train_step
+from autoshard.train.step.train_step import Loss, TrainStep, loss_and_weight, make_train_step
 
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
@@ -102,13 +105,22 @@ def make_program_of(config: TrainConfig) -> Program:
     """
     optimizer = make_optimizer(config.optimizer, config.steps)
     ema = EmaConfig(config.ema_decay, config.ema_every, config.ema_spike)
-    return make_program(model_builder(config), optimizer, freeze=config.freeze, ema=ema, train=trained_globs(config))
+    freeze = (*config.freeze, *frozen_globs(config))
+    return make_program(model_builder(config), optimizer, freeze=freeze, ema=ema, train=trained_globs(config))
 
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """Make the train step of a run. If its plan is a pipeline, the planner cuts the step into microbatches."""
     count = 1 if config.stages > 1 else config.microbatches
-    return make_train_step(program, learning_rate_schedule(config.optimizer, config.steps), count)
+    schedule = learning_rate_schedule(config.optimizer, config.steps)
+    return make_train_step(program, schedule, count, loss_of(config))
+
+
+def loss_of(config: TrainConfig) -> Loss:
+    """Return the loss of a run."""
+    if config.loss == "dpo":
+        return lambda model, batch, key: dpo_loss(model, batch, config.dpo)
+    return loss_and_weight
 
 
 @accepts_old_keywords
@@ -266,6 +278,8 @@ def make_source(config: TrainConfig) -> Source:
         ConfigError: The function cannot be found, or returns neither token arrays nor a source.
     """
     batch = {"batch_size": config.batch_size, "eval_batch_size": config.eval_batch_size}
+    if config.reads_rows:
+        return _rows_of(config, batch)
     if not is_function(config.data):
         return text_source(
             config.data, context=config.gpt.context, seed=config.seed, tokenizer=config.tokenizer_file, **batch
@@ -282,6 +296,23 @@ def make_source(config: TrainConfig) -> Source:
         )
     vocab_size = max(int(part.max(initial=0)) + 1 for part in tokens)
     return TokenSource(*tokens, vocab_size=vocab_size, context=config.gpt.context, seed=config.seed, **batch)
+
+
+def _rows_of(config: TrainConfig, batch: Mapping[str, int]) -> Source:
+    """Open rows of instruction data, with the tokenizer and the chat template of the pretrained model."""
+    assert config.data is not None and config.model_folder is not None
+    if config.tokenizer_file is None:
+        raise ConfigError(f"{str(config.model_folder)!r} has no tokenizer.json: download it, or give --tokenizer")
+    return row_source(
+        config.data,
+        RowEncoder.of(config.model_folder, config.tokenizer_file),
+        pairs=config.batch_kind == "pairs",
+        packed=config.rows.pack,
+        held_out=config.rows.held_out,
+        context=config.gpt.context,
+        seed=config.seed,
+        **batch,
+    )
 
 
 def is_function(name: str | None) -> bool:

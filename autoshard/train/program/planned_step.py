@@ -21,6 +21,7 @@ from autoshard.sharding.machines.targets import find_target, is_made_of
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.constants import SEARCHED_MICROBATCHES
+from autoshard.train.program.pretrained import with_dtype_note
 from autoshard.train.program.remat_search import RematSpace, remat_search
 from autoshard.train.step.train_state import Program, TrainState, Tree
 from autoshard.train.step.train_step import EvalStep, TrainStep, batch_shapes
@@ -103,8 +104,8 @@ def place_step(train_step: TrainStep, program: Program, config: TrainConfig, pla
     if plan is not None:  # it was made with the other options
         options = {"plan": plan, "target": config.target}
     step = autoshard.auto_shard(train_step, donate_argnums=0, **options)
-    shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context)
-    made = step.plan(shapes, batch)
+    shapes, batch = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
+    made = with_dtype_note(step.plan(shapes, batch), config, shapes)
     state_shardings, batch_shardings = shardings(made)
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -221,7 +222,7 @@ def place_eval_step(eval_step: EvalStep, state_parts: tuple[Tree, Tree, Tree], c
         same = ("plan", "microbatches", "schedule", "gather")
         options |= {name: x for name, x in plan_options(config).items() if name in same}
     step = autoshard.auto_shard(eval_step, **options)
-    batch = batch_shapes(config.eval_batch_size, config.gpt.context)
+    batch = batch_shapes(config.eval_batch_size, config.gpt.context, config.batch_kind)
     batch_shardings = shardings(step.plan(*state_parts, batch), mesh)[3]
     return PlacedEvalStep(step, batch, batch_shardings)
 

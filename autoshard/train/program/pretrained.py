@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.ckpt.exchange.safetensors import Tensor
@@ -19,8 +20,17 @@ from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.load import Described, read_values
 from autoshard.models.pretrained.tables import Source, sources_of
+from autoshard.sharding.api.plan import Plan
 from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.program.first_adapters import (
+    CODES,
+    adapter_start,
+    dense_shapes,
+    quantized_values,
+    with_adapter_settings,
+)
 from autoshard.train.step.optimizer import path_name
+from autoshard.train.step.preference import REFERENCE
 from autoshard.train.step.train_state import Program, TrainState
 
 # What other programs read beside the config and the weights.
@@ -40,6 +50,8 @@ def describe(config: TrainConfig) -> Described:
     changes: dict[str, Any] = {
         "remat": own.remat, "attention": own.attention, "scan_layers": own.scan_layers, "loss_chunks": own.loss_chunks,
     }  # fmt: skip
+    if own.router_loss is not None:
+        changes["router_loss"] = own.router_loss
     if own.compute_dtype is not None:
         changes["compute_dtype"] = own.compute_dtype
     described = Described.of(Folder.open(config.model_folder), own.dtype, changes)
@@ -59,12 +71,13 @@ def kept_files(folder: Path) -> Iterator[Path]:
 
 
 def fit_pretrained(config: TrainConfig, vocab_size: int) -> TrainConfig:
-    """Return the config with the vocabulary of its pretrained model.
+    """Return the config with the vocabulary of its pretrained model, and the settings of its adapters.
 
     Raises:
         ConfigError: The data have more tokens, or the sequences are longer than the model's positions.
     """
-    cfg = describe(config).cfg
+    described = describe(config)
+    cfg, config = described.cfg, with_adapter_settings(config, described)
     if vocab_size > cfg.vocab:
         tokenizer = config.tokenizer_file or "bytes, because the folder has no tokenizer.json"
         raise ConfigError(
@@ -87,6 +100,8 @@ def pretrained_builder(config: TrainConfig) -> Callable[[nnx.Rngs], Decoder]:
         model.origin = described.origin
         if config.lora.rank:
             add_adapters(model, described.family, config.lora, rngs.params())
+        elif config.loss == "dpo":
+            setattr(model, REFERENCE, Decoder(described.cfg, rngs=rngs))
         return model
 
     return build
@@ -95,6 +110,22 @@ def pretrained_builder(config: TrainConfig) -> Callable[[nnx.Rngs], Decoder]:
 def trained_globs(config: TrainConfig) -> tuple[str, ...]:
     """Return the globs over the paths of the parameters that are trained."""
     return trained_parameters if config.lora.rank else ("*",)
+
+
+def frozen_globs(config: TrainConfig) -> tuple[str, ...]:
+    """Return the globs over the paths of the reference's parameters, which are not trained."""
+    return (f"{REFERENCE}/*",) if config.loss == "dpo" and not config.lora.rank else ()
+
+
+def with_dtype_note(plan: Plan, config: TrainConfig, state: TrainState) -> Plan:
+    """Return the plan of a run with a note about trained parameters, and moments, of fewer than 32 bits."""
+    short = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params) if leaf.dtype.itemsize < 4})
+    note = (
+        f"trained parameters and their moments are {' and '.join(short)}, so small updates are lost to rounding; "
+        "--pretrained.dtype float32 --pretrained.compute-dtype bfloat16 keeps them"
+    )
+    missing = short and config.pretrained.folder is not None and note not in plan.notes
+    return plan.where(notes=(*plan.notes, note)) if missing else plan
 
 
 def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict[str, Source]:
@@ -136,6 +167,18 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
         _check_dtypes(sources, tensors, dtypes, folder)
     shardings = {path: leaves[path].sharding for path in sources}
     values = read_values(folder, sources, tensors, dtypes, shardings)
+    dense = sources_in(described, dense_shapes(described, leaves))
+    for path, source in dense.items():
+        given = {path: leaves[f"{path}/{CODES}"].sharding}
+        dtype = {path: described.shapes[path.removesuffix(f"/{BASE}")].dtype}
+        (weight,) = read_values(folder, {path: source}, tensors, dtype, given).values()
+        values |= quantized_values(config.lora, path, weight, source, leaves)
+    values |= adapter_start(config, described, leaves, sources, values)
+    values |= {
+        f"{REFERENCE}/{path}": _copy(values[path], leaf.sharding)
+        for path in sources
+        if (leaf := leaves.get(f"{REFERENCE}/{path}")) is not None
+    }
 
     def rest(key: jax.Array, values: dict[str, jax.Array]) -> list[Any]:
         return _others(program.create_state(key, values), values)
@@ -146,6 +189,11 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
     others = iter(made)
     flat, tree = jax.tree_util.tree_flatten_with_path(like)
     return tree.unflatten([values[name] if (name := _model_path(path)) in values else next(others) for path, _ in flat])
+
+
+def _copy(value: jax.Array, sharding: Any) -> jax.Array:
+    """Copy an array into memory of its own, because a step donates its state."""
+    return jax.jit(jnp.copy, out_shardings=sharding)(value)
 
 
 def _check_dtypes(

@@ -28,7 +28,7 @@ from autoshard.train.data.text_data import Source
 from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.inference.exported_model import write_inference
 from autoshard.train.inference.text_generation import sample_text
-from autoshard.train.program.build import fit_vocab, make_program_of, make_source, train_step_of
+from autoshard.train.program.build import fit_vocab, loss_of, make_program_of, make_source, train_step_of
 from autoshard.train.program.evaluation import Evaluation, evaluate
 from autoshard.train.program.planned_step import (
     PlacedEvalStep,
@@ -322,7 +322,7 @@ class Trainer:
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
         if self._eval_step is None:
-            self._eval_step = place_eval_step(make_eval_step(self.program), parts, self.config)
+            self._eval_step = place_eval_step(make_eval_step(self.program, loss_of(self.config)), parts, self.config)
         evaluation = evaluate(
             self._eval_step,
             parts,
@@ -336,15 +336,8 @@ class Trainer:
 
     def _conclude(self, state: TrainState, step: int, reporter: Reporter, interrupted_by: str | None) -> None:
         if interrupted_by is None and self.config.sample_tokens:
-            text = sample_text(
-                self.program,
-                state,
-                load_codec(self.config.tokenizer_file),
-                self.config.prompt,
-                self.config.sample_tokens,
-                use_ema=self.config.use_ema,
-            )
-            reporter.print(f"Sample:\n{text}" if text is not None else "No sample: the model is not a built-in one.")
+            text, shown = self._sample(state)
+            reporter.print(shown)
             if text is not None and distributed.is_main():
                 (self.run_dir / run_directory.SAMPLE).write_text(text)
         if distributed.is_main():
@@ -356,8 +349,17 @@ class Trainer:
             f"{self.run_dir}{more}"
         )
 
+    def _sample(self, state: TrainState) -> tuple[str | None, str]:
+        """Return a sample if there is one, and what to print: the sample, or why there is none."""
+        codec, count = load_codec(self.config.tokenizer_file), self.config.sample_tokens
+        try:
+            text = sample_text(self.program, state, codec, self.config.prompt, count, use_ema=self.config.use_ema)
+        except ConfigError as error:  # a tokenizer may have no token for the prompt
+            return None, f"No sample: {error}"
+        return text, f"Sample:\n{text}" if text is not None else "No sample: the model is not a built-in one."
+
     def _tokens_per_step(self) -> int:
-        return self.config.batch_size * self.config.gpt.context
+        return math.prod(self.placed.batch_shapes["inputs"].shape)
 
     def _peak_seconds_per_step(self) -> float | None:
         """Time of a step at the devices' peak FLOP/s, in seconds; None if the peak or the model's FLOPs are unknown."""

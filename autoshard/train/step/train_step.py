@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,22 @@ from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
 Batch = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+BatchKind = Literal["text", "packed", "pairs"]
+Loss = Callable[[Any, Batch, jax.Array | None], tuple[jax.Array, jax.Array]]
 EvalStep = Callable[[Tree, Tree, Tree, Batch], tuple[jax.Array, jax.Array]]
 
 
-def batch_shapes(batch_size: int, context: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch, each `[batch, seq]`: input tokens, target tokens, and a mask of the targets that count."""
-    shape = (batch_size, context)
-    tokens, weights = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
-    return {"inputs": tokens, "targets": tokens, "mask": weights}
+def batch_shapes(batch_size: int, context: int, kind: BatchKind = "text") -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch, each `[batch, seq]`: input tokens, target tokens, and a mask of those that count.
+
+    A batch of packed documents also has `positions` and `segment_ids`. A batch of pairs has two sequences a row,
+    `[batch, 2, seq]`.
+    """
+    names = {"inputs": jnp.int32, "targets": jnp.int32, "mask": jnp.float32}
+    if kind == "packed":
+        names |= {"positions": jnp.int32, "segment_ids": jnp.int32}
+    shape = (batch_size, 2, context) if kind == "pairs" else (batch_size, context)
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in names.items()}
 
 
 def loss_and_weight(model: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -54,7 +62,9 @@ def loss_and_weight(model: Any, batch: Batch, key: jax.Array | None) -> tuple[ja
 
 
 @accepts_old_keywords
-def make_train_step(program: Program, schedule: optax.Schedule, microbatches: int = 1) -> TrainStep:
+def make_train_step(
+    program: Program, schedule: optax.Schedule, microbatches: int = 1, loss_of: Loss = loss_and_weight
+) -> TrainStep:
     """Make the function `(state, batch) -> (state, metrics)`.
 
     The gradient is that of the token-weighted mean over the whole batch, for any number of microbatches: the sums of
@@ -64,11 +74,12 @@ def make_train_step(program: Program, schedule: optax.Schedule, microbatches: in
         program: The model and its optimizer.
         schedule: Learning rate by step, for the metrics.
         microbatches: Microbatches per batch.
+        loss_of: Computes the sum of a batch's losses and the sum of their weights.
     """
 
     def loss_sum(params: Tree, frozen: Tree, variables: Tree, batch: Batch, key: jax.Array):
         model = program.model(params, frozen, variables, key)
-        loss, weight = loss_and_weight(model, batch, key)
+        loss, weight = loss_of(model, batch, key)
         return loss, (weight, program.variables(model))
 
     gradients_of = jax.value_and_grad(loss_sum, has_aux=True)
@@ -123,11 +134,11 @@ def make_train_step(program: Program, schedule: optax.Schedule, microbatches: in
     return train_step
 
 
-def make_eval_step(program: Program) -> EvalStep:
+def make_eval_step(program: Program, loss_of: Loss = loss_and_weight) -> EvalStep:
     """Make the function `(params, frozen, variables, batch) -> (sum of losses, weight)`, without dropout."""
 
     def eval_step(params: Tree, frozen: Tree, variables: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return loss_and_weight(program.model(params, frozen, variables, None), batch, None)
+        return loss_of(program.model(params, frozen, variables, None), batch, None)
 
     return eval_step
 

@@ -151,7 +151,8 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(use_dora=True), "has use_dora=True: only plain and rank-stabilized LoRA"),
+        (dict(use_dora=True), "no magnitudes, and use_dora is True"),
+        (dict(use_qalora=True), "has use_qalora=True: only LoRA, rank-stabilized LoRA and DoRA"),
         (dict(peft_type="IA3"), "has peft_type='IA3'"),
         (dict(bias="all"), "has bias='all'"),
         (dict(lora_bias=True), "has lora_bias=True"),

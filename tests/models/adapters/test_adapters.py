@@ -1,5 +1,6 @@
 """Low-rank adapters: a new one changes nothing, PEFT's files go both ways, and merged weights compute the same."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from autoshard.ckpt.exchange.export import write_model
 from autoshard.ckpt.exchange.lora import merge_adapter, read_adapter, read_model
@@ -17,6 +18,7 @@ from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import load_pretrained, save_pretrained
 from autoshard.models.adapters import LoraConfig, add_adapters, load_adapter, save_adapter
 from autoshard.models.decoder import Decoder
+from autoshard.models.decoder.adapted import Adapted
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from tests.models.pretrained.folders import LLAMA, MIXTRAL, make_folder
@@ -46,21 +48,30 @@ def adapted(folder: Path, lora: LoraConfig, config: dict[str, Any] = LLAMA, **ch
     model = load(folder, **changes)
     before = logits(model)
     add_adapters(model, family_of(config, ""), lora, jax.random.key(0))
-    np.testing.assert_array_equal(logits(model), before)
-    for path in [path for path in parameters_of(model) if path.endswith("lora_b")]:
+    if lora.dora:  # the norms are computed twice, in two ways
+        np.testing.assert_allclose(logits(model), before, rtol=1e-5, atol=1e-5)
+    else:
+        np.testing.assert_array_equal(logits(model), before)
+    for path in [path for path in parameters_of(model) if path.endswith(("lora_b", "lora_scale"))]:
         parent: Any = model
-        for level in path.split("/")[:-1]:
+        *outer, name = path.split("/")
+        for level in outer:
             parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
-        parent.lora_b[...] = 0.1 * jax.random.normal(jax.random.key(len(path)), parent.lora_b[...].shape)
+        value = getattr(parent, name)
+        value[...] = value[...] + 0.1 * jax.random.normal(jax.random.key(len(path)), value[...].shape)
     return model
 
 
-@pytest.mark.parametrize(("config", "scan"), [(LLAMA, True), (DEEPSEEK, False)], ids=["llama", "deepseek"])
+@pytest.mark.parametrize(
+    ("config", "scan", "dora"),
+    [(LLAMA, True, False), (DEEPSEEK, False, False), (LLAMA, True, True), (DEEPSEEK, False, True)],
+    ids=["llama", "deepseek", "llama-dora", "deepseek-dora"],
+)
 def test_an_adapter_in_pefts_format_merges_and_loads_to_the_same_model(
-    tmp_path: Path, scan: bool, config: dict[str, Any]
+    tmp_path: Path, scan: bool, config: dict[str, Any], dora: bool
 ) -> None:
     folder = make_folder(tmp_path / "model", config)
-    lora = LoraConfig(rank=2, alpha=3, targets=("attention/*",), rslora=True)
+    lora = LoraConfig(rank=2, alpha=3, targets=("attention/*",), rslora=not dora, dora=dora)
     model = adapted(folder, lora, config, scan_layers=scan)
     save_adapter(model, tmp_path / "adapter", lora, base="model")
     # Merged by code that knows only PEFT's format.
@@ -70,7 +81,7 @@ def test_an_adapter_in_pefts_format_merges_and_loads_to_the_same_model(
     np.testing.assert_allclose(logits(model), logits(merged), rtol=1e-4, atol=1e-5)
     again = load(folder, scan_layers=not scan)
     loaded = load_adapter(again, tmp_path / "adapter")
-    assert (loaded.rank, loaded.alpha, loaded.rslora) == (2, 3, True)
+    assert (loaded.rank, loaded.alpha, loaded.rslora, loaded.dora) == (2, 3, not dora, dora)
     np.testing.assert_allclose(logits(model), logits(again), rtol=1e-4, atol=1e-5)
 
 
@@ -88,6 +99,38 @@ def test_the_names_are_those_of_peft(tmp_path: Path) -> None:
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 3, modules)
 
 
+def test_the_magnitudes_of_dora_have_pefts_names_and_are_checked(tmp_path: Path) -> None:
+    lora = dataclasses.replace(LORA, dora=True)
+    save_adapter(adapted(make_folder(tmp_path / "model", LLAMA), lora), tmp_path / "adapter", lora)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.2.self_attn.k_proj.lora_magnitude_vector"
+    assert tensors[name].shape == (8,) and len(tensors) == 3 * 7 * 3
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
+    save_file({other: value for other, value in tensors.items() if other != name}, file)
+    with pytest.raises(AutoshardError, match=r"layers\.2\.self_attn\.k_proj: no magnitudes, and use_dora is True"):
+        load_adapter(load(tmp_path / "model"), tmp_path / "adapter")
+
+
+def test_the_norms_of_dora_are_constants_for_the_gradient(tmp_path: Path) -> None:
+    """A change of a factor along its own column would otherwise have next to no gradient."""
+    weight, a, b = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(6, 4), (6, 2), (2, 4)]))
+    x, magnitudes = jax.random.normal(jax.random.key(3), (5, 6)), jnp.arange(1.0, 5.0)
+
+    def value(a: jax.Array, b: jax.Array, magnitudes: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(Adapted(nnx.Param(weight), a, b, 0.5, magnitudes).project("se,ef->sf", x)))
+
+    norms = jnp.linalg.norm(weight + 0.5 * a @ b, axis=0)
+
+    def expected(a: jax.Array, b: jax.Array, magnitudes: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x @ (weight + 0.5 * a @ b) * (magnitudes / norms)[None]))
+
+    for found, want in zip(
+        *(jax.value_and_grad(each, (0, 1, 2))(a, b, magnitudes)[1] for each in (value, expected)), strict=True
+    ):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
+
+
 def test_adapters_of_some_layers_are_named_in_full(tmp_path: Path) -> None:
     lora = LoraConfig(rank=1, targets=("segments/0/1/*/wq",))
     model = adapted(make_folder(tmp_path / "model", LLAMA), lora, scan_layers=False)
@@ -101,7 +144,7 @@ def test_adapters_of_some_layers_are_named_in_full(tmp_path: Path) -> None:
 
 def test_a_cached_step_with_adapters_computes_the_same(tmp_path: Path) -> None:
     """Latent attention reads one weight itself, besides projecting with it."""
-    lora = LoraConfig(rank=2, targets=("attention/*",))
+    lora = LoraConfig(rank=2, targets=("attention/*",), dora=True)
     model = adapted(make_folder(tmp_path / "model", DEEPSEEK), lora, DEEPSEEK)
 
     @nnx.jit

@@ -145,7 +145,7 @@ def test_settings_of_the_training_may_not_change_on_resume() -> None:
     assert changed_settings(identity(config), identity(other)) == [("gpt.layers", 4, 3), ("seed", 0, 1)]
     trained = {"model", "data", "tokenizer", "batch_size", "microbatches", "seed", "freeze", "gpt"}
     averaged = {"ema_decay", "ema_every", "ema_spike"}
-    assert identity(config).keys() == trained | averaged | {"optimizer", "pretrained", "lora"}
+    assert identity(config).keys() == trained | averaged | {"optimizer", "pretrained", "lora", "rows", "loss", "dpo"}
 
 
 def test_a_sample_needs_a_prompt() -> None:

@@ -15,12 +15,14 @@ from safetensors.numpy import load_file, save_file
 from autoshard.cli import main
 from autoshard.errors import ConfigError
 from autoshard.models import load_pretrained
-from autoshard.models.adapters import LoraConfig
+from autoshard.models.adapters import LoraConfig, save_adapter
+from autoshard.models.pretrained.parameter_paths import by_path
 from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.inference.trained_model import load_trained
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
+from tests.models.adapters.test_adapters import adapted
 from tests.models.pretrained.folders import GPT2, LLAMA, make_folder
 from tests.train.run.test_resumption import attach
 
@@ -118,11 +120,63 @@ def test_with_adapters_nothing_else_is_trained_or_reduced(
         np.testing.assert_allclose(merged[name], same[name], rtol=1e-6, atol=1e-7)
 
 
+def test_adapters_of_dora_start_as_the_weights_are(make_config: MakeConfig, folder: Path, tmp_path: Path) -> None:
+    run_dir = Trainer(of_folder(make_config, folder, lora=replace(LORA, dora=True))).save_first_state()
+    state = load_trained(run_dir).state
+    trained, frozen = by_path(state.params), by_path(state.frozen)
+    (stem,) = (path.removesuffix("lora_scale") for path in trained if path.endswith("wo/lora_scale"))
+    norms = np.linalg.norm(frozen[f"{stem}base"].reshape(2, -1, 16), axis=1)  # of 2 layers, over heads and their sizes
+    np.testing.assert_allclose(trained[f"{stem}lora_scale"], norms, rtol=1e-6)
+
+
+def test_a_run_starts_from_an_adapter_and_resumes_without_it(
+    make_config: MakeConfig, folder: Path, tmp_path: Path
+) -> None:
+    lora = LoraConfig(rank=3, alpha=5, targets=("attention/wq", "mlp/*"), rslora=True, dora=True)
+    save_adapter(adapted(folder, lora, CONFIG), tmp_path / "adapter", lora)
+    config = of_folder(make_config, folder, lora=LoraConfig(path=tmp_path / "adapter"), steps=3)
+    run_dir = Trainer(config).save_first_state()
+    assert main(["ckpt", "export", f"{run_dir}@0", str(tmp_path / "same")]) == 0
+    before, after = (tensors(tmp_path / name, "adapter_model.safetensors") for name in ("adapter", "same"))
+    assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+    shutil.rmtree(tmp_path / "adapter")
+    assert train(replace(config, resume=True)).step == 3
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "trained")]) == 0
+    trained = tensors(tmp_path / "trained", "adapter_model.safetensors")
+    assert all((before[name] != trained[name]).any() for name in before)
+
+
+@pytest.mark.parametrize(("form", "bytes_left", "error"), [("int8", 0.32, 2e-3), ("nf4", 0.22, 5e-2)])
+def test_frozen_weights_in_few_bits_compute_nearly_the_same(
+    make_config: MakeConfig, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, form: Any, bytes_left: float,
+    error: float,
+) -> None:  # fmt: skip
+    """A scale takes 4 bytes for 16 to 48 inputs here, and 4 bytes for 64 or more in a real model."""
+    trainer = Trainer(of_folder(make_config, folder, lora=replace(LORA, quantize=form), steps=3))
+    dense = sum(x.nbytes for name, x in tensors(folder).items() if ".layers." in name)
+    frozen = jax.tree.leaves(trainer.placed.state_shapes.frozen["segments"])
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in frozen) < bytes_left * dense
+    batch = {name: x[:8] for name, x in trainer.source.batch(0, range(8)).items()}
+    total, count = nnx.jit(lambda model: model.loss(batch))(load_pretrained(folder, plan="dp:8"))
+    run_dir = trainer.run().run_dir
+    first = read_metrics(run_dir / "metrics.jsonl")[0]["loss"]
+    assert 0 < abs(first / float(total / count) - 1) < error
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "adapter")]) == 0
+    assert main(["ckpt", "merge", *(str(tmp_path / name) for name in ("model", "adapter", "out"))]) == 0
+    capsys.readouterr()
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "merged"), "--merge"]) == 2
+    message = capsys.readouterr().err
+    assert f"the frozen weights of this run are {form}" in message and message.count("\n") == 1
+
+
 def test_parameters_may_be_float32_of_a_bfloat16_folder(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", {**CONFIG, "dtype": "bfloat16"}, dtype="bfloat16")
-    assert Trainer(of_folder(make_config, folder)).placed.state_shapes.params["embed"].dtype == "bfloat16"
+    placed = Trainer(of_folder(make_config, folder)).placed
+    assert placed.state_shapes.params["embed"].dtype == "bfloat16"
+    assert "trained parameters and their moments are bfloat16" in str(placed.plan)
     config = of_folder(make_config, folder, dtype="float32")
     trainer = Trainer(replace(config, run_dir=tmp_path / "other"))
+    assert "their moments are" not in str(trainer.placed.plan)
     run_dir = trainer.save_first_state()
     assert main(["ckpt", "export", str(run_dir), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
     before, after = tensors(folder), tensors(tmp_path / "out")
@@ -139,6 +193,7 @@ def test_parameters_may_be_float32_of_a_bfloat16_folder(make_config: MakeConfig,
         ("--model a:b", "give one of them"),
         ("--gpt.context 128", "the pretrained model has 64 positions: give fewer"),
         ("--lora.rank 2 --freeze embed", "leave out freeze"),
+        ("--lora.path nowhere", "nowhere is not a LoRA adapter"),
         ("--lora.rank 2 --lora.targets norm", "matches no matrix"),
     ],
 )

@@ -8,6 +8,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table
+from autoshard.models.pretrained.families.mixtures import router_loss
 from autoshard.models.pretrained.tables import Table, stored
 
 
@@ -25,7 +26,7 @@ def _config(config: Config) -> DecoderConfig:
         alpha=float(config.number("swiglu_alpha", 1.702)),
     )
     kinds = tuple(dataclasses.replace(kind, experts=True) for kind in cfg.kinds)
-    return dataclasses.replace(cfg, kinds=kinds, experts=experts)
+    return dataclasses.replace(cfg, kinds=kinds, experts=experts, router_loss=router_loss(config, 0.9))
 
 
 def _table(cfg: DecoderConfig) -> Table:

@@ -25,7 +25,15 @@ def _mixtral(config: Config) -> DecoderConfig:
     cfg = dense_config(config, windows=windows)
     experts = ExpertsConfig(config.size("num_local_experts"), config.size("num_experts_per_tok"), cfg.ffn)
     kinds = tuple(dataclasses.replace(kind, experts=True) for kind in cfg.kinds)
-    return dataclasses.replace(cfg, kinds=kinds, experts=experts)
+    return dataclasses.replace(cfg, kinds=kinds, experts=experts, router_loss=router_loss(config, 0.001))
+
+
+def router_loss(config: Config, default: float) -> float:
+    """Return the factor of the loss of the experts' load: as in transformers, 0 unless `output_router_logits` is true.
+
+    `default` is that of the family in transformers.
+    """
+    return float(config.number("router_aux_loss_coef", default)) if config.flag("output_router_logits") else 0.0
 
 
 def _qwen3_moe(config: Config) -> DecoderConfig:
@@ -42,7 +50,7 @@ def _qwen3_moe(config: Config) -> DecoderConfig:
     kinds = tuple(
         dataclasses.replace(kind, experts=n not in dense and (n + 1) % step == 0) for n, kind in enumerate(cfg.kinds)
     )
-    return dataclasses.replace(cfg, kinds=kinds, experts=experts)
+    return dataclasses.replace(cfg, kinds=kinds, experts=experts, router_loss=router_loss(config, 0.001))
 
 
 def experts_table(block: str, router: str, gate: str, up: str, down: str) -> Table:

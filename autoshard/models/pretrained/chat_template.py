@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text that a model continues."""
+"""Chat templates: from messages to the text that a model continues, or was trained on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from autoshard._shown import shown
@@ -18,6 +20,9 @@ from autoshard.models.pretrained.folder import read_table
 
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"  # of models that read images
+# They stand for `{% generation %}` and `{% endgeneration %}` in a rendered text. Unicode reserves both for such uses
+# (section 23.7, noncharacters), so no message has them.
+_START, _END = "\ufdd0", "\ufdd1"
 
 
 @shown
@@ -29,11 +34,13 @@ class ChatTemplate:
         source: the template.
         tokens: special tokens that it may use: `bos_token`, `eos_token`, ...
         where: its file, for messages.
+        day: the date that templates get which ask for it; by default the day of the call.
     """
 
     source: str
     tokens: Mapping[str, str]
     where: str
+    day: datetime.datetime | None = None
 
     @classmethod
     def of(cls, folder: Path) -> ChatTemplate | None:
@@ -60,28 +67,60 @@ class ChatTemplate:
             return None
         return cls(source, {name: _content(x) for name, x in config.items() if name.endswith("_token")}, where)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of messages, which ends where the model's answer starts.
+    def render(self, messages: Sequence[Mapping[str, Any]], *, answer_follows: bool = True) -> str:
+        """Return the text of messages.
 
         Args:
             messages: tables with `role` and `content`.
+            answer_follows: whether the text ends where the model's answer starts.
 
         Raises:
             ConfigError: the template refuses the messages, or is not a template.
         """
+        return self._rendered(messages, answer_follows).replace(_START, "").replace(_END, "")
 
+    def render_marked(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[range]]:
+        """Return the text of messages, and the characters that the template marks as the model's own.
+
+        A template marks them by `{% generation %}` and `{% endgeneration %}`. There are none if it has no such marks.
+
+        Raises:
+            ConfigError: the template refuses the messages, or is not a template.
+        """
+        text, found = "", []
+        for n, part in enumerate(self._rendered(messages, False).split(_START)):
+            marked, end, rest = part.partition(_END) if n else ("", "", part)
+            if end:
+                found.append(range(len(text), len(text) + len(marked)))
+            text += marked + rest
+        return text, found
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], answer_follows: bool) -> str:
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        extensions = (_GenerationMarks, LoopControlExtension)
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: (self.day or datetime.datetime.now()).strftime(form)
         try:
             template = environment.from_string(self.source)
-            return template.render(messages=messages, add_generation_prompt=True, **self.tokens)
+            return template.render(messages=messages, add_generation_prompt=answer_follows, **self.tokens)
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the chat template of {self.where} fails: {error}") from error
+
+
+class _GenerationMarks(Extension):
+    """The statement `{% generation %}...{% endgeneration %}`, which writes its content between two marks."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        start, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (_START, _END))
+        return [start, *body, end]
 
 
 def _content(token: Any) -> str:

@@ -1,0 +1,132 @@
+r"""A frozen weight in 8 or 4 bits (QLoRA, arXiv:2305.14314), quantized by the library qwix.
+
+.. math:: W \approx T[\text{codes}] \cdot \text{scale}
+
+`int8` has one scale for each output. `nf4` has 16 values T that suit normally distributed weights, and one scale for
+each block of 64 inputs of an output. Two of its codes share a byte: this is so on every machine and in every file.
+
+A product computes the weight in the dtype of x, and its gradient computes it again: a saved copy would take the memory
+that quantization saves. There is no gradient of the weight.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import EllipsisType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from autoshard.errors import AutoshardError, ConfigError
+
+WeightFormat = Literal["none", "int8", "nf4"]
+BLOCK = 64  # inputs that share a scale of nf4 (arXiv:2305.14314, section 3)
+# Appendix E of arXiv:2305.14314.
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+       0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)  # fmt: skip
+
+
+class QuantizedWeight(nnx.Module):
+    """A frozen weight `[*inputs, *outputs]` in few bits. In stacked layers its arrays have a leading dimension.
+
+    Parameters: `codes`, int8 `[*inputs, *outputs]`, or with nf4 uint8 with half as many of the last outputs; and
+    `scale`, float32 `[*outputs]`, or with nf4 `[*inputs, *outputs]` with a block of the last inputs in place of each.
+
+    Args:
+        codes: the codes.
+        scale: the scales.
+        form: `int8` or `nf4`.
+        inputs: number of dimensions of the inputs.
+    """
+
+    def __init__(self, codes: jax.Array, scale: jax.Array, form: str, inputs: int):
+        self.codes, self.scale = nnx.Param(codes), nnx.Param(scale)
+        self.form, self.inputs = form, inputs
+
+    def __getitem__(self, index: EllipsisType) -> jax.Array:
+        """Return the weight of one layer, in float32."""
+        return dequantized(self.codes[...], self.scale[...], self.form, self.inputs)
+
+    def project(self, spec: str, x: jax.Array) -> jax.Array:
+        """Compute `einsum(spec, x, weight)` in x's dtype. In `spec` the weight's input dimensions come first."""
+        return _product((spec, self.form, self.inputs), x, self.codes[...], self.scale[...])
+
+
+def quantized(weight: jax.Array, form: str, stacked: int, inputs: int) -> tuple[jax.Array, jax.Array]:
+    """Quantize a weight `[*stacked, *inputs, *outputs]`. Returns its codes and its scales.
+
+    Raises:
+        AutoshardError: qwix is not installed.
+        ConfigError: the weight does not divide into blocks, or into pairs of codes.
+    """
+    try:
+        import qwix
+    except ImportError as error:
+        raise AutoshardError(
+            f"lora.quantize is {form!r}, which needs the package qwix: pip install 'autoshard[quantized]'"
+        ) from error
+    own = range(stacked, stacked + inputs)
+    last = own[-1]
+    if form == "int8":
+        others, tiled = [n for n in range(weight.ndim) if n not in own], {}
+    else:
+        block = block_of(weight.shape[last])
+        if weight.shape[-1] % 2:
+            raise ConfigError(
+                f"lora.quantize is {form!r}, but a weight of shape {list(weight.shape)} has an odd last dimension: use "
+                "int8"
+            )
+        others, tiled = [n for n in range(weight.ndim) if n != last], {last: block}
+    with jax.numpy_dtype_promotion("standard"):  # qwix needs it
+        found = qwix.quantize(
+            weight.astype(jnp.float32), jnp.int8 if form == "int8" else form, channelwise_axes=others, tiled_axes=tiled
+        )
+    if form == "int8":
+        return found.qvalue, jnp.squeeze(found.scale, tuple(own))
+    pairs = found.qvalue.astype(jnp.uint8).reshape(*weight.shape[:-1], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), found.scale
+
+
+def block_of(size: int) -> int:
+    """Return the number of inputs that share a scale of nf4: 64, or the largest divisor of the size below.
+
+    >>> block_of(4096), block_of(48)
+    (64, 48)
+    """
+    return next(n for n in range(min(BLOCK, size), 0, -1) if size % n == 0)
+
+
+def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> jax.Array:
+    """Return the weight of one layer `[*inputs, *outputs]`, in float32."""
+    if form == "int8":
+        return codes.astype(jnp.float32) * scale.reshape((1,) * inputs + scale.shape)
+    both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    values = jnp.asarray(NF4, jnp.float32).at[both].get(mode="promise_in_bounds")
+    last, shape = inputs - 1, values.shape
+    blocks = values.reshape(*shape[:last], scale.shape[last], -1, *shape[inputs:])
+    return (blocks * jnp.expand_dims(scale, inputs)).reshape(shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(static: tuple[str, str, int], x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    spec, form, inputs = static
+    return jnp.einsum(spec, x, dequantized(codes, scale, form, inputs).astype(x.dtype))
+
+
+def _forward(static: Any, x: jax.Array, codes: jax.Array, scale: jax.Array) -> tuple[jax.Array, Any]:
+    return _product(static, x, codes, scale), (codes, scale)
+
+
+def _backward(static: tuple[str, str, int], saved: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    spec, form, inputs = static
+    operands, outputs = spec.split("->")
+    x_dims, weight = operands.split(",")
+    codes, scale = saved
+    dense = dequantized(codes, scale, form, inputs).astype(gradient.dtype)
+    return jnp.einsum(f"{outputs},{weight}->{x_dims}", gradient, dense), None, None
+
+
+_product.defvjp(_forward, _backward)

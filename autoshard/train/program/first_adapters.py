@@ -1,0 +1,106 @@
+"""The adapters that a run starts with: their settings, and those of their first values that are not random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autoshard.errors import ConfigError
+from autoshard.models.adapters import LoraConfig
+from autoshard.models.adapters.insert import initial_magnitudes, quantize_weight
+from autoshard.models.adapters.peft_files import adapter_values
+from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B
+from autoshard.models.pretrained.load import Described
+from autoshard.models.pretrained.tables import Source
+from autoshard.train.config import run_directory
+from autoshard.train.config.train_config import TrainConfig, from_dict
+
+CODES, SCALE = "codes", "scale"  # the parameters of a `QuantizedWeight`
+
+
+def with_adapter_settings(config: TrainConfig, described: Described) -> TrainConfig:
+    """Return the config with the settings of the adapter that its run starts from.
+
+    Those of a resumed run are stored in its folder, so it does not need the adapter's.
+
+    Raises:
+        AutoshardError: there is no adapter, it is for another model, or it has another rank.
+    """
+    if config.lora.path is None:
+        return config
+    if config.resume and config.run_dir is not None:
+        stored = from_dict(run_directory.read_config(config.run_dir), str(config.run_dir)).lora
+        return replace(config, lora=stored if stored.path == config.lora.path else config.lora)
+    shapes = {path: leaf.shape for path, leaf in described.shapes.items()}
+    lora, _ = adapter_values(config.lora.path, described.family, described.cfg, shapes)
+    if config.lora.rank not in (0, lora.rank):
+        raise ConfigError(
+            f"lora.rank is {config.lora.rank}, but the adapter in {str(config.lora.path)!r} has rank {lora.rank}: "
+            "leave it out"
+        )
+    return replace(config, lora=replace(lora, path=config.lora.path, quantize=config.lora.quantize))
+
+
+def adapter_start(
+    config: TrainConfig,
+    described: Described,
+    leaves: Mapping[str, Any],
+    sources: Mapping[str, Source],
+    values: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Return first values of adapters: those of a folder, or the magnitudes of DoRA; by path, on their shards.
+
+    Args:
+        config: The run.
+        described: Its model.
+        leaves: Shape, dtype and sharding of each parameter, by path.
+        sources: The tensors of each pretrained parameter.
+        values: Their values.
+
+    Raises:
+        AutoshardError: The folder of the adapter is missing or damaged, or for another model.
+    """
+    if config.lora.path is not None:
+        shapes = {path: leaf.shape for path, leaf in described.shapes.items()}
+        _, found = adapter_values(config.lora.path, described.family, described.cfg, shapes)
+        whole = {
+            f"{path}/{name}": value
+            for path, parts in found.items()
+            for name, value in zip((A, B, MAGNITUDES), parts, strict=False)
+        }
+        return {
+            path: jax.make_array_from_callback(value.shape, leaves[path].sharding, lambda index, x=value: x[index])
+            for path, value in whole.items()
+        }
+    bases = {path: path.removesuffix(MAGNITUDES) + BASE for path in leaves if path.endswith(f"/{MAGNITUDES}")}
+
+    def magnitudes(values: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {path: initial_magnitudes(values[base], sources[base]) for path, base in bases.items()}
+
+    given = {base: values[base] for base in bases.values()}
+    return jax.jit(magnitudes, out_shardings={path: leaves[path].sharding for path in bases})(given) if bases else {}
+
+
+def dense_shapes(described: Described, leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that are quantized, before they are; by path."""
+    paths = [path.removesuffix(f"/{CODES}") for path in leaves if path.endswith(f"/{BASE}/{CODES}")]
+    return {path: described.shapes[path.removesuffix(f"/{BASE}")].shape for path in paths}
+
+
+def quantized_values(
+    lora: LoraConfig, path: str, weight: jax.Array, source: Source, leaves: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Quantize a weight onto its shards; returns its codes and scales by path. The weight's own memory is freed."""
+    names = (f"{path}/{CODES}", f"{path}/{SCALE}")
+
+    def made(weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = quantize_weight(weight, source, lora)
+        return found.codes[...], found.scale[...]
+
+    values = jax.jit(made, out_shardings=tuple(leaves[name].sharding for name in names))(weight)
+    jax.block_until_ready(values)
+    weight.delete()
+    return dict(zip(names, values, strict=True))

@@ -1,0 +1,61 @@
+"""Exactly the tokens of the assistant count, whatever the chat template looks like."""
+
+import pytest
+
+from autoshard.models.pretrained.chat_template import ChatTemplate
+from autoshard.train.data.rows.encoding import RowEncoder
+from tests.train.data.rows import templates
+
+HI, WHY, HM = ({"role": "user", "content": text} for text in ("hi why", "then", "hm"))
+SO, BYE = ({"role": "assistant", "content": text} for text in ("because so", "bye"))
+THOUGHT = {"role": "assistant", "content": "<think> oh </think> because so"}
+END = " <|im_end|>"
+
+
+def counted(template: str, messages: list[dict[str, str]]) -> list[list[str]]:
+    """Returns the tokens that count of each document, as runs of text."""
+    made = templates.tokenizer()
+    chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}, "a test")
+    found = []
+    for document in RowEncoder(made, chat).documents({"messages": messages}):
+        words = [
+            str(made.id_to_token(n)) if yes else "\n" for n, yes in zip(document.tokens, document.counts, strict=True)
+        ]
+        found.append([run.strip() for run in " ".join(words).split("\n") if run.strip()])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [("CHATML", END), ("HEADERS", " <|eot|>"), ("INST", " </s>"), ("MODEL", END), ("MARKED", END), ("PLAIN", "")],
+)
+def test_each_answer_and_its_end_count_and_nothing_else(template: str, end: str) -> None:
+    found = counted(getattr(templates, template), [HI, SO, WHY, BYE])
+    assert found == [[f"because so{end}", f"bye{end}"]]
+
+
+def test_a_template_that_renders_the_start_differently_gives_each_answer_its_own_text() -> None:
+    assert counted(templates.CLOSED, [HI, SO, WHY, BYE]) == [
+        [f"because so{END} </s>"], [f"bye{END} </s>"]
+    ]  # fmt: skip
+    assert counted(templates.REASONING, [HI, THOUGHT, WHY, BYE]) == [
+        [f"<think> oh </think> because so{END}"], [f"bye{END}"]
+    ]  # fmt: skip
+    assert counted(templates.CHATML, [HI, THOUGHT]) == [[f"<think> oh </think> because so{END}"]]
+
+
+def test_a_prompt_that_starts_the_reasoning_leaves_the_content() -> None:
+    assert counted(templates.OPENED, [HI, SO]) == [[f"because so{END}"]]
+    assert counted(templates.OPENED, [HI, THOUGHT]) == [[f"oh </think> because so{END}"]]
+
+
+def test_a_conversation_may_end_with_a_question() -> None:
+    assert counted(templates.CHATML, [HI, SO, HM]) == [[f"because so{END}"]]
+    with pytest.raises(ValueError, match="no message with the role 'assistant'"):
+        counted(templates.CHATML, [HI])
+
+
+def test_a_date_in_a_template_is_fixed(tmp_path) -> None:
+    folder = templates.make_chat_folder(tmp_path / "m", "{{ strftime_now('%Y-%m-%d') }}")
+    chat = RowEncoder.of(folder, folder / "tokenizer.json").chat
+    assert chat is not None and chat.render([HI]) == "2024-07-26"
