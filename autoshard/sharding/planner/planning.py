@@ -133,7 +133,8 @@ def plan_traced(
 
     def with_or_without(rewritten: Traced) -> BoundPlan:
         if schedule and plan is None:
-            of_count = lambda number: searched(rewritten, number, schedule, count)  # noqa: E731
+            cut = searched if microbatches is None else staged
+            of_count = lambda number: cut(rewritten, number, schedule, count)  # noqa: E731
             return plan_of_pipelines(traced.name, schedule, counts, of_count)
         plain = partial(staged, rewritten, stages, schedule, count)
         return plan_with_pipelines(counts, count, plain, partial(searched, rewritten))

@@ -290,6 +290,8 @@ def test_a_schedule_without_a_plan_searches_the_number_of_stages():
     made = plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=4)
     assert (made.stages, made.schedule, made.microbatches) == (2, "zb", 4)
     assert "schedule zb was requested: compared pp:2" in made.notes[-1]
+    with pytest.raises(PlanError, match="schedule 'zb' needs a pipeline, but .* use at least 2 microbatches"):
+        plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=1)
 
 
 def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():
