@@ -294,6 +294,20 @@ def test_a_schedule_without_a_plan_searches_the_number_of_stages():
         plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=1)
 
 
+def test_the_search_keeps_the_mesh_of_placed_arguments(monkeypatch):
+    """Such a mesh has no stages, so a requested schedule is an error, and no pipeline is tried across slow links."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    state, tokens = shapes()
+    args = state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tokens)
+    with pytest.raises(PlanError, match=r"schedule is 'gpipe', but the mesh \{'data': 8\} is in use"):
+        plan(make_step(), *args, schedule="gpipe")
+    monkeypatch.setattr("autoshard.sharding.planner.planning.stage_counts", lambda target: [2])
+    monkeypatch.setattr("autoshard.sharding.pipeline.choice._may_pay", lambda *_: True)
+    made = plan(make_step(), *args)
+    assert (made.stages, dict(made.mesh.shape)) == (1, {"data": 8})
+
+
 def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():
     """In the cut step, no value has an axis of rows then."""
 
