@@ -12,7 +12,6 @@ import jax
 
 from autoshard import _compat
 from autoshard._gc import paused
-from autoshard.errors import PlanError
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
@@ -107,17 +106,11 @@ def plan_traced(
     if traced.stages > 1:  # a program that is cut already may be planned again
         return plan_with_offload(traced, words, planned)
     counts: list[int] = []
-    if plan is None and (schedule or microbatches != 1):
+    if plan is None and mesh is None and (schedule or microbatches != 1):
         used, _ = _mesh_in_use(traced, args, mesh, target, plan)
-        if used is None:
-            machine = find_machine(None, target, compiler_options).target
-            counts = requested_stage_counts(machine) if schedule else stage_counts(machine)
-        elif schedule:
-            raise PlanError(
-                f"auto_shard({traced.name}): schedule is {schedule!r}, but the mesh {mesh_sizes(used)} is in use: by "
-                "an argument, a sharding constraint, or jax.set_mesh. The search chooses the stages without a mesh "
-                "only; give a plan, such as plan='pp:2 dp:4'"
-            )
+        machine = find_machine(used, target, compiler_options).target
+        sizes = None if used is None else mesh_sizes(used)
+        counts = requested_stage_counts(machine, sizes) if schedule else stage_counts(machine, sizes)
 
     def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         if number == 1:
