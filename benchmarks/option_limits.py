@@ -1,9 +1,10 @@
-"""What two kinds of options do to products and gathers on TPUs, as compiled: vector memory, and gathers in 2D and 3D.
+"""What some options do to products and gathers on TPUs, as compiled: vector memory, and gathers in 2D and 3D.
 
     python benchmarks/option_limits.py products v6e                    # all sizes and limits of a chip
     python benchmarks/option_limits.py products v6e --sizes 2048x8192  # one size
     python benchmarks/option_limits.py gathers                         # all machines
     python benchmarks/option_limits.py gathers v5p:2x2x2
+    python benchmarks/option_limits.py kept                            # gathers over three dimensions, kept or not
     python benchmarks/option_limits.py --show                          # the stored rows, without compiling
 
 `products` compiles an MLP and its gradients on one device (16384 rows in bfloat16; with a gate, and at a width of 2048
@@ -11,7 +12,8 @@ with gelu) under limits of the vector memory that an operator may use. Ratios ar
 
 `gathers` compiles a step of gradient descent of four scanned layers of two products (2048 x 8192 in bfloat16) under
 the chip's default options, with SparseCore gathers over one, two and three torus dimensions. Ratios are to one
-dimension alone. `exposed` is the exposed part of the gathers' time.
+dimension alone. `exposed` is the exposed part of the gathers' time. `kept` compiles such a step under the default
+options, which keep a gather over three dimensions as it is, and without that option. It has no gathers then.
 
 Times are those of the audit. Nothing runs. Each row is stored in `results/option_limits.json`. The tables in
 `autoshard.sharding.machines.options.option_sets` are these rows.
@@ -58,9 +60,11 @@ GATHERS: Mapping[str, tuple[str, int]] = {
     "v5p:2x2x4": ("fsdp:16", 1024),
     "v5p:2x2x2": ("fsdp:8", 1024),
 }
+KEPT: Mapping[str, tuple[str, int]] = {"v5p:4x4x4": ("fsdp:64", 4096), "tpu7x:4x4x4": ("fsdp:128", 4096)}
 LAYERS, WIDTH, HIDDEN = 4, 2048, 8192
 _GATHER = "xla_tpu_enable_sparse_core_collective_offload_{}all_gather"
 DIMENSIONS = ("2d_", "3d_")
+KEEP = "xla_tpu_prefer_async_allgather_to_allreduce"
 
 
 @dataclass(frozen=True)
@@ -136,9 +140,7 @@ def products(chip: str, sizes: Sequence[tuple[int, int]]) -> Iterator[Row]:
 def gathers(target: str) -> Iterator[Row]:
     """Compile the layers with SparseCore gathers over more and more dimensions."""
     words, rows = GATHERS[target]
-    found = find_target(target)
-    sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "rows": rows * found.devices}
-    compiled = _compiled(stack_step(sizes, False), target, words)
+    compiled = _layers(target, words, rows)
     options = {**default_options(target.partition(":")[0]), _GATHER.format(""): "true"}
     for each in DIMENSIONS:
         options[_GATHER.format(each)] = "false"
@@ -146,6 +148,20 @@ def gathers(target: str) -> Iterator[Row]:
     for number, each in enumerate(DIMENSIONS, 1):
         options[_GATHER.format(each)] = "true"
         yield _row(target, f"layers, {words}", ", ".join(DIMENSIONS[:number]), compiled(dict(options)), base)
+
+
+def kept(target: str) -> Iterator[Row]:
+    """Compile the layers under the default options, and without the one that keeps gathers."""
+    words, rows = KEPT[target]
+    compiled = _layers(target, words, rows)
+    options = default_options(target.partition(":")[0])
+    base = compiled({name: value for name, value in options.items() if name != KEEP})
+    yield _row(target, f"layers, {words}", "kept", compiled(options), base)
+
+
+def _layers(target: str, words: str, rows: int) -> Any:
+    sizes = {"layers": LAYERS, "width": WIDTH, "hidden": HIDDEN, "rows": rows * find_target(target).devices}
+    return _compiled(stack_step(sizes, False), target, words)
 
 
 def _compiled(step: tuple[Any, ...], target: str, words: str) -> Any:
@@ -188,10 +204,17 @@ def _size(text: str) -> tuple[int, int]:
     return width, hidden
 
 
+PARTS: Mapping[str, Mapping[str, Any]] = {"products": LIMITS, "gathers": GATHERS, "kept": KEPT}
+
+
+def _rows(what: str, name: str, sizes: Sequence[tuple[int, int]]) -> Iterator[Row]:
+    return {"gathers": gathers, "kept": kept}[what](name) if what != "products" else products(name, sizes)
+
+
 def main(arguments: Sequence[str]) -> None:
     """Compile, store and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("products", "gathers"))
+    parser.add_argument("what", nargs="?", choices=PARTS)
     parser.add_argument("names", nargs="*", help="chips for products, machines for gathers; default: all")
     parser.add_argument("--sizes", nargs="+", type=_size, default=[*SIZES], help="width x hidden size of the MLPs")
     parser.add_argument("--show", action="store_true", help="print the stored rows and compile nothing")
@@ -201,8 +224,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     if missing := missing_compiler("tpu"):
         sys.exit(missing)
-    for name in given.names or (LIMITS if given.what == "products" else GATHERS):
-        for row in products(name, given.sizes) if given.what == "products" else gathers(name):
+    for name in given.names or PARTS[given.what]:
+        for row in _rows(given.what, name, given.sizes):
             save(row)
             print(row, flush=True)
 

@@ -176,7 +176,8 @@ def _run_named(arguments: Sequence[str]) -> int:
     }
     step, *shapes = workload_variants(work)
     options["schedule"] = given.schedule
-    pipelined = stages_of(given.plan) > 1
+    searched = given.schedule is not None and given.plan is None and given.mesh is None
+    pipelined = searched or stages_of(given.plan) > 1
     if pipelined:  # the planner cuts the step into microbatches
         options["microbatches"] = given.microbatches
         step = partial(step, microbatches=1)
@@ -327,8 +328,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     options.add_argument(
         "--schedule",
-        help="with a plan such as 'pp:4 dp:16': gpipe, 1f1b (default), interleaved:V, zb, ftb or 1f1b-inputs, see "
-        "docs/planning.md",
+        help="with a plan such as 'pp:4 dp:16', or without --plan and --mesh: gpipe, 1f1b (default), interleaved:V, "
+        "zb, ftb or 1f1b-inputs, see docs/planning.md",
     )
     options.add_argument(
         "--remat",

@@ -48,6 +48,13 @@ def test_gathers_are_compared_with_those_over_one_dimension(compiled):
     assert [(row.exposed, row.base_exposed) for row in rows] == [(0.75, 1.0), (0.5, 1.0)]
 
 
+def test_kept_gathers_are_compared_with_a_program_without_the_option(compiled):
+    (row,) = option_limits.kept("v5p:4x4x4")
+    assert [options.get(option_limits.KEEP) for options in compiled] == [None, "true"]
+    assert compiled[1].items() - compiled[0].items() == {(option_limits.KEEP, "true")}
+    assert (row.option, row.program) == ("kept", "layers, fsdp:64")
+
+
 def test_the_mlp_computes_its_gradients(monkeypatch):
     monkeypatch.setattr(option_limits, "SIZES", {(4, 8): True, (4, 6): False})
     for sizes, weights in (((4, 8), 3), ((4, 6), 2)):

@@ -197,9 +197,9 @@ def plan(
             the next if it is clearly faster. By default 1, or the number of a given `Plan`. In a pipeline, "auto" is
             the default and begins with the number of stages. Between slices or hosts with slow links, a search without
             this option also tries pipelines.
-        schedule: the order in which the stages of a pipeline work on the microbatches. The plan has the word `pp:N`, or
-            there is neither a plan nor a mesh, and the search chooses the number of stages. "gpipe",
-            all forward passes and then all backward passes; "1f1b", in which a stage runs the backward
+        schedule: the order in which the stages of a pipeline work on the microbatches. It needs the word `pp:N` in the
+            plan. With neither a plan nor a mesh, the search chooses the number of stages. "gpipe": all forward passes
+            and then all backward passes; "1f1b", in which a stage runs the backward
             pass of a microbatch as soon as it can, and holds the residuals of at most 2 N - 1 microbatches;
             "interleaved:V", as "1f1b" with V chunks of layers on each stage, so that stages are idle for 1 / V of the
             time, and values move V times as often; "zb", as "1f1b" with the gradients of weights computed apart;

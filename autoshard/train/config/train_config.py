@@ -108,8 +108,8 @@ class TrainConfig:
     """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses. A run that is resumed with fewer or
     more devices scales the plan that it was started with."""
     schedule: str | None = None
-    """With a plan such as 'pp:4 dp:2': the order in which the stages of the pipeline work, such as zb or interleaved:2.
-    Default: 1f1b if it fits."""
+    """The order in which the stages of a pipeline work, such as zb or interleaved:2. Use it with a plan such as
+    'pp:4 dp:2', or with neither plan nor mesh: the planner chooses the stages. Default: 1f1b if it fits."""
     mesh: str | None = None
     """Mesh to plan for, such as 'data=4,model=2'. Default: the planner chooses."""
     target: str | None = None
@@ -277,6 +277,12 @@ class TrainConfig:
             PlanRequestError: The plan has an unknown word.
         """
         return stages_of(self.plan)
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether the planner cuts the step into stages: as the plan says, or as many as it finds for a schedule."""
+        searched = self.schedule is not None and self.plan is None and self.mesh is None
+        return searched or self.stages > 1
 
     @property
     def searches_variants(self) -> bool:

@@ -111,7 +111,7 @@ def make_program_of(config: TrainConfig) -> Program:
 
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """Make the train step of a run. If its plan is a pipeline, the planner cuts the step into microbatches."""
-    count = 1 if config.stages > 1 else config.microbatches
+    count = 1 if config.pipelined else config.microbatches
     schedule = learning_rate_schedule(config.optimizer, config.steps)
     return make_train_step(program, schedule, count, loss_of(config))
 

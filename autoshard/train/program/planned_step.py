@@ -75,7 +75,7 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "overlap": config.overlap,
         "measure": config.measure or None,
         "schedule": config.schedule,
-        "microbatches": config.microbatches if config.stages > 1 and config.microbatches > 1 else None,
+        "microbatches": config.microbatches if config.pipelined and config.microbatches > 1 else None,
     }
     return {name: value for name, value in options.items() if value is not None}
 

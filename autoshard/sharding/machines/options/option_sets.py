@@ -36,7 +36,7 @@ layers of two products (2048 x 8192 in bfloat16) with these options, relative to
     v5p:2x2x2   fsdp:8         1024            0.873   1.00 -> 0.51   likewise
 
 A gather over three dimensions becomes an all-reduce of zero-padded shards. `prefer_async_allgather_to_allreduce` keeps
-it. Four such layers relative to all other default options:
+it. Four such layers relative to all other default options (`benchmarks/option_limits.py kept`):
 
     target      plan           rows a device   step    exposed part of all collectives' time
     v5p:4x4x4   fsdp:64        4096            0.738   0.14 -> 0.04 of the step
