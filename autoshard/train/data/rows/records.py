@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grain
+
 from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.errors import DataError
@@ -112,8 +114,6 @@ def _parquet(file: Path) -> Iterator[Record]:
 
 
 def _array_record(file: Path) -> Iterator[Record]:
-    import grain  # here, because settings are read before libraries are loaded
-
     source: Any = grain.sources.ArrayRecordDataSource([str(file)])
     for n in range(len(source)):
         yield _table(f"{file} record {n}", json.loads(source[n]))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 
 from autoshard._columns import listing
@@ -67,8 +68,6 @@ class RowSource:
 
     @functools.cached_property
     def _order(self) -> Any:
-        import grain  # here, because most runs do not need it
-
         return grain.MapDataset.range(len(self.train)).shuffle(seed=self.seed).repeat()
 
     @property
