@@ -139,6 +139,10 @@ def test_a_run_starts_from_an_adapter_and_resumes_without_it(
     assert main(["ckpt", "export", f"{run_dir}@0", str(tmp_path / "same")]) == 0
     before, after = (tensors(tmp_path / name, "adapter_model.safetensors") for name in ("adapter", "same"))
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+    given = replace(config, lora=LoraConfig(path=tmp_path / "adapter", alpha=7, targets=("mlp/*",)))
+    for other in (replace(given, run_dir=tmp_path / "other"), replace(given, resume=True)):
+        with pytest.raises(ConfigError, match=r"lora\.alpha is 7, but the adapter has 5.*; lora\.targets is .*leave out"):
+            Trainer(other)
     shutil.rmtree(tmp_path / "adapter")
     assert train(replace(config, resume=True)).step == 3
     assert main(["ckpt", "export", str(run_dir), str(tmp_path / "trained")]) == 0

@@ -1,6 +1,7 @@
 """Exactly the tokens of the assistant count, whatever the chat template looks like."""
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from autoshard.models.pretrained.chat_template import ChatTemplate
 from autoshard.train.data.rows.encoding import RowEncoder
@@ -59,3 +60,18 @@ def test_a_date_in_a_template_is_fixed(tmp_path) -> None:
     folder = templates.make_chat_folder(tmp_path / "m", "{{ strftime_now('%Y-%m-%d') }}")
     chat = RowEncoder.of(folder, folder / "tokenizer.json").chat
     assert chat is not None and chat.render([HI]) == "2024-07-26"
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_tokens_of_whitespace_count_also_where_the_tokenizer_trims_their_offsets(trim: bool) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = processors.ByteLevel(trim_offsets=trim)
+    answer, text = {"role": "assistant", "content": "a é"}, "{% for m in messages %}{{ m.content }}; {% endfor %}"
+    for encoder, row in (
+        (RowEncoder(made, ChatTemplate(text, {}, "a test")), {"messages": [HI, answer]}),
+        (RowEncoder(made), {"prompt": "hi why; ", "completion": "a é; "}),
+    ):
+        (document,) = encoder.documents(row)
+        assert document.counts.tolist() == [False] * len("hi why; ") + [True] * len("a é; ".encode())

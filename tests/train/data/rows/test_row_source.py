@@ -166,3 +166,14 @@ def test_cut_rows_and_rows_that_teach_nothing_are_reported(tmp_path: Path) -> No
     with pytest.warns(AutoshardWarning, match="1 of 10 rows are longer than the context of 12.*1 of 10 rows have no"):
         source = opened(file)
     assert all(one.counts[1:].any() for row in source.train for one in row)
+
+
+def test_lines_that_are_no_rows_are_named_together(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "hi"}\n[1]\n\xff\xfe\n')
+    with pytest.raises(DataError, match=r"line 2: it is list; a row must be a table\n  line 3: 'utf-8' codec"):
+        opened(tmp_path / "rows.jsonl")
+
+
+def test_rows_that_are_all_equal_need_held_out_ones(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 3 rows of data .* are equal.*--rows\.held-out"):
+        opened(write_rows(tmp_path / "rows.jsonl", ROWS[:1] * 3))
