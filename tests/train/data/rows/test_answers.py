@@ -13,12 +13,13 @@ THOUGHT = {"role": "assistant", "content": "<think> oh </think> because so"}
 END = " <|im_end|>"
 
 
-def counted(template: str, messages: list[dict[str, str]]) -> list[list[str]]:
-    """Returns the tokens that count of each document, as runs of text."""
+def counted(template: str, messages: list[dict[str, str]], prompt: int = 0) -> list[list[str]]:
+    """Returns the tokens that count of each document, as runs of text; the first messages may be a prompt."""
     made = templates.tokenizer()
     chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}, "a test")
+    row = {"prompt": messages[:prompt], "completion": messages[prompt:]} if prompt else {"messages": messages}
     found = []
-    for document in RowEncoder(made, chat).documents({"messages": messages}):
+    for document in RowEncoder(made, chat).documents(row):
         words = [
             str(made.id_to_token(n)) if yes else "\n" for n, yes in zip(document.tokens, document.counts, strict=True)
         ]
@@ -43,6 +44,11 @@ def test_a_template_that_renders_the_start_differently_gives_each_answer_its_own
         [f"<think> oh </think> because so{END}"], [f"bye{END}"]
     ]  # fmt: skip
     assert counted(templates.CHATML, [HI, THOUGHT]) == [[f"<think> oh </think> because so{END}"]]
+
+
+@pytest.mark.parametrize("template", ["CHATML", "MARKED", "REASONING"])
+def test_answers_in_a_prompt_do_not_count(template: str) -> None:
+    assert counted(getattr(templates, template), [HI, THOUGHT, WHY, BYE], prompt=3) == [[f"bye{END}"]]
 
 
 def test_a_prompt_that_starts_the_reasoning_leaves_the_content() -> None:

@@ -67,6 +67,7 @@ def test_the_logits_of_a_packed_document_equal_those_alone(tmp_path: Path) -> No
         alone = model(one.tokens[None, :-1])[0]
         np.testing.assert_allclose(together[start : start + len(alone)], alone, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(row["mask"][0, start : start + len(alone)], one.counts[1:])
+        np.testing.assert_array_equal(row["positions"][0, start : start + len(alone)], np.arange(len(alone)))
         start += len(alone)
     assert row["mask"][0, start:].sum() == 0
     wrong = model(row["inputs"], positions=row["positions"])[0]  # what the check would see without segments
