@@ -133,8 +133,9 @@ class Topology:
 
     @property
     def has_slices(self) -> bool:
-        """Whether the outermost dimension is a network between slices of TPUs."""
-        return self.dims[0].name == SLICE and self.dims[0].size > 1
+        """Whether the outermost dimension is a network between slices of TPUs. Other machines have no torus."""
+        first, *rest = self.dims
+        return first.name == SLICE and first.size > 1 and any(dim.kind == "ring" for dim in rest)
 
     def shift_us(self, pieces: Pieces, local_bytes: float) -> float:
         """Microseconds in which each device of a group sends to the next one, as on a ring.

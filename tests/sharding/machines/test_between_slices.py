@@ -1,11 +1,12 @@
 """The time of collectives whose devices are in several slices."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.machines.topology import Piece
+from autoshard.sharding.machines.topology import Piece, Topology
 
 SLICES, INNER, OUTER = Piece(0, 2, 1), Piece(1, 4, 1), Piece(2, 4, 1)
 MACHINE = find_target("v5e:4x4*2").topology
@@ -50,3 +51,10 @@ def test_a_reduce_scatter_over_slices_is_an_all_reduce(pieces):
     assert found == MACHINE.time_us("all-reduce", pieces, local) == pytest.approx(within + between)
     alone = MACHINE.time_us("reduce-scatter", (SLICES,), local)
     assert alone == pytest.approx(MACHINE.time_us("all-reduce", (SLICES,), local) / 2)
+
+
+def test_only_a_network_between_tori_has_slices():
+    slices = MACHINE.dims[0]
+    assert MACHINE.has_slices and find_target("v5e:1x1*2").topology.has_slices
+    assert not Topology((slices, replace(slices, name="gpu"))).has_slices
+    assert not find_target("v5e:4x4").topology.has_slices and not find_target("cpu:1").topology.has_slices
