@@ -74,7 +74,13 @@ def test_tokens_of_whitespace_count_also_where_the_tokenizer_trims_their_offsets
     made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.post_processor = processors.ByteLevel(trim_offsets=trim)
-    answer, text = {"role": "assistant", "content": "a é"}, "{% for m in messages %}{{ m.content }}; {% endfor %}"
+    made.add_special_tokens(["<e>"])
+    answer = {"role": "assistant", "content": "a é"}
+    text = "{% for m in messages %}{{ m.content }}; {% endfor %}"
+    ended = text.replace("; ", "<e>\n")
+    (document,) = RowEncoder(made, ChatTemplate(ended, {}, "a test")).documents({"messages": [HI, answer]})
+    # The line end behind the special token does not count.
+    assert document.counts.tolist() == [False] * len("hi why-\n") + [True] * len("a é-".encode()) + [False]
     for encoder, row in (
         (RowEncoder(made, ChatTemplate(text, {}, "a test")), {"messages": [HI, answer]}),
         (RowEncoder(made), {"prompt": "hi why; ", "completion": "a é; "}),
