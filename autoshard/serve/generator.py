@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -181,7 +181,9 @@ def load_generator(
     return make_generator(folder, file, model, opened, rows=rows, length=length, check=check, **options)
 
 
-class Opened(NamedTuple):
+@shown
+@dataclasses.dataclass(frozen=True)
+class Opened:
     """A model whose values can be read.
 
     Attributes:

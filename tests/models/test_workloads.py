@@ -27,6 +27,7 @@ from autoshard.models import (
     WideResNet,
     workload,
 )
+from autoshard.models.decoder.published import DECODERS
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import batch_shapes, make_train_step
 from tests.models.small import count, text_entropy, trained
@@ -43,8 +44,8 @@ REPRESENTATIVES = ("gpt-1.3b", "llama2-7b", "mixtral-8x7b", "moe-2.4b", "wide-re
 
 
 def test_all_sizes_are_registered():
-    published = [*ALPA_GPT, *GPT3, *LLAMA, *MISTRAL, *ALPA_MOE, *MIXTRAL, *ALPA_WIDE_RESNET, *VIT]
-    assert list(WORKLOADS) == [*published, *TINY] and len(WORKLOADS) == 47
+    published = [*ALPA_GPT, *GPT3, *LLAMA, *MISTRAL, *ALPA_MOE, *MIXTRAL, *DECODERS, *ALPA_WIDE_RESNET, *VIT]
+    assert sorted(WORKLOADS) == sorted([*published, *TINY]) and len(WORKLOADS) == 54
     assert all(work.name == name for name, work in WORKLOADS.items())
 
 
@@ -56,10 +57,12 @@ def test_all_sizes_are_registered():
         ("mistral-7b", 32_768, 8192),
         ("mixtral-8x22b", 65_536, 4096),
         ("gpt3-175b", 2048, 2048),
+        ("gemma3-12b", 131_072, 8192),
+        ("deepseek-v3", 163_840, 4096),
     ],
 )
 def test_a_workload_may_train_on_less_than_the_published_context(name, context, trained_on):
-    sizes = {**GPT3, **LLAMA, **MISTRAL, **MIXTRAL}
+    sizes = {**GPT3, **LLAMA, **MISTRAL, **MIXTRAL, **DECODERS}
     assert (sizes[name].context, workload(name).config.context) == (context, trained_on)
 
 
@@ -135,7 +138,7 @@ def test_with_changes_fields_of_a_mixture_and_of_its_gpt():
 
 
 def test_an_unknown_name_lists_the_known_names():
-    with pytest.raises(AutoshardError, match=r"model 'lama2-7b'\. Did you mean llama2-7b.*\? The known ones are gpt-1"):
+    with pytest.raises(AutoshardError, match=r"Did you mean llama2-7b.*\? The known ones are deepseek-v3, g"):
         workload("lama2-7b")
     with pytest.raises(AutoshardError, match="unknown model '%'. The known ones are .*wide-resnet-tiny"):
         workload("%")

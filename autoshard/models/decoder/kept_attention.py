@@ -7,15 +7,19 @@ small: those of both parts are joined, and their softmax is split again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from autoshard._shown import shown
+
 INVISIBLE = -1e30  # finite, so that a row without a visible key gives no NaN
 
 
-class Part(NamedTuple):
+@shown
+@dataclass(frozen=True)
+class Part:
     """Keys that new positions see, by their scores.
 
     Attributes:

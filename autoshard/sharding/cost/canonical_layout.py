@@ -32,7 +32,9 @@ class SpecQueries:
         queries: pairs (function, value). `function(layout, value)` is a spec.
         numbers: the specs that layouts gave so far, numbered.
         specs: the same as a list.
-        renamed: the mesh axes and the ways of attention of a layout -> numbers of specs -> their canonical form.
+        renamed: the mesh axes and the ways of attention of a layout -> numbers of specs -> their canonical form, and
+            its number.
+        forms: the canonical forms so far, numbered. A number is hashed faster than nested tuples.
         of_class: for each operator class, the numbers of the queries of its operands, of its results, and of what its
             kernel reads and writes.
     """
@@ -44,7 +46,8 @@ class SpecQueries:
         self.of_class: list[tuple[int, ...]] = []
         self.numbers: dict[Spec, int] = {}
         self.specs: list[Spec] = []
-        self.renamed: dict[Any, dict[tuple[int, ...], Renamed]] = {}
+        self.renamed: dict[Any, dict[tuple[int, ...], tuple[Names, Mapping[str, str], tuple[Spec, ...], int]]] = {}
+        self.forms: dict[tuple[Spec, ...], int] = {}
         needed = [_needed_specs(each, axes, roles) for each in classes]
         values = dict.fromkeys(v for some in needed for _, v in some if v >= 0)
         found = value_classes(axes, roles, values, distinct)
@@ -100,6 +103,7 @@ class CanonicalLayout:
         self.specs += itertools.islice(numbers, len(self.specs), None)
         self._renamed = queries.renamed.setdefault((*self.mesh, None, *self.sequence.items()), {})
         self._known: dict[tuple[int, ...], CanonicalSpecs] = {}
+        self._forms = queries.forms
 
     def __call__(self, queries: Sequence[int]) -> CanonicalSpecs:
         """Return the specs that answer the queries, in canonical form."""
@@ -107,10 +111,11 @@ class CanonicalLayout:
         found = self._known.get(specs)
         if found is None:
             if specs not in self._renamed:
-                self._renamed[specs] = canonical([self.specs[n] for n in specs], self.mesh, self.sequence)
-            names, ways, form = self._renamed[specs]
+                made = canonical([self.specs[n] for n in specs], self.mesh, self.sequence)
+                self._renamed[specs] = *made, self._forms.setdefault(made[2], len(self._forms))
+            names, ways, form, number_of_form = self._renamed[specs]
             sizes = {number: math.prod([self.mesh[a] for a in axes]) for number, axes in names.items()}
-            key = form, tuple(sizes.items()), tuple(ways.items())
+            key = number_of_form, tuple(sizes.items()), tuple(ways.items())
             found = self._known[specs] = CanonicalSpecs(names, sizes, ways, form, key)
         return found
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from autoshard._shown import shown
-from autoshard.sharding.cost.constants import ALL_REDUCE_PASSES, MOST_ASSIGNMENTS, TIME_TOLERANCE
+from autoshard.sharding.cost.constants import (
+    ALL_REDUCE_PASSES,
+    KNOWN_ASSIGNMENTS,
+    MOST_ASSIGNMENTS,
+    TIME_TOLERANCE,
+)
 from autoshard.sharding.cost.offload_time import HostTime
 from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.cost.stretches import StretchTimes
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
 from autoshard.sharding.machines.targets import Target
-from autoshard.sharding.machines.topology import DeviceAssignment, assignments
-from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
+from autoshard.sharding.machines.topology import DeviceAssignment, Topology, assignments
+from autoshard.spmdrules.core.placement import ReshardKind
 
 
 @shown
@@ -131,14 +139,16 @@ def collective(
         time = ring.hops * assignment.shift_us(axes, local_bytes) * count
         wire = ring.hops * local_bytes
         return Collective(requested, axes, requested, local_bytes, wire, count, time, line, exposed_us=time, ring=ring)
-    kind, factor, devices = assignment.compiled(requested, axes)
-    local = local_bytes * factor
-    wire = bytes_sent_per_byte(kind, devices) * local
-    time = assignment.time_us(kind, axes, local) * count
-    return Collective(
-        kind, axes, requested, local_bytes, wire, count, time, line, place, ops, array, exposed_us=time,
-        devices=devices, box_dims=assignment.box_dims(axes),
+    found = assignment.links(requested, axes)
+    local = local_bytes * found.factor
+    time = found.time_us(local) * count
+    made = object.__new__(Collective)  # the constructor takes five times as long, and a search makes many
+    made.__dict__.update(
+        kind=found.kind, axes=axes, requested=requested, local_bytes=local_bytes, wire_bytes=found.sent * local,
+        count=count, time_us=time, line=line, place=place, ops=ops, array=array, exposed_us=time, ring=None,
+        devices=found.devices, box_dims=found.box_dims,
     )  # fmt: skip
+    return made
 
 
 def step_cost(
@@ -230,11 +240,40 @@ def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> 
             sent[a] += c.wire_bytes * c.count
     by_traffic = sorted(mesh, key=lambda a: -sent[a])
     orders = dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)])
+    kinds = dict.fromkeys((c.requested, c.axes) for c in cost.collectives if c.ring is None)
+    on_rings = dict.fromkeys(c.axes for c in cost.collectives if c.ring is not None)
     best: tuple[DeviceAssignment, StepCost] | None = None
+    tried: set[Any] = set()
     for order in orders:
-        for assignment in islice(assignments(target.topology, mesh, order), MOST_ASSIGNMENTS):
+        for assignment in _assignments(target.topology, tuple(mesh.items()), order):
+            links = tuple(assignment.links(*kind) for kind in kinds)
+            key = assignment.topology, links, tuple(assignment.pieces_of(axes) for axes in on_rings)
+            if key in tried:  # the same links, so the same times
+                continue
+            tried.add(key)
             new = reassigned(cost, assignment, target.chip)
             if best is None or new.step_time_us < best[1].step_time_us * (1 - TIME_TOLERANCE):
                 best = assignment, new
     assert best is not None
     return best
+
+
+@lru_cache(maxsize=KNOWN_ASSIGNMENTS)
+def _assignments(
+    topology: Topology, mesh: tuple[tuple[str, int], ...], order: tuple[str, ...]
+) -> tuple[DeviceAssignment, ...]:
+    """Return the assignments that are tried. They are the same objects for equal meshes, and keep their `links`."""
+    return tuple(islice(assignments(topology, dict(mesh), order), MOST_ASSIGNMENTS))
+
+
+def traffic(cost: StepCost) -> list[tuple[tuple[str, str, float, str], tuple[float, float]]]:
+    """Return the collectives of a step in the form of `Plan.traffic` and `Plan.traffic_us`.
+
+    Collectives of one kind, one source line and the same mesh axes are added up.
+    """
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for c in cost.collectives:
+        sums = found[c.kind, " ".join(c.axes), c.line]
+        sums[:] = sums[0] + c.wire_bytes * c.count, sums[1] + c.time_us, sums[2] + c.exposed_us
+    ranked = sorted(found.items(), key=lambda item: (-item[1][0], item[0]))
+    return [((kind, axes, size, line), (us, exposed)) for (kind, axes, line), (size, us, exposed) in ranked]

@@ -1,13 +1,18 @@
 """Heuristic figures of the cost model. None is known to have been fitted to the benchmark's models.
 
 The shares of peak FLOP/s and of bandwidth that kernels reach are in `machines.constants`. The plans of the benchmark's
-models (`tests/golden`) depend on all constants here but `MEMORY_CACHE_ENTRIES`.
+models (`tests/golden`) depend on all constants here but `KNOWN_ASSIGNMENTS`,
+`MOST_KNOWN_PRICES` and `MEMORY_CACHE_ENTRIES`.
 """
 
 # --- Collectives (`collectives`).
 
 # Number of device assignments that are priced for each order of the mesh axes (`best_assignment`). Source: chosen.
 MOST_ASSIGNMENTS = 64
+
+# Number of pairs of a mesh and an order of its axes whose assignments are kept (`best_assignment`). Only speed depends
+# on it. Source: chosen.
+KNOWN_ASSIGNMENTS = 1024
 
 # Relative difference in step time below which the assignment that was found first is kept. It absorbs rounding errors.
 # Source: chosen.
@@ -50,6 +55,10 @@ WRITTEN_SOURCES = 2
 # A value that has more than this many times the bytes of its sources, such as a mask, is computed again at each use.
 # Source: chosen, not measured.
 BROADCAST_GROWTH = 16
+
+# Largest number of prices of operators that a process keeps (`known_prices`). It bounds memory: one takes about 1 KiB.
+# Only speed depends on it. Source: chosen; a search over the variants of Llama-3 70B for 256 chips computes 40,000.
+MOST_KNOWN_PRICES = 200_000
 
 # --- Memory (`peak_memory`, `opaque_memory`).
 

@@ -30,7 +30,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ from autoshard.sharding.cost.equivalence_classes import (
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
+from autoshard.sharding.cost.known_prices import KnownPrices
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
@@ -127,6 +128,7 @@ class CostModel:
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
+        self.known = KnownPrices(axes, roles, fusion, target)
         self._memo: dict[Any, Price] = {}
         self._by_distinct: dict[frozenset[int], CostModel] = {}
         self._original: CostModel | None = None  # the model that was resized to this one
@@ -138,6 +140,7 @@ class CostModel:
         resized.classes = [replace(each, op=ops[each.numbers[0]]) for each in self.classes]
         resized.stretches = Stretches(axes.program, [each.numbers for each in resized.classes])
         resized.host_traffic = HostTraffic(axes, self.roles, resized.stretches, self.distinct)
+        resized.known = KnownPrices(axes, self.roles, self.fusion, self.target)
         resized._memo, resized._by_distinct = {}, {}
         return resized
 
@@ -159,7 +162,8 @@ class CostModel:
             if price.held_bytes:
                 buffers["opaque", number] = LiveBuffers(price.held_bytes, each.members, each.members)
             for move in price.moves:
-                new, axes = each.members, tuple(a for name in move.axes for a in names[name])
+                new, (name, *others) = each.members, move.axes
+                axes = tuple(a for name in move.axes for a in names[name]) if others else names[name]
                 if move.array >= 0 and sequential and self._is_state(each.op.operands[move.array]):
                     in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
                 elif move.array >= 0 and not move.hops:
@@ -176,19 +180,8 @@ class CostModel:
                     for ops, place in self._places(each.op, move, new):
                         runs = each.runs if ops is each.members else float(self.stretches.trips[ops].sum())
                         ring = Ring(move.hops, price.beside_us) if move.hops else None
-                        some = (
-                            assignment,
-                            move.kind,
-                            axes,
-                            move.local_bytes,
-                            runs,
-                            each.line,
-                            place,
-                            ring,
-                            ops,
-                            move.array,
-                        )
-                        collectives.append(collective(*some))
+                        some = assignment, move.kind, axes, move.local_bytes, runs, each.line, place, ring, ops
+                        collectives.append(collective(*some, move.array))
         collectives += self._state_moves(layout)
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
@@ -259,7 +252,8 @@ class CostModel:
         key = number, found.key
         price = self._memo.get(key)
         if price is None:
-            price = self._memo[key] = self._price_new(op_class, found.sizes, found.specs, found.sequence)
+            compute = partial(self._price_new, op_class, found.sizes, found.specs, found.sequence)
+            price = self._memo[key] = self.known(op_class, found, compute)
         return price, found.names
 
     def _price_new(

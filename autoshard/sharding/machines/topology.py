@@ -33,7 +33,8 @@ from typing import Literal
 
 from autoshard._shown import shown
 from autoshard.sharding.machines.between_slices import SLICE, flat_us, is_flat, spans_both
-from autoshard.spmdrules.core.placement import ReshardKind
+from autoshard.sharding.machines.links import Links
+from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
 
 
 @shown
@@ -230,8 +231,7 @@ class DeviceAssignment:
     topology: Topology
     pieces: Mapping[str, Pieces]
     _times: dict = field(default_factory=dict, compare=False, repr=False)
-    _compiled: dict = field(default_factory=dict, compare=False, repr=False)
-    _box_dims: dict = field(default_factory=dict, compare=False, repr=False)
+    _links: dict = field(default_factory=dict, compare=False, repr=False)
 
     def time_us(self, kind: ReshardKind, axes: Iterable[str], local_bytes: float) -> float:
         """Microseconds of a collective over these mesh axes; see `Topology.time_us`."""
@@ -247,25 +247,18 @@ class DeviceAssignment:
         """Microseconds in which each device along these mesh axes sends to the next one; see `Topology.shift_us`."""
         return self.topology.shift_us(self.pieces_of(axes), local_bytes)
 
-    def compiled(self, kind: ReshardKind, axes: tuple[str, ...]) -> tuple[ReshardKind, float, int]:
-        """The collective that XLA emits for a collective over these mesh axes (`Topology.compiled`).
-
-        Returns:
-            Its kind, the factor by which each device's operand grows, and the number of devices.
-        """
-        found = self._compiled.get((kind, axes))
+    def links(self, requested: ReshardKind, axes: tuple[str, ...]) -> Links:
+        """What a collective over these mesh axes becomes on their links."""
+        found = self._links.get((requested, axes))
         if found is None:
             over = self.pieces_of(axes)
-            compiled_kind, growth = self.topology.compiled(kind, over, 1.0)
-            found = self._compiled[kind, axes] = compiled_kind, growth, math.prod(p.size for p in over)
-        return found
-
-    def box_dims(self, axes: tuple[str, ...]) -> int:
-        """The number of dimensions that a group over these mesh axes spans; 0 if it leaves out devices in between."""
-        found = self._box_dims.get(axes)
-        if found is None:
-            merged = self.topology.merged(self.pieces_of(axes))
-            found = self._box_dims[axes] = len(merged) if all(p.stride == 1 for p in merged) else 0
+            kind, factor = self.topology.compiled(requested, over, 1.0)
+            devices, merged = math.prod(p.size for p in over), self.topology.merged(over)
+            self.time_us(kind, axes, 0.0)
+            found = self._links[requested, axes] = Links(
+                kind, factor, devices, bytes_sent_per_byte(kind, devices), *self._times[kind, axes],
+                len(merged) if all(p.stride == 1 for p in merged) else 0,
+            )  # fmt: skip
         return found
 
     def pieces_of(self, axes: Iterable[str]) -> Pieces:

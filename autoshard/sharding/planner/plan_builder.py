@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard.kernels.block_choice import blocks_of
-from autoshard.sharding.cost.exposed_communication import traffic
+from autoshard.sharding.cost.collectives import traffic
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.unserved_products import product_notes
 from autoshard.sharding.layout.divisibility import multiple, undivided

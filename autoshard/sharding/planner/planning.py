@@ -116,7 +116,10 @@ def plan_traced(
         if number == 1:
             return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics), count)
         cut = partial(with_stages, stages=number, numerics=numerics)
-        of_schedule = lambda word: in_microbatches(rewritten, number, partial(cut, schedule=word), count)  # noqa: E731
+
+        def of_schedule(word: str) -> BoundPlan:
+            return in_microbatches(rewritten, number, partial(cut, schedule=word), count)
+
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
     def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str) -> BoundPlan:
@@ -143,7 +146,10 @@ def plan_traced(
     def with_or_without(rewritten: Traced) -> BoundPlan:
         if schedule and plan is None:
             cut = searched if microbatches is None else staged
-            of_count = lambda number: cut(rewritten, number, schedule, count)  # noqa: E731
+
+            def of_count(number: int) -> BoundPlan:
+                return cut(rewritten, number, schedule, count)
+
             return plan_of_pipelines(traced.name, schedule, counts, of_count)
         plain = partial(staged, rewritten, stages, schedule, count)
         return plan_with_pipelines(counts, count, plain, partial(searched, rewritten))

@@ -51,14 +51,14 @@ def batch(rows: int = 2) -> tuple[np.ndarray, np.ndarray]:
     return rng.integers(0, VOCAB, (rows, SEQ)), rng.integers(0, VOCAB, (rows, SEQ))
 
 
-def make_reference(name: str, folder: Path) -> Reference:
-    """Makes a random model of a config, and saves it."""
+def make_reference(name: str, folder: Path, **changes: Any) -> Reference:
+    """Makes a random model of a config, with changes of its arguments, and saves it."""
     import torch
     import transformers
 
     kind, arguments = CONFIGS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**arguments)
+    config = getattr(transformers, kind)(**arguments | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         # Norm scales, biases and sinks start from constants, with which errors would not show.

@@ -112,19 +112,34 @@ PLANS = {
     "gpt-oss": ("ep:4 fsdp:2", "fsdp:4 tp:2", "cp:2 dp:4"),
     "deepseek-v3": ("ep:8", "fsdp:4 tp:2"),
 }
+PIPELINES = {"llama3": ("pp:2 fsdp:4", "pp:2 tp:2 fsdp:2"), "mixtral": ("pp:2 fsdp:4", "pp:2 tp:2 dp:2")}
+
+
+def assert_equal_under_plan(reference, words, folder, **options):
+    """Checks the loss and every gradient of a planned step, and returns its plan."""
+    expected_loss, expected = reference.loss_and_gradients
+    inputs, targets = (jnp.asarray(np.concatenate([x] * 4)) for x in batch())  # the same mean over more rows
+    model = load_pretrained(reference.folder, plan="dp:8", batch=(8, SEQ))
+    graph, params = nnx.split(model)
+    step = autoshard.auto_shard(jax.value_and_grad(partial(loss_of, graph)), plan=words, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)
+        loss, gradients = step(params, inputs, targets)
+    assert float(loss) == pytest.approx(expected_loss, rel=1e-5), words
+    assert_gradients_equal(gradients_as_stored(model, gradients, folder), expected)
+    return step.plan(params, inputs, targets)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_loss_and_gradients_under_plans(name, tmp_path):
     reference = make_reference(name, tmp_path / "model")
-    expected_loss, expected = reference.loss_and_gradients
-    inputs, targets = (jnp.asarray(np.concatenate([x] * 4)) for x in batch())  # the same mean over more rows
     for words in PLANS[name]:
-        model = load_pretrained(reference.folder, plan="dp:8", batch=(8, SEQ))
-        graph, params = nnx.split(model)
-        step = autoshard.auto_shard(jax.value_and_grad(partial(loss_of, graph)), plan=words)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AutoshardWarning)
-            loss, gradients = step(params, inputs, targets)
-        assert float(loss) == pytest.approx(expected_loss, rel=1e-5), words
-        assert_gradients_equal(gradients_as_stored(model, gradients, tmp_path / words), expected)
+        assert_equal_under_plan(reference, words, tmp_path / words)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_loss_and_gradients_of_pipelines(name, tmp_path):
+    reference = make_reference(name, tmp_path / "model", num_hidden_layers=4)
+    for words in PIPELINES[name]:
+        plan = assert_equal_under_plan(reference, words, tmp_path / words, microbatches=2)
+        assert (plan.stages, plan.microbatches) == (2, 2)

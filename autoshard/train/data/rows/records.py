@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grain
+
 from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.errors import DataError
@@ -95,9 +97,14 @@ def _json_lines(file: Path) -> Iterator[Record]:
         for n, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield _table(f"{file} line {n}", json.loads(line))
+                    value = json.loads(line.decode("utf-8-sig"))
                 except ValueError as error:
                     problems.append(f"line {n}: {error}")
+                    continue
+                if isinstance(value, dict):
+                    yield Record(f"{file} line {n}", value)
+                else:
+                    problems.append(f"line {n}: it is {type(value).__name__}; a row must be a table")
     if problems:
         raise DataError(f"{file} has lines that are not rows:\n{listing(problems)}")
 
@@ -112,8 +119,6 @@ def _parquet(file: Path) -> Iterator[Record]:
 
 
 def _array_record(file: Path) -> Iterator[Record]:
-    import grain  # here, because settings are read before libraries are loaded
-
     source: Any = grain.sources.ArrayRecordDataSource([str(file)])
     for n in range(len(source)):
         yield _table(f"{file} record {n}", json.loads(source[n]))

@@ -1,0 +1,69 @@
+"""Prices that programs share: equal operators are priced once in a process, different ones apart."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import plan
+from autoshard.sharding.cost import known_prices
+from autoshard.sharding.cost.step_time import CostModel
+
+ROWS, WIDTH = 64, 128
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(known_prices, "_prices", {})
+    monkeypatch.setattr(known_prices, "_numbers", {})
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The operators whose prices were computed."""
+    names, compute = [], CostModel._price_new
+
+    def counted(model, op_class, *args):
+        names.append(op_class.op.name)
+        return compute(model, op_class, *args)
+
+    monkeypatch.setattr(CostModel, "_price_new", counted)
+    return names
+
+
+def layer(x, w, activation=jnp.tanh, axis=1):
+    return jnp.sum(activation(x @ w), axis=axis)
+
+
+def planned(dtype="float32", rows=ROWS, target="v5e:2x2", **options):
+    def step(x, w):  # a new function, which no other cache knows
+        return layer(x, w, **options)
+
+    shapes = jax.ShapeDtypeStruct((rows, WIDTH), dtype), jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)
+    return plan(step, *shapes, plan="tp:4", target=target)
+
+
+def test_an_equal_program_computes_no_price(computed):
+    first = planned()
+    assert "dot_general" in computed
+    computed.clear()
+    assert planned().estimate == first.estimate
+    assert not computed
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"rows": 2 * ROWS}, {"axis": 0}, {"target": "v5p:2x2x1"}], ids=str
+)
+def test_another_program_has_its_own_prices(options, computed):
+    alone = planned(**options)
+    known_prices._prices.clear()
+    planned()
+    computed.clear()
+    assert planned(**options).estimate == alone.estimate
+    assert computed
+
+
+def test_the_number_of_prices_is_bounded(monkeypatch):
+    monkeypatch.setattr(known_prices, "MOST_KNOWN_PRICES", 2)
+    first = planned()
+    assert 0 < len(known_prices._prices) <= 2
+    assert planned().estimate == first.estimate
