@@ -279,12 +279,6 @@ class TrainConfig:
         return stages_of(self.plan)
 
     @property
-    def pipelined(self) -> bool:
-        """Whether the planner cuts the step into stages: as the plan says, or as many as it finds for a schedule."""
-        searched = self.schedule is not None and self.plan is None and self.mesh is None
-        return searched or self.stages > 1
-
-    @property
     def searches_variants(self) -> bool:
         """Whether the planner chooses the remat policy, alone or with the number of microbatches."""
         return self.variants == "search" or self.offload == AUTO

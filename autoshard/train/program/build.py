@@ -109,9 +109,15 @@ def make_program_of(config: TrainConfig) -> Program:
     return make_program(model_builder(config), optimizer, freeze=freeze, ema=ema, train=trained_globs(config))
 
 
+def is_pipelined(config: TrainConfig) -> bool:
+    """Say whether the planner cuts the step into stages: as the plan says, or as many as it finds for a schedule."""
+    searched = config.schedule is not None and config.plan is None and config.mesh is None
+    return searched or config.stages > 1
+
+
 def train_step_of(config: TrainConfig, program: Program) -> TrainStep:
     """Make the train step of a run. If its plan is a pipeline, the planner cuts the step into microbatches."""
-    count = 1 if config.pipelined else config.microbatches
+    count = 1 if is_pipelined(config) else config.microbatches
     schedule = learning_rate_schedule(config.optimizer, config.steps)
     return make_train_step(program, schedule, count, loss_of(config))
 

@@ -19,7 +19,7 @@ from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.machines.device_mesh import device_mesh, mesh_sizes
 from autoshard.sharding.machines.targets import find_target, is_made_of
 from autoshard.train.config.train_config import TrainConfig
-from autoshard.train.program.build import make_program_of, train_step_of
+from autoshard.train.program.build import is_pipelined, make_program_of, train_step_of
 from autoshard.train.program.constants import SEARCHED_MICROBATCHES
 from autoshard.train.program.pretrained import with_dtype_note
 from autoshard.train.program.remat_search import RematSpace, remat_search
@@ -75,7 +75,7 @@ def plan_options(config: TrainConfig) -> dict[str, Any]:
         "overlap": config.overlap,
         "measure": config.measure or None,
         "schedule": config.schedule,
-        "microbatches": config.microbatches if config.pipelined and config.microbatches > 1 else None,
+        "microbatches": config.microbatches if is_pipelined(config) and config.microbatches > 1 else None,
     }
     return {name: value for name, value in options.items() if value is not None}
 

@@ -152,17 +152,3 @@ def test_a_sample_needs_a_prompt() -> None:
     with pytest.raises(ConfigError, match="prompt is empty, but a sample continues it"):
         TrainConfig(prompt="")
     assert TrainConfig(prompt="", sample_tokens=0).prompt == ""
-
-
-@pytest.mark.parametrize(
-    ("options", "pipelined"),
-    [
-        ({}, False),
-        ({"schedule": "zb"}, True),
-        ({"plan": "pp:2"}, True),
-        ({"plan": "dp:2"}, False),
-        ({"schedule": "zb", "mesh": "data=2"}, False),
-    ],
-)
-def test_a_schedule_without_plan_and_mesh_makes_a_pipeline(options, pipelined):
-    assert TrainConfig(**options).pipelined == pipelined

@@ -16,6 +16,7 @@ from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import (
     fit_vocab,
+    is_pipelined,
     load_function,
     make_source,
     model_builder,
@@ -132,3 +133,17 @@ def test_remat_policies_are_mixed_as_far_as_memory_allows() -> None:
 )
 def test_no_mix_is_tried_without_need_or_room(light: Attempt, strict: Attempt, layers: int) -> None:
     assert variant_search({"remat": [LIGHT, STRICT], "microbatches": [1]}, layers)([light, strict]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "pipelined"),
+    [
+        ({}, False),
+        ({"schedule": "zb"}, True),
+        ({"plan": "pp:2"}, True),
+        ({"plan": "dp:2"}, False),
+        ({"schedule": "zb", "mesh": "data=2"}, False),
+    ],
+)
+def test_a_schedule_without_plan_and_mesh_makes_a_pipeline(options, pipelined):
+    assert is_pipelined(TrainConfig(**options)) == pipelined
