@@ -151,6 +151,11 @@ def test_a_run_starts_from_an_adapter_and_resumes_without_it(
     assert main(["ckpt", "export", str(run_dir), str(tmp_path / "trained")]) == 0
     trained = tensors(tmp_path / "trained", "adapter_model.safetensors")
     assert all((before[name] != trained[name]).any() for name in before)
+    assert main(["ckpt", "export", str(run_dir), str(tmp_path / "merged"), "--merge"]) == 0
+    assert main(["ckpt", "merge", *(str(tmp_path / name) for name in ("model", "trained", "equal"))]) == 0
+    merged, equal = (tensors(tmp_path / name) for name in ("merged", "equal"))
+    for name in merged:
+        np.testing.assert_allclose(merged[name], equal[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("form", "bytes_left", "error"), [("int8", 0.32, 2e-3), ("nf4", 0.22, 5e-2)])
