@@ -50,8 +50,7 @@ class Case:
 def _llama3_8b() -> DecoderConfig:
     """Llama 3 8B (table 3 of arXiv:2407.21783)."""
     kinds = (LayerKind(rotary=Rotary(500_000.0)),) * 32
-    sizes = {"vocab": 128_256, "width": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336}
-    return DecoderConfig(kinds=kinds, context=8192, **sizes)
+    return DecoderConfig(128_256, 4096, kinds, heads=32, kv_heads=8, head_dim=128, ffn=14_336, context=8192)
 
 
 CASES: Mapping[str, Case] = {

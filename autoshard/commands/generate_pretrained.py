@@ -21,10 +21,12 @@ def is_pretrained(folder: Path) -> bool:
     try:
         if not (folder / CONFIG).is_file() or any((folder / name).exists() for name in RUN_FILES):
             return False
+        if any(folder.glob("*.safetensors*")):  # a damaged config is reported when it is read
+            return True
         config = json.loads((folder / CONFIG).read_text())
     except (OSError, ValueError):
         return False
-    return any(folder.glob("*.safetensors*")) or isinstance(config, dict) and "architectures" in config
+    return isinstance(config, dict) and "architectures" in config
 
 
 def is_pretrained_run(folder: Path) -> bool:

@@ -60,8 +60,8 @@ PLAIN_SCORE_PASSES = 5
 # FLOP/s that the products of cuDNN's attention reach, as a fraction of those of large products: the forward pass, the
 # causal forward pass, and the backward pass. Source: FlashAttention-3 (arXiv:2407.08608), figures 5 and 6: on an H100
 # SXM with heads of 128 and 8192 positions, cuDNN reaches 600, 529 and 518 TFLOP/s (the last one without a mask). Large
-# products reach 794 TFLOP/s there (`machines.chips`).
-CUDNN_FORWARD, CUDNN_CAUSAL_FORWARD, CUDNN_BACKWARD = 600 / 794, 529 / 794, 518 / 794
+# products reach 711 TFLOP/s there (`machines.chips`).
+CUDNN_FORWARD, CUDNN_CAUSAL_FORWARD, CUDNN_BACKWARD = 600 / 711, 529 / 711, 518 / 711
 
 # Size of the heads for which these hold, and the share of the time there that does not depend on the size: exponentials
 # and the rest of softmax, once for each pair. Source: an H200, 4096 positions, causal, heads of 128 and of 64

@@ -206,7 +206,8 @@ class Engine:
 
     def _check(self, requests: Sequence[Request]) -> None:
         problems = []
-        for n, request in enumerate(requests):
+        for place, request in enumerate(requests):
+            n = place if request.number is None else request.number
             outside = [token for token in request.prompt if not 0 <= token < self.vocab]
             if not len(request.prompt):
                 problems.append(f"prompt {n} is empty: give at least one token")

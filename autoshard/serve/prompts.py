@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.models.pretrained.chat_template import ChatTemplate
-from autoshard.models.pretrained.images import ImageReader
+from autoshard.models.pretrained.images import PREPROCESSOR, ImageReader
 from autoshard.models.vision.grids import Grid, ImageSlots
 
 Prompt = str | Sequence[Mapping[str, Any]]
@@ -107,7 +107,13 @@ class PromptReader:
 
     @functools.cached_property
     def _reader(self) -> ImageReader:
-        return ImageReader.of(self.folder)
+        found = ImageReader.of(self.folder)
+        if self.slots is not None and found.merge != self.slots.merge:  # the order of patches depends on it
+            raise ConfigError(
+                f"{PREPROCESSOR} of {str(self.folder)!r} has a merge_size of {found.merge}, but the model merges "
+                f"{self.slots.merge} x {self.slots.merge} patches: use the file of the model's own folder"
+            )
+        return found
 
     def _patches(self, image: Any) -> np.ndarray:
         return self._reader(image)[0]

@@ -82,8 +82,8 @@ def test_plans_give_the_same_texts(model, expected, words):
 
 
 def test_wrong_prompts_are_named_together_before_anything_runs(engine):
-    with pytest.raises(ConfigError, match="(?s)prompt 0 is empty.*prompt 1 has token 32.*prompt 2 has 49 tokens"):
-        engine.run([Request([]), Request([32]), Request([1] * 49)])
+    with pytest.raises(ConfigError, match="(?s)prompt 0 is empty.*prompt 7 has token 32.*prompt 2 has 49 tokens"):
+        engine.run([Request([]), Request([32], number=7), Request([1] * 49)])
     with pytest.raises(ConfigError, match="rows is 0.*length is 49"):
         Engine(Decoder(CONFIG, rngs=nnx.Rngs(0)), rows=0, length=49)
 

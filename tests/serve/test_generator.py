@@ -115,6 +115,10 @@ def test_folders_that_lack_something_are_refused(tmp_path, capsys):
     (folder / "model.safetensors").unlink()
     assert main(["generate", str(folder)]) == 2
     assert "has no safetensors files, so it has no weights" in capsys.readouterr().err
+    folder = make_text_folder(tmp_path / "damaged")
+    (folder / "config.json").write_text("{")
+    assert main(["generate", str(folder), "--chat"]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
     folder = make_text_folder(tmp_path / "broken")
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(AutoshardError, match="not a tokenizer"):

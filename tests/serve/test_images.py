@@ -142,6 +142,14 @@ def test_wrong_images_are_one_error(folder, capsys, options, message):
         raise AssertionError(capsys.readouterr().err)
 
 
+def test_a_reader_that_orders_patches_in_another_way_is_refused(folder, tmp_path):
+    own = make_image_folder(tmp_path / "own")
+    file = own / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "merge_size": 4}))
+    with pytest.raises(ConfigError, match="has a merge_size of 4, but the model merges 2 x 2 patches"):
+        load_generator(own, rows=1, mesh={"x": 1}, check=lambda reader: reader.read("a", [image(folder, "one")]))
+
+
 def test_images_for_a_model_of_text(folder, tmp_path):
     text = load_generator(make_text_folder(tmp_path / "text"), rows=1, mesh={"x": 1})
     with pytest.raises(ConfigError, match="has 1 image, but the model reads text alone"):

@@ -42,6 +42,12 @@ _MAGNITUDES = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
 _PAIR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.weight)?")
 # Parts of the names of fully trained modules, and of embeddings that have a pair.
 _WRAPPERS = re.compile(r"\.(modules_to_save|base_layer)\b")
+_SUMMED = (
+    "float64",
+    "float32",
+    "bfloat16",
+    "float16",
+)  # dtypes of weights; others are codes, whose scales are elsewhere
 # Settings that would change values in ways that are not implemented here.
 _UNSUPPORTED = (
     "bias",
@@ -287,6 +293,7 @@ def merge_adapter(base: Model, adapter: Adapter) -> Model:
 
     Raises:
         MismatchError: the adapter is for another base; lists every module that does not match.
+        CheckpointError: weights of the base are codes of a quantized model, to which nothing can be added.
     """
     by_name = {one.name: one for one in base.tensors}
     adapter = replace(adapter, fan_in_first=adapter.fan_in_first or base.fan_in_first)
@@ -312,6 +319,11 @@ def merge_adapter(base: Model, adapter: Adapter) -> Model:
         raise MismatchError(
             f"the adapter in {adapter.where} is for another base than {base.where}: {len(wrong)} of "
             f"{len(adapter.pairs) + len(adapter.saved)} modules do not match:\n{listing(wrong)}"
+        )
+    if coded := [f"{name}: {by_name[name].dtype}" for name in edits if by_name[name].dtype not in _SUMMED]:
+        raise CheckpointError(
+            f"{base.where} is quantized, and an adapter cannot be added to codes: export a plain model by `autoshard "
+            f"ckpt import MODEL RUN` and `autoshard ckpt export RUN PLAIN`, then merge into that:\n{listing(coded)}"
         )
     tensors = tuple(_edited(one, edits[one.name]) if one.name in edits else one for one in base.tensors)
     return replace(base, tensors=tensors, where=f"{base.where} and {adapter.where}")

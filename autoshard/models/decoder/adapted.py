@@ -85,7 +85,7 @@ class Adapted(nnx.Module):
         mixed = jnp.einsum(f"{inner}y,{inner}{outer}->y{outer}", a, weight, **precise)
         small = jnp.einsum(f"{inner}y,{inner}z->yz", a, a, **precise)
         cross = 2 * self.scale * mixed + self.scale**2 * jnp.einsum(f"yz,z{outer}->y{outer}", small, b, **precise)
-        square = jnp.sum(jnp.square(weight), range(len(inner))) + jnp.einsum(f"y{outer},y{outer}->{outer}", cross, b)
+        square = jnp.sum(jnp.square(weight), range(len(inner))) + jnp.sum(cross * b, axis=0)
         return self.lora_scale[...].astype(jnp.float32) * lax.rsqrt(square)
 
 

@@ -103,7 +103,7 @@ def _known_roles(traced: Traced, axes: LogicalAxes) -> Mapping[int, Role]:
     """The roles of the inputs of the whole step, if a microbatch is a single row: no value has an axis of rows then."""
     if traced.batch is None or _known_batch(traced, axes) is not None:
         return {}
-    return dict(zip(traced.program.inputs, cast(Sequence[Role], traced.input_roles), strict=False))
+    return dict(zip(traced.program.inputs, cast(Sequence[Role], traced.input_roles), strict=True))
 
 
 def _known_batch(traced: Traced, axes: LogicalAxes) -> int | None:

@@ -13,9 +13,11 @@
           per device).
     GPU   NVIDIA's data sheets: A100 (40 and 80 GB, SXM), H100 SXM, H200 SXM, DGX B200, GB200 NVL72. Peaks are without
           sparsity. 32-bit products run as TF32, XLA's default. At 8 bits the peak is twice that of 16, for int8 and,
-          except on A100, for float8. Efficiency: products measured with `mamf-finder.py` over many shapes, the best of
-          them: https://github.com/stas00/ml-engineering, compute/accelerator, "Maximum Achievable Matmul FLOPS", which
-          says that H200 equals H100 at 16 bits. Products of most shapes reach less.
+          except on A100, for float8. Efficiency of H100 and H200 at 16 bits: the median of seven large products that
+          XLA compiled, on an H200 (`benchmarks/one_gpu.py`, section `rates`). The others: products measured with
+          `mamf-finder.py` over many shapes, the best of them: https://github.com/stas00/ml-engineering,
+          compute/accelerator, "Maximum Achievable Matmul FLOPS". Products of most shapes reach less: for H100 and
+          H200 the page has 0.803.
     CPU   Virtual devices on one host, which share its cores: measured by `autoshard bench --calibrate` for 8 devices on
           2 cores. The memory of the host is that of the devices.
 
@@ -303,7 +305,7 @@ CHIPS: Mapping[str, Chip] = {
         clock_hz=2.2e9,
         flops_fp8=2307e12,
         efficiency=0.749,
-        efficiency_fp8=0.703,
+        efficiency_fp8=0.706,
     ),
     "a100-40": _gpu(
         tflops=312,
@@ -339,7 +341,7 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=1872 / 8,
         domain=8,
         kinds="h100",
-        efficiency=0.803,
+        efficiency=0.719,
         efficiency_fp8=0.709,
     ),
     "h200": _gpu(
@@ -352,7 +354,7 @@ CHIPS: Mapping[str, Chip] = {
         ram_gb=2952 / 8,
         domain=8,
         kinds="h200",
-        efficiency=0.803,
+        efficiency=0.719,
         efficiency_fp8=0.734,
     ),
     "b200": _gpu(

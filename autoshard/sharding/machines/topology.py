@@ -32,7 +32,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from autoshard._shown import shown
-from autoshard.sharding.machines.between_slices import SLICE, flat_us, is_flat
+from autoshard.sharding.machines.between_slices import SLICE, flat_us, is_flat, spans_both
 from autoshard.sharding.machines.links import Links
 from autoshard.spmdrules.core.placement import ReshardKind, bytes_sent_per_byte
 
@@ -113,16 +113,17 @@ class Topology:
         if kind == "collective-permute":
             slowest = min(map(self._piece_bandwidth, merged))
             return sum(map(self._latency_us, merged)) + local_bytes / slowest * 1e6
-        if self.has_slices and is_flat(kind, [p.dim for p in pieces if p.size > 1]):
-            return self.flat_us(kind, math.prod(p.size for p in merged), local_bytes)
+        if self.has_slices and spans_both(spanned := [p.dim for p in pieces if p.size > 1]):
+            if is_flat(kind, spanned):
+                return self.flat_us(kind, math.prod(p.size for p in merged), local_bytes)
+            kind = "all-reduce" if kind == "reduce-scatter" else kind
         if kind == "all-to-all":
             return sum(self._all_to_all_us(group, whole) for _, group in self._tiers(merged))
         one_pass_us, inner = 0.0, 1
         for _, group in self._tiers(merged):
             n = math.prod(p.size for p in group)
             bandwidth = sum(map(self._piece_bandwidth, group))
-            passes = 2 if kind == "reduce-scatter" and inner > 1 and self.has_slices and group[0].dim == 0 else 1
-            one_pass_us += passes * (max(map(self._latency_us, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6)
+            one_pass_us += max(map(self._latency_us, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6
             inner *= n
         return one_pass_us * (2 if kind == "all-reduce" else 1)
 
@@ -132,8 +133,9 @@ class Topology:
 
     @property
     def has_slices(self) -> bool:
-        """Whether the outermost dimension is a network between slices of TPUs."""
-        return self.dims[0].name == SLICE and self.dims[0].size > 1
+        """Whether the outermost dimension is a network between slices of TPUs. Other machines have no torus."""
+        first, *rest = self.dims
+        return first.name == SLICE and first.size > 1 and any(dim.kind == "ring" for dim in rest)
 
     def shift_us(self, pieces: Pieces, local_bytes: float) -> float:
         """Microseconds in which each device of a group sends to the next one, as on a ring.
@@ -336,7 +338,7 @@ def _all_assignments(
 
 
 def _slices_first(topology: Topology, pieces: Pieces) -> Pieces:
-    """The same pieces with those of the slices as the major ones, so that collectives run within the slices, too."""
+    """The same pieces with those of the slices as the major ones, so that gathers run within the slices, too."""
     return tuple(sorted(pieces, key=lambda p: p.dim != 0)) if topology.has_slices else pieces
 
 

@@ -9,7 +9,7 @@ tried if the other plan's compute and these ticks already take longer than the o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autoshard._tracebacks import users_stacklevel
@@ -24,19 +24,31 @@ from autoshard.sharding.pipeline.schedules import FORWARD_ONLY, LEAN
 ONE = "there is one device only; leave out schedule="
 
 
-def stage_counts(target: Target) -> list[int]:
-    """The numbers of stages to try: divisors of the outermost dimension, if its links are slower than inner ones."""
+def stage_counts(target: Target, mesh: Mapping[str, int] | None = None) -> list[int]:
+    """The numbers of stages to try: divisors of the outermost dimension, if its links are slower than inner ones.
+
+    Args:
+        target: the machine.
+        mesh: the sizes of a mesh that the plan keeps. One of its axes has all stages.
+    """
     dims = target.topology.dims
     if len(dims) < 2 or dims[0].bandwidth >= dims[-1].bandwidth:
         return []
-    return [n for n in range(2, dims[0].size + 1) if dims[0].size % n == 0]
+    return [n for n in range(2, dims[0].size + 1) if dims[0].size % n == 0 and (mesh is None or n in mesh.values())]
 
 
-def requested_stage_counts(target: Target) -> list[int]:
+def requested_stage_counts(target: Target, mesh: Mapping[str, int] | None = None) -> list[int]:
     """The numbers of stages to try if a schedule is requested without a plan.
 
-    They are those of slow links, or else the smallest divisors of the number of devices.
+    They are those of slow links, or else the smallest divisors of the number of devices. With a mesh that the plan
+    keeps, they are the sizes of its axes.
+
+    Args:
+        target: the machine.
+        mesh: the sizes of this mesh.
     """
+    if mesh is not None:
+        return sorted({n for n in mesh.values() if n > 1})
     divisors = [n for n in range(2, target.devices + 1) if target.devices % n == 0]
     return stage_counts(target) or divisors[:MOST_STAGE_COUNTS]
 

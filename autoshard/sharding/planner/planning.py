@@ -16,7 +16,13 @@ from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
 from autoshard.sharding.layout.plan_request import moves_keys
-from autoshard.sharding.machines.device_mesh import MeshLike, existing_placement, find_machine, traced_machine
+from autoshard.sharding.machines.device_mesh import (
+    MeshLike,
+    existing_placement,
+    find_machine,
+    mesh_sizes,
+    traced_machine,
+)
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
@@ -49,6 +55,7 @@ from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.kernel_rewriting import with_kernels
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
+from autoshard.spmdrules.core.placement import Spec
 
 PlanLike = str | Mapping[str, Sequence[str]] | ShardingPlan
 
@@ -99,15 +106,20 @@ def plan_traced(
     if traced.stages > 1:  # a program that is cut already may be planned again
         return plan_with_offload(traced, words, planned)
     counts: list[int] = []
-    if plan is None and mesh is None:
-        machine = find_machine(mesh, target, compiler_options).target
-        counts = requested_stage_counts(machine) if schedule else stage_counts(machine) if microbatches != 1 else []
+    if plan is None and mesh is None and (schedule or microbatches != 1):
+        used, _ = _mesh_in_use(traced, args, mesh, target, plan)
+        machine = find_machine(used, target, compiler_options).target
+        sizes = None if used is None else mesh_sizes(used)
+        counts = requested_stage_counts(machine, sizes) if schedule else stage_counts(machine, sizes)
 
     def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         if number == 1:
             return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics), count)
         cut = partial(with_stages, stages=number, numerics=numerics)
-        of_schedule = lambda word: in_microbatches(rewritten, number, partial(cut, schedule=word), count)  # noqa: E731
+
+        def of_schedule(word: str) -> BoundPlan:
+            return in_microbatches(rewritten, number, partial(cut, schedule=word), count)
+
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
     def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str) -> BoundPlan:
@@ -133,7 +145,11 @@ def plan_traced(
 
     def with_or_without(rewritten: Traced) -> BoundPlan:
         if schedule and plan is None:
-            of_count = lambda number: searched(rewritten, number, schedule, count)  # noqa: E731
+            cut = searched if microbatches is None else staged
+
+            def of_count(number: int) -> BoundPlan:
+                return cut(rewritten, number, schedule, count)
+
             return plan_of_pipelines(traced.name, schedule, counts, of_count)
         plain = partial(staged, rewritten, stages, schedule, count)
         return plan_with_pipelines(counts, count, plain, partial(searched, rewritten))
@@ -157,12 +173,8 @@ def _plan_program(
     strict: bool,
 ) -> BoundPlan:
     """Plans a traced function whose values are already assigned to device or host memory."""
-    keeps_existing = mesh is None and target is None and plan is None
-    existing_mesh, existing = existing_placement(jax.tree.leaves(args)) if keeps_existing else (None, {})
     constraints = program_constraints(traced)
-    if mesh is None and target is None:
-        meshes = (existing_mesh, constraint_mesh(constraints), _compat.current_mesh())
-        mesh = next((m for m in meshes if m is not None), None)
+    mesh, existing = _mesh_in_use(traced, args, mesh, target, plan)
     machine = find_machine(mesh, target, compiler_options)
     if isinstance(plan, ShardingPlan) and plan.requested_options:
         options = plan.compiler_options.get(machine.target.platform, {})
@@ -193,6 +205,21 @@ def _plan_program(
     warn_of_host_memory(traced.name, made.plan)
     problem.search_counts = SearchCounts()  # frees the candidates: a plan keeps its problem
     return made
+
+
+def _mesh_in_use(
+    traced: Traced, args: Any, mesh: MeshLike | None, target: str | None, plan: PlanLike | None
+) -> tuple[MeshLike | None, Mapping[int, Spec]]:
+    """The given mesh, or else that of placed arguments, of sharding constraints, or of `jax.set_mesh`.
+
+    Returns:
+        The mesh, None if there is none; and the specs of placed arguments that a plan keeps, by leaf index.
+    """
+    if mesh is not None or target is not None:
+        return mesh, {}
+    existing_mesh, existing = existing_placement(jax.tree.leaves(args)) if plan is None else (None, {})
+    meshes = (existing_mesh, constraint_mesh(program_constraints(traced)), _compat.current_mesh())
+    return next((m for m in meshes if m is not None), None), existing
 
 
 def best_of(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate], shortlist: Shortlist) -> BoundPlan:

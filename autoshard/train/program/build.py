@@ -123,6 +123,11 @@ def loss_of(config: TrainConfig) -> Loss:
     return loss_and_weight
 
 
+def loss_item(config: TrainConfig) -> str:
+    """Return what the loss of a run is a mean over."""
+    return "pair" if config.loss == "dpo" else "token"
+
+
 @accepts_old_keywords
 def workload_step(work: Workload, microbatches: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
     """Make the train step of a named workload, and the shapes of its state and of its batch.

@@ -21,8 +21,8 @@ class Evaluation:
     """The loss on the held-out set.
 
     Attributes:
-        loss: Mean over its tokens, in nats per token.
-        tokens: Number of tokens.
+        loss: Mean over its tokens, in nats per token; over its pairs of answers in preference training.
+        tokens: Number of tokens, or of pairs.
         bits_per_byte: The loss in bits per byte of text; None if the text is unknown.
     """
 

@@ -19,6 +19,7 @@ from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import TrainConfig, from_dict
 
 CODES, SCALE = "codes", "scale"  # the parameters of a `QuantizedWeight`
+_OF_ADAPTER = ("rank", "alpha", "targets", "rslora", "dora")  # settings that the folder of an adapter has
 
 
 def with_adapter_settings(config: TrainConfig, described: Described) -> TrainConfig:
@@ -27,21 +28,36 @@ def with_adapter_settings(config: TrainConfig, described: Described) -> TrainCon
     Those of a resumed run are stored in its folder, so it does not need the adapter's.
 
     Raises:
-        AutoshardError: there is no adapter, it is for another model, or it has another rank.
+        AutoshardError: there is no adapter, it is for another model, or a setting that is given is not the adapter's.
     """
     if config.lora.path is None:
         return config
     if config.resume and config.run_dir is not None:
         stored = from_dict(run_directory.read_config(config.run_dir), str(config.run_dir)).lora
-        return replace(config, lora=stored if stored.path == config.lora.path else config.lora)
+        if stored.path != config.lora.path:
+            return config
+        _check_given(config.lora, stored)
+        return replace(config, lora=stored)
     shapes = {path: leaf.shape for path, leaf in described.shapes.items()}
     lora, _ = adapter_values(config.lora.path, described.family, described.cfg, shapes)
-    if config.lora.rank not in (0, lora.rank):
-        raise ConfigError(
-            f"lora.rank is {config.lora.rank}, but the adapter in {str(config.lora.path)!r} has rank {lora.rank}: "
-            "leave it out"
-        )
+    _check_given(config.lora, lora)
     return replace(config, lora=replace(lora, path=config.lora.path, quantize=config.lora.quantize))
+
+
+def _check_given(given: LoraConfig, found: LoraConfig) -> None:
+    """Check that settings which are given besides an adapter's folder are those of the adapter.
+
+    Raises:
+        ConfigError: some are not; the message names them.
+    """
+    default = LoraConfig()
+    others = [
+        f"lora.{name} is {value!r}, but the adapter has {getattr(found, name)!r}"
+        for name in _OF_ADAPTER
+        if (value := getattr(given, name)) not in (getattr(default, name), getattr(found, name))
+    ]
+    if others:
+        raise ConfigError(f"{'; '.join(others)}: leave out what the adapter in {str(given.path)!r} has itself")
 
 
 def adapter_start(

@@ -140,6 +140,26 @@ def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict
     return sources_of(described.family.stacks(described.cfg), table, weights)
 
 
+def open_weights(config: TrainConfig) -> tuple[Folder, Mapping[str, Tensor], Described]:
+    """Open the folder that a run starts from, and check its tensors. No values are read.
+
+    Returns:
+        The folder, its tensors by name, and its model.
+
+    Raises:
+        AutoshardError: A tensor is missing, unexpected, truncated, or has another shape or dtype.
+    """
+    assert config.pretrained.folder is not None
+    folder = Folder.open(config.pretrained.folder)
+    tensors = folder.tensors()
+    described = describe(config).spelled(tensors)
+    described.check(tensors, str(folder.path))
+    if config.pretrained.dtype is None:
+        dtypes = {path: leaf.dtype for path, leaf in described.shapes.items()}
+        _check_dtypes(described.sources, tensors, dtypes, folder)
+    return folder, tensors, described
+
+
 def first_state(config: TrainConfig, program: Program, like: TrainState) -> TrainState:
     """Make the first state of a run from the folder's values, which are read straight onto their shards.
 
@@ -151,11 +171,7 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
     Raises:
         AutoshardError: A tensor is missing, unexpected, damaged, or has another shape or dtype.
     """
-    assert config.pretrained.folder is not None
-    folder = Folder.open(config.pretrained.folder)
-    tensors = folder.tensors()
-    described = describe(config).spelled(tensors)
-    described.check(tensors, str(folder.path))
+    folder, tensors, described = open_weights(config)
     leaves = {
         path_name(path): leaf
         for part in (like.params, like.frozen, like.variables)
@@ -163,8 +179,6 @@ def first_state(config: TrainConfig, program: Program, like: TrainState) -> Trai
     }
     sources = sources_in(described, {path: leaf.shape for path, leaf in leaves.items()})
     dtypes = {path: leaves[path].dtype for path in sources}
-    if config.pretrained.dtype is None:
-        _check_dtypes(sources, tensors, dtypes, folder)
     shardings = {path: leaves[path].sharding for path in sources}
     values = read_values(folder, sources, tensors, dtypes, shardings)
     dense = sources_in(described, dense_shapes(described, leaves))

@@ -28,7 +28,7 @@ from autoshard.train.data.text_data import Source
 from autoshard.train.data.tokenizer import load_codec
 from autoshard.train.inference.exported_model import write_inference
 from autoshard.train.inference.text_generation import sample_text
-from autoshard.train.program.build import fit_vocab, loss_of, make_program_of, make_source, train_step_of
+from autoshard.train.program.build import fit_vocab, loss_item, loss_of, make_program_of, make_source, train_step_of
 from autoshard.train.program.evaluation import Evaluation, evaluate
 from autoshard.train.program.planned_step import (
     PlacedEvalStep,
@@ -38,7 +38,7 @@ from autoshard.train.program.planned_step import (
     search_variants,
     with_offload,
 )
-from autoshard.train.program.pretrained import first_state, kept_files
+from autoshard.train.program.pretrained import first_state, kept_files, open_weights
 from autoshard.train.run import distributed
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loss_plot import plot_loss
@@ -113,7 +113,8 @@ class Trainer:
             checkpoints.prepare(state)
             self._plan_text = self.placed.plan.to_json()  # once, because it takes longer than a save
             start = int(state.step)
-            reporter = Reporter(self.run_dir, steps=self.config.steps, start=start, enabled=distributed.is_main())
+            options = {"start": start, "enabled": distributed.is_main(), "per": loss_item(self.config)}
+            reporter = Reporter(self.run_dir, steps=self.config.steps, **options)
             stack.callback(reporter.close)
             self._report_start(reporter, start, checkpoints.restored)
             interrupts = stack.enter_context(Interrupts())
@@ -144,10 +145,12 @@ class Trainer:
         return self.run_dir
 
     def _check_run_dir(self) -> None:
-        """Refuse a folder that is taken or cannot be written to. Nothing is written before all checks pass."""
+        """Refuse a folder that is taken or cannot be written to, and damaged weights. Nothing is written before."""
         run_dir, config = self.config.run_dir, self.config
         if run_dir is not None and not config.resume:
             run_directory.check_free(run_dir)
+        if config.pretrained.folder is not None and not config.resume:
+            open_weights(config)
         run_directory.check_writable(run_dir or run_directory.RUNS)
 
     def _claim_run_dir(self) -> Path:
@@ -341,7 +344,8 @@ class Trainer:
             if text is not None and distributed.is_main():
                 (self.run_dir / run_directory.SAMPLE).write_text(text)
         if distributed.is_main():
-            plot_loss(read_metrics(self.run_dir / run_directory.METRICS), self.run_dir / run_directory.PLOT)
+            lines = read_metrics(self.run_dir / run_directory.METRICS)
+            plot_loss(lines, self.run_dir / run_directory.PLOT, loss_item(self.config))
         ended = f"{interrupted_by}: saved and stopped" if interrupted_by else "finished"
         more = f"; continue with --run-dir {self.run_dir} --resume" if interrupted_by else ""
         reporter.print(

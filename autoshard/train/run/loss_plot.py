@@ -10,16 +10,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 
-def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot training loss (raw and smoothed) and validation loss over steps, in nats per token.
+def plot_loss(metrics: Sequence[dict[str, Any]], path: Path, per: str = "token") -> None:
+    """Plot training loss (raw and smoothed) and validation loss over steps, in nats.
 
     Args:
         metrics: Lines of a metrics file.
         path: PNG file to write.
+        per: what the loss is a mean over.
     """
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="step", ylabel="loss (nats per token)")
+    axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {per})")
     train = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
     validation = [(line["step"], line["val_loss"]) for line in metrics if "val_loss" in line]
     if train:

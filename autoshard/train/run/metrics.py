@@ -39,7 +39,7 @@ class Reporter:
     If `enabled` is false, as in all processes except the main one, every method does nothing.
     """
 
-    def __init__(self, run_dir: Path, *, steps: int, start: int, enabled: bool) -> None:
+    def __init__(self, run_dir: Path, *, steps: int, start: int, enabled: bool, per: str = "token") -> None:
         """Open the metrics files, and drop the lines of steps after `start`.
 
         Args:
@@ -47,9 +47,10 @@ class Reporter:
             steps: Steps of the run.
             start: Step that the run continues from. Later steps were lost in a crash, and their metrics are dropped.
             enabled: Whether this process reports.
+            per: What the loss is a mean over.
         """
         self.enabled = enabled
-        self._steps = steps
+        self._steps, self._per = steps, per
         if not enabled:
             return
         path = run_dir / run_directory.METRICS
@@ -94,7 +95,7 @@ class Reporter:
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
-        figures = _figures(values)
+        figures = _figures(values, self._per)
         self._bar.update(self._task, completed=step, figures=figures)
         if "val_loss" in values or not self._console.is_terminal:
             self.print(f"step {step}/{self._steps}  {figures}")
@@ -107,14 +108,14 @@ class Reporter:
             self._board.close()
 
 
-def _figures(values: Mapping[str, float]) -> str:
-    """Format metrics as a short text."""
+def _figures(values: Mapping[str, float], per: str) -> str:
+    """Format metrics as a short text; the loss is one per `per`."""
     formats = {
         "loss": "loss {:.4f}",
         "tokens_per_second": "{:,.0f} tokens/s",
         "mfu": "MFU {:.1%}",
         "eta_seconds": "ETA {:.0f} s",
-        "val_loss": "validation loss {:.4f} nats per token",
+        "val_loss": f"validation loss {{:.4f}} nats per {per}",
         "val_bits_per_byte": "{:.4f} bits per byte",
     }
     shown = {name: value for name, value in values.items() if name != "eta_seconds" or value > 0}

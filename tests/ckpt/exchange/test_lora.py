@@ -334,3 +334,14 @@ def test_layers_that_the_base_does_not_have(tmp_path: Path) -> None:
         merge_adapter(base, read_adapter(adapter))
     assert "2 of 4 modules do not match" in str(caught.value)
     assert all(f"{name}: the base has no such weight" in str(caught.value) for name in names[:2])
+
+
+def test_an_adapter_is_not_added_to_the_codes_of_a_quantized_base(tmp_path: Path) -> None:
+    adapter = write_adapter(
+        tmp_path / "adapter", {"up.lora_A.weight": normal(RANK, 6), "up.lora_B.weight": normal(4, RANK)}
+    )
+    codes = normal(4, 6).astype(ml_dtypes.float8_e4m3fn)
+    base = write_base(tmp_path / "base", {"up.weight": codes, "up.weight_scale_inv": normal(1, 1)})
+    with pytest.raises(CheckpointError, match=r"quantized.*ckpt export RUN PLAIN.*\n.*up\.weight: float8_e4m3fn"):
+        merge(base, adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

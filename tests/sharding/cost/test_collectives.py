@@ -13,7 +13,7 @@ from autoshard.spmdrules.core.placement import ReshardKind
     ("target", "kind", "devices", "passes"),
     [
         ("v5e:4x4", "reduce-scatter", 16, 2),  # over two lines: an all-gather is added
-        ("v5p:4x4x4", "all-gather", 64, 4),  # over three dimensions: zeros, and a reduce-scatter
+        ("v4:4x4x4", "all-gather", 64, 4),  # over three dimensions: zeros, and a reduce-scatter
         ("v5e:4x4", "all-gather", 16, 0),  # emitted as requested
     ],
 )

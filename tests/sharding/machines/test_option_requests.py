@@ -9,7 +9,7 @@ import pytest
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
 from autoshard.sharding.audit import Audit
-from autoshard.sharding.machines.option_requests import read_request, requested
+from autoshard.sharding.machines.option_requests import read_request, requested, under_request
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.autotune.test_compiled_options import choose, own_audit, planned
@@ -17,6 +17,7 @@ from tests.sharding.autotune.test_compiled_options import step as fn
 
 REDUCE = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
 GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+KEEP = "xla_tpu_prefer_async_allgather_to_allreduce"
 LAYOUT = "xla_tpu_assign_all_reduce_scatter_layout"
 MEMORY = "xla_tpu_scoped_vmem_limit_kib"
 CPU_OPTION = "xla_cpu_enable_fast_math"
@@ -74,6 +75,16 @@ def test_options_change_what_compute_hides_and_are_shown_and_kept():
     read = Plan.from_json(made.to_json())
     assert read.requested_options == made.requested_options and read.compiler_options == made.compiler_options
     assert "requested_options" not in default.to_json()
+
+
+@pytest.mark.parametrize("option", [KEEP, GATHER])
+def test_gathers_over_three_dimensions_are_priced_as_the_requested_options_compile_them(option):
+    machine = under_request(find_target("v5p:4x4x4"), [{option: "false"}])
+    over = machine.assign({"a": 64}).pieces_of(("a",))
+    assert machine.topology.compiled("all-gather", over, 1.0) == ("all-reduce", 64.0)
+    again = under_request(machine, [{option: "true"}])
+    assert again.topology.compiled("all-gather", over, 1.0) == ("all-gather", 1.0)
+    assert not machine.chip.keeps_gathers and again == find_target("v5p:4x4x4")
 
 
 def test_hidden_reductions_take_less_time():

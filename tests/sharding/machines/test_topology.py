@@ -195,7 +195,7 @@ def test_a_permute_over_several_dimensions_crosses_them_all():
 
 
 def test_slices_are_the_major_part_of_a_mesh_axis():
-    """XLA runs an all-gather within the slices only if they are."""
+    """XLA runs no all-gather within the slices if they are in the middle."""
     topology = find_target("v5e:4x4*2").topology
     found = [*assignments(topology, {"dp": 2, "fsdp": 16}, ["fsdp", "dp"])]
     spanning = [each.pieces["fsdp"] for each in found if any(p.dim == 0 for p in each.pieces["fsdp"])]

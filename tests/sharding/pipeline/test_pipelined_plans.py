@@ -11,6 +11,7 @@ from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
 from autoshard.sharding.layout import layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
+from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.pipeline.schedules import SCHEDULES
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.spmdrules.core.placement import axes_of
@@ -290,6 +291,29 @@ def test_a_schedule_without_a_plan_searches_the_number_of_stages():
     made = plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=4)
     assert (made.stages, made.schedule, made.microbatches) == (2, "zb", 4)
     assert "schedule zb was requested: compared pp:2" in made.notes[-1]
+    with pytest.raises(PlanError, match="schedule 'zb' needs a pipeline, but .* use at least 2 microbatches"):
+        plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+def test_stages_are_on_an_axis_of_the_mesh_of_placed_arguments(monkeypatch):
+    """The plan keeps the mesh, so no other number of stages is tried."""
+
+    def placed(*sizes):
+        kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+        mesh = jax.make_mesh(sizes, ("rows", "other")[: len(sizes)], axis_types=kinds)
+        rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+        state, tokens = shapes()
+        return state, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), tokens)
+
+    made = plan(make_step(), *placed(4, 2), schedule="gpipe", microbatches=2)
+    assert (made.stages, dict(made.mesh.shape)) == (2, {"rows": 4, "other": 2})
+    with pytest.raises(PlanError, match="schedule 'gpipe' needs a pipeline, but pp:8 is not possible"):
+        plan(make_step(), *placed(8), schedule="gpipe")
+    monkeypatch.setattr("autoshard.sharding.pipeline.choice._may_pay", lambda *_: True)
+    hosts = find_target("h100:2x4")
+    monkeypatch.setattr("autoshard.sharding.machines.device_mesh.target_for", lambda devices, count: hosts)
+    assert plan(make_step(), *placed(8)).stages == 1
 
 
 def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():

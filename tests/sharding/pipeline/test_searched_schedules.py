@@ -7,7 +7,12 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.pipeline.choice import plan_of_pipelines, plan_with_pipelines, requested_stage_counts
+from autoshard.sharding.pipeline.choice import (
+    plan_of_pipelines,
+    plan_with_pipelines,
+    requested_stage_counts,
+    stage_counts,
+)
 from autoshard.sharding.pipeline.schedule_words import SEARCHED
 
 
@@ -69,3 +74,10 @@ def test_a_requested_schedule_takes_the_fastest_number_of_stages_that_fits():
 )
 def test_stages_of_a_requested_schedule(target, counts):
     assert requested_stage_counts(find_target(target)) == counts
+
+
+def test_stages_fill_an_axis_of_a_mesh_that_the_plan_keeps():
+    target = find_target("v5e:4x4*4")
+    assert stage_counts(target) == [2, 4]
+    assert stage_counts(target, {"data": 2, "model": 32}) == [2] and stage_counts(target, {"data": 64}) == []
+    assert requested_stage_counts(target, {"one": 1, "data": 2, "model": 32}) == [2, 32]

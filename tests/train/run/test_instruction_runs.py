@@ -82,7 +82,7 @@ PAIRS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_preferences_are_trained_with_adapters_and_without_under_a_plan(
-    make_config: MakeConfig, folder: Path, tmp_path: Path, rank: int
+    make_config: MakeConfig, folder: Path, tmp_path: Path, rank: int, capsys: pytest.CaptureFixture
 ) -> None:
     lora = LoraConfig(rank=rank, targets=("attention/*", "mlp/*"))
     config = of_rows(make_config, folder, PAIRS, loss="dpo", lora=lora, steps=4, microbatches=2, batch_size=16)
@@ -94,6 +94,7 @@ def test_preferences_are_trained_with_adapters_and_without_under_a_plan(
     )
     assert frozen == trained if rank == 0 else frozen > trained
     run = trainer.run()
+    assert "nats per pair" in capsys.readouterr().out
     lines = [line for line in read_metrics(run.run_dir / "metrics.jsonl") if "loss" in line]
     assert lines[0]["loss"] == pytest.approx(np.log(2), rel=1e-5) and lines[-1]["loss"] < lines[0]["loss"] - 1e-3
     out = tmp_path / "out"

@@ -1,5 +1,6 @@
 """Runs that start from a pretrained folder: first values, resuming without the folder, adapters, and exports."""
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,6 +140,12 @@ def test_a_run_starts_from_an_adapter_and_resumes_without_it(
     assert main(["ckpt", "export", f"{run_dir}@0", str(tmp_path / "same")]) == 0
     before, after = (tensors(tmp_path / name, "adapter_model.safetensors") for name in ("adapter", "same"))
     assert before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
+    given = replace(config, lora=LoraConfig(path=tmp_path / "adapter", alpha=7, targets=("mlp/*",)))
+    for other in (replace(given, run_dir=tmp_path / "other"), replace(given, resume=True)):
+        with pytest.raises(
+            ConfigError, match=r"lora\.alpha is 7, but the adapter has 5.*; lora\.targets is .*leave out"
+        ):
+            Trainer(other)
     shutil.rmtree(tmp_path / "adapter")
     assert train(replace(config, resume=True)).step == 3
     assert main(["ckpt", "export", str(run_dir), str(tmp_path / "trained")]) == 0
@@ -204,3 +211,15 @@ def test_settings_that_do_not_fit_the_folder_are_refused(
     assert main(["train", *own, *arguments.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_damaged_folder_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    own = ["--from", str(folder), "--data", str(text_file), "--run-dir", str(tmp_path / "run"), "--gpt.context", "16"]
+    file, whole = folder / "model.safetensors", tensors(folder)
+    missing = {name: x for name, x in whole.items() if name != "model.norm.weight"}
+    for damage, message in ((lambda: os.truncate(file, 3000), "truncated"), (lambda: save_file(missing, file), "norm")):
+        damage()
+        assert main(["train", *own]) == 2
+        assert message in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -117,7 +117,7 @@ class RowEncoder:
 
     def _document(self, prompt: str, answer: str) -> Document:
         encoded = self.tokenizer.encode(prompt + answer)
-        tokens, counts = list(encoded.ids), [start >= len(prompt) for start, _ in encoded.offsets]
+        tokens, counts = list(encoded.ids), [start >= len(prompt) for start, _ in _ranges(encoded.offsets)]
         # Special tokens that the tokenizer adds in front have no characters.
         counts = [one and not special for one, special in zip(counts, encoded.special_tokens_mask, strict=True)]
         if self.end is not None and tokens[-1:] != [self.end]:
@@ -140,8 +140,25 @@ class RowEncoder:
     def _masked(self, text: str, spans: Sequence[range]) -> Document:
         """Encode a text. A token counts if it starts in one of the ranges of characters."""
         encoded = self.tokenizer.encode(text, add_special_tokens=False)
-        counts = [end > start and any(start in span for span in spans) for start, end in encoded.offsets]
+        ranges = _ranges(encoded.offsets)
+        counts = [end > start and any(start in span for span in spans) for start, end in ranges]
         return Document(np.array(encoded.ids, np.int32), np.array(counts, bool))
+
+
+def _ranges(offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the first character and the end of each token, from the offsets that a tokenizer gives.
+
+    Some tokenizers trim whitespace off the offsets, so that a token of whitespace alone has no characters. It then has
+    those behind the token before it.
+
+    >>> _ranges([(0, 2), (4, 4), (4, 7)])
+    [(0, 2), (2, 4), (4, 7)]
+    """
+    behind, found = 0, []
+    for start, end in offsets:
+        found.append((start if end > start else min(behind, start), end))
+        behind = max(behind, end)
+    return found
 
 
 def _end_token(folder: Path, tokenizer: Tokenizer) -> int | None:

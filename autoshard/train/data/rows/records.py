@@ -97,9 +97,14 @@ def _json_lines(file: Path) -> Iterator[Record]:
         for n, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield _table(f"{file} line {n}", json.loads(line))
+                    value = json.loads(line.decode("utf-8-sig"))
                 except ValueError as error:
                     problems.append(f"line {n}: {error}")
+                    continue
+                if isinstance(value, dict):
+                    yield Record(f"{file} line {n}", value)
+                else:
+                    problems.append(f"line {n}: it is {type(value).__name__}; a row must be a table")
     if problems:
         raise DataError(f"{file} has lines that are not rows:\n{listing(problems)}")
 

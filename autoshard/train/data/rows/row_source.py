@@ -166,7 +166,9 @@ def _split(where: str, rows: list[Any]) -> tuple[list[Any], list[Any]]:
     if len(held_out) in (0, len(rows)):
         held_out = [min(rows, key=lambda one: one[0])]
     hashes = {one[0] for one in held_out}
-    return [one for one in rows if one[0] not in hashes], held_out
+    if not (train := [one for one in rows if one[0] not in hashes]):
+        raise DataError(f"all {len(rows)} rows of data {where!r} are equal, and one is held out: give --rows.held-out")
+    return train, held_out
 
 
 def _fitted(where: str, rows: Rows, context: int) -> Rows:

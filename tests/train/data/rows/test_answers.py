@@ -1,6 +1,7 @@
 """Exactly the tokens of the assistant count, whatever the chat template looks like."""
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from autoshard.models.pretrained.chat_template import ChatTemplate
 from autoshard.train.data.rows.encoding import RowEncoder
@@ -12,12 +13,13 @@ THOUGHT = {"role": "assistant", "content": "<think> oh </think> because so"}
 END = " <|im_end|>"
 
 
-def counted(template: str, messages: list[dict[str, str]]) -> list[list[str]]:
-    """Returns the tokens that count of each document, as runs of text."""
+def counted(template: str, messages: list[dict[str, str]], prompt: int = 0) -> list[list[str]]:
+    """Returns the tokens that count of each document, as runs of text; the first messages may be a prompt."""
     made = templates.tokenizer()
     chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}, "a test")
+    row = {"prompt": messages[:prompt], "completion": messages[prompt:]} if prompt else {"messages": messages}
     found = []
-    for document in RowEncoder(made, chat).documents({"messages": messages}):
+    for document in RowEncoder(made, chat).documents(row):
         words = [
             str(made.id_to_token(n)) if yes else "\n" for n, yes in zip(document.tokens, document.counts, strict=True)
         ]
@@ -44,6 +46,11 @@ def test_a_template_that_renders_the_start_differently_gives_each_answer_its_own
     assert counted(templates.CHATML, [HI, THOUGHT]) == [[f"<think> oh </think> because so{END}"]]
 
 
+@pytest.mark.parametrize("template", ["CHATML", "MARKED", "REASONING"])
+def test_answers_in_a_prompt_do_not_count(template: str) -> None:
+    assert counted(getattr(templates, template), [HI, THOUGHT, WHY, BYE], prompt=3) == [[f"bye{END}"]]
+
+
 def test_a_prompt_that_starts_the_reasoning_leaves_the_content() -> None:
     assert counted(templates.OPENED, [HI, SO]) == [[f"because so{END}"]]
     assert counted(templates.OPENED, [HI, THOUGHT]) == [[f"oh </think> because so{END}"]]
@@ -59,3 +66,24 @@ def test_a_date_in_a_template_is_fixed(tmp_path) -> None:
     folder = templates.make_chat_folder(tmp_path / "m", "{{ strftime_now('%Y-%m-%d') }}")
     chat = RowEncoder.of(folder, folder / "tokenizer.json").chat
     assert chat is not None and chat.render([HI]) == "2024-07-26"
+
+
+@pytest.mark.parametrize("trim", [True, False])
+def test_tokens_of_whitespace_count_also_where_the_tokenizer_trims_their_offsets(trim: bool) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.post_processor = processors.ByteLevel(trim_offsets=trim)
+    made.add_special_tokens(["<e>"])
+    answer = {"role": "assistant", "content": "a é"}
+    text = "{% for m in messages %}{{ m.content }}; {% endfor %}"
+    ended = text.replace("; ", "<e>\n")
+    (document,) = RowEncoder(made, ChatTemplate(ended, {}, "a test")).documents({"messages": [HI, answer]})
+    # The line end behind the special token does not count.
+    assert document.counts.tolist() == [False] * len("hi why-\n") + [True] * len("a é-".encode()) + [False]
+    for encoder, row in (
+        (RowEncoder(made, ChatTemplate(text, {}, "a test")), {"messages": [HI, answer]}),
+        (RowEncoder(made), {"prompt": "hi why; ", "completion": "a é; "}),
+    ):
+        (document,) = encoder.documents(row)
+        assert document.counts.tolist() == [False] * len("hi why; ") + [True] * len("a é; ".encode())

@@ -67,6 +67,7 @@ def test_the_logits_of_a_packed_document_equal_those_alone(tmp_path: Path) -> No
         alone = model(one.tokens[None, :-1])[0]
         np.testing.assert_allclose(together[start : start + len(alone)], alone, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(row["mask"][0, start : start + len(alone)], one.counts[1:])
+        np.testing.assert_array_equal(row["positions"][0, start : start + len(alone)], np.arange(len(alone)))
         start += len(alone)
     assert row["mask"][0, start:].sum() == 0
     wrong = model(row["inputs"], positions=row["positions"])[0]  # what the check would see without segments
@@ -166,3 +167,14 @@ def test_cut_rows_and_rows_that_teach_nothing_are_reported(tmp_path: Path) -> No
     with pytest.warns(AutoshardWarning, match="1 of 10 rows are longer than the context of 12.*1 of 10 rows have no"):
         source = opened(file)
     assert all(one.counts[1:].any() for row in source.train for one in row)
+
+
+def test_lines_that_are_no_rows_are_named_together(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"text": "hi"}\n[1]\n\xff\xfe\n')
+    with pytest.raises(DataError, match=r"line 2: it is list; a row must be a table\n  line 3: 'utf-8' codec"):
+        opened(tmp_path / "rows.jsonl")
+
+
+def test_rows_that_are_all_equal_need_held_out_ones(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"all 3 rows of data .* are equal.*--rows\.held-out"):
+        opened(write_rows(tmp_path / "rows.jsonl", ROWS[:1] * 3))
