@@ -1,6 +1,6 @@
 """The benchmark of planning at scale: one small measurement, and the ratios of made-up measurements."""
 
-from planning_scale import SMALL, Measured, in_a_process, rows_of
+from planning_scale import OF_CONFIG, OF_PATTERNS, SMALL, Measured, in_a_process, rows_of
 
 
 def test_a_measurement_is_a_new_process():
@@ -26,12 +26,14 @@ def test_ratios_and_limits():
         | {"32 unrolled layers, 512 chips, 1024 rows": plan(8.1)}
         | {"128 unrolled layers, 64 chips": plan(18.0, peak=2.5e9)}
         | {"scanned, 64 chips, all variants": search(4.0), "32 unrolled layers, 64 chips, all variants": search(9.0)}
+        | {OF_CONFIG: search(11.0), **{name: search(30.0) for name in OF_PATTERNS}}
     )
     verdicts = {row.name: (row.value, row.verdict) for row in rows if row.target is not None}
     assert verdicts == {
         "scanned, 64 chips: planning beyond the trace": (3.0, "missed"),
         "32 unrolled layers, 64 chips: planning beyond the trace": (4.5, "met"),
         "32 unrolled layers, 64 chips, all variants: tracing and planning": (9.0, "met"),
+        f"{OF_CONFIG}: tracing and planning": (11.0, "missed"),
         "32 unrolled layers: planning / (trace + lower)": (1.5, "met"),
         "128 unrolled layers / 32": (4.0, "met"),
         "512 chips / 64, scanned": (1.5, "met"),
