@@ -240,7 +240,8 @@ def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> 
             sent[a] += c.wire_bytes * c.count
     by_traffic = sorted(mesh, key=lambda a: -sent[a])
     orders = dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)])
-    kinds = {(c.requested, c.axes): None for c in cost.collectives if c.ring is None}
+    kinds: dict[tuple[ReshardKind, tuple[str, ...]], None] = {}
+    kinds |= {(c.requested, c.axes): None for c in cost.collectives if c.ring is None}
     on_rings = dict.fromkeys(c.axes for c in cost.collectives if c.ring is not None)
     best: tuple[DeviceAssignment, StepCost] | None = None
     tried: set[Any] = set()
