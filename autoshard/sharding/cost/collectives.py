@@ -240,13 +240,14 @@ def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> 
             sent[a] += c.wire_bytes * c.count
     by_traffic = sorted(mesh, key=lambda a: -sent[a])
     orders = dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)])
-    kinds = dict.fromkeys((c.requested, c.axes) for c in cost.collectives if c.ring is None)
+    kinds: dict[tuple[ReshardKind, tuple[str, ...]], None] = {}
+    kinds |= {(c.requested, c.axes): None for c in cost.collectives if c.ring is None}
     on_rings = dict.fromkeys(c.axes for c in cost.collectives if c.ring is not None)
     best: tuple[DeviceAssignment, StepCost] | None = None
     tried: set[Any] = set()
     for order in orders:
         for assignment in _assignments(target.topology, tuple(mesh.items()), order):
-            links = tuple(assignment.links(*kind) for kind in kinds)
+            links = tuple(assignment.links(requested, axes) for requested, axes in kinds)
             key = assignment.topology, links, tuple(assignment.pieces_of(axes) for axes in on_rings)
             if key in tried:  # the same links, so the same times
                 continue

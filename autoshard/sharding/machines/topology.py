@@ -254,11 +254,12 @@ class DeviceAssignment:
             over = self.pieces_of(axes)
             kind, factor = self.topology.compiled(requested, over, 1.0)
             devices, merged = math.prod(p.size for p in over), self.topology.merged(over)
-            self.time_us(kind, axes, 0.0)
-            found = self._links[requested, axes] = Links(
-                kind, factor, devices, bytes_sent_per_byte(kind, devices), *self._times[kind, axes],
-                len(merged) if all(p.stride == 1 for p in merged) else 0,
-            )  # fmt: skip
+            self.time_us(kind, axes, 0.0)  # notes both
+            latency_us, us_per_byte = self._times[kind, axes]
+            box_dims = len(merged) if all(p.stride == 1 for p in merged) else 0
+            sent = bytes_sent_per_byte(kind, devices)
+            found = Links(kind, factor, devices, sent, latency_us, us_per_byte, box_dims)
+            self._links[requested, axes] = found
         return found
 
     def pieces_of(self, axes: Iterable[str]) -> Pieces:
