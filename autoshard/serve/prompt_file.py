@@ -2,18 +2,20 @@
 
     {"prompt": "Once upon"}  or  {"messages": [{"role": "user", "content": "Hello"}]}      a line of prompts
     {"prompt": "What is this?", "images": ["cat.png"]}                                       one with images
-    {"line": 0, "text": " a time", "reason": "tokens", "tokens": [264, 892]}                 a line of replies
+    {"line": 0, "text": " a time", "reason": "tokens", "tokens": [264, 892], "request": "1f..."}   a line of replies
 
 A reply is one write of a whole line. After a kill, at most the last line is damaged; it is removed. The number of a
-prompt is its line, so that a resumed run draws the same tokens. The paths of images are relative to the folder of the
-file of prompts.
+prompt is its line, so that a resumed run draws the same tokens. The request is a digest of the prompt and the options:
+a run with others does not take the reply for its own. The paths of images are relative to the folder of the file of
+prompts.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,18 +95,19 @@ def _image_files(record: Any, folder: Path) -> tuple[Path, ...]:
     return tuple(folder / one for one in images)
 
 
-def lines_done(file: Path) -> set[int]:
-    """Return the lines of prompts that have a reply in a file. A damaged last line is removed from it.
+def replies_in(file: Path) -> dict[int, str]:
+    """Return the lines of prompts that have a reply in a file, with their requests. A damaged last line is removed.
 
     Raises:
         ConfigError: another line is damaged, so the file is not one of replies.
     """
     if not file.exists():
-        return set()
+        return {}
     content = file.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     try:
-        done = {json.loads(line)["line"] for line in whole.splitlines() if line.strip()}
+        records = [json.loads(line) for line in whole.splitlines() if line.strip()]
+        done = {record["line"]: record["request"] for record in records}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is not a file of replies: {error}. Give another file") from error
     if len(whole) < len(content):
@@ -125,20 +128,40 @@ def reply_to_file(generator: Generator, prompts: Sequence[FilePrompt], out: Path
         The number of replies that were written.
 
     Raises:
-        ConfigError: the file cannot be written, or is not one of replies.
+        ConfigError: the file cannot be written, is not one of replies, or has a reply to another prompt or with other
+            options.
     """
-    done = lines_done(out)
+    done = replies_in(out)
+    requests = {one.line: _request(one, options) for one in prompts}
+    if wrong := [line for line, request in done.items() if requests.get(line, request) != request]:
+        raise ConfigError(
+            f"{out} has replies to other prompts, or with other options, for line {', '.join(map(str, wrong[:5]))}, "
+            "counted from 0: give another file"
+        )
     left = [one for one in prompts if one.line not in done]
-    try:
-        with out.open("ab", buffering=0) as file:
 
-            def write(n: int, reply: Reply) -> None:
-                record = {"line": left[n].line, "text": reply.text, "reason": reply.reason, "tokens": [*reply.tokens]}
-                file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+    def write(n: int, reply: Reply) -> None:
+        line = left[n].line
+        record = {"line": line, "text": reply.text, "reason": reply.reason, "tokens": [*reply.tokens]}
+        _append(out, json.dumps(record | {"request": requests[line]}, ensure_ascii=False) + "\n")
 
-            numbers = [one.line for one in left]
-            texts, images = [one.prompt for one in left], [one.images for one in left]
-            generator.generate(texts, images=images, numbers=numbers, on_reply=write, **options)
-    except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error}") from error
+    _append(out, "")  # a file that cannot be written is known before the first reply
+    numbers = [one.line for one in left]
+    texts, images = [one.prompt for one in left], [one.images for one in left]
+    generator.generate(texts, images=images, numbers=numbers, on_reply=write, **options)
     return len(left)
+
+
+def _request(one: FilePrompt, options: Mapping[str, Any]) -> str:
+    """Return a digest of a prompt, its images' names and the options."""
+    asked = repr((one.prompt, one.images, sorted(options.items())))
+    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+
+
+def _append(file: Path, text: str) -> None:
+    """Write a text at the end of a file, at once."""
+    try:
+        with file.open("ab", buffering=0) as opened:
+            opened.write(text.encode())
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error}") from error

@@ -1,5 +1,6 @@
 """Text in, text out: stop strings, chat, files of prompts, and the command."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.serve import load_generator
-from autoshard.serve.prompt_file import lines_done, read_prompts, reply_to_file
+from autoshard.serve.prompt_file import read_prompts, replies_in, reply_to_file
 from tests.serve.folders import make_text_folder
 
 
@@ -73,8 +74,11 @@ def test_a_killed_file_is_continued_with_the_same_texts(generator, tmp_path):
     assert reply_to_file(generator, prompts, resumed, **options) == 2
     assert sorted(resumed.read_text().splitlines(keepends=True)) == sorted(lines)
     assert reply_to_file(generator, prompts, resumed, **options) == 0
+    for changed, others in ((prompts, {"max_tokens": 7}), ([dataclasses.replace(prompts[0], prompt="b")], {})):
+        with pytest.raises(ConfigError, match="other prompts, or with other options, for line 0"):
+            reply_to_file(generator, changed, resumed, **options | others)
     with pytest.raises(ConfigError, match="not a file of replies"):
-        lines_done(file)
+        replies_in(file)
     file.write_text('{"prompt": 3}\nx\n{"prompt": "a"}\n')
     with pytest.raises(ConfigError, match="(?s)line 1: .*line 2: "):
         read_prompts(file)

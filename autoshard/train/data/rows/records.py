@@ -45,12 +45,23 @@ def has_rows(path: str | Path) -> bool:
     path = Path(path)
     if not path.is_dir():
         return path.suffix in _READERS
-    return is_saved_dataset(path) or bool(row_files(path))
+    return is_saved_dataset(path) or bool(row_files(path)[TRAIN])
 
 
-def row_files(folder: Path) -> list[Path]:
-    """Return the files of rows in a folder, in the order of their names."""
-    return sorted(file for file in folder.rglob("*") if file.suffix in _READERS and file.is_file())
+def row_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the files of rows in a folder, in the order of their names, by split.
+
+    Files such as `test-00000-of-00001.parquet` or `validation.jsonl` are held out if there are others.
+    """
+    files = sorted(file for file in folder.rglob("*") if file.suffix in _READERS and file.is_file())
+    held_out = {split: [file for file in files if _is_of(file, split)] for split in HELD_OUT}
+    train = [file for file in files if not any(file in named for named in held_out.values())]
+    return {TRAIN: train, **held_out} if train else {TRAIN: files}
+
+
+def _is_of(file: Path, split: str) -> bool:
+    """Return whether a file's name begins with the name of a split."""
+    return file.name.startswith(split) and not file.name[len(split)].isalpha()
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -63,7 +74,7 @@ def read_records(path: str | Path, split: str = TRAIN) -> Iterator[Record]:
 
     Args:
         path: the file or folder.
-        split: the split of a folder that `datasets` saved with several.
+        split: the split of a folder.
 
     Raises:
         DataError: a file cannot be read, or lines of it are no tables.
@@ -74,7 +85,7 @@ def read_records(path: str | Path, split: str = TRAIN) -> Iterator[Record]:
         return
     if not path.exists():
         raise DataError(f"data {str(path)!r} does not exist: give a file of rows, or a folder of them")
-    for file in row_files(path) if path.is_dir() else [path]:
+    for file in row_files(path)[split] if path.is_dir() else [path]:
         if file.suffix not in _READERS:
             raise DataError(f"{file} is no file of rows: its name must end in {' or '.join(_READERS)}")
         try:
@@ -86,9 +97,14 @@ def read_records(path: str | Path, split: str = TRAIN) -> Iterator[Record]:
 
 
 def has_held_out_split(path: str | Path) -> str | None:
-    """Return the name of the split for evaluation in a folder that `datasets` saved; None if there is none."""
+    """Return the name of the split for evaluation in a folder; None if there is none, or for a file."""
     path = Path(path)
-    return next((name for name in HELD_OUT if (path / SAVED[1]).is_file() and (path / name).is_dir()), None)
+    if not path.is_dir():
+        return None
+    if is_saved_dataset(path):
+        return next((name for name in HELD_OUT if (path / SAVED[1]).is_file() and (path / name).is_dir()), None)
+    files = row_files(path)
+    return next((name for name in HELD_OUT if files.get(name)), None)
 
 
 def _json_lines(file: Path) -> Iterator[Record]:

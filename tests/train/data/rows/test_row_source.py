@@ -44,6 +44,21 @@ def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
         opened(write_rows(tmp_path / "rows.parquet", ROWS))
 
 
+def test_files_of_a_folder_that_are_named_after_a_split_are_held_out(tmp_path: Path) -> None:
+    (folder := tmp_path / "rows").mkdir()
+    write_rows(folder / "train-00000-of-00001.jsonl", ROWS[:6])
+    write_rows(folder / "more.jsonl", ROWS[6:7])
+    write_rows(folder / "testimony.jsonl", ROWS[7:8])
+    write_rows(folder / "test-00000-of-00001.jsonl", ROWS[8:])
+    source = opened(folder, packed=False)
+    assert (len(source.train), len(source.held_out)) == (8, 2)
+    write_rows(folder / "validation.jsonl", ROWS[9:])
+    assert len(opened(folder, packed=False).held_out) == 1
+    for name in ("train-00000-of-00001", "more", "testimony"):
+        (folder / f"{name}.jsonl").unlink()
+    assert sum(len(part) for part in (opened(folder, packed=False).train, opened(folder, packed=False).held_out)) == 3
+
+
 @given(st.lists(st.integers(1, 20), max_size=30))
 def test_packing_places_each_item_once_and_no_bin_overflows(lengths: list[int]) -> None:
     bins = pack(lengths, 20)
