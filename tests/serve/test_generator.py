@@ -53,8 +53,6 @@ def test_messages_go_through_the_chat_template(generator):
 
 
 def test_a_template_reaches_no_internals_of_python(folder, generator):
-    import dataclasses
-
     for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include '/etc/passwd' %}"):
         with pytest.raises(ConfigError, match="chat template"):
             dataclasses.replace(generator.prompts.chat, source=source).render([])
