@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.errors import AutoshardError, ConfigError
@@ -17,6 +15,7 @@ from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import Folder, read_table
 from autoshard.models.pretrained.load import Described
 from autoshard.models.pretrained.parameter_paths import as_tree
+from autoshard.models.pretrained.tokenizer_file import open_tokenizer
 from autoshard.serve.constants import MAX_TOKENS, ROWS
 from autoshard.serve.engine import Engine, Request, check_sizes, group_size
 from autoshard.serve.model import GenerativeModel
@@ -226,12 +225,7 @@ def make_generator(
     if not tokenizer_file.exists():
         where, name = str(tokenizer_file.parent), tokenizer_file.name
         raise ConfigError(f"{where!r} has no {name}: download it, too, or convert the tokenizer once")
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises a plain Exception for files that it cannot parse
-        raise ConfigError(f"{tokenizer_file} is not a tokenizer: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = open_tokenizer(tokenizer_file)
     if not isinstance(model, GenerativeModel):
         raise ConfigError(f"{str(folder.path)!r} is a {family_of(folder.config, '').name}, which generates no text")
     positions: int = model.cfg.context if length is None else min(length, model.cfg.context)

@@ -127,7 +127,7 @@ class Decoder(nnx.Module):
         embedded: jax.Array | None = None,
         load: Load | None = None,
     ) -> Any:
-        """Compute the features; with the load of no layer, also that of all layers."""
+        """Compute the features. With `load`, the load before the first layer, also return that after the last."""
         self._check(tokens)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

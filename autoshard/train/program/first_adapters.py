@@ -23,7 +23,7 @@ _OF_ADAPTER = ("rank", "alpha", "targets", "rslora", "dora")  # settings that th
 
 
 def with_adapter_settings(config: TrainConfig, described: Described) -> TrainConfig:
-    """Return the config with the settings of the adapter that its run starts from.
+    """Return the config with the settings of the adapter that `lora.path` names.
 
     Those of a resumed run are stored in its folder, so it does not need the adapter's.
 

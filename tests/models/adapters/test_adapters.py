@@ -113,7 +113,7 @@ def test_the_magnitudes_of_dora_have_pefts_names_and_are_checked(tmp_path: Path)
 
 
 def test_the_norms_of_dora_are_constants_for_the_gradient(tmp_path: Path) -> None:
-    """A change of a factor along its own column would otherwise have next to no gradient."""
+    """If the norms had gradients, a change of a factor along its own column would have almost none."""
     weight, a, b = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(6, 4), (6, 2), (2, 4)]))
     x, magnitudes = jax.random.normal(jax.random.key(3), (5, 6)), jnp.arange(1.0, 5.0)
 

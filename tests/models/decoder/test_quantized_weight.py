@@ -14,7 +14,7 @@ STEPS = {"int8": 0.5 / 127, "nf4": np.diff(NF4).max() / 2}
 
 
 def made(form: str) -> tuple[jax.Array, QuantizedWeight, jax.Array]:
-    """Returns stacked weights `[2, heads, head_dim, width]`, the second one quantized, and its dense values."""
+    """Return two stacked weights, the second of them quantized, and the values that its codes stand for."""
     weight = jax.random.normal(jax.random.key(0), (2, 4, 128, 6))
     codes, scale = quantized(weight, form, 1, 2)
     dense = jax.vmap(lambda codes, scale: dequantized(codes, scale, form, 2))(codes, scale)

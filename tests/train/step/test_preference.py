@@ -1,4 +1,4 @@
-"""The loss of pairs of answers against a formula of its own, in double precision."""
+"""The loss of pairs of answers equals an independent formula in double precision."""
 
 from pathlib import Path
 from typing import Any

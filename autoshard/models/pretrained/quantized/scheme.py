@@ -36,15 +36,15 @@ class Scheme:
 
     def shape(self, codes: Sequence[int]) -> tuple[int, ...] | None:
         """Return the shape of the plain tensor with codes of this shape; None if there is no such tensor."""
-        raise NotImplementedError
+        raise NotImplementedError  # each scheme defines it
 
     def scale_shape(self, codes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales."""
-        raise NotImplementedError
+        raise NotImplementedError  # each scheme defines it
 
     def decode(self, codes: Tensor, scales: Tensor, index: Index) -> np.ndarray:
         """Return a range of the plain tensor, float32. No more than its blocks are read."""
-        raise NotImplementedError
+        raise NotImplementedError  # each scheme defines it
 
     def encode(self, values: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the codes and the scales of values.
@@ -56,7 +56,7 @@ class Scheme:
             codes: the stored codes.
             scales: the stored scales.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each scheme defines it
 
     def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a folder, with plain ones in the place of codes and scales.

@@ -19,9 +19,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from autoshard._shown import shown
-from autoshard.errors import DataError
 from autoshard.models.pretrained.chat_template import TOKENIZER_CONFIG, ChatTemplate
 from autoshard.models.pretrained.folder import CONFIG, read_table
+from autoshard.models.pretrained.tokenizer_file import open_tokenizer
 from autoshard.train.data.rows.answers import render_answers
 from autoshard.train.data.rows.constants import TEMPLATE_DAY
 
@@ -62,12 +62,7 @@ class RowEncoder:
         Raises:
             AutoshardError: a file is missing or damaged.
         """
-        try:
-            tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the library raises a plain Exception for files that it cannot parse
-            raise DataError(f"tokenizer {str(tokenizer_file)!r} cannot be read: {error}") from error
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = open_tokenizer(tokenizer_file)
         chat = ChatTemplate.of(folder)
         chat = None if chat is None else dataclasses.replace(chat, day=TEMPLATE_DAY)
         return cls(tokenizer, chat, _end_token(folder, tokenizer))
