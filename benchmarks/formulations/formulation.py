@@ -92,6 +92,10 @@ class Formulation:
     ways: frozenset[str] = frozenset()
     held_out: bool = False
 
+    def sizes(self, target: str | None = None) -> Sizes:
+        """Return the sizes for a machine, or the small ones."""
+        return self.small if target is None else self.targets[target]
+
     def program(self, target: str | None = None, notes: Notes = UNANNOTATED) -> Program:
-        """Build the program with the sizes of a machine, or the small one."""
-        return self.make(notes, **(self.small if target is None else self.targets[target]))
+        """Build the program with the sizes for a machine, or the small ones."""
+        return self.make(notes, **self.sizes(target))

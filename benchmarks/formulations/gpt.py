@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from formulations.formulation import Formulation, Notes, Program
-from formulations.parts import adamw_program, cast, cross_entropy, images, layer_norm, stacked, tokens
 from jax import lax
+
+from formulations.formulation import Formulation, Notes, Program
+from formulations.parts import adamw_program, cast, cross_entropy, images, layer_norm, tokens
 
 _DIMS = {
     r"qkv": "width . heads .",

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
 from formulations.formulation import Formulation, Notes, Program
 from formulations.parts import adamw_program, cast, cross_entropy, rms_norm, stacked, tokens
-from jax import lax
 
 _DIMS = {
     r"w[qkv]": "width heads .",
@@ -23,7 +24,7 @@ _DIMS = {
 }
 
 
-def _rotated(x: jax.Array, theta: float = 1e4) -> jax.Array:
+def rotated(x: jax.Array, theta: float = 1e4) -> jax.Array:
     """Rotate pairs of the first and the second half of `[batch, positions, heads, size]`."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] / theta ** (jnp.arange(half) / half)
@@ -43,8 +44,8 @@ def scanned(
     shapes = {"embed": (vocab, width), "layers": stacked(layer, layers), "norm": (width,), "head": (width, vocab)}
 
     def attention(x: jax.Array, w: Any) -> jax.Array:
-        q = notes(_rotated(jnp.einsum("btd,dhk->bthk", x, w["wq"])), "batch . heads .")
-        k = notes(_rotated(jnp.einsum("btd,dgk->btgk", x, w["wk"])), "batch . heads .")
+        q = notes(rotated(jnp.einsum("btd,dhk->bthk", x, w["wq"])), "batch . heads .")
+        k = notes(rotated(jnp.einsum("btd,dgk->btgk", x, w["wk"])), "batch . heads .")
         v = notes(jnp.einsum("btd,dgk->btgk", x, w["wv"]), "batch . heads .")
         grouped = q.reshape(*q.shape[:2], shared, heads // shared, size)
         scores = jnp.einsum("btgqk,bsgk->bgqts", grouped, k, preferred_element_type=jnp.float32) * size**-0.5
@@ -86,7 +87,7 @@ def unrolled(
     def block(w: Any, x: jax.Array) -> jax.Array:
         w = notes.weights(cast(w))
         y = rms_norm(x, w["attention_norm"])
-        q, k = _rotated(heads_of(y, w["q_proj"])), _rotated(heads_of(y, w["k_proj"]))
+        q, k = rotated(heads_of(y, w["q_proj"])), rotated(heads_of(y, w["k_proj"]))
         y = jax.nn.dot_product_attention(q, k, heads_of(y, w["v_proj"]), is_causal=True)
         x = notes(x + y.reshape(x.shape) @ w["o_proj"], "batch stream .")
         y = rms_norm(x, w["mlp_norm"])

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from formulations.formulation import Program
 from jax import lax
+
+from formulations.formulation import Program
 
 Shapes = Any  # a tree whose leaves are shapes
 

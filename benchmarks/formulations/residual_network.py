@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+
 from formulations.formulation import Formulation, Notes, Program
 from formulations.parts import adamw_program, cast, cross_entropy, images
-from jax import lax
 
 _DIMS = {
     r"first": ". . width channels",
