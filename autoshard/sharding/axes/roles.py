@@ -28,6 +28,7 @@ from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
+from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -61,6 +62,8 @@ class Roles:
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
         separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
             own, or the number of stages does not divide that of the layers.
+        gathers_once: whether weights are gathered before a loop over microbatches. The groups of rows are then those of
+            `fsdp`, too.
     """
 
     inputs: dict[int, Role]
@@ -79,6 +82,7 @@ class Roles:
     stages: int | None = None
     replicas: int | None = None
     separate_layers: bool = False
+    gathers_once: bool = False
 
 
 def find_roles(
@@ -155,6 +159,7 @@ def find_roles(
         stages=stages,
         replicas=replicas,
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
+        gathers_once=any(op.name == gather_p.name for op in program.ops()),
     )
 
 

@@ -47,6 +47,7 @@ def with_stages(
     schedule: str = DEFAULT,
     replicas: int = 1,
     numerics: bool = False,
+    gathers_once: bool = False,
 ) -> Traced:
     """Return a traced step whose layers run in stages. Its results are the same up to the order of sums.
 
@@ -57,6 +58,7 @@ def with_stages(
         schedule: the word of the schedule.
         replicas: number of groups of rows whose sums are added after the loop, see `with_microbatches`.
         numerics: whether the results may differ, see `with_microbatches`.
+        gathers_once: whether the stages gather their layers once a step, before the loop over the ticks.
 
     Raises:
         NotMovable: the step moves residuals to the host.
@@ -76,7 +78,7 @@ def with_stages(
             f"auto_shard({traced.name}): pp:{stages} keeps the {kept} of its stages in device memory, so "
             f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer'{less} or leave out pp:{stages}"
         )
-    found = _Found(table=make_schedule(schedule, stages, microbatches))
+    found = _Found(table=make_schedule(schedule, stages, microbatches), gathers_once=gathers_once)
     try:
         cut = with_microbatches(traced, microbatches, _runner(found), replicas=replicas, numerics=numerics)
     except NotStaged as reason:
@@ -157,12 +159,14 @@ class _Found:
         sizes: the number of layers of each stage.
         bytes: the bytes of a stage's input and of its residuals, for one microbatch.
         others: the places of the stacks of layers that are on no stage.
+        gathers_once: whether the stages gather their layers once a step. It is given.
     """
 
     table: Schedule
     sizes: tuple[int, ...] = ()
     bytes: tuple[int, int] = (0, 0)
     others: tuple[str, ...] = ()
+    gathers_once: bool = False
 
 
 def _runner(found: _Found) -> Runner:
@@ -196,7 +200,8 @@ def _runner(found: _Found) -> Runner:
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}
-        values = StageLoop(cut, found.table, combined, rows, whole, separate).run(apart)
+        loop = StageLoop(cut, found.table, combined, rows, whole, separate, gathers_once=found.gathers_once)
+        values = loop.run(apart)
         sums: dict[int, Any] = {}
         for var, group in zip(jaxpr.outvars, groups, strict=False):
             sums |= zip(group, values[var] if var in apart else [values[var]], strict=True)

@@ -51,6 +51,7 @@ class StageLoop:
             `[M, ...]`.
         whole: the program's other inputs.
         separate: stack of layers among these inputs -> the separate values of its layers.
+        gathers_once: whether the layers of each stage are gathered before the loop, see `StageLayers`.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class StageLoop:
         rows: Sequence[Any],
         whole: Sequence[Any],
         separate: Mapping[Any, Sequence[Any]],
+        *,
+        gathers_once: bool = False,
     ):
         self.cut, self.schedule, self.ops = cut, schedule, ops
         self.values = MicrobatchValues(cut, rows, whole)
@@ -79,7 +82,9 @@ class StageLoop:
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
         self.waiting_residuals = [] if self.inputs.recompute else self.residuals
-        self.layers = StageLayers(cut, self.values, self.stacks, self.residuals, separate).run
+        self.layers = StageLayers(
+            cut, self.values, self.stacks, self.residuals, separate, gathers_once=gathers_once
+        ).run
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
         if self.halves and cut.after_stacks:
             raise NotStaged(

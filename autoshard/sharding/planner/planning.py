@@ -36,9 +36,10 @@ from autoshard.sharding.pipeline.choice import (
     stage_counts,
 )
 from autoshard.sharding.pipeline.constants import LEAST_MICROBATCHES
+from autoshard.sharding.pipeline.gather_choice import plan_with_gathers
 from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
 from autoshard.sharding.pipeline.schedule_words import DEFAULT
-from autoshard.sharding.plan.gather_words import SEQUENTIAL
+from autoshard.sharding.plan.gather_words import ONCE, SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -115,18 +116,28 @@ def plan_traced(
     def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         if number == 1:
             return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics), count)
-        cut = partial(with_stages, stages=number, numerics=numerics)
 
         def of_schedule(word: str) -> BoundPlan:
-            return in_microbatches(rewritten, number, partial(cut, schedule=word), count)
+            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics)
+
+            def gathered(once: bool, count: int | str = count) -> BoundPlan:
+                return in_microbatches(rewritten, number, partial(cut, gathers_once=once), count, once)
+
+            if gather or isinstance(plan, ShardingPlan):
+                return gathered(gather == ONCE)
+            made = gathered(False)
+            return plan_with_gathers(made, lambda: gathered(True, made.plan.microbatches))
 
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
-    def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str) -> BoundPlan:
-        apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan)
+    def in_microbatches(
+        rewritten: Traced, number: int, cut: Any, count: int | str, once: bool = False
+    ) -> BoundPlan:
+        apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan, gathers_once=once)
         of_rows = partial(with_replicas, cut=cut, replicas=apart)
-        made = plan_in_microbatches(rewritten, count, planned, of_rows, number)
-        return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned)
+        planned_so = partial(planned, gather=ONCE) if once else planned
+        made = plan_in_microbatches(rewritten, count, planned_so, of_rows, number)
+        return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned_so)
 
     def searched(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         """The plan of a pipeline that the user did not request."""
@@ -134,12 +145,20 @@ def plan_traced(
             return staged(rewritten, number, schedule, count)
 
         def of_schedule(word: str) -> BoundPlan:
-            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics)
+            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, gathers_once=gather == ONCE)
             try:
                 made = plan_in_microbatches(rewritten, AUTO, planned, cut, LEAST_MICROBATCHES * number)
             except RowsNotDivided:
                 made = plan_in_microbatches(rewritten, AUTO, planned, cut, number)
-            return plan_with_replicas(rewritten, made, cut, planned)
+            made = plan_with_replicas(rewritten, made, cut, planned)
+
+            def once() -> BoundPlan:
+                apart = requested_replicas(made.plan.chosen, gathers_once=True)
+                cut_once = partial(cut, gathers_once=True)
+                step = with_replicas(rewritten, made.plan.microbatches, cut=cut_once, replicas=apart)
+                return planned(step, gather=ONCE)
+
+            return made if gather else plan_with_gathers(made, once)
 
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 

@@ -14,6 +14,7 @@ from autoshard.spmdrules.families import (
     reduction,
     sorting,
     stages,
+    weight_gathers,
     window,
 )
 
@@ -32,4 +33,5 @@ FAMILIES = (
     manual_sharding,
     cudnn,
     stages,
+    weight_gathers,
 )
