@@ -35,8 +35,9 @@ def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `repeat` has the same warnings
             other = once()
-    except PlanError:  # such as a mesh whose axes have a fixed use
-        return repeat
+    except PlanError as error:  # such as a fixed sharding that the groups of rows exclude
+        reason = str(error).partition("): ")[2] or error
+        return repeat.where(notes=(*repeat.plan.notes, f"gather={ONCE!r} is not possible: {reason}"))
     faster = other.plan.fits and other.plan.estimate.step_time_us < repeat.plan.estimate.step_time_us
     best = other if faster else repeat
     text = (f"stages gather their layers {'once a step' if faster else 'again in each microbatch'}: compared "

@@ -47,7 +47,8 @@ class StageLayers:
         once = [v for v in dict.fromkeys(given) if gathers_once or not stacks.contiguous or v in cut.made]
         self.given: Env = {v: self.of_stack(v, separate) for v in once}
         if gathers_once:
-            self.given = {v: gather_once(x) if _is_float(x) else x for v, x in self.given.items()}
+            with _compat.source_of(cut.forward.eqn):
+                self.given = {v: gather_once(x) if _is_float(x) else x for v, x in self.given.items()}
 
     def of_stack(self, var: Any, separate: Mapping[Any, Sequence[Any]]) -> Any:
         """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""

@@ -130,9 +130,7 @@ def plan_traced(
 
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
-    def in_microbatches(
-        rewritten: Traced, number: int, cut: Any, count: int | str, once: bool = False
-    ) -> BoundPlan:
+    def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str, once: bool = False) -> BoundPlan:
         apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan, gathers_once=once)
         of_rows = partial(with_replicas, cut=cut, replicas=apart)
         planned_so = partial(planned, gather=ONCE) if once else planned

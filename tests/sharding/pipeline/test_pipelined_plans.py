@@ -94,11 +94,14 @@ def separate_layers():
 
 
 @pytest.mark.filterwarnings("ignore:.*devices")
-@pytest.mark.parametrize(("words", "summed"), [("pp:2 dp:2 tp:2", ["dp"]), ("fsdp:4 pp:2", [])])
-def test_layers_one_after_another_equal_one_device(words, summed):
+@pytest.mark.parametrize(
+    ("words", "gather", "summed"),
+    [("pp:2 dp:2 tp:2", None, ["dp"]), ("fsdp:4 pp:2", "repeat", []), ("fsdp:2 dp:2 pp:2", "once", ["dp", "fsdp"])],
+)
+def test_layers_one_after_another_equal_one_device(words, gather, summed):
     fn, *args = separate_layers()
     expected = jax.tree.leaves(jax.device_get(jax.jit(fn)(*args)))
-    step = auto_shard(fn, plan=words, microbatches=4)
+    step = auto_shard(fn, plan=words, microbatches=4, gather=gather)
     for one, other in zip(jax.tree.leaves(jax.device_get(step(*args))), expected, strict=True):
         assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
     made = step.plan(*args)
@@ -120,7 +123,7 @@ def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
 
 def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     fn, *args = separate_layers()
-    made = plan(fn, *args, target="cpu:4", plan="pp:2 fsdp:2", microbatches=4)
+    made = plan(fn, *args, target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, gather="repeat")
     weights = [leaf for leaf in made.inputs if leaf.path != "1"]
     assert all(("fsdp", "pp") in leaf.spec for leaf in weights)
     shard = sum(4 * np.prod(leaf.shape) for leaf in weights) / 4
@@ -141,7 +144,7 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     monkeypatch.setattr(layout, "EARLY_GATHER_SLICE_BYTES", 0)
     fn, weights, x = separate_layers() if kind == "separate" else stacked_layers(6 if kind == "uneven" else 4)
     args = weights, jnp.tile(x, (512 // len(x), 1))  # the weights are smaller than the activations
-    step = auto_shard(fn, plan="pp:4 fsdp:2", microbatches=4)
+    step = auto_shard(fn, plan="pp:4 fsdp:2", microbatches=4, gather="repeat")
     for one, other in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
     made = step.plan(*args)
@@ -208,7 +211,7 @@ def test_stages_that_do_not_divide_the_layers():
 
 def test_no_stage_gathers_the_layers_of_all():
     fn, *args = stacked_layers(6)
-    made = plan(fn, *args, target="cpu:8", plan="pp:4 fsdp:2", microbatches=4)
+    made = plan(fn, *args, target="cpu:8", plan="pp:4 fsdp:2", microbatches=4, gather="repeat")
     text = made.jit().lower(*args).compile().as_text()
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     whole = {"6,16,32", "6,32,16", "4,2,16,32", "4,2,32,16"}
