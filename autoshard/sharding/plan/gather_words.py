@@ -13,8 +13,7 @@ SEQUENTIAL = "sequential"
 ONCE = "once"
 REPEAT = "repeat"
 WORDS = {
-    AUTO: "the compiler chooses the order, and may gather many parameters early. The planner chooses whether the stages "
-    "of a pipeline gather their layers once a step",
+    AUTO: "the compiler chooses the order, and may gather many parameters early",
     PREFETCH: "the parameters that a layer needs first are gathered while the layer before it computes",
     SEQUENTIAL: "one after another: the next is gathered while one is in use, and each is freed after its use",
     ONCE: "each stage of a pipeline gathers its layers once a step, and holds them until all microbatches have ended",

@@ -15,7 +15,8 @@ from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
-from autoshard.sharding.layout.plan_request import moves_keys
+from autoshard.sharding.layout.plan_request import moves_keys, parse_request
+from autoshard.sharding.layout.request_scaling import scaled_pipelines
 from autoshard.sharding.machines.device_mesh import (
     MeshLike,
     existing_placement,
@@ -25,7 +26,7 @@ from autoshard.sharding.machines.device_mesh import (
 )
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
-from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
+from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, batch_rows, with_microbatches
 from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import (
@@ -113,12 +114,21 @@ def plan_traced(
         sizes = None if used is None else mesh_sizes(used)
         counts = requested_stage_counts(machine, sizes) if schedule else stage_counts(machine, sizes)
 
+    def fewer_stages(most: int) -> str:
+        """A plan like the requested one with at most so many stages; "" if there is none."""
+        used, _ = _mesh_in_use(traced, args, mesh, target, plan)
+        if used is not None or not isinstance(plan, str):
+            return ""
+        devices = find_machine(used, target, compiler_options).target.devices
+        found = scaled_pipelines(parse_request(plan), devices, batch_rows(traced), most)
+        return str(found[0]) if found else ""
+
     def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         if number == 1:
             return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics), count)
 
         def of_schedule(word: str) -> BoundPlan:
-            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics)
+            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, fewer=fewer_stages)
 
             def gathered(once: bool, count: int | str = count) -> BoundPlan:
                 return in_microbatches(rewritten, number, partial(cut, gathers_once=once), count, once)
@@ -144,8 +154,9 @@ def plan_traced(
 
         def of_schedule(word: str) -> BoundPlan:
             cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, gathers_once=gather == ONCE)
+            least = number if schedule else LEAST_MICROBATCHES * number
             try:
-                made = plan_in_microbatches(rewritten, AUTO, planned, cut, LEAST_MICROBATCHES * number)
+                made = plan_in_microbatches(rewritten, AUTO, planned, cut, least)
             except RowsNotDivided:
                 made = plan_in_microbatches(rewritten, AUTO, planned, cut, number)
             made = plan_with_replicas(rewritten, made, cut, planned)

@@ -84,7 +84,7 @@ def checked_options(
     stages = request.stages if isinstance(request, ShardingPlan) else stages_of(request)
     if stages == 1 and schedule is not None and (request is not None or options["mesh"] is not None):
         raise PlanError(
-            f"schedule is {ticks!r}, but the plan has no pipeline; give one, such as plan='pp:4', or neither plan nor "
+            f"schedule is {ticks!r}, but the plan has no pipeline; give one with the word pp:N, or neither plan nor "
             "mesh, so that the search chooses the stages"
         )
     if stages > 1 and microbatches is None:
@@ -95,7 +95,7 @@ def checked_options(
     if order == ONCE and stages == 1 and schedule is None and not isinstance(request, ShardingPlan):
         raise PlanError(
             f"gather is {ONCE!r}, but the plan has no pipeline, whose stages would gather their layers once a step; "
-            "give one, such as plan='pp:4 fsdp:4', or leave gather out"
+            "give one with the word pp:N, or leave gather out"
         )
     table = read_overlap(overlap)
     if isinstance(request, ShardingPlan):

@@ -354,23 +354,52 @@ def test_a_second_stack_of_layers_is_on_no_stage():
     ("options", "message"),
     [
         ({"plan": "pp:5", "target": "cpu:5", "microbatches": 8}, r"pp:5, but the function cannot be cut: 5 stages are "
-         r"more than the layers at .*, whose number is 4\. Use pp:4, or fewer stages"),
+         r"more than the layers at .*, whose number is 4\. There can be at most 4 stages"),
+        ({"plan": "pp:8 tp:2", "target": "cpu:16", "microbatches": 8}, r"whose number is 4\. Request 'pp:4 dp:2 tp:2'"),
+        ({"plan": "pp:16", "target": "cpu:16", "microbatches": 16}, "pp:16 with 16 microbatches, which do not divide the "
+         "batch of 8 rows; there must be at least as many rows as stages, and the batch has 8: use fewer stages or"),
         ({"plan": "pp:2 ulysses:2", "target": "cpu:4", "microbatches": 4},
          "'ulysses:2' does not run within the stages"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
-         "time; use at least 4 microbatches"),
+         "time; use at least 4 microbatches: microbatches=4 or 8"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "interleaved:0"}, "schedule is 'interleaved:0'; give the "
          "number of chunks of layers of each stage, at least 2"),
         ({"plan": "pp:2", "target": "cpu:2", "microbatches": 2, "schedule": "interleaved:3"}, r"3 chunks of layers on "
          r"each of 2 stages are more than the layers at .*, whose number is 4\. Use schedule='interleaved:2'"),
         ({"plan": "dp:2", "target": "cpu:2", "schedule": "zb"}, "schedule is 'zb', but the plan has no pipeline"),
-        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 3}, "microbatches=3 does not divide the batch of 8 rows"),
+        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 3}, "pp:2 with 3 microbatches, which do not divide "
+         "the batch of 8 rows; use at least 2 microbatches: microbatches=2, 4 or 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(options, message):
     with pytest.raises(PlanError, match=message):
         plan(make_step(), *shapes(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize(
+    ("words", "devices", "schedule", "possible"),
+    [
+        ("pp:4", 8, None, "pp:4 dp:2"),  # there are no 8 layers
+        ("pp:2", 16, None, "pp:2 dp:8"),
+        ("pp:4 fsdp:2", 4, None, "pp:4"),
+        ("pp:2", 4, "interleaved:2", "pp:2 dp:2"),  # 4 stages with 2 chunks each have no layers
+    ],
+)
+def test_a_suggested_pipeline_is_possible(words, devices, schedule, possible):
+    fn, *args = stacked_layers(4)
+    options = {"target": f"cpu:{devices}", "microbatches": 4, "schedule": schedule}
+    with pytest.raises(PlanError, match=f"has {devices}; request '{possible}', or plan for a target of"):
+        plan(fn, *args, plan=words, **options)
+    assert plan(fn, *args, plan=possible, **options).stages == int(possible[3])
+
+
+def test_a_schedule_tries_the_microbatches_that_the_batch_allows():
+    fn, weights, x = stacked_layers(4)
+    made = plan(fn, weights, jnp.ones((9, 16)), target="cpu:2", schedule="gpipe")
+    assert made.microbatches in (3, 9)  # 2 and 4 do not divide 9 rows
+    assert "microbatches='auto' compared 3 (" in " ".join(made.notes)
 
 
 def test_a_program_without_layers():
