@@ -1,8 +1,8 @@
 """Chooses the number of microbatches: `microbatches="auto"`.
 
 The numbers 1, 2, 4, ... are planned one after the other. Where a number does not divide the batch, the next larger one
-that does takes its place. A larger number needs less memory for activations, but often more time, because parameters are
-gathered in each microbatch. So the search ends when a number fits and the next one is not clearly faster.
+that does takes its place. A larger number needs less memory for activations, but often more time, because parameters
+are gathered in each microbatch. So the search ends when a number fits and the next one is not clearly faster.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
+from autoshard.sharding.pipeline.slots import NotOffloaded
 from autoshard.sharding.pipeline.stage_cut import NotStaged, TooManyStages, cut_stages, find_stacks, other_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
@@ -67,7 +68,7 @@ def with_stages(
         fewer: from the largest number of stages to a plan that has at most so many, for the error; "" if there is none.
 
     Raises:
-        NotMovable: the step moves residuals to the host.
+        NotMovable: the stages cannot move a value that the step moves to the host.
         PlanError: the step has no repeated part or fewer layers than stages, there are too few microbatches, or the
             step cannot be cut into microbatches.
     """
@@ -76,22 +77,20 @@ def with_stages(
             f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches leaves stages idle all the time; "
             f"{_possible_counts(batch_rows(traced), stages)}"
         )
-    moved = [word for word in traced.offloaded if word != OPTIMIZER]
-    if moved:
-        lean = schedule in WITH_RESIDUALS
-        kept, less = ("inputs", "") if lean else ("residuals", " or schedule='1f1b-inputs', which holds less,")
-        raise NotMovable(
-            f"auto_shard({traced.name}): pp:{stages} keeps the {kept} of its stages in device memory, so "
-            f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer'{less} or leave out pp:{stages}"
-        )
     found = _Found(table=make_schedule(schedule, stages, microbatches), gathers_once=gathers_once)
     try:
         cut = with_microbatches(traced, microbatches, _runner(found), replicas=replicas, numerics=numerics)
     except RowsNotDivided as error:
         raise RowsNotDivided(
-            f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches, which do not divide the batch of "
-            f"{error.rows} rows; {_possible_counts(error.rows, stages)}",
+            f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches, which do not divide the batch "
+            f"of {error.rows} rows; {_possible_counts(error.rows, stages)}",
             error.rows,
+        ) from None
+    except NotOffloaded as reason:
+        moved = "+".join(word for word in traced.offloaded if word != OPTIMIZER)
+        raise NotMovable(
+            f"auto_shard({traced.name}): pp:{stages} with offload={moved!r}: {reason}; use offload={OPTIMIZER!r}, or "
+            f"leave out pp:{stages}"
         ) from None
     except TooManyStages as reason:
         words = fewer(reason.most) if fewer is not None else ""

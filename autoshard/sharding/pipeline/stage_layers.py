@@ -12,6 +12,7 @@ import numpy as np
 from autoshard import _compat
 from autoshard.sharding.pipeline.hoisted_casts import CAST
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
+from autoshard.sharding.pipeline.slots import layer_on_device
 from autoshard.sharding.pipeline.split_backward import Body
 from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
@@ -93,7 +94,7 @@ class StageLayers:
         shared = {
             v: self.values.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)
         }
-        run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
+        run = body or layer_on_device(eqn.params["jaxpr"])
         of_stage = [sides[v] for v in names]
         whole, n_carry = [v for v in stack.slices if v not in slices], len(carry)
         given = [self.given[v] if v in self.given else self.of_stack(v, {}) for v in whole]

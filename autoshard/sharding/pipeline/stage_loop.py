@@ -16,6 +16,7 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
+from autoshard.sharding.pipeline import slots
 from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import (
@@ -77,6 +78,7 @@ class StageLoop:
         self.early, self.late = bool(schedule.lead(BEFORE)), bool(schedule.lead(AFTER))
         forward_done = schedule.ticks[FORWARD][schedule.chunks - 1 :: schedule.chunks, -1:]
         self.inputs = StageInputs(cut, schedule)
+        slots.check_moves(cut, waits=not self.inputs.recompute)
         later = bool((schedule.ticks[MIDDLE] != forward_done).any())
         self.waits = later and not self.inputs.recompute  # the middle takes what left the last stage in an earlier tick
         residuals = {*cut.backward.slices}
@@ -196,7 +198,7 @@ class StageLoop:
             return []
         count, layers = self.slots[name].count, (self.cut.forward.layers,) * (name == "for_weights")
         shapes = [self.stacks.shape((*layers, *v.aval.shape)) for v in variables]
-        return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]
+        return [slots.empty_slots(count, shape, v) for v, shape in zip(variables, shapes, strict=True)]
 
     def start(self, var: Any, name: str) -> Any:
         """Return the identity element that a sum starts from, or zeros for the rows of all microbatches."""
@@ -252,7 +254,7 @@ class StageLoop:
             if name not in self.slots:
                 continue
             index = row[f"{name} {FORWARD}"]
-            state[name] = [write_slots(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
+            state[name] = [slots.write(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
         self.add_on_stages(state, "forward_sums", made, row, FORWARD)
         at_end = self.at_end(state["forward"])
         if self.waits:
@@ -293,7 +295,7 @@ class StageLoop:
         moved = self.shifted(state["backward"], start or [self.zeros(v) for v in variables], row, BACKWARD)
         index = row[f"residuals {BACKWARD}"]
         waited = zip(self.waiting_residuals, state["residuals"], strict=True)
-        slices = {**recomputed, **{v: read_slots(s, index) for v, s in waited}}
+        slices = {**recomputed, **{v: slots.read(s, index) for v, s in waited}}
         known = dict(zip(cut.back, moved[len(stack.carry) :], strict=True))
         half = self.halves.inputs if self.halves else None
         chunk = row.get(f"{BACKWARD} chunk")
@@ -318,7 +320,7 @@ class StageLoop:
         """Compute the gradients of each stage's weights, where the backward part has left them out."""
         assert self.halves is not None
         stack, index = self.cut.backward, row[f"residuals {WEIGHTS}"]
-        slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
+        slices = {v: slots.read(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
         waited = [read_slots(s, row[f"for_weights {WEIGHTS}"]) for s in state["for_weights"]]
         chunk = row.get(f"{WEIGHTS} chunk")
         stacked = self.layers(stack, row[WEIGHTS], {}, [], slices, self.halves.weights, waited, chunk)[1]

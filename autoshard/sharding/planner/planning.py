@@ -31,13 +31,13 @@ from autoshard.sharding.microbatches.replicas import plan_with_replicas, request
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import (
     plan_of_pipelines,
+    plan_with_gathers,
     plan_with_pipelines,
     plan_with_schedules,
     requested_stage_counts,
     stage_counts,
 )
 from autoshard.sharding.pipeline.constants import LEAST_MICROBATCHES
-from autoshard.sharding.pipeline.gather_choice import plan_with_gathers
 from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
 from autoshard.sharding.pipeline.schedule_words import DEFAULT
 from autoshard.sharding.plan.gather_words import ONCE, SEQUENTIAL

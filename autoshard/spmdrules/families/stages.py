@@ -2,7 +2,8 @@
 
 `shift_stages` is the only operator that lets a value move to another stage. On shards it is a collective-permute.
 With several chunks of layers a stage, it is a ring: the first stage may get what the last one had.
-`read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages.
+`read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages. Slots in
+host memory are read and written in place. A negative number is not allowed there, because nothing is selected.
 `read_layer` does the same with a stack of weights; products read such a layer in place.
 If the layers of a stage are no equal, contiguous part of the stack, `spread_layers` and `collect_layers` are between a
 stack of all layers and one with a dimension of stages.
@@ -29,11 +30,16 @@ STAGE = "s"  # the factor of the stages in the rules of these operators
 
 
 def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[int, ...]]) -> Primitive:
-    """Creates a primitive with one result, which is lowered as `fn`; its result has the dtype of its first operand."""
+    """Creates a primitive with one result, which is lowered as `fn`.
+
+    The result has the dtype of its first operand, and is in the same memory.
+    """
     made = Primitive(name)
     made.def_impl(lambda *args, **params: jax.jit(fn, static_argnames=tuple(params))(*args, **params))
     made.def_abstract_eval(
-        lambda *avals, **params: _compat.result_type(shape_of(*avals, **params), avals[0].dtype, avals)
+        lambda *avals, **params: _compat.result_type(
+            shape_of(*avals, **params), avals[0].dtype, avals, avals[0].memory_space
+        )
     )
     mlir.register_lowering(made, mlir.lower_fun(fn, multiple_results=False))
     return made
@@ -54,12 +60,22 @@ def _read(slots: Any, index: Any) -> Any:
     def one(of_stage: Any, at: Any) -> Any:
         return lax.dynamic_index_in_dim(of_stage, jnp.maximum(at, 0), 0, keepdims=False)
 
+    if _compat.is_on_host(slots):
+        sizes = (1, 1, *slots.shape[2:])
+        taken = [lax.dynamic_slice(slots, (index[n], n, *[0] * (slots.ndim - 2)), sizes)[0]
+                 for n in range(slots.shape[1])]  # fmt: skip
+        return taken[0] if len(taken) == 1 else jnp.concatenate(taken)
     if slots.shape[1] == 1:  # a shard with one stage takes a slice, not a gather
         return one(slots[:, 0], index[0])[None]
     return jax.vmap(one, in_axes=(1, 0))(slots, index)
 
 
 def _written(slots: Any, x: Any, index: Any) -> Any:
+    if _compat.is_on_host(slots):
+        for n in range(slots.shape[1]):
+            own = x if slots.shape[1] == 1 else x[n : n + 1]
+            slots = lax.dynamic_update_slice(slots, own[None], (index[n], n, *[0] * (slots.ndim - 2)))
+        return slots
     if slots.shape[1] == 1:
         return write_one(slots[:, 0], x[0], index[0])[:, None]
     return jax.vmap(write_one, in_axes=(1, 0, 0), out_axes=1)(slots, x, index)

@@ -356,8 +356,8 @@ def test_a_second_stack_of_layers_is_on_no_stage():
         ({"plan": "pp:5", "target": "cpu:5", "microbatches": 8}, r"pp:5, but the function cannot be cut: 5 stages are "
          r"more than the layers at .*, whose number is 4\. There can be at most 4 stages"),
         ({"plan": "pp:8 tp:2", "target": "cpu:16", "microbatches": 8}, r"whose number is 4\. Request 'pp:4 dp:2 tp:2'"),
-        ({"plan": "pp:16", "target": "cpu:16", "microbatches": 16}, "pp:16 with 16 microbatches, which do not divide the "
-         "batch of 8 rows; there must be at least as many rows as stages, and the batch has 8: use fewer stages or"),
+        ({"plan": "pp:16", "target": "cpu:16", "microbatches": 16}, "pp:16 with 16 microbatches, which do not divide "
+         "the batch of 8 rows; there must be at least as many rows as stages, and the batch has 8: use fewer stages"),
         ({"plan": "pp:2 ulysses:2", "target": "cpu:4", "microbatches": 4},
          "'ulysses:2' does not run within the stages"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "

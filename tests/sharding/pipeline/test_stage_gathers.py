@@ -10,7 +10,7 @@ from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
 from autoshard.sharding.hlo.collectives import Collectives
 from autoshard.sharding.hlo.parser import parse_program
-from autoshard.sharding.pipeline.gather_choice import plan_with_gathers
+from autoshard.sharding.pipeline.choice import plan_with_gathers
 from tests.sharding.pipeline.test_pipelined_plans import F32, make_step, separate_layers, shapes, stacked_layers, state
 
 
