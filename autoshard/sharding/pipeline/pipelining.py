@@ -29,7 +29,7 @@ from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
-from autoshard.sharding.pipeline.slots import NotOffloaded
+from autoshard.sharding.pipeline.slots import NotOffloaded, has_transfers
 from autoshard.sharding.pipeline.stage_cut import NotStaged, TooManyStages, cut_stages, find_stacks, other_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
@@ -209,6 +209,8 @@ def _runner(found: _Found) -> Runner:
         groups = [(n,) for n in range(len(ops))]
         layers: list[list[Any]] = []
         in_scans = find_stacks(jaxpr, len(whole)) or find_layers(jaxpr, len(whole))[0]
+        if not in_scans and has_transfers(jaxpr):
+            raise NotOffloaded("layers that are no jax.lax.scan keep their residuals in device memory")
         if not in_scans and (rolled := roll_layers(jaxpr, len(whole), ops)):
             layers = [[whole[n] for n in positions] for positions in rolled.stacks]
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]

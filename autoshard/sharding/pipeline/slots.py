@@ -71,6 +71,11 @@ def layer_on_device(closed: Any) -> Any:
     return run
 
 
+def has_transfers(jaxpr: Any) -> bool:
+    """Whether a program moves values between the memory of a device and that of its host."""
+    return any(map(_is_transfer, _equations(jaxpr)))
+
+
 def check_moves(cut: StageCut, waits: bool) -> None:
     """Check that the stages can move what the program moves to the host.
 

@@ -410,14 +410,6 @@ def test_a_program_without_layers():
         plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
 
 
-def test_residuals_stay_on_the_device():
-    fn, args = make_step(), (shapes()[0], jax.ShapeDtypeStruct((64, 6), jnp.int32))
-    options = {"target": "cpu:2", "plan": "pp:2", "microbatches": 2}
-    with pytest.raises(PlanError, match="pp:2 keeps the residuals of its stages in device memory, so offload='res"):
-        plan(fn, *args, offload="residual", **options)
-    assert "residual" not in plan(fn, *args, offload="auto", **options).offload
-
-
 def test_layers_inside_a_checkpoint():
     @jax.checkpoint
     def layers(weights, x):
