@@ -27,20 +27,20 @@ def test_residuals_of_stages_wait_on_the_host() -> None:
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
 
     params = {
-        "up": jax.ShapeDtypeStruct((4, EMBED, FFN), "bfloat16"),
-        "down": jax.ShapeDtypeStruct((4, FFN, EMBED), "bfloat16"),
+        "up": jax.ShapeDtypeStruct((8, EMBED, 2 * FFN), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((8, 2 * FFN, EMBED), "bfloat16"),
     }
     x = jax.ShapeDtypeStruct((ROWS, EMBED), "bfloat16")
     options = {"target": "v5e:2x2", "plan": "pp:4", "microbatches": 8, "schedule": "1f1b", "donate_argnums": 0}
     made = plan(step, params, x, offload="hidden", **options)
     audit = made.verify()
-    value = ROWS // 8 * FFN * 2  # bytes of a microbatch in the layer of a stage
+    value = 2 * ROWS // 8 * 2 * FFN * 2  # bytes of a microbatch in the two layers of a stage
     assert audit.host_bytes == 8 * value, "2 N - 1 slots, and one that idle stages write"
     assert made.estimate.host_memory_bytes == 9 * value, "and one on its way"
     ticks = 8 + 4 - 1
     for to_host in (True, False):
         assert sum(t.bytes * t.trips for t in audit.transfers if t.to_host == to_host) == ticks * value
-    assert audit.peak_bytes < plan(step, params, x, **options).verify().peak_bytes - 5 * value
+    assert audit.peak_bytes < plan(step, params, x, **options).verify().peak_bytes - 6 * value
 
 
 @pytest.mark.tpu_compile
