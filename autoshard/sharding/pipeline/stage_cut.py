@@ -31,7 +31,7 @@ class TooManyStages(NotStaged):
         most: the largest number of stages.
     """
 
-    def __init__(self, reason: str, most: int):
+    def __init__(self, reason: str = "", most: int = 0):  # copies pass the reason alone
         super().__init__(reason)
         self.most = most
 

@@ -31,6 +31,7 @@ def gather_once(weights: Any) -> Any:
         `[...]`.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> gather_once(jnp.arange(3)).tolist()
         [0, 1, 2]
     """

@@ -14,14 +14,14 @@ LAYERS, ROWS, EMBED, FFN = 8, 64, 16, 32
 
 
 def make_step(unrolled=False):
-    """Return a step whose layers name what lies between their products, and whose first operator is named, too."""
+    """Return a step whose layers name what lies between their products, and what is before them."""
 
     def layer(y, w):
         return y + checkpoint_name(jnp.tanh(y @ w[0]), "hidden") @ w[1], None
 
     def step(weights, x):
         def loss(weights):
-            y = checkpoint_name(jnp.tanh(x @ weights["first"]), "start")
+            y = checkpoint_name(jnp.tanh(x @ weights["first"]), "start") @ weights["first"]
             for n in range(LAYERS) if unrolled else ():
                 y, _ = layer(y, [w[n] for w in weights["layers"]])
             y = y if unrolled else jax.lax.scan(layer, y, weights["layers"])[0]
