@@ -2,7 +2,8 @@
 
 A value that `offload=` moves waits in host memory. It is sent there as a whole when its part has ended, and comes back
 before the part that takes it. In between, the device holds nothing of it. Nothing computes on the host: elements of
-arrays in host memory cannot be selected. So an idle stage writes to a slot that nobody reads, in place of none.
+arrays in host memory cannot be selected. So an idle stage writes a slot in which nothing waits. If there may be none,
+the host has one slot more.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ class NotOffloaded(NotStaged):
     """The stages cannot move a value to the host. The text gives the reason."""
 
 
-def empty_slots(count: int, shape: Sequence[int], var: Any) -> Any:
-    """Return zeros `[S, ...]` for a variable; in host memory `[S + 1, ...]`."""
+def empty_slots(count: int, shape: Sequence[int], var: Any, always: bool) -> Any:
+    """Return zeros `[S, ...]` for a variable; in host memory `[S + 1, ...]`, unless each stage always writes."""
     if _compat.is_on_host(var.aval):
-        return host_slots((count + 1, *shape), var.aval.dtype)
+        return host_slots((count + (not always), *shape), var.aval.dtype)
     return jnp.zeros((count, *shape), var.aval.dtype)
 
 
-def write(slots: Any, x: Any, index: Any) -> Any:
+def write(slots: Any, x: Any, index: Any, always: bool) -> Any:
     """Write one slot of each stage; see `write_slots`."""
     if not _compat.is_on_host(slots):
-        return write_slots(slots, x, index)
+        return write_slots(slots, x, index, always=always)
     unused = slots.shape[0] - 1
-    return write_slots(slots, jax.device_put(x, _HOST), jnp.where(index < 0, unused, index))
+    index = index if always else jnp.where(index < 0, unused, index)
+    return write_slots(slots, jax.device_put(x, _HOST), index, always=True)
 
 
 def read(slots: Any, index: Any) -> Any:

@@ -35,7 +35,7 @@ from autoshard.sharding.pipeline.stage_cut import NotStaged, StageCut
 from autoshard.sharding.pipeline.stage_inputs import StageInputs
 from autoshard.sharding.pipeline.stage_layers import StageLayers
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
-from autoshard.sharding.pipeline.tick_tables import tick_tables
+from autoshard.sharding.pipeline.tick_tables import always_write, tick_tables
 from autoshard.spmdrules.families.stages import read_layer, read_slots, shift_stages, write_one, write_slots
 
 State = dict[str, Any]
@@ -87,6 +87,7 @@ class StageLoop:
         self.layers = StageLayers(
             cut, self.values, self.stacks, self.residuals, separate, gathers_once=gathers_once
         ).run
+        self.always: set[str] = set()  # the waiting values of which every stage writes a slot in each tick
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
         if self.halves and cut.after_stacks:
             raise NotStaged(
@@ -106,6 +107,7 @@ class StageLoop:
         """
         state: State = {}
         tables = tick_tables(self.schedule, self.waiting, self.slots, self.reverse)
+        self.always = always_write(self.schedule, self.waiting, tables)
         for count, phases in self.schedule.periods:
             parts = [part for _, _, of_phase in phases for part in of_phase]
             state |= self.initial(parts, state)
@@ -198,7 +200,8 @@ class StageLoop:
             return []
         count, layers = self.slots[name].count, (self.cut.forward.layers,) * (name == "for_weights")
         shapes = [self.stacks.shape((*layers, *v.aval.shape)) for v in variables]
-        return [slots.empty_slots(count, shape, v) for v, shape in zip(variables, shapes, strict=True)]
+        always = name in self.always
+        return [slots.empty_slots(count, shape, v, always) for v, shape in zip(variables, shapes, strict=True)]
 
     def start(self, var: Any, name: str) -> Any:
         """Return the identity element that a sum starts from, or zeros for the rows of all microbatches."""
@@ -254,7 +257,8 @@ class StageLoop:
             if name not in self.slots:
                 continue
             index = row[f"{name} {FORWARD}"]
-            state[name] = [slots.write(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
+            always = name in self.always
+            state[name] = [slots.write(s, made[v], index, always) for s, v in zip(state[name], kept, strict=True)]
         self.add_on_stages(state, "forward_sums", made, row, FORWARD)
         at_end = self.at_end(state["forward"])
         if self.waits:
@@ -305,8 +309,9 @@ class StageLoop:
         state["backward"] = [*carried, *moved[len(stack.carry) :]]
         if self.halves:
             index = row[f"for_weights {BACKWARD}"]
+            always = "for_weights" in self.always
             state["for_weights"] = [
-                write_slots(s, x, index) for s, x in zip(state["for_weights"], stacked, strict=True)
+                slots.write(s, x, index, always) for s, x in zip(state["for_weights"], stacked, strict=True)
             ]
             return
         made = dict(zip(stack.stacked, stacked, strict=True))

@@ -106,7 +106,9 @@ def test_slots_in_host_memory_stay_there(stages):
     index, x = jnp.arange(stages) % 2, 1 + jnp.arange(2.0 * stages).reshape(stages, 2)
 
     def run(x):
-        slots = write_slots(host_slots((2, stages, 2), x.dtype), jax.device_put(x, jax.memory.Space.Host), index)
+        slots = write_slots(
+            host_slots((2, stages, 2), x.dtype), jax.device_put(x, jax.memory.Space.Host), index, always=True
+        )
         return read_slots(slots, index)
 
     assert _compat.is_on_host(jax.make_jaxpr(run)(x).out_avals[0])
