@@ -146,7 +146,9 @@ def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
         once: makes the plan whose stages gather their layers once a step. It is not called if nothing is stored in
             shards, or if `repeat`, which needs less memory, does not fit.
     """
-    if not repeat.plan.storage.get("parameter") or not repeat.plan.fits:
+    layout = repeat.layout
+    storing = [a for a in layout.storage.get("parameter", ()) if layout.roles.stages not in layout.table.get(a, ())]
+    if not storing or not repeat.plan.fits:  # stages exchange their layers once a step anyway
         return repeat
     try:
         with warnings.catch_warnings():

@@ -117,9 +117,10 @@ def test_a_plan_keeps_its_gathers():
 def test_nothing_is_compared_without_shards():
     made = plan(*separate_layers(), target="cpu:4", plan="pp:2 dp:2", microbatches=4, gather="once")
     assert not [kind for kind, *_ in made.traffic if kind == "all-gather"]
-    first = SimpleNamespace(plan=SimpleNamespace(storage={}, fits=True))
+    layout = SimpleNamespace(storage={"parameter": ("pp",)}, roles=SimpleNamespace(stages=3), table={"pp": (3, 5)})
+    first = SimpleNamespace(plan=SimpleNamespace(fits=True), layout=layout)
     assert plan_with_gathers(first, lambda: pytest.fail("made a second plan")) is first
-    first.plan.storage = {"parameter": ("fsdp",)}
+    layout.storage["parameter"] = ("fsdp", "pp")
 
     def refused():
         raise PlanError("auto_shard(step): no rows")
