@@ -28,6 +28,7 @@ from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
+from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -61,6 +62,7 @@ class Roles:
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
         separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
             own, or the number of stages does not divide that of the layers.
+        gathers_once: whether weights are gathered before a loop over microbatches, so that `fsdp` shards replicas, too.
     """
 
     inputs: dict[int, Role]
@@ -79,6 +81,7 @@ class Roles:
     stages: int | None = None
     replicas: int | None = None
     separate_layers: bool = False
+    gathers_once: bool = False
 
 
 def find_roles(
@@ -113,9 +116,8 @@ def find_roles(
             parameter_bytes[c] += axis_weight(program.avals[v])
     use = find_uses(program, axes, batch, in_parameters, owner)
     stages = axes.stages
-    for own in (stages, replicas):
-        if own is not None:
-            use.discard(own)
+    for own in (c for c in (stages, replicas) if c is not None):
+        use.discard(own)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1} - use.windows
     data = [v for v, role in inputs.items() if role == "data"]
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
@@ -155,6 +157,7 @@ def find_roles(
         stages=stages,
         replicas=replicas,
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
+        gathers_once=any(op.name == gather_p.name for op in program.ops()),
     )
 
 
@@ -309,10 +312,9 @@ def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:
     """The bytes of all operators' results in one step, by the classes of the results."""
     found: Counter[Leaves] = Counter()
     for op in program.ops():
-        if op.rule is not None:
-            for v in op.results:
-                if not _compat.is_extended((aval := program.avals[v]).dtype):
-                    found[axes.of_value[v]] += int(axis_weight(aval) * op.trips)
+        for v in op.results if op.rule is not None else ():
+            if not _compat.is_extended((aval := program.avals[v]).dtype):
+                found[axes.of_value[v]] += int(axis_weight(aval) * op.trips)
     return found
 
 
@@ -323,9 +325,8 @@ def _first_summed(program: Program, axes: LogicalAxes) -> dict[int, int]:
         if op.rule is not None and op.name in (*CONTRACTIONS, "gather"):
             kind = "index" if op.name == "gather" else "reduce"
             for f in op.rule.factors:
-                if f.kind == kind:
-                    for c in factors.get(f.name, ()):
-                        found.setdefault(c, number)
+                for c in factors.get(f.name, ()) if f.kind == kind else ():
+                    found.setdefault(c, number)
     return found
 
 

@@ -22,12 +22,13 @@ from autoshard.sharding.layout.divisibility import Undivided, multiple, undivide
 from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import strategy_in_layout
-from autoshard.sharding.layout.request_scaling import scaled_requests
+from autoshard.sharding.layout.request_scaling import scaled_pipelines, scaled_requests
 from autoshard.sharding.layout.sequence_operators import sequence_problems
 from autoshard.sharding.layout.sequence_words import sequence_variants
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
 from autoshard.sharding.overlap.modules import ModuleOverlap
+from autoshard.sharding.pipeline.schedule_words import chunks_of
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
@@ -320,8 +321,17 @@ class PlanningProblem:
         if not self.target_given and target.platform == "cpu" and request.devices > target.devices:
             ways.append(f"start with XLA_FLAGS={VIRTUAL_DEVICES}={request.devices}")
         if target.devices > 1:
-            ways += [f"request '{fitting}'" for fitting in scaled_requests(request, target.devices, rows)[:1]]
+            found = self._scaled(request, rows * self.traced.replicas)
+            ways += [f"request '{fitting}'" for fitting in found[:1]]
         return ", or ".join([*ways, f"plan for a target of {request.devices} devices"])
+
+    def _scaled(self, request: plan_request.Request, rows: int) -> list[plan_request.Request]:
+        """The scalings of a request to the machine's devices that the program allows."""
+        traced, devices = self.traced, self.machine.target.devices
+        if traced.stages == 1:
+            return scaled_requests(request, devices, rows)
+        most = min(sum(traced.stage_layers) // chunks_of(traced.schedule), traced.microbatches)
+        return scaled_pipelines(request, devices, rows, most)
 
     def _lacking_for_seq(self, request: plan_request.Request) -> list[str]:
         """What the word `seq` needs and a plan or the program lacks."""

@@ -22,7 +22,15 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.plan_request import CONTEXT, KINDS, Request, classes_for, layout_of, request
+from autoshard.sharding.layout.plan_request import (
+    CONTEXT,
+    KINDS,
+    Request,
+    classes_for,
+    kinds_of_replicas,
+    layout_of,
+    request,
+)
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
 from autoshard.sharding.search.known_plans import known_plans
@@ -154,7 +162,7 @@ def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterabl
         of_stages = [n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "pp"]
         if of_stages != ([] if roles.stages is None else [axes.sizes[roles.stages]]):
             continue
-        apart = math.prod(n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "dp")
+        apart = math.prod(n for kind, n in zip(kinds, mesh.values(), strict=True) if kind in kinds_of_replicas(roles))
         if roles.replicas is not None and apart != axes.sizes[roles.replicas]:
             continue
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]
