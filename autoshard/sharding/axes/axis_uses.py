@@ -55,7 +55,12 @@ class AxisUses:
 
 
 def find_uses(
-    program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]
+    program: Program,
+    axes: LogicalAxes,
+    batch: int | None,
+    in_parameters: set[int],
+    owner: dict[int, frozenset[int]],
+    dispatched: frozenset[int] = frozenset(),
 ) -> AxisUses:
     """Collects how the operators of a program use the axes of its parameters.
 
@@ -65,8 +70,9 @@ def find_uses(
         batch: the batch axis, if there is one.
         in_parameters: the axes that parameters have.
         owner: value without the batch -> the inputs that it was computed from.
+        dispatched: values without the batch that hold its rows (`dispatched_rows`).
     """
-    collector = _UseCollector(axes, batch, in_parameters, owner)
+    collector = _UseCollector(axes, batch, in_parameters, owner, dispatched)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is not None:
             collector.record(op, op.rule, factors)
@@ -80,6 +86,7 @@ class _UseCollector:
     batch: int | None
     in_parameters: set[int]
     owner: Mapping[int, frozenset[int]]
+    dispatched: frozenset[int]
     uses: AxisUses = field(default_factory=AxisUses)
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
@@ -199,6 +206,12 @@ class _UseCollector:
         sides = [{c for dim in of_value[v] for c in dim} if v >= 0 else set[int]() for v in op.operands[:2]]
         result = {c for dim in of_value[op.results[0]] for c in dim}
         with_batch = [batch in side for side in sides]
+        kept = batch in result
+        if self.dispatched.intersection((*op.operands[:2], op.results[0])):
+            with_batch = [has or v in self.dispatched for has, v in zip(with_batch, op.operands[:2], strict=True)]
+            kept = op.results[0] in self.dispatched
+            if all(with_batch):  # rows that are dispatched or combined, or the gradient of a weight
+                return
         everywhere = [*rule.operands[:2], rule.results[0]]
         shared = {
             c for f in rule.factors
@@ -206,13 +219,13 @@ class _UseCollector:
             for c in factors.get(f.name, ())
         }  # fmt: skip
         summed = self.of_kind("reduce", rule, factors)
-        if all(with_batch) and batch in result:  # activation with activation: attention
+        if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:
                 uses.inner |= summed
             uses.kept |= (result - shared) & self.in_parameters
             uses.heads |= shared - {batch}
-        elif any(with_batch) and batch in result:  # activation with weight
+        elif any(with_batch) and kept:  # activation with weight
             place = with_batch.index(False)
             weight = self.weight(op.operands[place])
             for c in sides[place]:

@@ -23,6 +23,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
 from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE, MAX_FUSED_WEIGHTS
+from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
@@ -55,6 +56,8 @@ class Roles:
         output_classes: parallel axes that a loss sums over.
         heads: axes of attention heads, each followed by the query groups of a key-value head.
         head_dims: axes of the elements of a head, in queries, keys and values.
+        dispatched: values that hold rows of the batch, but not its axis (`dispatched_rows`).
+        dispatched_rows: the axes of their rows. What shards the batch shards them.
         gradients: values that are sums over the batch, and values computed from them without the batch.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
@@ -78,6 +81,8 @@ class Roles:
     head_dims: tuple[int, ...] = ()
     gradients: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    dispatched: frozenset[int] = frozenset()
+    dispatched_rows: tuple[int, ...] = ()
     stages: int | None = None
     replicas: int | None = None
     separate_layers: bool = False
@@ -114,7 +119,8 @@ def find_roles(
     for v in parameters:
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             parameter_bytes[c] += axis_weight(program.avals[v])
-    use = find_uses(program, axes, batch, in_parameters, owner)
+    dispatched, dispatched_axes = dispatched_rows(program, axes, batch, in_parameters)
+    use = find_uses(program, axes, batch, in_parameters, owner, dispatched)
     stages = axes.stages
     for own in (c for c in (stages, replicas) if c is not None):
         use.discard(own)
@@ -152,7 +158,11 @@ def find_roles(
         output_classes=tuple(c for c in parallel if c in _reduced_outputs(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
         head_dims=_head_dims(axes, use, parameters, use.heads | groups, {residual, *parallel, *axes.stacked}),
-        gradients=(gradients := _gradients(program, axes, batch) | _stacked_terms(program, axes, replicas)),
+        dispatched=dispatched,
+        dispatched_rows=dispatched_axes,
+        gradients=(
+            gradients := _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
+        ),
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
         replicas=replicas,

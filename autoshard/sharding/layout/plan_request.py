@@ -196,7 +196,7 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
     if roles.replicas is not None and kind in kinds_of_replicas(roles):
         return (roles.replicas,)
     if kind in ("dp", "zero1", "fsdp"):
-        return () if roles.batch is None else (roles.batch,)
+        return () if roles.batch is None else (roles.batch, *roles.dispatched_rows)
     if kind == "pp":
         return _for_stages(roles)
     if kind in CONTEXT:
