@@ -1,4 +1,4 @@
-"""Words that shard experts within the stages of a pipeline: parity on 8 devices, and what moves."""
+"""Words that shard experts and sequences within the stages of a pipeline: parity on 8 devices, and what moves."""
 
 import re
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from autoshard import auto_shard, plan
-from tests.sharding.pipeline.inner_words import EXPERTS, step_and_arguments
+from autoshard.errors import PlanError
+from tests.sharding.pipeline.inner_words import EXPERTS, KV_HEADS, SEQ, step_and_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*devices")
 MANY = pytest.mark.slow
@@ -31,6 +32,12 @@ def largest_error(kind, words, schedule, dtype=jnp.float32):
         pytest.param("dropless", "pp:2 fsdp:2 ep:2", "interleaved:2", marks=MANY),
         pytest.param("capacity", "pp:2 dp:2 ep:2", "zb", marks=MANY),
         pytest.param("dropless", "pp:2 ep:2 tp:2", "ftb", marks=MANY),
+        ("attention", "pp:2 dp:2 ulysses:2", "1f1b"),
+        ("attention", "pp:2 ring:4", "gpipe"),
+        pytest.param("attention", "pp:2 dp:2 gather:2", "zb", marks=MANY),
+        pytest.param("window", "pp:2 ring:2 ulysses:2", "interleaved:2", marks=MANY),
+        pytest.param("attention", "pp:2 dp:2 isp:2", "ftb", marks=MANY),
+        pytest.param("window", "pp:4 ring:2", "1f1b-inputs", marks=MANY),
     ],
 )
 def test_values_and_gradients_equal_one_device(kind, words, schedule):
@@ -57,3 +64,27 @@ def test_a_device_holds_the_experts_of_its_own_stage(kind):
     text = made.jit().lower(*args).compile().as_text()
     gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather\(", text)
     assert not [shape for shape in gathered if re.search(rf"\b{EXPERTS},(16,32|32,16)$", shape)], "weights of all"
+
+
+@pytest.mark.parametrize(("way", "kind"), [("ulysses", "all-to-all"), ("ring", "collective-permute")])
+def test_no_device_gathers_a_sequence_in_a_stage(way, kind):
+    fn, *args = step_and_arguments("window")
+    made = plan(fn, *args, target="cpu:8", plan=f"pp:2 dp:2 {way}:2", microbatches=4)
+    assert kind in {move for move, axes, *_ in made.traffic if axes == way}
+    text = made.jit().lower(*args).compile().as_text()
+    gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    assert not [shape for shape in gathered if str(SEQ) in shape.split(",")], "a whole sequence"
+
+
+@pytest.mark.parametrize(("kind", "words"), [("dropless", {"pp:2 dp:2 ep:2"}), ("window", {"pp:2 ring:4 state"})])
+def test_they_compete_in_searches_of_pipelines(kind, words):
+    fn, *args = step_and_arguments(kind)
+    made = plan(fn, *args, target="cpu:8", schedule="1f1b", microbatches=4)
+    assert words <= {name for name, *_ in made.candidates}
+
+
+def test_heads_that_ulysses_does_not_divide():
+    fn, *args = step_and_arguments("attention")
+    message = rf"ulysses:8: attention at .* has {KV_HEADS} x 2 heads; 8 devices do not divide them. Use 'ring:2 ulysses"
+    with pytest.raises(PlanError, match=message):
+        plan(fn, *args, target="cpu:16", plan="pp:2 ulysses:8", microbatches=4)
