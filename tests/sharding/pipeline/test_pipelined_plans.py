@@ -352,8 +352,8 @@ def test_a_second_stack_of_layers_is_on_no_stage():
     [
         ({"plan": "pp:5", "target": "cpu:5", "microbatches": 8}, r"pp:5, but the function cannot be cut: 5 stages are "
          r"more than the layers at .*, whose number is 4\. Use pp:4, or fewer stages"),
-        ({"plan": "pp:2 ulysses:2", "target": "cpu:4", "microbatches": 4, "kernels": "off"},
-         "'ulysses:2' says how attention runs, but no attention was recognised in the program. Use 'cp'"),
+        ({"plan": "pp:2 ulysses:2", "target": "cpu:4", "microbatches": 4},
+         "attention at .* has 1 heads; 2 devices do not divide them. Use 'ring:2' instead"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
          "time; use at least 4 microbatches"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
