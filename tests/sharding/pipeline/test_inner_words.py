@@ -52,7 +52,7 @@ def test_experts_equal_one_device_in_float64(kind, schedule):
         assert largest_error(kind, "pp:2 dp:2 ep:2", schedule, jnp.float64) <= 1e-12
 
 
-@pytest.mark.parametrize("kind", ["dropless", "capacity"])
+@pytest.mark.parametrize("kind", ["dropless", pytest.param("capacity", marks=MANY)])
 def test_a_device_holds_the_experts_of_its_own_stage(kind):
     fn, *args = step_and_arguments(kind)
     made = plan(fn, *args, target="cpu:8", plan="pp:2 dp:2 ep:2", microbatches=4)
