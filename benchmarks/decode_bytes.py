@@ -4,7 +4,10 @@
     python benchmarks/decode_bytes.py llama3-8b --target v5e:2x4
 
 A decode step reads the weights and the cache once: that is the ideal. Of an embedding that is not the head, too, it
-reads a few rows, which do not count. The step of `autoshard.serve` is planned and compiled for TPUs that are not there;
+reads a few rows, which do not count. Of a mixture of experts, it reads one expert for each choice of a row, and at most
+all of its experts. So if all rows together make fewer choices than there are experts, the ideal counts the matrices of
+that many experts, divided evenly among the devices; else it counts all experts of a device, although a few of them may
+not be chosen. The step of `autoshard.serve` is planned and compiled for TPUs that are not there;
 nothing runs. Its traffic is what the referee of `estimate.py` counts in the compiled program: bytes of one device
 between its memory and its compute units. The cache is full, so all of it must be read. Results are stored in
 `results/decode_bytes.json`.
@@ -19,6 +22,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from typing import Any
 
 import jax
@@ -31,6 +35,7 @@ from autoshard.errors import AutoshardWarning
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
 from autoshard.models.decoder.published import DECODERS
 from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.pretrained.parameter_paths import by_path
 from autoshard.serve.steps import Steps
 
 PATH = RESULTS / "decode_bytes.json"
@@ -57,6 +62,7 @@ CASES: Mapping[str, Case] = {
     "llama3-8b": Case(_llama3_8b(), rows=16, length=2048),
     "gemma3-4b": Case(DECODERS["gemma3-4b"], rows=16, length=4096),
     "qwen3-30b-a3b": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048),
+    "qwen3-30b-a3b, 2 rows": Case(DECODERS["qwen3-30b-a3b"], rows=2, length=2048),
 }
 
 
@@ -67,7 +73,8 @@ class Row:
     Attributes:
         case, target, words: the model, the machine and the plan's strategy.
         kind: the compiler's result.
-        weight_bytes, cache_bytes: the shards of the weights, without rows of the embedding, and of the cache.
+        weight_bytes, cache_bytes: the shards of the weights that the rows choose, without rows of the embedding, and of
+            the cache.
         moved_bytes: the traffic of the compiled step; None if it was not compiled.
         seconds: the step by the roofline.
     """
@@ -106,15 +113,27 @@ def row_of(name: str, target: str) -> Row:
         target=target,
         words=made.chosen,
         kind=result.kind,
-        weight_bytes=shard_bytes(*(_without_lookups(tree, config) for tree in (shapes, weights))),
+        weight_bytes=_chosen_bytes(shapes, weights, config, case.rows),
         cache_bytes=shard_bytes(of_state.cache, state.cache),
         moved_bytes=judged and judged.hbm_bytes,
         seconds=judged and judged.step["roofline"],
     )
 
 
-def _without_lookups(params: Mapping[str, Any], config: DecoderConfig) -> dict[str, Any]:
-    return {name: leaf for name, leaf in params.items() if name != "embed" or config.tie_head}
+def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int) -> int:
+    """Return the bytes of one device's weights that a step for some rows reads."""
+    shapes, shardings = by_path(shapes), by_path(shardings)
+    counted = {path for path in shapes if path != "embed" or config.tie_head}
+    of_experts = {path for path in counted if fnmatch(path, "*/experts/[wb]_*") and not path.endswith("_router")}
+    experts, others = (
+        shard_bytes([shapes[path] for path in paths], [shardings[path] for path in paths])
+        for paths in (sorted(of_experts), sorted(counted - of_experts))
+    )
+    if config.experts is None:
+        return others
+    chosen = sum(math.prod(shapes[path].shape) * shapes[path].dtype.itemsize for path in of_experts)
+    chosen *= rows * config.experts.top_k / config.experts.experts / len(next(iter(shardings.values())).device_set)
+    return others + min(experts, round(chosen))
 
 
 def shard_bytes(shapes: Any, shardings: Any) -> int:

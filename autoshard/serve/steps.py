@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 
 import autoshard
 from autoshard._shown import shown
-from autoshard.errors import AutoshardWarning
+from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.models.decoder.cache import DecoderCache
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.serve.constants import PLANNED_POSITIONS
@@ -89,6 +89,7 @@ class Steps:
 
     def __init__(self, graph: Any, params: Any, rows: int, length: int, options: dict[str, Any]):
         self.graph, self.params, self.rows, self.length = graph, params, rows, length
+        _check_words(options.get("plan"))
         self._decoded, self._others = self._parts()
         self._decode = autoshard.auto_shard(self._decode_step, donate_argnums=1, **options)
         with _idle_devices_allowed():
@@ -243,6 +244,17 @@ class Steps:
 
     def _shapes(self) -> tuple[Any, Any]:
         return jax.eval_shape(self._empty), jax.ShapeDtypeStruct((self.rows,), bool)
+
+
+def _check_words(words: Any) -> None:
+    """Refuse a pipeline: each token needs all stages one after another, so all but one would wait."""
+    stages = [f"{name}:{n}" for name, n in _AXIS.findall(words)] if isinstance(words, str) else []
+    if wrong := [axis for axis in stages if axis.startswith("pp:")]:
+        size = wrong[0].partition(":")[2]
+        raise PlanError(
+            f"generation: the plan {words!r} has {wrong[0]}, but generation does not run in the stages of a pipeline. "
+            f"Give these devices to another kind, such as tp:{size} in the place of {wrong[0]}, or leave out the plan"
+        )
 
 
 def _with_token(seen: jax.Array, tokens: jax.Array, which: jax.Array) -> jax.Array:

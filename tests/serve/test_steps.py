@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
+from autoshard.errors import PlanError
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.load import Described, load_pretrained
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
@@ -25,6 +26,11 @@ def test_the_prefill_step_keeps_the_shardings_of_the_decode_step(tmp_path, words
     for argument in (0, 1):
         for path, sharding in by_path(decode[argument]).items():
             assert by_path(prefill[argument])[path].spec == sharding.spec, path
+
+
+def test_a_pipeline_is_refused_with_advice():
+    with pytest.raises(PlanError, match="'pp:2 fsdp:4' has pp:2, but generation .* such as tp:2 in the place of pp:2"):
+        Steps(None, {}, 8, 32, {"plan": "pp:2 fsdp:4"})
 
 
 def test_the_prefill_plan_shards_the_tower(tmp_path):

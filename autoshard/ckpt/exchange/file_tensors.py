@@ -7,6 +7,7 @@ of 8-bit floating-point dtypes.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -34,8 +35,12 @@ class FileTensor:
     shape: tuple[int, ...]
     dtype: str
 
-    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Return a range of the values, given a slice of each dimension; by default all.
+    def read(self, index: tuple[slice, ...] = (), empty: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
+        """Return a range of the values, in new memory.
+
+        Args:
+            index: a slice of each dimension; by default all values.
+            empty: makes the array for the values from its shape and dtype.
 
         Raises:
             OSError: the file cannot be read.
@@ -50,8 +55,10 @@ class FileTensor:
         if any(size != 1 for size in sizes[:inner]):
             whole = np.memmap(self.path, np.uint8, "r", self.offset, (int(np.prod(self.shape)) * dtype.itemsize,))
             part = whole.view(dtype).reshape(self.shape)[tuple(slice(*one) for one in ranges)]
-            return np.array(part, subok=False)
-        found = np.empty(sizes, dtype)
+            found = empty(sizes, dtype)
+            found[...] = part
+            return found
+        found = empty(sizes, dtype)
         first = sum(start * stride for (start, _), stride in zip(ranges, strides, strict=True))
         self._read_into(found.reshape(-1).view(np.uint8), self.offset + first * dtype.itemsize)
         return found

@@ -56,7 +56,7 @@ class Tensor:
         shape: the shape.
         dtype: the name of the dtype.
         read: returns the values; called once, just before they are written.
-        part: returns a range of them, given a slice of each dimension, if the tensor is in a file.
+        part: returns a range of them, if the tensor is in a file, given the arguments of `read_part`.
         fetch: asks the system to read the bytes into its cache, and does not wait, if the tensor is in a file.
         file: the file.
     """
@@ -65,13 +65,18 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
     read: Callable[[], np.ndarray]
-    part: Callable[[tuple[slice, ...]], np.ndarray] | None = None
+    part: Callable[[tuple[slice, ...], Callable[..., np.ndarray]], np.ndarray] | None = None
     fetch: Callable[[], None] | None = None
     file: Path | None = None
 
-    def read_part(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a range of the values, given a slice of each dimension. Reads no more than that from a file."""
-        return self.read()[index] if self.part is None else self.part(index)
+    def read_part(self, index: tuple[slice, ...], empty: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
+        """Return a range of the values. Reads no more than that from a file.
+
+        Args:
+            index: a slice of each dimension.
+            empty: makes an array from its shape and dtype. Values of a file may be read into such an array.
+        """
+        return self.read()[index] if self.part is None else self.part(index, empty)
 
     @property
     def nbytes(self) -> int:

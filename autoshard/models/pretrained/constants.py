@@ -7,5 +7,8 @@ BLOCK = 128
 # Bytes that the system reads ahead of the tensor that is copied. Chosen: several tensors of large models.
 AHEAD_BYTES = 256 * 2**20
 
+# Bytes from which memory is mapped in ordinary pages. Source: NumPy asks for huge pages for arrays of 4 MiB and more.
+MAPPED_BYTES = 4 * 2**20
+
 # Alignment of arrays that JAX takes without a copy on CPUs, in bytes. Source: observed with JAX 0.10.2, 2026-11.
 ALIGNMENT = 64

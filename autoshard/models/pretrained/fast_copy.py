@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from autoshard.ckpt.exchange.safetensors import Tensor
-from autoshard.models.pretrained.constants import AHEAD_BYTES, ALIGNMENT, BLOCK
+from autoshard.models.pretrained.constants import AHEAD_BYTES, BLOCK
 
 
 class FetchAhead:
@@ -39,14 +37,6 @@ class FetchAhead:
             ahead += one.nbytes
             if ahead > AHEAD_BYTES:
                 break
-
-
-def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Make an array without values that JAX can take without a copy where devices use the host's memory."""
-    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def copy_transposed(target: np.ndarray, source: np.ndarray) -> None:

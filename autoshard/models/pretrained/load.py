@@ -18,8 +18,9 @@ from autoshard.errors import AutoshardError
 from autoshard.models.decoder.config_changes import config_fields, with_changes
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.fast_copy import FetchAhead, aligned_empty, copy_transposed
+from autoshard.models.pretrained.fast_copy import FetchAhead, copy_transposed
 from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
+from autoshard.models.pretrained.host_memory import Reused, aligned_empty
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.models.pretrained.tables import Source, sources_of
@@ -86,8 +87,10 @@ def read_values(
         shardings: the sharding of each parameter.
     """
     ahead = FetchAhead([tensors[name] for source in sources.values() for name in source.names.values()])
+    memory = Reused()
     return {
-        path: _placed(folder, source, tensors, dtypes[path], shardings[path], ahead) for path, source in sources.items()
+        path: _placed(folder, source, tensors, dtypes[path], shardings[path], ahead, memory)
+        for path, source in sources.items()
     }
 
 
@@ -220,7 +223,7 @@ def _sources(family: Family, cfg: Any, spelling: int, shapes: Mapping[str, Any])
 
 def _placed(
     folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, sharding: jax.sharding.Sharding,
-    ahead: FetchAhead,
+    ahead: FetchAhead, memory: Reused,
 ) -> jax.Array:  # fmt: skip
     """Read a parameter onto its shards. Devices that hold the same shard share one read."""
     wanted = sharding.addressable_devices_indices_map(source.shape)
@@ -230,14 +233,14 @@ def _placed(
         groups.setdefault(ranges, []).append(device)
     arrays = []
     for ranges, devices in groups.items():
-        shard = _read_shard(folder, source, tensors, dtype, tuple(slice(*r) for r in ranges), ahead)
+        shard = _read_shard(folder, source, tensors, dtype, tuple(slice(*r) for r in ranges), ahead, memory)
         arrays += [jax.device_put(shard, device) for device in devices]
     return jax.make_array_from_single_device_arrays(source.shape, sharding, arrays)
 
 
 def _read_shard(
     folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, index: tuple[slice, ...],
-    ahead: FetchAhead,
+    ahead: FetchAhead, memory: Reused,
 ) -> np.ndarray:  # fmt: skip
     """Read a range of a parameter, tensor by tensor."""
     shard = aligned_empty([i.stop - i.start for i in index], dtype)
@@ -247,6 +250,6 @@ def _read_shard(
         name = source.names[tuple(n + i.start for n, i in zip(place, outer, strict=True))]
         with folder.reading(name):
             ahead.reading(name)
-            stored = tensors[name].read_part(part)
+            stored = tensors[name].read_part(part, memory.empty)
         copy_transposed(shard[place], source.layout.parameter(stored, inner, shape))
     return shard

@@ -161,7 +161,8 @@ class Plan(ShardingPlan):
             path: the path of a parameter, `0/params/wq`, or its end, `wq`.
 
         Returns:
-            Mesh axis -> the reason; empty if the gradient is reduced over none, or if the function computes none.
+            Mesh axis -> the reason; empty if the gradient is reduced over none, or if the function computes none, as of
+            a frozen parameter or of integers.
 
         Raises:
             PlanError: no parameter, or more than one, has this path; or the plan has no function.

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import jax.numpy as jnp
+
 from autoshard import _compat
 from autoshard._typed import short_repr
 from autoshard._units import line_text
@@ -18,6 +20,7 @@ from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import strategy_in_layout
 from autoshard.sharding.overlap.gradient_owners import GradientSums
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.program.argument_names import path_forms
 from autoshard.sharding.program.path_patterns import AmbiguousPathError, find_paths, last_form, suggestions
@@ -32,12 +35,15 @@ def reduce_axes(plan: ShardingPlan, bound: BoundPlan, path: str) -> dict[str, st
         path: the path of a parameter, or its end.
 
     Returns:
-        Mesh axis -> the reason, in the order of the mesh.
+        Mesh axis -> the reason, in the order of the mesh. Empty for integers of the state, such as a quantized base:
+        they have no gradient.
 
     Raises:
         PlanError: no parameter, or more than one, has this path.
     """
     number = _parameter(plan, path)
+    if _is_integer(plan.inputs[number]):
+        return {}
     layout = bound.layout
     value, updated = layout.axes.program.inputs[number], _updated(bound, number)
     reasons: defaultdict[str, list[str]] = defaultdict(list)
@@ -80,11 +86,15 @@ def _name(layout: Layout, cls: int) -> str:
     return layout.axes.names.get(cls) or layout.axes.computed_names.get(cls) or "an axis without a name"
 
 
+def _is_integer(leaf: Leaf) -> bool:
+    return not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)
+
+
 def _parameter(plan: ShardingPlan, path: str) -> int:
-    """Return the number of the input that is the parameter at a path."""
+    """Return the number of the input that is the parameter, or the integers of the state, at a path."""
     if not isinstance(path, str):
         raise PlanError(f"reduce_axes: {short_repr(path)} is not a path; give a string such as '0/params/wq'")
-    numbers = [n for n, leaf in enumerate(plan.inputs) if leaf.role == "parameter"]
+    numbers = [n for n, x in enumerate(plan.inputs) if x.role == "parameter" or (x.role == "other" and _is_integer(x))]
     forms = [path_forms(plan.inputs[n].path, plan.arguments) for n in numbers]
     try:
         found = find_paths(path, forms)

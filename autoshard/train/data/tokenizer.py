@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from autoshard.errors import DataError
+from autoshard.errors import ConfigError, DataError
+from autoshard.models.pretrained.tokenizer_file import open_tokenizer
 
 
 class Codec(Protocol):
@@ -53,9 +53,9 @@ class TokenizerCodec:
         if not Path(path).is_file():
             raise DataError(f"tokenizer {str(path)!r} does not exist: give a `tokenizers` JSON file")
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a plain Exception for files that it cannot parse
-            raise DataError(f"tokenizer {str(path)!r} is not a `tokenizers` JSON file: {error}") from error
+            self._tokenizer = open_tokenizer(Path(path))
+        except ConfigError as error:
+            raise DataError(f"{error}. Give a `tokenizers` JSON file") from error
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> np.ndarray:

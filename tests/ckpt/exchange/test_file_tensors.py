@@ -22,6 +22,8 @@ def test_ranges(tmp_path, dtype):
         assert found.dtype == values.dtype and found.shape == values[index].shape
         assert found.tobytes() == values[index].tobytes(), index
         assert type(found) is np.ndarray
+        into = np.empty(found.shape, dtype)
+        assert tensor.read(index, lambda *_, into=into: into) is into and into.tobytes() == found.tobytes()
 
 
 def test_a_scalar_and_a_file_that_is_too_short(tmp_path):

@@ -14,6 +14,7 @@ from autoshard.kernels.grouped.call import GroupedCall, grouped_call
 from autoshard.kernels.grouped.matmul import grouped_matmul, grouped_product
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.models import dropless
+from autoshard.models.dropless import operators
 from autoshard.sharding.oracle.rule_check import check_rule
 
 TILED, KERNEL = GroupedCall("tiled"), GroupedCall("megablox", interpret=True)
@@ -172,7 +173,7 @@ PLANS = ["dp:8", "fsdp:8", "dp:2 ep:4", "dp:2 tp:4", "ep:4 tp:2", "dp:2 ep:2 tp:
 @pytest.mark.filterwarnings("ignore:.*have work of their own")
 def test_plans_of_experts_keep_loss_and_gradients(plan, monkeypatch):
     """With the TPU's kernels, interpreted."""
-    monkeypatch.setattr(dropless, "grouped_call", lambda dtype: KERNEL)
+    monkeypatch.setattr(operators, "grouped_call", lambda dtype: KERNEL)
     assert_parity(*expert_step(), plan)
 
 

@@ -94,6 +94,25 @@ def test_statistics_of_an_optimizer_are_no_reduction_of_the_gradient():
     assert [*made.reduce_axes("0/0/w")] == [*made.reduce_axes("0/0/v")] == ["dp"]
 
 
+def test_a_base_of_integers_has_no_gradient():
+    def step(p, x):
+        def loss(trained):
+            base = p["codes"].astype(jnp.float32) * p["scale"]
+            return jnp.mean((x @ base + x @ trained["a"] @ trained["b"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)({name: p[name] for name in "ab"})
+        return {**p, **{name: p[name] - d for name, d in gradients.items()}}, value
+
+    float32 = {"scale": (32,), "a": (64, 4), "b": (4, 32)}
+    p = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in float32.items()}
+    p["codes"] = jax.ShapeDtypeStruct((64, 32), jnp.int8)
+    made = plan(step, p, jax.ShapeDtypeStruct((16, 64), jnp.float32), plan="dp:8")
+    assert made.reduce_axes("codes") == made.reduce_axes("scale") == {}
+    assert list(made.reduce_axes("a")) == ["dp"]
+    with pytest.raises(PlanError, match="no parameter is called '1'"):
+        made.reduce_axes("1")
+
+
 def test_paths_that_it_refuses():
     made, number = plan(step, *ARGUMENTS, plan="fsdp:8"), cast(Any, 3)
     for path, message in (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -134,7 +134,7 @@ class Scheme:
         shape = self.shape(codes.shape)
         assert shape is not None
 
-        def part(index: Index) -> np.ndarray:
+        def part(index: Index, empty: Callable[..., np.ndarray] = np.empty) -> np.ndarray:  # decoding makes its own
             return self.decode(
                 codes, scales, tuple(slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True))
             )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,10 @@ import grain
 
 from autoshard._columns import listing
 from autoshard._shown import shown
-from autoshard.errors import DataError
+from autoshard.errors import AutoshardWarning, DataError
 
 SAVED = ("dataset_info.json", "dataset_dict.json")  # one of these files is in a folder that `datasets` saved
+_TEXT = ".txt"
 TRAIN, HELD_OUT = "train", ("validation", "test")  # names of splits
 
 
@@ -78,6 +80,9 @@ def read_records(path: str | Path, split: str = TRAIN) -> Iterator[Record]:
 
     Raises:
         DataError: a file cannot be read, or lines of it are no tables.
+
+    Warns:
+        AutoshardWarning: the folder has text files, too, which are not read.
     """
     path = Path(path)
     if path.is_dir() and is_saved_dataset(path):
@@ -85,6 +90,13 @@ def read_records(path: str | Path, split: str = TRAIN) -> Iterator[Record]:
         return
     if not path.exists():
         raise DataError(f"data {str(path)!r} does not exist: give a file of rows, or a folder of them")
+    if path.is_dir() and split == TRAIN and (texts := sorted(path.rglob(f"*{_TEXT}"))):
+        warnings.warn(
+            f"data {str(path)!r} has rows and {len(texts)} {_TEXT} files, such as {texts[0].name}. Only the rows are "
+            "read. Put the texts into rows, or into a folder of their own and train on them first",
+            AutoshardWarning,
+            stacklevel=2,
+        )
     for file in row_files(path)[split] if path.is_dir() else [path]:
         if file.suffix not in _READERS:
             raise DataError(f"{file} is no file of rows: its name must end in {' or '.join(_READERS)}")

@@ -17,6 +17,7 @@ from autoshard.errors import AutoshardWarning, DataError
 from autoshard.models import load_pretrained
 from autoshard.train.data.rows.encoding import RowEncoder
 from autoshard.train.data.rows.packing import pack
+from autoshard.train.data.rows.records import read_records
 from autoshard.train.data.rows.row_source import RowSource, row_source
 from autoshard.train.data.text_data import Source
 from tests.train.data.rows.templates import make_chat_folder, tokenizer
@@ -57,6 +58,13 @@ def test_files_of_a_folder_that_are_named_after_a_split_are_held_out(tmp_path: P
     for name in ("train-00000-of-00001", "more", "testimony"):
         (folder / f"{name}.jsonl").unlink()
     assert sum(len(part) for part in (opened(folder, packed=False).train, opened(folder, packed=False).held_out)) == 3
+
+
+def test_texts_beside_rows_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "notes.txt").write_text("a text")
+    with pytest.warns(AutoshardWarning, match="has rows and 1 .txt files, such as notes.txt. Only the rows are read"):
+        assert [record.value["prompt"] for record in read_records(tmp_path)] == ["a"]
 
 
 @given(st.lists(st.integers(1, 20), max_size=30))

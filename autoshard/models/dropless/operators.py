@@ -1,16 +1,12 @@
-"""Experts without a capacity limit: each expert processes the rows of all tokens that chose it.
+"""The experts of all tokens as one operator, which a plan shards.
 
-Tokens are sorted by expert, the experts' weights are applied to groups of rows (`kernels.grouped`), and the results
-return to the tokens' positions. A sort over the whole batch may move every row to another device, so no plan could keep
-tokens local. Therefore all of this is one operator: each shard sorts its own tokens, for its own experts and its own
-part of their hidden size, and computes its term of the sum over experts and hidden units. Rows of other shards' experts
-are zeros, and no product computes them. The values do not depend on the order of rows. Like every function with a
-`custom_vjp`, the operator has no forward-mode derivative.
+A sort over the whole batch may move every row to another device, so no plan could keep tokens local. Therefore all of
+this is one operator: each shard computes its own tokens, for its own experts and its own part of their hidden size, and
+so its term of the sum over experts and hidden units. The values do not depend on the order of rows. Like every function
+with a `custom_vjp`, the operator has no forward-mode derivative.
 
 Gates multiply the hidden units, not the output of an expert. The gates' gradients then need no matrix product of their
 own. The backward pass recomputes the hidden units.
-
-Sources: MegaBlocks (arXiv:2211.15841); the gated unit, Shazeer (arXiv:2002.05202).
 """
 
 from __future__ import annotations
@@ -23,8 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.kernels.grouped.call import GroupedCall, grouped_call
-from autoshard.kernels.grouped.matmul import grouped_product
+from autoshard.kernels.grouped.call import grouped_call
+from autoshard.models.dropless.forms import apply_experts, by_sorting
+from autoshard.models.dropless.units import Unit, gelu, limited, swiglu
 from autoshard.spmdrules.custom_ops.operator import operator
 
 _TOKENS = "b s d, b s k, b s k, e"
@@ -96,64 +93,16 @@ def limited_experts(
     return y + jnp.einsum("bse,ed->bsd", of_expert, b_down)
 
 
-def _limited(products: Sequence[jax.Array], *, limit: float, alpha: float) -> jax.Array:
-    gate, up = jnp.minimum(products[0], limit), jnp.clip(products[1], -limit, limit)
-    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
-
-
-def _gelu(products: Sequence[jax.Array]) -> jax.Array:
-    return jax.nn.gelu(products[0])
-
-
-def _swiglu(products: Sequence[jax.Array]) -> jax.Array:
-    return jax.nn.silu(products[0]) * products[1]
-
-
-def _apply_experts(
-    activation: Callable[[Sequence[jax.Array]], jax.Array],
-    x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
-    count: int, call: GroupedCall,
-) -> jax.Array:  # fmt: skip
-    """Compute what the experts with numbers `own_experts`, of `count` experts, add to these tokens.
-
-    Rows of the other experts are zeros in all products and in their derivatives.
-    """
-    *up_weights, down = weights
-    up_weights, biases = [w for w in up_weights if w.ndim == 3], [w for w in up_weights if w.ndim == 2]
-    top_k, width = chosen.shape[2], x.shape[2]
-    choices = chosen.reshape(-1)
-    order = jnp.argsort(choices)
-    sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
-
-    def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        return grouped_product(call, rows, weights, sizes, own_experts)
-
-    rows = x.reshape(-1, width)[order // top_k]
-    products = [multiply(rows, w) for w in up_weights]
-    if biases:
-        place = choices[order] - own_experts[0]  # the experts of a shard have consecutive numbers
-        mine = (place >= 0) & (place < own_experts.shape[0])
-        place = jnp.clip(place, 0, own_experts.shape[0] - 1)
-        products = [y + jnp.where(mine[:, None], b[place], 0) for y, b in zip(products, biases, strict=True)]
-    hidden = activation(products)
-    hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
-    outputs = multiply(hidden, down)
-    unsorted = jnp.zeros_like(outputs).at[order].set(outputs, unique_indices=True)
-    return jnp.sum(unsorted.reshape(-1, top_k, width), axis=1).reshape(x.shape).astype(x.dtype)
-
-
-def _unit(options: dict[str, Any]) -> Callable[[Sequence[jax.Array]], jax.Array]:
+def _limited(options: dict[str, Any]) -> Unit:
     """Take the limited unit's constants out of an operator's options; return the unit."""
-    return functools.partial(_limited, limit=options.pop("limit"), alpha=options.pop("alpha"))
+    return functools.partial(limited, limit=options.pop("limit"), alpha=options.pop("alpha"))
 
 
-def _gradients(
-    activation: Callable[[Sequence[jax.Array]], jax.Array], *operands: jax.Array, **options: Any
-) -> tuple[jax.Array, ...]:
-    """Compute the cotangents of tokens, gates and weights."""
+def _gradients(unit: Unit, *operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
+    """Compute the cotangents of tokens, gates and weights, from the form by sorting."""
     x, gates, chosen, own_experts, *weights, cotangent = operands
     _, pullback = jax.vjp(
-        lambda x, gates, *w: _apply_experts(activation, x, gates, chosen, own_experts, *w, **options),
+        lambda x, gates, *w: by_sorting(unit, x, gates, chosen, own_experts, *w, **options),
         x,
         gates,
         *weights,
@@ -164,19 +113,19 @@ def _gradients(
 @operator(f"{_TOKENS}, {_GELU}, b s d -> b s d, b s k, {_GELU}; reduce b s e f; whole d k")
 def gelu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     """Compute the cotangents of `gelu_experts`' tokens, gates and weights."""
-    return _gradients(_gelu, *operands, **options)
+    return _gradients(gelu, *operands, **options)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU}, b s d -> b s d, b s k, {_SWIGLU}; reduce b s e f; whole d k")
 def swiglu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     """Compute the cotangents of `swiglu_experts`' tokens, gates and weights."""
-    return _gradients(_swiglu, *operands, **options)
+    return _gradients(swiglu, *operands, **options)
 
 
 @operator(f"{_TOKENS}, {_LIMITED}, b s d -> b s d, b s k, {_LIMITED}; reduce b s e f; whole d k")
 def limited_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     """Compute the cotangents of `limited_unit_experts`' tokens, gates, weights and biases."""
-    return _gradients(_unit(options), *operands, **options)
+    return _gradients(_limited(options), *operands, **options)
 
 
 def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,17 +138,17 @@ def _backward(gradients: Callable[..., Any]) -> Callable[..., Any]:
 
 @operator(f"{_TOKENS}, {_GELU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(gelu_experts_gradients)))
 def gelu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
-    """Apply the experts with indices `own_experts`: `_apply_experts` with the weights `up` and `down`."""
-    return _apply_experts(_gelu, *operands, **options)
+    """Apply the experts with indices `own_experts`: `apply_experts` with the weights `up` and `down`."""
+    return apply_experts(gelu, *operands, **options)
 
 
 @operator(f"{_TOKENS}, {_SWIGLU} -> b s d; reduce e f; whole d k", vjp=(None, _backward(swiglu_experts_gradients)))
 def swiglu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
-    """Apply the experts with indices `own_experts`: `_apply_experts` with the weights `gate`, `up` and `down`."""
-    return _apply_experts(_swiglu, *operands, **options)
+    """Apply the experts with indices `own_experts`: `apply_experts` with the weights `gate`, `up` and `down`."""
+    return apply_experts(swiglu, *operands, **options)
 
 
 @operator(f"{_TOKENS}, {_LIMITED} -> b s d; reduce e f; whole d k", vjp=(None, _backward(limited_experts_gradients)))
 def limited_unit_experts(*operands: jax.Array, **options: Any) -> jax.Array:
     """Apply the experts with indices `own_experts`: weights `gate` and `up`, their biases, and the weights `down`."""
-    return _apply_experts(_unit(options), *operands, **options)
+    return apply_experts(_limited(options), *operands, **options)

@@ -10,7 +10,10 @@ import pytest
 from autoshard import plan
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.kernels.grouped.tiles import tiled_rows
-from autoshard.models import dropless, workload
+from autoshard.models import workload
+from autoshard.models.dropless import operators
+from autoshard.models.dropless.forms import by_sorting
+from autoshard.models.dropless.units import swiglu
 from autoshard.sharding.cost.opaque_memory import trace_opaque_memory
 from autoshard.sharding.program.flops import flops_of, matmul_flops
 from autoshard.spmdrules.ir.program import build
@@ -38,7 +41,7 @@ def operands(seed=0):
 
 def test_terms_of_experts_and_hidden_units_add_up():
     x, gates, chosen, expert_ids, *weights = operands()
-    run = jax.jit(functools.partial(dropless.swiglu_experts, **OPTIONS))
+    run = jax.jit(functools.partial(operators.swiglu_experts, **OPTIONS))
     terms = []
     for experts in (slice(0, 3), slice(3, 8)):
         for units in (slice(0, 10), slice(10, FFN)):
@@ -51,7 +54,7 @@ def test_terms_of_experts_and_hidden_units_add_up():
 
 def test_tokens_are_independent_of_those_beside_them():
     x, gates, chosen, *rest = operands()
-    run = jax.jit(functools.partial(dropless.swiglu_experts, **OPTIONS))
+    run = jax.jit(functools.partial(operators.swiglu_experts, **OPTIONS))
     whole = run(x, gates, chosen, *rest)
     np.testing.assert_allclose(run(x[1:2, 3:], gates[1:2, 3:], chosen[1:2, 3:], *rest), whole[1:2, 3:], rtol=1e-5)
 
@@ -60,8 +63,8 @@ def test_products_of_other_shards_rows_are_zeros():
     """The terms of two halves of the experts, with every gradient, add up to those of all experts."""
     x, gates, chosen, expert_ids, *weights = operands()
     cotangent = x[::-1]
-    run = functools.partial(dropless._apply_experts, dropless._swiglu, **OPTIONS)
-    differentiate = functools.partial(dropless._gradients, dropless._swiglu, **OPTIONS)
+    run = functools.partial(by_sorting, swiglu, **OPTIONS)
+    differentiate = functools.partial(operators._gradients, swiglu, **OPTIONS)
     expected = differentiate(x, gates, chosen, expert_ids, *weights, cotangent)
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):
@@ -82,16 +85,16 @@ def operator_of(fn, *args):
 
 def test_its_flops_are_those_of_the_rows_that_are_computed():
     """Each expert but one adds a tile to the rows. A device with 2 of 8 experts has a quarter of the rows."""
-    forward = operator_of(functools.partial(dropless.swiglu_experts, **OPTIONS), *operands())
+    forward = operator_of(functools.partial(operators.swiglu_experts, **OPTIONS), *operands())
     tile = tiled_rows(ROWS, EXPERTS)
     computed = ROWS + (EXPERTS - 1) * tile
     assert matmul_flops(forward) == {(4, False): 3 * 2.0 * computed * EMBED * FFN}
-    backward = operator_of(functools.partial(dropless.swiglu_experts_gradients, **OPTIONS), *operands(), operands()[0])
+    backward = operator_of(functools.partial(operators.swiglu_experts_gradients, **OPTIONS), *operands(), operands()[0])
     # Recomputed hidden units; for each product the gradient of its rows, and that of its weights.
     assert flops_of(backward) == (2 + 3 + 3) * 2.0 * computed * EMBED * FFN
     x, gates, chosen, expert_ids, *weights = operands()
     part = operator_of(
-        functools.partial(dropless.swiglu_experts, **OPTIONS),
+        functools.partial(operators.swiglu_experts, **OPTIONS),
         x,
         gates,
         chosen,
@@ -106,7 +109,7 @@ def test_its_memory_shrinks_with_its_shard():
         shapes = [(batch, SEQ, n) for n in (EMBED, TOP_K, TOP_K)]
         shapes += [(EXPERTS,), (EXPERTS, EMBED, units), (EXPERTS, EMBED, units), (EXPERTS, units, EMBED)]
         types = ["float32", "float32", "int32", "int32", "float32", "float32", "float32"]
-        fn = operator_of(functools.partial(dropless.swiglu_experts, **OPTIONS), *operands()).eqn.params["fn"]
+        fn = operator_of(functools.partial(operators.swiglu_experts, **OPTIONS), *operands()).eqn.params["fn"]
         memory = trace_opaque_memory(fn, tuple(zip(shapes, types, strict=True)), "tpu")
         assert memory is not None
         return memory

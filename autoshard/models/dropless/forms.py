@@ -1,0 +1,135 @@
+"""Three forms of a shard's experts, which give the same values.
+
+    by sorting   tokens are sorted by expert; grouped products compute the rows of each expert
+    densely      each expert computes all tokens; those that did not choose it are masked
+    one by one   each choice of a token is computed alone, with the matrices of its expert
+
+A grouped product on TPUs is a kernel, and XLA copies a layer of stacked weights for it. In the other forms, XLA reads
+the weights from the stack in place. To generate text for few rows takes the time in which the weights are read, so
+there these forms are faster: dense experts read each expert once, and choices one by one read the chosen experts only.
+
+All arguments are those of one shard: the term of its experts and of its hidden units is computed.
+
+Source: MegaBlocks (arXiv:2211.15841) for products by sorting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autoshard.kernels.grouped.call import GroupedCall
+from autoshard.kernels.grouped.matmul import grouped_product
+from autoshard.models.dropless.constants import DENSE_TOKENS, LARGEST_UNROLLED
+from autoshard.models.dropless.units import Unit
+
+
+def apply_experts(
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
+    count: int, call: GroupedCall,
+) -> jax.Array:  # fmt: skip
+    """Compute what the experts with numbers `own_experts`, of `count` experts, add to these tokens, in the best form.
+
+    Args:
+        unit: the hidden units.
+        x: tokens, `[batch, seq, embed]`.
+        gates: `[batch, seq, top_k]`.
+        chosen: numbers of the chosen experts, int32 `[batch, seq, top_k]`.
+        own_experts: consecutive numbers of experts, int32 `[own]`.
+        *weights: matrices `[own, embed, ffn]`, their biases `[own, ffn]` if they have some, and at last the matrices
+            `[own, ffn, embed]`.
+        count: the number of all experts.
+        call: the implementation of grouped products.
+
+    Returns:
+        `[batch, seq, embed]` in the dtype of `x`.
+    """
+    tokens, choices = x.shape[0] * x.shape[1], chosen.size
+    if choices < own_experts.shape[0] and choices <= LARGEST_UNROLLED:
+        return one_by_one(unit, x, gates, chosen, own_experts, *weights)
+    if call.kernel == "megablox" and tokens <= DENSE_TOKENS:
+        return densely(unit, x, gates, chosen, own_experts, *weights)
+    return by_sorting(unit, x, gates, chosen, own_experts, *weights, count=count, call=call)
+
+
+def by_sorting(
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
+    count: int, call: GroupedCall,
+) -> jax.Array:  # fmt: skip
+    """Compute `apply_experts` by sorting. Rows of other experts are zeros in all products and in their derivatives."""
+    up_weights, biases, down = _parts(weights)
+    top_k, width = chosen.shape[2], x.shape[2]
+    choices = chosen.reshape(-1)
+    order = jnp.argsort(choices)
+    sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
+
+    def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        return grouped_product(call, rows, weights, sizes, own_experts)
+
+    rows = x.reshape(-1, width)[order // top_k]
+    products = [multiply(rows, w) for w in up_weights]
+    if biases:
+        place, own = _places(choices[order], own_experts)
+        products = [y + jnp.where(own[:, None], b[place], 0) for y, b in zip(products, biases, strict=True)]
+    hidden = unit(products)
+    hidden = hidden * gates.reshape(-1)[order].astype(hidden.dtype)[:, None]
+    outputs = multiply(hidden, down)
+    unsorted = jnp.zeros_like(outputs).at[order].set(outputs, unique_indices=True)
+    return jnp.sum(unsorted.reshape(-1, top_k, width), axis=1).reshape(x.shape).astype(x.dtype)
+
+
+def densely(
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array
+) -> jax.Array:
+    """Compute `apply_experts` with products of all tokens and all own experts."""
+    up_weights, biases, down = _parts(weights)
+    rows = x.reshape(-1, x.shape[2])
+    picked = chosen.reshape(-1, 1, chosen.shape[2]) == own_experts[:, None]  # tokens, experts, choices
+    of_expert = jnp.sum(jnp.where(picked, gates.reshape(-1, 1, gates.shape[2]), 0), axis=2)
+    products = [jnp.einsum("td,edf->etf", rows, w) for w in up_weights]
+    if biases:
+        products = [y + b[:, None] for y, b in zip(products, biases, strict=True)]
+    # The products are masked, and not the hidden units: an overflow of an expert that was not chosen has no effect.
+    mask = jnp.any(picked, axis=2).T[..., None]
+    hidden = unit([jnp.where(mask, y, 0) for y in products])
+    hidden = hidden * of_expert.T[..., None].astype(hidden.dtype)
+    return jnp.einsum("etf,efd->td", hidden, down).reshape(x.shape).astype(x.dtype)
+
+
+def one_by_one(
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array
+) -> jax.Array:
+    """Compute `apply_experts` with the matrices of one choice at a time. The program is linear in their number."""
+    up_weights, biases, down = _parts(weights)
+    top_k, rows = chosen.shape[2], x.reshape(-1, x.shape[2])
+    place, own = _places(chosen.reshape(-1), own_experts)
+    factors = gates.reshape(-1)
+    outputs = []
+    for choice in range(chosen.size):
+        row = rows[choice // top_k][None]
+
+        def of_expert(weights: jax.Array, choice: int = choice) -> jax.Array:
+            return lax.dynamic_index_in_dim(weights, place[choice], keepdims=False)
+
+        products = [row @ of_expert(w) for w in up_weights]
+        if biases:
+            products = [y + of_expert(b) for y, b in zip(products, biases, strict=True)]
+        hidden = unit([jnp.where(own[choice], y, 0) for y in products])
+        outputs.append((hidden * factors[choice].astype(hidden.dtype)) @ of_expert(down))
+    found = jnp.concatenate(outputs).reshape(-1, top_k, x.shape[2])
+    return jnp.sum(found, axis=1).reshape(x.shape).astype(x.dtype)
+
+
+def _parts(weights: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    """Return the matrices before the hidden units, their biases, and the matrices behind them."""
+    *before, down = weights
+    return [w for w in before if w.ndim == 3], [w for w in before if w.ndim == 2], down
+
+
+def _places(choices: jax.Array, own_experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the place of each choice among the own experts, which have consecutive numbers, and whether it is one."""
+    place, last = choices - own_experts[0], own_experts.shape[0] - 1
+    return jnp.clip(place, 0, last), (place >= 0) & (place <= last)
