@@ -101,6 +101,10 @@ class _UseCollector:
             self.record_operator(op, rule, factors)
             self.record_opaque_attention(op, rule, factors, self.batch)
 
+    def of_stage(self, dims: Dims, factors: Mapping[str, Sequence[int]]) -> Dims:
+        """The dimensions that an operand has on one stage of a pipeline: all but that of the stages."""
+        return tuple(dim for dim in dims if [c for f in dim for c in factors.get(f, ())] != [self.axes.stages])
+
     def has_batch(self, value: int) -> bool:
         """Whether a value has the batch axis."""
         return value >= 0 and any(self.batch in dim for dim in self.axes.of_value[value])
@@ -116,10 +120,11 @@ class _UseCollector:
         """
         uses, avals = self.uses, self.axes.program.avals
         matrices = [
-            (self.weight(v), dims)
+            (self.weight(v), of_stage)
             for v, dims in zip(op.operands, rule.operands, strict=True)
-            if v >= 0 and len(dims) > 1 and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
-        ]
+            if v >= 0 and len(of_stage := self.of_stage(dims, factors)) > 1
+            and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
+        ]  # fmt: skip
         if len(matrices) == 1:
             self.record_opaque_product(op, rule, factors, *matrices[0])
         if len(matrices) < 2 or not any(map(self.has_batch, (*op.operands, *op.results))):

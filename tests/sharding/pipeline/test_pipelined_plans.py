@@ -359,7 +359,7 @@ def test_a_second_stack_of_layers_is_on_no_stage():
         ({"plan": "pp:16", "target": "cpu:16", "microbatches": 16}, "pp:16 with 16 microbatches, which do not divide "
          "the batch of 8 rows; there must be at least as many rows as stages, and the batch has 8: use fewer stages"),
         ({"plan": "pp:2 ulysses:2", "target": "cpu:4", "microbatches": 4},
-         "'ulysses:2' does not run within the stages"),
+         "attention at .* has 1 heads; 2 devices do not divide them. Use 'ring:2' instead"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
          "time; use at least 4 microbatches: microbatches=4 or 8"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
