@@ -146,9 +146,7 @@ def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
         once: makes the plan whose stages gather their layers once a step. It is not called if nothing is stored in
             shards, or if `repeat`, which needs less memory, does not fit.
     """
-    layout = repeat.layout
-    storing = [a for a in layout.storage.get("parameter", ()) if layout.roles.stages not in layout.table.get(a, ())]
-    if not storing or not repeat.plan.fits:  # stages exchange their layers once a step anyway
+    if not _axes_of_shards(repeat.layout) or not repeat.plan.fits:
         return repeat
     try:
         with warnings.catch_warnings():
@@ -161,7 +159,24 @@ def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
     best = other if faster else repeat
     text = (f"stages gather their layers {'once a step' if faster else 'again in each microbatch'}: compared "
             f"gather={ONCE!r} ({_figures(other)}) with {REPEAT!r} ({_figures(repeat)})")  # fmt: skip
-    return best.where(notes=(*repeat.plan.notes, text))
+    return best.where(notes=(*best.plan.notes, text))
+
+
+def once_notes(layout: Any) -> list[str]:
+    """Say where `gather="once"` does not do what it says under a layout: no gathers, or reductions that remain."""
+    storing = _axes_of_shards(layout)
+    if not storing:
+        return [f"gather={ONCE!r} gathers nothing: no mesh axis beside that of the stages stores shards of parameters"]
+    if layout.roles.replicas is None:
+        return [f"gather={ONCE!r} gathers weights once a step, but their gradients are reduced over "
+                f"{', '.join(storing)} in each microbatch: the plan has no groups of rows"]  # fmt: skip
+    return []
+
+
+def _axes_of_shards(layout: Any) -> list[str]:
+    """The mesh axes that store shards of parameters, without that of the stages: these exchange layers anyway."""
+    stages = layout.roles.stages
+    return [a for a in layout.storage.get("parameter", ()) if stages not in layout.table.get(a, ())]
 
 
 def plan_with_schedules(planned: Callable[[str], Any], default: str, lean: Sequence[str] = LEAN) -> Any:

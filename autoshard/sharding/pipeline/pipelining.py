@@ -88,9 +88,10 @@ def with_stages(
         ) from None
     except NotOffloaded as reason:
         moved = "+".join(word for word in traced.offloaded if word != OPTIMIZER)
+        keeping = f", or schedule={WITH_RESIDUALS[schedule]!r}" if schedule in WITH_RESIDUALS else ""
         raise NotMovable(
-            f"auto_shard({traced.name}): pp:{stages} with offload={moved!r}: {reason}; use offload={OPTIMIZER!r}, or "
-            f"leave out pp:{stages}"
+            f"auto_shard({traced.name}): pp:{stages} with offload={moved!r}: {reason}; use offload={OPTIMIZER!r}"
+            f"{keeping}, or leave out pp:{stages}"
         ) from None
     except TooManyStages as reason:
         words = fewer(reason.most) if fewer is not None else ""

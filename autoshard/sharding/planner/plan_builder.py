@@ -22,8 +22,9 @@ from autoshard.sharding.machines.option_requests import requested
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.overlap.effects import effect_notes
 from autoshard.sharding.overlap.module_times import ModuleTimes, estimated_times
+from autoshard.sharding.pipeline.choice import once_notes
 from autoshard.sharding.pipeline.pipelining import stage_notes
-from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
+from autoshard.sharding.plan.gather_words import ONCE, PREFETCH, SEQUENTIAL
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.plan.program_facts import layer_bytes
 from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
@@ -190,6 +191,8 @@ def own_sum_notes(problem: PlanningProblem) -> list[str]:
 
 
 def _gather_notes(problem: PlanningProblem, best: Candidate) -> list[str]:
+    if problem.gather == ONCE:
+        return once_notes(best.layout)
     if problem.gather != PREFETCH:
         return []
     paths = dict(zip(problem.program.inputs, problem.traced.in_paths, strict=True))

@@ -89,16 +89,11 @@ def test_each_layer_is_gathered_and_reduced_once():
     options = {"target": "cpu:8", "plan": "pp:4 fsdp:2", "microbatches": 4, "gather": "once"}
     made = plan(fn, weights, x, **options)
     slots = 2 * 2 * 16 * 32 * 4  # bytes of the two matrices in the two slots of a stage
+    gradients = 2 * 6 * 16 * 32 * 4  # bytes of those of all layers
     moved = {(kind, axes): sent for kind, axes, sent, _ in made.traffic if "fsdp" in axes and kind != "all-reduce"}
     assert moved == {
         ("all-gather", "fsdp"): slots / 2,
-        ("reduce-scatter", "fsdp"): 2
-        * 6
-        * 16
-        * 32
-        * 4
-        / 4
-        / 2,  # the gradients of all layers; pp has a quarter of each
+        ("reduce-scatter", "fsdp"): gradients / 4 / 2,  # pp has a quarter of each
     }
     assert "all-to-all" in {kind for kind, axes, *_ in made.traffic if axes == "pp"}
 
@@ -129,6 +124,20 @@ def test_nothing_is_compared_without_shards():
     assert plan_with_gathers(first, refused) == ("a note", "gather='once' is not possible: no rows")
     first.plan.fits = False
     assert plan_with_gathers(first, lambda: pytest.fail("made a second plan")) is first
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("pp:2 dp:2", "gathers nothing: no mesh axis beside that of the stages stores shards"),
+        ("pp:2 fsdp:2 state", "gradients are reduced over fsdp in each microbatch"),
+        ("pp:2 fsdp:2", ""),
+    ],
+)
+def test_notes_say_what_once_does_not_do(words, expected):
+    fn, *args = stacked_layers(4)
+    notes = plan(fn, *args, target="cpu:4", plan=words, microbatches=4, gather="once").notes
+    assert any(expected in note for note in notes) if expected else not notes
 
 
 def test_there_is_a_pipeline():
