@@ -1,14 +1,16 @@
 """Residuals of stages that wait in host memory."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from autoshard import Plan, auto_shard, plan
+from autoshard import Plan, _compat, auto_shard, plan
 from autoshard.errors import PlanError
-from autoshard.sharding.pipeline.slots import layer_on_device
+from autoshard.sharding.pipeline.slots import empty_slots, layer_on_device
 
 LAYERS, ROWS, EMBED, FFN = 8, 64, 16, 32
 
@@ -73,7 +75,7 @@ def test_slots_are_in_host_memory():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"offload": "hidden", "schedule": "ftb"}, "keep their inputs, and no residuals.*'optimizer', or schedule='gpipe'"),
+        ({"offload": "hidden", "schedule": "ftb"}, "inputs, and no residuals.*'optimizer', or schedule='gpipe'"),
         ({"offload": "start"}, "value at .*test_slots.py.* is not one that the layers at .* keep for their"),
         ({"offload": "hidden", "unrolled": True}, "layers that are no jax.lax.scan keep their residuals in device"),
     ],
@@ -90,6 +92,12 @@ def test_offload_auto_moves_residuals_of_stages_only_if_nothing_else_fits():
     assert not plain.offload
     limit = plain.estimate.peak_memory_bytes - 1
     assert "hidden" in plan(make_step(), *arguments(), memory_limit_bytes=limit, **options).offload
+
+
+@pytest.mark.parametrize(("on_host", "always", "expected"), [(True, True, 3), (True, False, 4), (False, False, 3)])
+def test_the_host_has_a_slot_more_if_an_idle_stage_may_find_none_unused(on_host, always, expected):
+    var = SimpleNamespace(aval=_compat.abstract_array((5,), jnp.float32, on_host=on_host))
+    assert jax.eval_shape(lambda: empty_slots(3, (2, 5), var, always)).shape == (expected, 2, 5)
 
 
 def test_a_layer_runs_without_its_transfers():
