@@ -128,18 +128,21 @@ def plan_traced(
         made = plan_in_microbatches(rewritten, count, planned, of_rows, number)
         return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned)
 
-    def searched(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
-        """The plan of a pipeline that the user did not request."""
+    def searched(
+        rewritten: Traced, number: int, schedule: str | None, count: int | str, most_us: float = math.inf
+    ) -> BoundPlan:
+        """The plan of a pipeline that the user did not request; of no use if its step takes `most_us` or longer."""
+        within = partial(planned, most_us=most_us)
         if count != 1:
             return staged(rewritten, number, schedule, count)
 
         def of_schedule(word: str) -> BoundPlan:
             cut = partial(with_stages, stages=number, schedule=word, numerics=numerics)
             try:
-                made = plan_in_microbatches(rewritten, AUTO, planned, cut, LEAST_MICROBATCHES * number)
+                made = plan_in_microbatches(rewritten, AUTO, within, cut, LEAST_MICROBATCHES * number)
             except RowsNotDivided:
-                made = plan_in_microbatches(rewritten, AUTO, planned, cut, number)
-            return plan_with_replicas(rewritten, made, cut, planned)
+                made = plan_in_microbatches(rewritten, AUTO, within, cut, number)
+            return plan_with_replicas(rewritten, made, cut, within)
 
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
@@ -171,6 +174,7 @@ def _plan_program(
     overlap: Overlap | None,
     shortlist: Shortlist | None,
     strict: bool,
+    most_us: float = math.inf,
 ) -> BoundPlan:
     """Plans a traced function whose values are already assigned to device or host memory."""
     constraints = program_constraints(traced)
@@ -191,7 +195,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
     wanted = plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {}
-    candidate, others = problem.choose(*wanted)
+    candidate, others = problem.choose(*wanted, most_us)
     if not gather and not candidate.fits(problem.limit) and unrolled_layers.stages_of(problem.axes, problem.roles):
         lean = problem.gathering(SEQUENTIAL)
         found = lean.choose(*wanted)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from autoshard.spmdrules.custom_ops.kernel_cost import Cost, KernelCost
 
 Vjp = tuple[Callable[..., Any] | None, Callable[..., Any]]
 _PRIMITIVES: set[Primitive] = set()
+_UNBATCHED: WeakKeyDictionary[Any, tuple[Any, tuple[int | None, ...]]] = WeakKeyDictionary()  # by its `jax.vmap`
 _compat.exclude_from_user_code(__file__)
 
 
@@ -236,7 +239,30 @@ def _batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], **par
 
 @functools.lru_cache(maxsize=1024)
 def _vmapped(fn: Callable[..., Any], in_axes: tuple[int | None, ...]) -> Callable[..., Any]:
-    return jax.vmap(fn, in_axes)
+    batched = jax.vmap(fn, in_axes)
+    _UNBATCHED[batched] = fn, in_axes
+    return batched
+
+
+def one_of_batch(
+    fn: Callable[..., Any], operands: Sequence[tuple[tuple[int, ...], Any]]
+) -> tuple[Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]] | None:
+    """Returns the function under `jax.vmap` with its operands, if they have a leading dimension of size 1.
+
+    Args:
+        fn: the function of an operator, batched by `jax.vmap` or not.
+        operands: the shapes and dtypes of its operands.
+    """
+    found = _UNBATCHED.get(fn) if isinstance(fn, FunctionType) else None
+    if found is None:
+        return None
+    inner, in_axes = found
+    mapped = [each for each, axis in zip(operands, in_axes, strict=True) if axis is not None]
+    if any(shape[0] != 1 for shape, _ in mapped):
+        return None
+    return inner, tuple(
+        (shape if axis is None else shape[1:], dtype) for (shape, dtype), axis in zip(operands, in_axes, strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
