@@ -45,7 +45,7 @@ class Case:
     @property
     def devices(self) -> int:
         """The number of chips of the machine."""
-        return math.prod(int(size) for size in re.split("[x*]", self.target.partition(":")[2]))
+        return device_count(self.target)
 
     @property
     def variants(self) -> list[tuple[str, int]]:
@@ -147,25 +147,46 @@ class Style:
         return math.prod(self.sizes[AXES.index(axis)] for axis in axes)
 
 
+def device_count(target: str) -> int:
+    """Return the number of chips of a machine.
+
+    >>> device_count("v5e:4x4*2")
+    32
+    """
+    return math.prod(int(size) for size in re.split("[x*]", target.partition(":")[2]))
+
+
 def styles(case: Case) -> list[Style]:
     """Return the whole grid of an expert's styles on a case's machine, except those that do not divide the batch."""
-    devices, config = case.devices, case.work.config
-    capacity = isinstance(config, MoEConfig) and config.dispatch == "capacity"
+    config = case.work.config
+    experts = config.experts if isinstance(config, MoEConfig) and config.dispatch == "capacity" else 1
+    image = isinstance(config, WideResNetConfig)
+    return style_grid(case.devices, case.work.batch_size, experts=experts, sequence=not image)
+
+
+def style_grid(devices: int, rows: int, *, experts: int = 1, tensor: bool = True, sequence: bool = True) -> list[Style]:
+    """Return an expert's styles on a machine for a batch of `rows`.
+
+    Args:
+        devices: the machine's devices.
+        rows: the rows of the batch. Styles that do not divide them are left out.
+        experts: the number of experts that can be sharded; 1 if there are none.
+        tensor: whether heads, hidden sizes and vocabulary may be sharded.
+        sequence: whether the residual stream's sequence may be sharded along tensor.
+    """
     found = []
-    for tensor in [t for t in _divisors(devices) if t <= MAX_TENSOR]:
-        for expert in _divisors(math.gcd(devices // tensor, config.experts)) if capacity else [1]:
-            rest = devices // tensor // expert
-            if case.work.batch_size % (rest * expert):
+    for ways in [t for t in _divisors(devices) if t <= (MAX_TENSOR if tensor else 1)]:
+        streams = (False, True) if ways > 1 and sequence else (False,)
+        for expert in _divisors(math.gcd(devices // ways, experts)):
+            rest = devices // ways // expert
+            if rows % (rest * expert):
                 continue
             for group in _divisors(rest):
+                sizes = (rest // group, group, expert, ways)
                 for zero in (1, 2, 3) if group > 1 else (3,):
-                    sizes = (rest // group, group, expert, tensor)
-                    image = isinstance(config, WideResNetConfig)
-                    for sequence in (False, True) if tensor > 1 and not image else (False,):
-                        found.append(Style(sizes, zero, sequence))
+                    found += [Style(sizes, zero, stream) for stream in streams]
                 for zero in (2, 3) if expert > 1 else ():
-                    for sequence in (False, True) if tensor > 1 else (False,):
-                        found.append(Style((rest // group, group, expert, tensor), zero, sequence, spread=True))
+                    found += [Style(sizes, zero, stream, spread=True) for stream in streams]
     return found
 
 

@@ -48,15 +48,22 @@ _PARAMETERS: Sequence[tuple[str, tuple[str | None, ...]]] = (
     (r"conv2/kernel", (None, None, "width", "hidden")),
     (r"(conv1|shortcut|stem)/kernel", (None, None, None, "width")),
 )
-_TENSOR = ("heads", "hidden", "vocab")
+_TENSOR = ("heads", "hidden", "vocab", "channels")
 
 
 @dataclass(frozen=True)
 class Annotator:
-    """The specs of a style for a model."""
+    """The specs of a style for a model.
+
+    Attributes:
+        style: the style.
+        config: the config of one of autoshard's models; None for another program.
+        parameters: the end of a parameter's path -> the names of its last dimensions.
+    """
 
     style: Style
     config: Any
+    parameters: Sequence[tuple[str, tuple[str | None, ...]]] = _PARAMETERS
 
     def spec(self, names: Sequence[str | None], shape: Sequence[int], *, stored: bool) -> Spec:
         """Return the spec of an array with these dimensions, as parameters are stored or as they are used."""
@@ -73,6 +80,8 @@ class Annotator:
                 axes = self.style.batch
             elif name == "groups":
                 axes = ("data", "fsdp")
+            elif name == "rows":
+                axes = ("data", "fsdp", "expert", "tensor")
             elif name == "stream":
                 axes = ("tensor",) if self.style.sequence else ()
             axes = tuple(a for a in axes if self.style.ways((a,)) > 1)
@@ -83,7 +92,7 @@ class Annotator:
         """Return the spec of a parameter."""
         if self.style.today:
             return _largest(shape, self.style.sizes[1])
-        for pattern, names in _PARAMETERS:
+        for pattern, names in self.parameters:
             if re.search(rf"(^|/){pattern}$", path) and len(shape) - len(names) in (0, 1):
                 names = (None,) * (len(shape) - len(names)) + names
                 return self.spec(names, shape, stored=stored)
@@ -208,7 +217,7 @@ def annotated(note: Annotator) -> Iterator[None]:
         mock.patch.object(_PLAIN, "jnp", _Patched(jnp, einsum=attention_einsum)),
         mock.patch.object(_BLOCKWISE, "jnp", _Patched(jnp, einsum=attention_einsum)),
         mock.patch.object(_BLOCKWISE, "einsum", partial(attention_einsum, preferred_element_type=jnp.float32)),
-        mock.patch.object(operator, "apply", partial(_applied_on_shards, note, operator.apply)),
+        mock.patch.object(operator, "apply", partial(applied_on_shards, note, operator.apply)),
         mock.patch.object(moe, "jnp", _Patched(jnp, einsum=moe_einsum)),
         mock.patch.object(wide_resnet, "lax", _Patched(lax, conv_general_dilated=convolved)),
         mock.patch.object(moe.Experts, "_by_sorting", by_sorting),
@@ -219,7 +228,7 @@ def annotated(note: Annotator) -> Iterator[None]:
         yield
 
 
-def _applied_on_shards(
+def applied_on_shards(
     note: Annotator,
     apply: Callable[..., tuple[jax.Array, ...]],
     primitive: Any,

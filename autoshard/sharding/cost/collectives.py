@@ -211,7 +211,8 @@ def _exposing(one: Collective, exposed_us: float) -> Collective:
 
 
 def _is_asynchronous(c: Collective, chip: Chip) -> bool:
-    if c.kind == "all-gather" and (c.devices <= chip.synchronous_gathers or c.box_dims < chip.gather_dims):
+    alone = c.devices <= chip.synchronous_gathers or c.box_dims < chip.gather_dims
+    if c.kind == "all-gather" and alone and not chip.keeps_gathers:
         return False
     return c.kind in chip.hides
 

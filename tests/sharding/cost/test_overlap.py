@@ -13,6 +13,7 @@ from autoshard.sharding.cost.offload_time import HostTime
 from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.option_requests import with_options
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.machines.topology import assignments
 from autoshard.sharding.program.tracing import trace
@@ -67,9 +68,12 @@ def test_a_gather_hides_behind_the_operators_before_the_one_that_needs_it():
         ("v6e:4x4", {"dp": 2, "fsdp": 8}, "dp", True, True),
     ],
 )
-def test_the_compiler_for_v5p_runs_gathers_alone_unless_over_a_box(target, mesh, first, hidden, best):
+def test_the_compiler_for_v5p_runs_gathers_alone_unless_over_a_box_if_it_does_not_keep_them(
+    target, mesh, first, hidden, best
+):
     """As libtpu 0.0.42.1 compiles gathers of a scanned layer's weights over these groups of devices."""
     machine = find_target(target)
+    machine = with_options(machine, {**machine.chip.options, "xla_tpu_prefer_async_allgather_to_allreduce": "false"})
     order = sorted(mesh, key=lambda axis: axis != first)
     assignment = next(assignments(machine.topology, mesh, order))
     gather = collective(assignment, "all-gather", ("fsdp",), 2.0**20, 1.0, "", before(3))
@@ -77,6 +81,16 @@ def test_the_compiler_for_v5p_runs_gathers_alone_unless_over_a_box(target, mesh,
     assert [c.exposed_us for c in cost.collectives] == [0.0 if hidden else gather.time_us]
     _, cheapest = best_assignment(machine, mesh, cost)
     assert all(c.exposed_us == 0 for c in cheapest.collectives) == best
+
+
+@pytest.mark.parametrize(("mesh", "first"), [({"dp": 2, "fsdp": 32}, "dp"), ({"dp": 16, "fsdp": 4}, "fsdp")])
+def test_a_gather_that_is_kept_hides_over_any_group(mesh, first):
+    machine = find_target("v5p:4x4x4")
+    order = sorted(mesh, key=lambda axis: axis != first)
+    assignment = next(assignments(machine.topology, mesh, order))
+    gather = collective(assignment, "all-gather", ("fsdp",), 2.0**20, 1.0, "", before(3))
+    cost = step_cost(4e6, [gather], machine.chip, HostTime(), straight().times([1e6] * 4))
+    assert [c.exposed_us for c in cost.collectives] == [0.0]
 
 
 def test_gathers_run_one_after_another():

@@ -95,7 +95,7 @@ class EarlyGathers:
         self._loops: dict[int, Loop] = {}  # value -> the scan that can gather it early
         self._aliases, self.target = axes.parameter_aliases, target
         self._none = target.platform == "tpu" and not gathers_beside_compute(
-            target.name.partition(":")[0], target.devices
+            target.name.partition(":")[0], target.devices, target.chip.options
         )
         number_of = {id(op): number for number, op in enumerate(self._ops)}
         for number, op in enumerate(self._ops):

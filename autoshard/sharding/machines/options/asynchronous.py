@@ -4,10 +4,9 @@ Gathers are asynchronous on v5e, v5p, v6e and tpu7x under their default sets. Re
 on the SparseCores, and only there. On tpu7x that is the compiler's own default. Source: programs that libtpu 0.0.42.1
 compiled (`option_sets`, `benchmarks/option_sets.py`). On v6e:4x8, a gather over all chips is asynchronous only where
 gathers over two torus dimensions run on the SparseCores, as by default; under `gather-fusion` it is synchronous. On
-v5p, gathers over boxes of neighbouring devices in two and three dimensions are asynchronous (16 chips of a plane of
-v5p:4x4x4, all of v5p:2x2x2 and 2x2x4), because those run on the SparseCores by default. A gather over every second
-plane of v5p:4x4x4 was synchronous before, and the estimate takes it to be so; likewise gathers over one dimension, and
-over up to 4 chips.
+v5p, all gathers are asynchronous where gathers are kept (see below), as by default: over 2 to 64 devices of v5p:4x4x4,
+neighbours or not. Otherwise only those over boxes of more than 4 neighbouring devices in two and three dimensions are
+(16 chips of a plane, all of v5p:2x2x2 and 2x2x4).
 
 A gather over three dimensions of a torus becomes an all-reduce of shards padded with zeros, which is synchronous and
 sends twice the bytes. On v5p and tpu7x, `prefer_async_allgather_to_allreduce` keeps it as an asynchronous gather if
@@ -27,11 +26,12 @@ _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
 SYNCHRONOUS_GATHERS: Mapping[str, int] = {"v5p": 4}
-"""Chip -> the size of the largest group of devices whose gathers are taken to be synchronous. Source: see above."""
+"""Chip -> the size of the largest group of devices whose gathers are synchronous if gathers are not kept. Source: see
+above."""
 
 GATHER_DIMS: Mapping[str, int] = {"v5p": 2}
-"""Chip -> the least number of torus dimensions that a group of neighbours must span for its gathers to be asynchronous.
-Source: see above."""
+"""Chip -> the least number of torus dimensions that a group of neighbours must span for its gathers to be asynchronous
+if gathers are not kept. Source: see above."""
 
 
 def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
@@ -51,13 +51,14 @@ def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
     return (("all-gather",) if chip in _GATHERING else ()) + tuple(reductions)
 
 
-def gathers_beside_compute(chip: str, devices: int) -> bool:
+def gathers_beside_compute(chip: str, devices: int, options: Options) -> bool:
     """Return whether the compiler for a TPU runs gathers over so many neighbouring devices asynchronously.
 
-    >>> gathers_beside_compute("v5p", 4), gathers_beside_compute("v5p", 64)
+    >>> gathers_beside_compute("v5p", 4, {}), gathers_beside_compute("v5p", 64, {})
     (False, True)
     """
-    return chip in _GATHERING and devices > SYNCHRONOUS_GATHERS.get(chip, 0)
+    kept = keeps_gathers(chip, options)
+    return chip in _GATHERING and (kept or devices > SYNCHRONOUS_GATHERS.get(chip, 0))
 
 
 def keeps_gathers(chip: str, options: Options) -> bool:

@@ -55,6 +55,24 @@ def test_gathers_over_three_dimensions_are_kept_by_default():
 
 @pytest.mark.tpu_compile
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "placing"),
+    [
+        ("dp:2 fsdp:32", {"dp": (("z", 2, 1),), "fsdp": (("z", 2, 2), ("y", 4, 1), ("x", 4, 1))}),  # every second plane
+        ("dp:16 fsdp:4", {"dp": (("z", 4, 1), ("y", 4, 1)), "fsdp": (("x", 4, 1),)}),  # one line
+    ],
+)
+def test_kept_gathers_run_beside_compute_over_any_group(words, placing):
+    up, down = (jax.ShapeDtypeStruct((4, *shape), "bfloat16") for shape in ((512, 2048), (2048, 512)))
+    x = jax.ShapeDtypeStruct((64 * 512, 512), "bfloat16")
+    made = plan(step, {"up": up, "down": down}, x, target="v5p:4x4x4", plan=words).where(placing=placing)
+    for options, hidden in ((made.compiler_options["tpu"], True), ({}, False)):
+        gathers = [c for c in made.verify(options=options).collectives if c.kind == "all-gather" and c.trips > 1]
+        assert gathers and any(each.overlapped for each in gathers) == hidden
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
 def test_gathers_over_three_dimensions_stay_gathers_by_an_option():
     up, down = (jax.ShapeDtypeStruct((4, *shape), "bfloat16") for shape in ((512, 2048), (2048, 512)))
     x = jax.ShapeDtypeStruct((64 * 512, 512), "bfloat16")

@@ -1,0 +1,147 @@
+"""Compare the planner with an expert on the programs of the corpus, compiled for the same machines.
+
+    python benchmarks/bench_formulations.py [NAME ...] [--few 3] [--held-out | --open] [--show]
+
+For each program of `formulations/` on each of its machines, these are compiled and judged by `estimate.py`:
+
+    expert   of the grid `expert_plans.style_grid`, the first `--few` programs by the planner's estimate of the same
+             strategies, and the fastest of each kind: data and fsdp alone, tensor, experts. An expert has the kernels
+             that the planner replaces
+    plan     the planner's choice, and the fastest of each other kind that it priced
+
+The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
+The figures are the compiled step over the best expert's, the error of the prediction, and the regret: the chosen plan
+over the best of the planner's compiled ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import common  # sets up the path and the devices first
+from corpus_experts import corpus_step, corpus_styles, most_promising
+from corpus_figures import KINDS, kind_of, show
+from expert_plans import Style, device_count
+from formulations.corpus import CORPUS
+from formulations.formulation import Formulation
+from plan_rows import Planned, Store
+
+from autoshard import Plan, plan
+from autoshard.errors import AutoshardError
+from autoshard.sharding.audit import CompileJob, export_plan
+from autoshard.sharding.audit.export import export
+from autoshard.sharding.machines.device_mesh import traced_machine
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.planner.bound_plan import bound_or_error
+
+FOLDER = common.RESULTS / "formulations"
+Options = Mapping[str, str]
+TIMEOUT_S = 1200.0  # chosen: seconds after which a compiler is stopped
+
+
+def store_of(formulation: Formulation, target: str, timeout_s: float = TIMEOUT_S) -> Store:
+    """Return the rows of a program on a machine."""
+    return Store(f"{formulation.name}@{target.replace(':', '-')}", target, FOLDER, timeout_s)
+
+
+def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> Store:
+    """Compile and store the rows of a program on a machine."""
+    store = store_of(formulation, target, timeout_s)
+    store.begin()
+    store.notes = {"style": formulation.style, "held_out": formulation.held_out}
+    start = time.process_time()
+    try:
+        made = _made(formulation, target)
+    except AutoshardError as error:
+        store.notes["planner"] = str(error)
+        store.save()
+        print(f"{store.case}: {error}", flush=True)
+        return store
+    store.notes |= {"planning_seconds": round(time.process_time() - start, 1), "chosen": made.chosen}
+    options = made.compiler_options.get(find_target(target).platform, {})
+    for one in [*_planned(formulation, target, made), *_experts(formulation, target, few)]:
+        row = store.finish(one, options, one.export(options))
+        print(f"{store.case}: {row.side} {row.style}: {row.kind} {row.seconds:.4f} s", flush=True)
+    return store
+
+
+def _made(formulation: Formulation, target: str, words: str | None = None) -> Plan:
+    program = formulation.program(target)
+    state, batch = program.shapes()
+    return plan(program.step, state, *batch, target=target, donate_argnums=0, plan=words)
+
+
+def _planned(formulation: Formulation, target: str, made: Plan) -> list[Planned]:
+    """Return the planner's choice and the fastest of each other kind."""
+    limit = find_target(target).chip.memory_bytes
+    found = {kind_of(made.chosen): next(each for each in made.candidates if each[0] == made.chosen)}
+    for each in sorted(made.candidates, key=lambda each: each[1]):
+        if each[2] <= limit:
+            found.setdefault(kind_of(each[0]), each)
+    return [
+        Planned("plan", words, words, "own", 1, partial(_export_ours, formulation, target, words),
+                {"step": time_us / 1e6, "memory_bytes": peak})
+        for words, time_us, peak in found.values()
+    ]  # fmt: skip
+
+
+def _export_ours(formulation: Formulation, target: str, words: str, options: Options) -> CompileJob:
+    return export_plan(bound_or_error(_made(formulation, target, words).bound).executable, options)
+
+
+def _experts(formulation: Formulation, target: str, few: int) -> list[Planned]:
+    """Return the most promising programs of an expert, and the most promising of each kind."""
+    ranked = most_promising(formulation, target, corpus_styles(formulation, target))
+    chosen = ranked[:few]
+    for kind in KINDS:
+        chosen += [each for each in ranked if kind_of(each[0].words) == kind][:1]
+    return [
+        Planned("expert", style.name, style.words, "own", 1, partial(_export_expert, formulation, target, style),
+                {"step": price.step_time_us / 1e6, "memory_bytes": price.peak_memory_bytes})
+        for style, price in dict(chosen).items()
+    ]  # fmt: skip
+
+
+def _export_expert(formulation: Formulation, target: str, style: Style, options: Options) -> CompileJob:
+    made = corpus_step(formulation, target, style, traced_machine(None, target))
+    program = export(made.fn, made.avals, made.in_shardings, made.out_shardings, "tpu")
+    devices = tuple(range(device_count(target)))
+    return CompileJob(program, "tpu", target, made.mesh, devices, made.donated, options)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile and store the programs of the command line, then print the figures of all that are stored."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="programs; default: all")
+    parser.add_argument("--few", type=int, default=3, help="programs of an expert's grid to compile")
+    parser.add_argument("--target", help="one machine only")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--held-out", action="store_true", help="only the half that the planner is not changed by")
+    half.add_argument("--open", action="store_true", help="only the other half")
+    parser.add_argument("--show", action="store_true", help="print the stored rows only")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.names if name not in CORPUS]:
+        parser.error(f"unknown program {unknown[0]!r}; choose from {', '.join(CORPUS)}")
+    wanted = [
+        (CORPUS[name], target)
+        for name in given.names or CORPUS
+        for target in CORPUS[name].targets
+        if given.target in (None, target)
+        and not (given.held_out and not CORPUS[name].held_out)
+        and not (given.open and CORPUS[name].held_out)
+    ]
+    if not given.show:
+        for formulation, target in wanted:
+            run(formulation, target, given.few, given.timeout)
+    stores = [store_of(formulation, target) for formulation, target in wanted]
+    show([store for store in stores if store.path.exists()])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

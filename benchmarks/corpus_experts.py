@@ -1,0 +1,111 @@
+"""An expert's plans for the programs of the corpus: the grid of `expert_plans`, with the program's own notes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+from expert_plans import Style, device_count, style_grid
+from expert_step import Annotator, Expert, applied_on_shards
+from formulations.formulation import Formulation
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard import replace_kernels
+from autoshard.kernels.planned_platform import Planned, planned_for
+from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
+from autoshard.spmdrules.custom_ops import operator
+from autoshard.train.step.optimizer import path_name
+
+MOST_OVER = 1.1  # chosen: plans whose estimated peak exceeds the memory by this factor are left out
+_PARAMETERS = ("params", "frozen")  # the parts of a state that are used in the step as they are stored
+
+
+class Annotations:
+    """The notes of an expert, see `formulations.formulation.Notes`."""
+
+    def __init__(self, formulation: Formulation, style: Style):
+        """Read the dimensions of the program's parameters."""
+        table = [(pattern, _names(dims)) for pattern, dims in formulation.dims.items()]
+        self.annotator = Annotator(style, None, table)
+
+    def __call__(self, x: jax.Array, dims: str) -> jax.Array:
+        """Constrain an activation and its gradient."""
+        return self.annotator.constrained(x, *_names(dims))
+
+    def weights(self, weights: Any) -> Any:
+        """Gather weights, and reduce their gradients to where those are stored."""
+        return jax.tree_util.tree_map_with_path(self._gathered, weights)
+
+    def _gathered(self, path: Any, leaf: jax.Array) -> jax.Array:
+        for pattern, names in self.annotator.parameters:
+            if re.search(rf"(^|/)({pattern})$", path_name(path)) and len(names) <= leaf.ndim <= len(names) + 1:
+                whole = (None,) * (leaf.ndim - len(names))
+                return self.annotator.gathered(leaf, *whole, *names)
+        return leaf
+
+
+def _names(dims: str) -> tuple[str | None, ...]:
+    return tuple(None if word == "." else word for word in dims.split())
+
+
+def corpus_styles(formulation: Formulation, target: str | None) -> list[Style]:
+    """Return the grid of an expert's styles for a program on a machine; None is eight devices and the small sizes."""
+    _, batch = formulation.program(target).shapes()
+    ways = formulation.ways
+    return style_grid(
+        8 if target is None else device_count(target),
+        jax.tree.leaves(batch)[0].shape[0],
+        experts=formulation.sizes(target)["experts"] if "experts" in ways else 1,
+        tensor="tensor" in ways,
+        sequence="sequence" in ways,
+    )
+
+
+def corpus_step(formulation: Formulation, target: str | None, style: Style, machine: Planned | str = "cpu") -> Expert:
+    """Return a program's step under a style, with the kernels of the machine as the planner has them.
+
+    Args:
+        formulation: the program.
+        target: the machine whose sizes it has; None for the small sizes.
+        style: the expert's style.
+        machine: what the kernels are chosen for.
+    """
+    notes = Annotations(formulation, style)
+    program = formulation.program(target, notes)
+    state, batch = program.shapes()
+    leaves, tree = jax.tree_util.tree_flatten_with_path((state, *batch))
+    count = len(jax.tree.leaves(state))
+
+    def spec_of(path: Any, leaf: Any) -> PartitionSpec:
+        part, _, name = path_name(path).partition("/")
+        if part != "0":
+            split = leaf.ndim and leaf.shape[0] % style.ways(style.batch) == 0
+            return PartitionSpec(style.batch) if split and style.ways(style.batch) > 1 else PartitionSpec()
+        stored = style.zero == 3 or name.partition("/")[0] not in _PARAMETERS
+        return PartitionSpec(*notes.annotator.parameter(name, leaf.shape, stored=stored))
+
+    def run(*flat: Any) -> list[Any]:
+        applied = partial(applied_on_shards, notes.annotator, operator.apply)
+        with planned_for("cpu" if style.today else machine), mock.patch.object(operator, "apply", applied):
+            return jax.tree.leaves(replace_kernels(program.step)(*jax.tree.unflatten(tree, flat)))
+
+    shardings = [NamedSharding(style.mesh, spec_of(*each)) for each in leaves]
+    results = shardings[:count] + [NamedSharding(style.mesh, PartitionSpec())]
+    sizes = dict(zip(style.mesh.axis_names, style.sizes, strict=True))
+    return Expert(run, [leaf for _, leaf in leaves], shardings, results, tuple(range(count)), sizes)
+
+
+def most_promising(formulation: Formulation, target: str, styles: Sequence[Style]) -> list[tuple[Style, StrategyPrice]]:
+    """Return the styles whose estimated memory fits with the planner's estimates, the fastest first."""
+    program = formulation.program(target)
+    state, batch = program.shapes()
+    prices = StrategyPrices(program.step, (state, *batch), target=target, donate_argnums=(0,))
+    found = prices.of(dict.fromkeys(style.words for style in styles if style.words))
+    limit = prices.limit_bytes * MOST_OVER
+    priced = [(style, found[style.words]) for style in styles if style.words in found]
+    fitting = [each for each in priced if each[1].peak_memory_bytes <= limit]
+    return sorted(fitting, key=lambda each: each[1].step_time_us)

@@ -1,0 +1,101 @@
+"""The figures of the compiled corpus: plans against experts, errors of the estimate by kind of plan, and regret."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, log
+from statistics import median, quantiles
+from typing import Any
+
+from cost_model import tau
+from plan_rows import Row, Store, best
+from rich.console import Console
+from rich.table import Table
+
+KINDS = ("pp", "ep", "cp", "tp", "fsdp")
+"""Kinds of plans. The kind of a plan is the first of these words that it has; `fsdp` if it has none."""
+
+
+def kind_of(words: str) -> str:
+    """Return the kind of a strategy.
+
+    >>> kind_of("dp:2 ep:8 state"), kind_of("dp:2 zero1:8")
+    ('ep', 'fsdp')
+    """
+    used = {word.partition(":")[0] for word in words.split()}
+    return next((kind for kind in KINDS if kind in used), "fsdp")
+
+
+def chosen_row(store: Store) -> Row | None:
+    """Return the row of the planner's choice; None if it was not compiled."""
+    return next((r for r in store.rows if r.side == "plan" and r.words == store.notes.get("chosen")), None)
+
+
+def best_expert(store: Store) -> Row | None:
+    """Return the expert's fastest row that fits."""
+    return best([row for row in store.rows if row.side == "expert"])
+
+
+def figures(stores: Sequence[Store]) -> dict[str, Any]:
+    """Return the figures of the corpus.
+
+    `over_expert` is the compiled step of the choice over the best expert's: the worst and the geometric mean. `regret`
+    is the choice over the best compiled row of the planner, minus 1. `errors` is the predicted over the compiled step,
+    minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
+    """
+    over, regret, errors = [], [], {}
+    for store in stores:
+        chosen, expert, ours = chosen_row(store), best_expert(store), best([r for r in store.rows if r.side == "plan"])
+        if chosen is not None and chosen.ok and expert is not None:
+            over.append(chosen.seconds / expert.seconds)
+        if chosen is not None and chosen.ok and ours is not None:
+            regret.append(chosen.seconds / ours.seconds - 1)
+        for row in _judged(store):
+            errors.setdefault(kind_of(row.words), []).append(row.predicted["step"] / row.seconds - 1)
+    taus = [value for store in stores if (value := tau(_judged(store))) == value]
+    return {
+        "programs": len(stores),
+        "over_expert": {
+            "worst": max(over, default=None),
+            "mean": exp(sum(map(log, over)) / len(over)) if over else None,
+        },
+        "regret": {"median": median(regret), "p90": _p90(regret)} if regret else {},
+        "errors": {kind: _spread(errors[kind]) for kind in KINDS if kind in errors},
+        "tau": median(taus) if taus else None,
+    }
+
+
+def _judged(store: Store) -> list[Row]:
+    return [row for row in store.rows if row.kind == "ok" and row.predicted.get("step")]
+
+
+def _p90(values: Sequence[float]) -> float:
+    return quantiles(values, n=10)[-1] if len(values) > 1 else values[0]
+
+
+def _spread(errors: Sequence[float]) -> Mapping[str, float]:
+    sizes = [abs(error) for error in errors]
+    return {"rows": len(errors), "median": median(sizes), "p90": _p90(sizes), "lowest": min(errors)}
+
+
+def show(stores: Sequence[Store]) -> None:
+    """Print each program's rows in short, and the figures."""
+    table = Table(title="compiled step: the planner's choice against the best expert")
+    for column in ("program", "chosen", "ms", "predicted", "expert", "ms", "ratio", "planning s"):
+        table.add_column(column)
+    for store in stores:
+        chosen, expert = chosen_row(store), best_expert(store)
+        ratio = f"{chosen.seconds / expert.seconds:.3f}" if chosen and chosen.ok and expert else "-"
+        cells = [store.notes.get("chosen", store.notes.get("planner", "")), *_times(chosen)]
+        expert_cells = [expert.style, _times(expert)[0]] if expert else ["-", "-"]
+        table.add_row(store.case, *cells, *expert_cells, ratio, str(store.notes.get("planning_seconds", "")))
+    console = Console(width=170)
+    console.print(table)
+    console.print_json(data=figures(stores))
+
+
+def _times(row: Row | None) -> list[str]:
+    if row is None:
+        return ["-", "-"]
+    compiled = f"{row.seconds * 1e3:.1f}" if row.ok else "does not fit" if row.too_large else row.kind
+    return [compiled, f"{row.predicted['step'] * 1e3:.1f}"]
