@@ -18,8 +18,8 @@ ASSIGNED_CANDIDATES = 12
 # that constant.
 KEPT_CANDIDATES = 40
 
-# Relative error of the least time of a group of known plans (`time_floors`). Source: chosen. In the groups of llama-tiny on
-# v5e:4x8 and of moe-tiny on v5e:2x4, no plan is faster (`tests/sharding/search/test_time_floors.py`).
+# Relative error of the least time of a group of known plans (`time_floors`). Source: chosen. In the groups of two small
+# models, llama-tiny on v5e:4x8 and moe-tiny on v5e:2x4, no plan is faster (`test_time_floors.py`).
 FLOOR_ERROR = 0.02
 
 # Most that the best device assignment gains over the default one, relative to the step time, for known plans that are
