@@ -10,6 +10,7 @@ Of a pipeline whose stages store their layers in shards, two programs are priced
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,7 +61,7 @@ def plan_with_pipelines(
     counts: list[int],
     microbatches: int | str,
     plain: Callable[[], Any],
-    staged: Callable[[int, str | None, int | str], Any],
+    staged: Callable[[int, str | None, int | str, float], Any],
 ) -> Any:
     """Return the best bound plan: one without a pipeline, or one with.
 
@@ -68,18 +69,19 @@ def plan_with_pipelines(
         counts: the numbers of stages to try.
         microbatches: the number of microbatches that the user gave; 1 if none.
         plain: makes the plan without a pipeline.
-        staged: makes the plan with a pipeline, from the number of stages, the schedule (None chooses it) and the
-            number of microbatches.
+        staged: makes the plan with a pipeline, from the number of stages, the schedule (None chooses it), the number
+            of microbatches, and the step time in microseconds from which on the plan is of no use.
     """
     best = first = plain()
     tried: list[str] = []
 
     def compare(count: int, schedule: str | None, number: int | str) -> None:
         nonlocal best
+        most_us = (1 - GAIN) * best.plan.estimate.step_time_us if best.plan.fits else math.inf
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # this plan may not be chosen
-                made = staged(count, schedule, number)
+                made = staged(count, schedule, number, most_us)
         except PlanError as error:
             if microbatches != 1:
                 reason = str(error).partition("): ")[2] or error

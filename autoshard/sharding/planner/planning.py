@@ -147,8 +147,11 @@ def plan_traced(
         made = plan_in_microbatches(rewritten, count, planned_so, of_rows, number)
         return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned_so)
 
-    def searched(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
-        """The plan of a pipeline that the user did not request."""
+    def searched(
+        rewritten: Traced, number: int, schedule: str | None, count: int | str, most_us: float = math.inf
+    ) -> BoundPlan:
+        """The plan of a pipeline that the user did not request; of no use if its step takes `most_us` or longer."""
+        within = partial(planned, most_us=most_us)
         if count != 1:
             return staged(rewritten, number, schedule, count)
 
@@ -156,16 +159,16 @@ def plan_traced(
             cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, gathers_once=gather == ONCE)
             least = number if schedule else LEAST_MICROBATCHES * number
             try:
-                made = plan_in_microbatches(rewritten, AUTO, planned, cut, least)
+                made = plan_in_microbatches(rewritten, AUTO, within, cut, least)
             except RowsNotDivided:
-                made = plan_in_microbatches(rewritten, AUTO, planned, cut, number)
-            made = plan_with_replicas(rewritten, made, cut, planned)
+                made = plan_in_microbatches(rewritten, AUTO, within, cut, number)
+            made = plan_with_replicas(rewritten, made, cut, within)
 
             def once() -> BoundPlan:
                 apart = requested_replicas(made.plan.chosen, gathers_once=True)
                 cut_once = partial(cut, gathers_once=True)
                 step = with_replicas(rewritten, made.plan.microbatches, cut=cut_once, replicas=apart)
-                return planned(step, gather=ONCE)
+                return within(step, gather=ONCE)
 
             return made if gather else plan_with_gathers(made, once)
 
@@ -199,6 +202,7 @@ def _plan_program(
     overlap: Overlap | None,
     shortlist: Shortlist | None,
     strict: bool,
+    most_us: float = math.inf,
 ) -> BoundPlan:
     """Plans a traced function whose values are already assigned to device or host memory."""
     constraints = program_constraints(traced)
@@ -219,7 +223,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
     wanted = plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {}
-    candidate, others = problem.choose(*wanted)
+    candidate, others = problem.choose(*wanted, most_us)
     if not gather and not candidate.fits(problem.limit) and unrolled_layers.stages_of(problem.axes, problem.roles):
         lean = problem.gathering(SEQUENTIAL)
         found = lean.choose(*wanted)

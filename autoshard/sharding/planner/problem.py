@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -182,7 +183,11 @@ class PlanningProblem:
             )
 
     def choose(
-        self, requested: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]
+        self,
+        requested: Any,
+        existing: Mapping[int, Spec],
+        fixed: Mapping[str, Any],
+        most_us: float = math.inf,
     ) -> tuple[Candidate, list[Candidate]]:
         """The best candidate, and all that were priced.
 
@@ -190,6 +195,7 @@ class PlanningProblem:
             requested: the requested strategy or table; None to search.
             existing: shardings that arrays already have.
             fixed: shardings that the user fixed.
+            most_us: see `search`.
         """
         sizes = self.machine.sizes
         self.searched = requested is None
@@ -203,7 +209,7 @@ class PlanningProblem:
             layouts = [(str(dict(requested)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.existing, self.fixed = existing, fixed
         if layouts is None:
-            best, others = self.search(existing, fixed, self.search_counts)
+            best, others = self.search(existing, fixed, self.search_counts, most_us)
         else:
             layouts = self.with_fixed_shardings(layouts, existing, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
@@ -216,12 +222,16 @@ class PlanningProblem:
         return best, others
 
     def search(
-        self, existing: Mapping[int, Spec], fixed: Mapping[str, Any], counts: SearchCounts | None = None
+        self,
+        existing: Mapping[int, Spec],
+        fixed: Mapping[str, Any],
+        counts: SearchCounts | None = None,
+        most_us: float = math.inf,
     ) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that have the existing and fixed shardings, and all of them; see `search`."""
         pin = partial(self.with_fixed_shardings, existing=existing, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin, counts)  # fmt: skip
+                      self.machine.sizes, pin, counts, most_us)  # fmt: skip
 
     def with_fixed_shardings(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those layouts in which the existing and fixed shardings are possible, with these written into them."""

@@ -269,6 +269,23 @@ class BatchedFunction:
         return [jax.ShapeDtypeStruct(a.shape[m:], a.dtype) for a, m in zip(avals, self.mapped, strict=True)]
 
 
+def one_of_batch(
+    fn: Callable[..., Any], operands: Sequence[tuple[tuple[int, ...], Any]]
+) -> tuple[Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]] | None:
+    """Returns the function under `jax.vmap` with its operands, if they have a leading dimension of size 1.
+
+    Args:
+        fn: the function of an operator, batched by `jax.vmap` or not.
+        operands: the shapes and dtypes of its operands.
+    """
+    if not isinstance(fn, BatchedFunction):
+        return None
+    both = list(zip(operands, fn.mapped, strict=True))
+    if any(shape[0] != 1 for (shape, _), mapped in both if mapped):
+        return None
+    return fn.fn, tuple((shape[mapped:], dtype) for (shape, dtype), mapped in both)
+
+
 @functools.lru_cache(maxsize=1024)
 def _batched_cost(cost: Cost, mapped: tuple[bool, ...]) -> Cost:
     """Returns the cost of an operator with one more leading dimension in the operands that are `mapped`."""
