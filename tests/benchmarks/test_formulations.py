@@ -66,7 +66,7 @@ def others(candidates: Any, chosen: str, count: int) -> list[str]:
     return list(dict.fromkeys([*kinds.values(), *ranked]))[:count]
 
 
-# Rows of the actor are behind its time steps, and its convolutions merge both: XLA gathers what one plan shards there.
+# The plan of actor-critic-memory moves a shard from the channels of images to their sides. XLA gathers the images for it.
 @pytest.mark.filterwarnings("ignore:(?s).*involuntary full rematerialization:autoshard.errors.AutoshardWarning")
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CORPUS]
