@@ -66,7 +66,7 @@ def others(candidates: Any, chosen: str, count: int) -> list[str]:
     return list(dict.fromkeys([*kinds.values(), *ranked]))[:count]
 
 
-# The plan of actor-critic-memory moves a shard from the channels of images to their sides. XLA gathers the images for it.
+# The plan of actor-critic-memory moves a shard from the channels of images to their sides. XLA gathers these images.
 @pytest.mark.filterwarnings("ignore:(?s).*involuntary full rematerialization:autoshard.errors.AutoshardWarning")
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CORPUS]
