@@ -1,7 +1,7 @@
 """Pipelines that the planner cuts out of a step: memory and idle time as compiled, against the schedule's table.
 
     python benchmarks/pipelines.py [--schedules gpipe 1f1b zb ftb] [--microbatches 8 16] [--layers 4] [--seq 1024]
-                                   [--data dp:4] [--show]
+                                   [--data dp:4] [--gather once] [--show]
     python benchmarks/pipelines.py --schedules interleaved:2 --layers 8
 
 A Llama in plain JAX is planned for v5e:4x4 with `pp:4` and the words of `--data`, and compiled. Beside it, what one
@@ -9,7 +9,7 @@ stage does is compiled alone: a quarter of the layers and of the vocabulary on v
 Its time is the ideal of a pipeline. The table says how much longer a pipeline takes. `step / table` divides the
 compiled step by the ideal times this factor. Times are the two measures of `estimate.py`. `peak` is the compiler's own.
 Nothing runs. Results are stored in `results/pipelines.json`, one row for each schedule, number of microbatches and of
-layers.
+layers, words of `--data`, and word of `--gather`. With `fsdp:4`, no stage alone is compiled.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit import missing_compiler
 from autoshard.sharding.pipeline.schedule_words import make_schedule, read_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, RECOMPUTE, SCHEDULES, WEIGHTS
+from autoshard.sharding.plan.gather_words import WORDS
 
 PATH = RESULTS / "pipelines.json"
 STAGES, DEVICES, VOCAB, ROWS = 4, "v5e:4x4", 32768, 4  # rows of a microbatch, one for each device of a stage
@@ -50,6 +51,8 @@ class Row(JudgedStep):
         layers: number of layers of all stages.
         factor: how much longer than its work a pipeline takes, by the schedule's table.
         peak_bytes: the compiler's own peak of one device.
+        data: the words beside `pp:4`.
+        gather: the word of `gather=`.
     """
 
     schedule: str
@@ -57,6 +60,13 @@ class Row(JudgedStep):
     layers: int
     factor: float
     peak_bytes: float | None
+    data: str = "dp:4"
+    gather: str = "auto"
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells the rows apart."""
+        return self.schedule, self.microbatches, self.layers, self.data, self.gather
 
 
 def row_of(given: Any, schedule: str, count: int) -> Row:
@@ -70,10 +80,12 @@ def row_of(given: Any, schedule: str, count: int) -> Row:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(step, state, *batch, target=target, plan=words, microbatches=count, donate_argnums=0,
-                    schedule=None if alone else schedule, memory_limit_bytes=1e12)  # fmt: skip
+                    schedule=None if alone else schedule, gather=None if alone else given.gather,
+                    memory_limit_bytes=1e12)  # fmt: skip
     result = compiled(made, target)
     return Row(schedule=schedule, microbatches=count, layers=given.layers, factor=factor_of(schedule, count),
-               peak_bytes=result.peak_bytes, **judged(made, target, result))  # fmt: skip
+               peak_bytes=result.peak_bytes, data=given.data, gather=given.gather,
+               **judged(made, target, result))  # fmt: skip
 
 
 def factor_of(schedule: str, count: int) -> float:
@@ -92,10 +104,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(missing, file=sys.stderr)
         return 1
     stored = json.loads(PATH.read_text()) if PATH.exists() else []
-    rows = {(row.schedule, row.microbatches, row.layers): row for row in (Row(**each) for each in stored)}
+    rows = {row.key: row for row in (Row(**each) for each in stored)}
     for count in [] if given.show else given.microbatches:
-        for schedule in ("alone", *given.schedules):
-            row = rows[schedule, count, given.layers] = row_of(given, schedule, count)
+        for schedule in (*(["alone"] if "fsdp" not in given.data else []), *given.schedules):
+            row = row_of(given, schedule, count)
+            rows[row.key] = row
             print(line(row, [*rows.values()]), flush=True)
             PATH.write_text(json.dumps([asdict(row) for row in rows.values()], indent=1) + "\n")
     Console(width=160).print(table([*rows.values()]))
@@ -104,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def over_table(row: Row, rows: Sequence[Row], measure: str) -> float | None:
     """The compiled step over the ideal times the factor of the schedule's table."""
-    same = (row.microbatches, row.layers)
-    ideal = next(r for r in rows if r.schedule == "alone" and (r.microbatches, r.layers) == same)
+    ideal = next((r for r in rows if r.key[1:] == row.key[1:] and r.schedule == "alone"), None)
+    if ideal is None:
+        return None
     here, alone = getattr(row, measure), getattr(ideal, measure)
     return here / (alone * row.factor) if here and alone else None
 
@@ -114,16 +128,19 @@ def line(row: Row, rows: Sequence[Row]) -> str:
     """One line of a row."""
     ratios = [f"{name} {ratio:.3f}" for name in ("cycles", "roofline") if (ratio := over_table(row, rows, name))]
     sizes = ", ".join(scaled_text(size, 1e-9, 2) for size in (row.predicted_bytes, row.peak_bytes))
+    times = ", ".join(scaled_text(time, 1e3) for time in (row.predicted, row.cycles, row.roofline))
     return (
-        f"{row.schedule} {row.microbatches}: {row.kind}, peak GB predicted, compiled: {sizes}, step / table: {ratios}"
+        f"{row.schedule} {row.microbatches} {row.data} {row.gather}: {row.kind}, "
+        f"peak GB predicted, compiled: {sizes}, ms predicted, cycles, roofline: {times}, "
+        f"step / table: {ratios}"
     )
 
 
 def table(rows: Sequence[Row]) -> Table:
     """All rows."""
     found = Table(title="pipelines")
-    for name in ("layers", "schedule", "microbatches", "result", "temporaries MiB", "predicted peak GB", "peak GB",
-                 "ms predicted", "ms cycles", "ms roofline", "table", "cycles / table",
+    for name in ("layers", "schedule", "microbatches", "words", "gather", "result", "temporaries MiB",
+                 "predicted peak GB", "peak GB", "ms predicted", "ms cycles", "ms roofline", "table", "cycles / table",
                  "roofline / table"):  # fmt: skip
         found.add_column(name)
     for row in sorted(rows, key=lambda row: (row.layers, row.microbatches)):
@@ -131,8 +148,8 @@ def table(rows: Sequence[Row]) -> Table:
         sizes = [scaled_text(size, 1e-9, 2) for size in (row.predicted_bytes, row.peak_bytes)]
         times = [scaled_text(time, 1e3) for time in (row.predicted, row.cycles, row.roofline)]
         ratios = [scaled_text(over_table(row, rows, name), 1.0, 3) for name in ("cycles", "roofline")]
-        found.add_row(str(row.layers), row.schedule, str(row.microbatches), row.kind, temporaries, *sizes, *times,
-                      f"{row.factor:.3f}", *ratios)  # fmt: skip
+        found.add_row(str(row.layers), row.schedule, str(row.microbatches), row.data, row.gather, row.kind,
+                      temporaries, *sizes, *times, f"{row.factor:.3f}", *ratios)  # fmt: skip
     return found
 
 
@@ -143,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--data", default="dp:4", help="the words beside pp:4, such as fsdp:4")
+    parser.add_argument("--gather", default="auto", choices=[*WORDS])
     parser.add_argument("--show", action="store_true", help="print the stored rows only")
     return parser
 

@@ -55,17 +55,18 @@ def weakly_typed(array: jax.Array) -> jax.Array:
     return lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=True, sharding=None)
 
 
-def result_type(shape: Any, dtype: Any, operands: Any) -> Any:
+def result_type(shape: Any, dtype: Any, operands: Any, space: Any = jax.memory.Space.Device) -> Any:
     """Returns the abstract value of an opaque operator's result.
 
-    Under `shard_map` the result varies over every mesh axis over which an operand varies.
+    Under `shard_map` the result varies over every mesh axis over which an operand varies. `space` is its memory.
     """
     varying = frozenset[str]().union(*(aval.manual_axis_type.varying for aval in operands))
     mesh = next((aval.sharding.mesh for aval in operands if not aval.sharding.mesh.empty), None)
     if mesh is None:
-        return core.ShapedArray(shape, dtype)
+        return core.ShapedArray(shape, dtype, memory_space=space)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=core.ManualAxisType(varying=varying))
+    varies = core.ManualAxisType(varying=varying)
+    return core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=varies, memory_space=space)
 
 
 def varying_axes(value: Any) -> frozenset[str]:

@@ -373,9 +373,10 @@ def _parser() -> argparse.ArgumentParser:
         "takes precedence over the planner's own; several are joined by +. The error for an unknown set lists them",
     )  # fmt: skip
     options.add_argument(
-        "--gather", choices=["auto", "prefetch", "sequential"],
+        "--gather", choices=["auto", "prefetch", "sequential", "once", "repeat"],
         help="order in which stored parameters are gathered. auto (default): the compiler's order, or sequential if "
-        "nothing else fits; prefetch: while the layer before theirs computes; sequential: one after another",
+        "nothing else fits; prefetch: while the layer before theirs computes; sequential: one after another; once, "
+        "repeat: the stages of a pipeline gather their layers once a step, or in each microbatch",
     )  # fmt: skip
     options.add_argument(
         "--overlap", action="append", default=[], metavar="PATH:KIND=on|off",

@@ -72,7 +72,9 @@ def tiled_product(
 def tiled_gradient(
     rows: jax.Array, d_out: jax.Array, starts: jax.Array, ends: jax.Array, *, tile: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Return the gradient of the matrices, `[groups, k, n]`, summed in float32; zeros for groups without rows.
+    """Return the gradient of the matrices, `[groups, k, n]`; zeros for groups without rows.
+
+    It is summed in float32, or in float64 if the rows are float64.
 
     Args:
         rows: `[m, k]`.
@@ -84,16 +86,17 @@ def tiled_gradient(
     """
     rows, d_out = _padded(rows, tile), _padded(d_out, tile)
     visits = visits_of(starts, ends, tile)
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
 
     def visit(number: jax.Array, total: jax.Array) -> jax.Array:
         group, first, inside = _at(visits, number, tile)
         # Both are zeroed: rows outside of all groups may hold anything.
         left, right = (jnp.where(inside, lax.dynamic_slice_in_dim(x, first, tile), 0) for x in (rows, d_out))
-        found = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        found = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         before = lax.dynamic_index_in_dim(total, group, keepdims=False)
         return lax.dynamic_update_index_in_dim(total, before + found, group, 0)
 
-    total = jnp.zeros((starts.shape[0], rows.shape[1], d_out.shape[1]), jnp.float32)
+    total = jnp.zeros((starts.shape[0], rows.shape[1], d_out.shape[1]), wide)
     return lax.fori_loop(0, visits.count, visit, total).astype(dtype)
 
 

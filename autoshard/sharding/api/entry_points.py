@@ -174,6 +174,9 @@ def plan(
             these are all parameters; in a scan, only those whose gathers the products of their own iteration would not
             hide. `Plan.notes` lists them. With "sequential", a device holds at most two gathered parameters of one
             stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
+            With "once", the stages of a pipeline gather their layers before the first tick and hold them until the last
+            one; gradients are then reduced once, too. With "repeat", they gather a layer whenever they run it. "auto"
+            plans both and takes the faster one that fits the memory.
             Under a given `Plan`, its order is the default.
         overlap: which collectives may run beside compute, as a table `{path: {kind: "on" or "off"}}`, such as
             `{"experts/*": {"gather": "off"}}`, or as text, "experts/*:gather=off". A path names parameters as in

@@ -8,12 +8,13 @@ from typing import cast
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_names import name_axes, name_computed_axes
+from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.carried_rows import state_is_data
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.graph_axes import find_graph_axes
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
-from autoshard.sharding.axes.roles import Role, Roles, batch_axis, find_roles
+from autoshard.sharding.axes.roles import Role, Roles, find_roles
 from autoshard.sharding.program.tracing import Traced
 
 

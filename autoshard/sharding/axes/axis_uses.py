@@ -55,7 +55,12 @@ class AxisUses:
 
 
 def find_uses(
-    program: Program, axes: LogicalAxes, batch: int | None, in_parameters: set[int], owner: dict[int, frozenset[int]]
+    program: Program,
+    axes: LogicalAxes,
+    batch: int | None,
+    in_parameters: set[int],
+    owner: dict[int, frozenset[int]],
+    dispatched: frozenset[int] = frozenset(),
 ) -> AxisUses:
     """Collects how the operators of a program use the axes of its parameters.
 
@@ -65,8 +70,9 @@ def find_uses(
         batch: the batch axis, if there is one.
         in_parameters: the axes that parameters have.
         owner: value without the batch -> the inputs that it was computed from.
+        dispatched: values without the batch that hold its rows (`dispatched_rows`).
     """
-    collector = _UseCollector(axes, batch, in_parameters, owner)
+    collector = _UseCollector(axes, batch, in_parameters, owner, dispatched)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is not None:
             collector.record(op, op.rule, factors)
@@ -80,6 +86,7 @@ class _UseCollector:
     batch: int | None
     in_parameters: set[int]
     owner: Mapping[int, frozenset[int]]
+    dispatched: frozenset[int]
     uses: AxisUses = field(default_factory=AxisUses)
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
@@ -93,6 +100,10 @@ class _UseCollector:
         if is_operator(op.eqn.primitive) and self.batch is not None:
             self.record_operator(op, rule, factors)
             self.record_opaque_attention(op, rule, factors, self.batch)
+
+    def of_stage(self, dims: Dims, factors: Mapping[str, Sequence[int]]) -> Dims:
+        """The dimensions that an operand has on one stage of a pipeline: all but that of the stages."""
+        return tuple(dim for dim in dims if [c for f in dim for c in factors.get(f, ())] != [self.axes.stages])
 
     def has_batch(self, value: int) -> bool:
         """Whether a value has the batch axis."""
@@ -109,10 +120,11 @@ class _UseCollector:
         """
         uses, avals = self.uses, self.axes.program.avals
         matrices = [
-            (self.weight(v), dims)
+            (self.weight(v), of_stage)
             for v, dims in zip(op.operands, rule.operands, strict=True)
-            if v >= 0 and len(dims) > 1 and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
-        ]
+            if v >= 0 and len(of_stage := self.of_stage(dims, factors)) > 1
+            and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
+        ]  # fmt: skip
         if len(matrices) == 1:
             self.record_opaque_product(op, rule, factors, *matrices[0])
         if len(matrices) < 2 or not any(map(self.has_batch, (*op.operands, *op.results))):
@@ -199,6 +211,12 @@ class _UseCollector:
         sides = [{c for dim in of_value[v] for c in dim} if v >= 0 else set[int]() for v in op.operands[:2]]
         result = {c for dim in of_value[op.results[0]] for c in dim}
         with_batch = [batch in side for side in sides]
+        kept = batch in result
+        if self.dispatched.intersection((*op.operands[:2], op.results[0])):
+            with_batch = [has or v in self.dispatched for has, v in zip(with_batch, op.operands[:2], strict=True)]
+            kept = op.results[0] in self.dispatched
+            if all(with_batch):  # rows that are dispatched or combined, or the gradient of a weight
+                return
         everywhere = [*rule.operands[:2], rule.results[0]]
         shared = {
             c for f in rule.factors
@@ -206,13 +224,13 @@ class _UseCollector:
             for c in factors.get(f.name, ())
         }  # fmt: skip
         summed = self.of_kind("reduce", rule, factors)
-        if all(with_batch) and batch in result:  # activation with activation: attention
+        if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:
                 uses.inner |= summed
             uses.kept |= (result - shared) & self.in_parameters
             uses.heads |= shared - {batch}
-        elif any(with_batch) and batch in result:  # activation with weight
+        elif any(with_batch) and kept:  # activation with weight
             place = with_batch.index(False)
             weight = self.weight(op.operands[place])
             for c in sides[place]:

@@ -74,8 +74,10 @@ def _computed_by_experts(axes: LogicalAxes, roles: Roles, with_experts: Iterable
 def _is_product(op: Op, axes: LogicalAxes, roles: Roles, here: list[int]) -> bool:
     """Whether a contraction multiplies rows of experts by expert weights, or computes the gradient of such weights.
 
-    Both operands and the result have experts then, and at least one of them, the weight, has no batch.
+    Both operands and the result have experts then, and at least one of them, the weight, has no rows of the batch.
     """
     values = (*op.operands[:2], op.results[0])
-    with_batch = [any(roles.batch in dim for dim in axes.of_value[v]) for v in values if v >= 0]
+    with_batch = [
+        v in roles.dispatched or any(roles.batch in dim for dim in axes.of_value[v]) for v in values if v >= 0
+    ]
     return set(values) <= set(here) and any(with_batch) and not all(with_batch)

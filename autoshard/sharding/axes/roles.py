@@ -19,15 +19,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_uses import AxisUses, find_uses
-from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE, MAX_FUSED_WEIGHTS
-from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.batch_axis import batch_axis
+from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
+from autoshard.sharding.axes.dispatched_rows import dispatched_rows
+from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
+from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
@@ -54,6 +55,8 @@ class Roles:
         output_classes: parallel axes that a loss sums over.
         heads: axes of attention heads, each followed by the query groups of a key-value head.
         head_dims: axes of the elements of a head, in queries, keys and values.
+        dispatched: values that hold rows of the batch, but not its axis (`dispatched_rows`).
+        dispatched_rows: the axes of their rows. What shards the batch shards them.
         gradients: values that are sums over the batch, and values computed from them without the batch.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
@@ -61,6 +64,7 @@ class Roles:
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
         separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
             own, or the number of stages does not divide that of the layers.
+        gathers_once: whether weights are gathered before a loop over microbatches, so that `fsdp` shards replicas, too.
     """
 
     inputs: dict[int, Role]
@@ -76,9 +80,12 @@ class Roles:
     head_dims: tuple[int, ...] = ()
     gradients: frozenset[int] = frozenset()
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    dispatched: frozenset[int] = frozenset()
+    dispatched_rows: tuple[int, ...] = ()
     stages: int | None = None
     replicas: int | None = None
     separate_layers: bool = False
+    gathers_once: bool = False
 
 
 def find_roles(
@@ -111,11 +118,11 @@ def find_roles(
     for v in parameters:
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             parameter_bytes[c] += axis_weight(program.avals[v])
-    use = find_uses(program, axes, batch, in_parameters, owner)
+    dispatched, dispatched_axes = dispatched_rows(program, axes, batch, in_parameters)
+    use = find_uses(program, axes, batch, in_parameters, owner, dispatched)
     stages = axes.stages
-    for own in (stages, replicas):
-        if own is not None:
-            use.discard(own)
+    for own in (c for c in (stages, replicas) if c is not None):
+        use.discard(own)
     shared = {c for c, weights in use.weights.items() if len(weights) > 1} - use.windows
     data = [v for v, role in inputs.items() if role == "data"]
     in_data = {c for v in data for dim in axes.of_value[v] for c in dim}
@@ -150,11 +157,16 @@ def find_roles(
         output_classes=tuple(c for c in parallel if c in _reduced_outputs(use)),
         heads=tuple(c for c in parallel if c in use.heads or c in groups),
         head_dims=_head_dims(axes, use, parameters, use.heads | groups, {residual, *parallel, *axes.stacked}),
-        gradients=(gradients := _gradients(program, axes, batch) | _stacked_terms(program, axes, replicas)),
+        dispatched=dispatched,
+        dispatched_rows=dispatched_axes,
+        gradients=(
+            gradients := _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
+        ),
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
         replicas=replicas,
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
+        gathers_once=any(op.name == gather_p.name for op in program.ops()),
     )
 
 
@@ -230,103 +242,6 @@ def _stacked_terms(program: Program, axes: LogicalAxes, replicas: int | None) ->
     """The gradients that stages give back for each group of rows. Groups of single rows are the batch of the step."""
     given = (v for op in program.ops() if replicas is not None and op.name in LAYER_STACKS for v in op.results)
     return frozenset(v for v in given if (replicas,) in axes.of_value[v])
-
-
-def batch_axis(
-    program: Program, axes: LogicalAxes, state: frozenset[int], among: frozenset[int] = frozenset()
-) -> int | None:
-    """Finds the batch: of the axes that occur in the most activation bytes, the one nearest to the front of an input.
-
-    If all inputs are state, the step generates its batch itself.
-
-    If no state is known, parameters are inputs like data, and activations have their axes too. An axis that an input
-    has twice is that of a square weight, and the batch only if there is no other. The next weight contracts such an
-    axis. The batch is contracted by gradients only, which come later, so of several candidates in the same dimension
-    the one that is contracted last is taken.
-
-    Args:
-        program: the program.
-        axes: its logical axes.
-        state: the inputs that the program returns updated.
-        among: the axes to choose from; empty for all.
-    """
-    carried: Counter[int] = Counter()
-    for leaves, size in _result_bytes(program, axes).items():
-        for c in {c for dim in leaves for c in dim}:
-            carried[c] += size
-    of_state = {c for v in state for dim in axes.of_value[v] for c in dim}
-    position: dict[int, tuple[int, int]] = {}
-    for n, v in enumerate(program.inputs):
-        if v in state:
-            continue
-        for d, dim in enumerate(axes.of_value[v]):
-            for c in dim:
-                position[c] = min(position[c], (d, n)) if c in position else (d, n)
-    candidates = {c for c in position if c not in of_state and c not in axes.stacked and carried[c]}
-    candidates = {c for c in candidates if c in among} or candidates
-    candidates = candidates - _square(program, axes) or candidates
-    if not candidates and state:
-        generated = _generated_batch(program, axes, carried)
-        # with no generated batch, the data was mistaken for state: search again among all inputs
-        return generated if generated is not None else batch_axis(program, axes, frozenset())
-    if not candidates:
-        return None
-    most = max(carried[c] for c in candidates)
-    summed = {} if state else _first_summed(program, axes)
-    last = len(program.avals)
-
-    def order(c: int) -> tuple[int, ...]:
-        dim, number = position[c]
-        return dim, -summed.get(c, last), number, c
-
-    return min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
-
-
-def _square(program: Program, axes: LogicalAxes) -> set[int]:
-    """The axes that an input has in two dimensions."""
-    return {
-        c for v in program.inputs for d, dim in enumerate(axes.of_value[v]) for c in dim
-        if any(c in other for other in axes.of_value[v][:d])
-    }  # fmt: skip
-
-
-def _generated_batch(program: Program, axes: LogicalAxes, carried: Mapping[int, int]) -> int | None:
-    """The batch of a step that generates it: of the axes that no input has, the one with the most bytes.
-
-    One contraction must keep it (activation with weight), and another must sum over it (the gradient of the weight).
-    """
-    kept: set[int] = set()
-    summed: set[int] = set()
-    for op, factors in zip(program.ops(), axes.of_op, strict=True):
-        if op.rule is not None and op.name in CONTRACTIONS:
-            for f in op.rule.factors:
-                (summed if f.kind == "reduce" else kept).update(factors.get(f.name, ()))
-    given = {c for v in program.inputs for dim in axes.of_value[v] for c in dim}
-    return max((kept & summed) - given - axes.stacked, key=lambda c: (carried[c], -c), default=None)
-
-
-def _result_bytes(program: Program, axes: LogicalAxes) -> Counter[Leaves]:
-    """The bytes of all operators' results in one step, by the classes of the results."""
-    found: Counter[Leaves] = Counter()
-    for op in program.ops():
-        if op.rule is not None:
-            for v in op.results:
-                if not _compat.is_extended((aval := program.avals[v]).dtype):
-                    found[axes.of_value[v]] += int(axis_weight(aval) * op.trips)
-    return found
-
-
-def _first_summed(program: Program, axes: LogicalAxes) -> dict[int, int]:
-    """Axis -> the position of the first operator that contracts it or indexes it (a gather)."""
-    found: dict[int, int] = {}
-    for number, (op, factors) in enumerate(zip(program.ops(), axes.of_op, strict=True)):
-        if op.rule is not None and op.name in (*CONTRACTIONS, "gather"):
-            kind = "index" if op.name == "gather" else "reduce"
-            for f in op.rule.factors:
-                if f.kind == kind:
-                    for c in factors.get(f.name, ()):
-                        found.setdefault(c, number)
-    return found
 
 
 def _input_roles(

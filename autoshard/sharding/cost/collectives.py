@@ -115,6 +115,7 @@ class StepCost:
     comm_bytes: float
     collectives: tuple[Collective, ...]
     kernels_us: float = 0.0  # the part of compute_us that the program's kernels take
+    rows_us: float = 0.0  # of kernels that take or return rows of the batch, and of collectives that move rows
     host: HostTime = HostTime()
     live_buffers: tuple[LiveBuffers, ...] = field(default=(), repr=False)
     overlap: Overlap | None = field(default=None, repr=False)  # None if compute can hide no collective
@@ -199,7 +200,7 @@ def _step_cost(
     compute = kernels_us + moved / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
     wire = sum(c.wire_bytes * c.count for c in collectives)
     step = compute + sum(c.exposed_us for c in collectives) + host.exposed_us
-    return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host, overlap=overlap)
+    return StepCost(step, compute, comm, wire, tuple(collectives), kernels_us, host=host, overlap=overlap)
 
 
 def _exposing(one: Collective, exposed_us: float) -> Collective:

@@ -20,6 +20,7 @@ from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.flops import Shapes, inner_program, masked_groups
 from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_costs
+from autoshard.spmdrules.custom_ops.opaque_primitive import one_of_batch
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 
@@ -42,6 +43,9 @@ class OpaqueMemory:
 @functools.lru_cache(maxsize=MEMORY_CACHE_ENTRIES)
 def trace_opaque_memory(fn: Callable[..., Any], operands: Shapes, platform: str) -> OpaqueMemory | None:
     """Return the memory of a function on operands of these shapes and dtypes; None if it does not accept them."""
+    once = one_of_batch(fn, operands)
+    if once is not None:  # such as the one stage of a pipeline that a device has
+        return trace_opaque_memory(*once, platform)
     program = inner_program(fn, operands)
     if program is None:
         return None

@@ -44,6 +44,7 @@ from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import (
     Facts,
     OperatorClass,
+    RowsOfBatch,
     SharedOperands,
     ValueClasses,
     distinctly_fixed,
@@ -125,6 +126,7 @@ class CostModel:
         self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
         self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
         self.classes = operator_classes(axes, roles, fusion, distinct)
+        self._rows = RowsOfBatch(axes, roles, self.classes)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
@@ -149,7 +151,7 @@ class CostModel:
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
             return self._distinguishing(distinct)(layout)
-        compute, collectives, times_us = 0.0, [], []
+        compute, collectives, times_us, moved_rows_us = 0.0, [], [], 0.0
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
         gathered: dict[Any, Gathered] = {}
         sequential = self.gather == SEQUENTIAL
@@ -182,7 +184,10 @@ class CostModel:
                         ring = Ring(move.hops, price.beside_us) if move.hops else None
                         some = assignment, move.kind, axes, move.local_bytes, runs, each.line, place, ring, ops
                         collectives.append(collective(*some, move.array))
+                        if place is None and ring is None and self._rows.are_moved(each.op, move.array):
+                            moved_rows_us += collectives[-1].time_us
         collectives += self._state_moves(layout)
+        rows_us = float(self._rows.runs @ times_us) + moved_rows_us
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
         cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=sequential)
@@ -192,9 +197,10 @@ class CostModel:
                 us if each.op.name in CONTRACTIONS or is_declared(each.op) else 0.0
                 for us, each in zip(times_us, self.classes, strict=True)
             ]
-            return self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
+            found = self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
+            return replace(found, rows_us=rows_us)
         ahead = gathered_one_ahead(in_order, self.stretches.number)
-        return replace(cost, live_buffers=(*buffers.values(), *ahead))
+        return replace(cost, live_buffers=(*buffers.values(), *ahead), rows_us=rows_us)
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""

@@ -63,6 +63,8 @@ class Layout:
         if not differs:
             return {}
         aliases, staged = self.axes.parameter_aliases, self.axes.layer_dims
+        if self.roles.gathers_once:
+            return aliases
         # The stages gather small weights of all their layers at once.
         small = {v for v in staged if v in aliases and self._layer_bytes(v) <= EARLY_GATHER_SLICE_BYTES}
         return {v: source for v, source in aliases.items() if v not in small} if small else aliases
@@ -249,7 +251,8 @@ class Layout:
         if self.roles.separate_layers and replicas is not None and (replicas,) in leaves:  # summed apart for each
             at = leaves.index((replicas,))
             spec = self._gradient_specs.get((*leaves[:at], *leaves[at + 1 :]))
-            return None if spec is None else (*spec[:at], *self.spec_of(((replicas,),)), *spec[at:])
+            of_groups = ((),) * at + self.spec_of(((replicas,),)) + ((),) * (len(leaves) - at - 1)
+            return None if spec is None else exchanged_spec((*spec[:at], (), *spec[at:]), of_groups)
         if leaves in self._gradient_specs:
             return self._gradient_specs[leaves]
         state = self._transposed.get(tuple(sorted(leaves)))  # a contraction may return the gradient transposed

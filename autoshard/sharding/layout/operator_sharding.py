@@ -32,6 +32,7 @@ from autoshard.spmdrules.families.stages import (
     WITH_ALL_LAYERS,
     shift_p,
 )
+from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Op
 
 AFTER_UPDATE = "after the update"
@@ -181,15 +182,18 @@ def strategy_for_specs(
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
     given = [nbytes(v.aval) for v in op.eqn.outvars]
     forms = sequence_forms_of(op.eqn.params, avals) if sequence else None
-    if forms is None and op.name not in LAYER_STACKS:
+    if forms is None and op.name not in (*LAYER_STACKS, gather_p.name):
         chosen = known_strategy(op.rule, moved, specs, given, result_specs, mesh, flops_of(op), prices)
         return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
 
-    def choose(rule: Rule, forced: Mapping[str, Sequence[str]] | None = None) -> OperatorStrategy:
+    def choose(rule: Rule, forced: Mapping[str, Sequence[str | None]] | None = None) -> OperatorStrategy:
         operands = OperandSpecs(rule.operands, moved, specs, rule, mesh)
         results = OperandSpecs(rule.results, given, result_specs, rule, mesh)
         return choose_strategy(rule, operands, results, mesh, flops_of(op), prices, forced)
 
+    if op.name == gather_p.name:  # the operand is gathered, so that its gather is one of a stored weight
+        of_result = project(op.rule, op.rule.results[0], result_specs[0], mesh)
+        return choose(op.rule, {axis: [of_result.get(axis)] for axis in mesh})
     if forms is None:
         dims, of_layer = _layer_of(op, specs, result_specs)
         of_stages = (result_specs if op.name in TO_STAGES else specs)[0]

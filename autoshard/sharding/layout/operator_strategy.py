@@ -151,7 +151,7 @@ def choose_strategy(
     mesh: Mapping[str, int],
     flops: float,
     prices: LinkPrices,
-    forced: Mapping[str, Sequence[str]] | None = None,
+    forced: Mapping[str, Sequence[str | None]] | None = None,
 ) -> OperatorStrategy:
     """Choose the cheapest factor for each mesh axis, one mesh axis at a time, in mesh order.
 
@@ -162,8 +162,8 @@ def choose_strategy(
         mesh: mesh axis -> size.
         flops: FLOPs of the unsharded operator.
         prices: what bytes cost on the links of the machine.
-        forced: mesh axis -> the only factors that it may shard, if it shards any array here and one of them divides.
-            These mesh axes come last, so they shard what others leave.
+        forced: mesh axis -> the only factors that it may shard, if it shards any array here and one of them divides;
+            None for no factor. These mesh axes come last, so they shard what others leave.
     """
     forced = forced or {}
 
@@ -177,7 +177,11 @@ def choose_strategy(
         options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
         dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
         touched = any(axis in p for a in (operands, results) for p in a.factors_of_axes)
-        allowed = [f for f in forced.get(axis, ()) if touched and rule.factor(f).shardable_into(shards.get(f, 1) * n)]
+        allowed = [
+            f
+            for f in forced.get(axis, ())
+            if touched and (f is None or rule.factor(f).shardable_into(shards.get(f, 1) * n))
+        ]
         choices = allowed or ([*dividing, None] if options else [None])
         best, moves = (math.inf, choices[0]), None
         for factor in choices if len(choices) > 1 else ():

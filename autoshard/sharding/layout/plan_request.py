@@ -193,10 +193,10 @@ def may_be_mesh_axis(axis: str, mesh: Mapping[str, int] | None, words: str | Non
 
 def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ...]:
     """The logical axes that a kind of parallelism shards, in order of preference."""
-    if kind == "dp" and roles.replicas is not None:
+    if roles.replicas is not None and kind in kinds_of_replicas(roles):
         return (roles.replicas,)
     if kind in ("dp", "zero1", "fsdp"):
-        return () if roles.batch is None else (roles.batch,)
+        return () if roles.batch is None else (roles.batch, *roles.dispatched_rows)
     if kind == "pp":
         return _for_stages(roles)
     if kind in CONTEXT:
@@ -205,6 +205,16 @@ def classes_for(kind: str, roles: Roles, flags: frozenset[str]) -> tuple[int, ..
         return (*roles.experts, roles.batch) if roles.experts and roles.batch is not None else roles.experts
     listed = tuple(c for c in roles.parallel if c not in roles.experts)
     return listed + (roles.sequence if "seq" in flags else ())
+
+
+def kinds_of_replicas(roles: Roles) -> tuple[str, ...]:
+    """The kinds of parallelism that shard the groups of rows whose sums are added after the microbatches.
+
+    Weights that are gathered once a step have their gradients reduced once, too, so that `fsdp` is among them.
+    """
+    if roles.replicas is None:
+        return ()
+    return ("dp", "fsdp") if roles.gathers_once else ("dp",)
 
 
 def _for_stages(roles: Roles) -> tuple[int, ...]:
@@ -252,7 +262,7 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
             usable += usable_heads(axes, size, requested.taking_heads)
         parts = (
             [size]
-            if requested.fixed_mesh or kind == "pp" or (kind == "dp" and roles.replicas is not None)
+            if requested.fixed_mesh or kind == "pp" or kind in kinds_of_replicas(roles)
             else axis_parts(size, usable)
         )
         for i, part in enumerate(parts):

@@ -48,6 +48,35 @@ def scaled_requests(requested: Request, devices: int, rows: int) -> list[Request
     return [_without_single_devices(replace(requested, sizes=sizes)) for sizes in sorted(allowed, key=changes)]
 
 
+def scaled_pipelines(requested: Request, devices: int, rows: int, most: int) -> list[Request]:
+    """The scalings of a pipeline that keep at least 2 stages, and at most `most`.
+
+    If no word shards the batch, `dp` does. So there is a scaling where the stages are fewer than the devices.
+
+    Args:
+        requested: the request, with a word `pp:N`.
+        devices: the new number of devices.
+        rows: the rows of a microbatch.
+        most: the largest number of stages.
+
+    Example:
+        >>> from autoshard.sharding.layout.plan_request import parse_request
+        >>> [str(each) for each in scaled_pipelines(parse_request("pp:8"), 8, 16, most=6)]
+        ['pp:4 dp:2', 'pp:2 dp:4']
+    """
+    if not requested.fixed_mesh and not {*_SHARDS_BATCH}.intersection(requested.kinds.values()):
+        (pp,) = (a for a, kind in requested.kinds.items() if kind == "pp")
+        sizes = {pp: requested.sizes[pp], "dp": 1, **requested.sizes}
+        requested = replace(requested, sizes=sizes, kinds={**requested.kinds, "dp": "dp"})
+    found = scaled_requests(requested, devices, rows)
+    return [each for each in found if 2 <= stages_in(each) <= most]
+
+
+def stages_in(requested: Request) -> int:
+    """The number of stages of a request; 1 if it has no pipeline."""
+    return math.prod(n for axis, n in requested.sizes.items() if requested.kinds[axis] == "pp")
+
+
 def scaled_meshes(mesh: Mapping[str, int], devices: int) -> list[dict[str, int]]:
     """The scalings of a mesh whose axes have no known kind. The first axis is the outermost and changes first."""
     kinds = {axis: "tp" if i else "dp" for i, axis in enumerate(mesh)}

@@ -78,8 +78,6 @@ def sequence_problems(
     found = list(sequence_operators(layout.axes.program) if operators is None else with_forms(operators))
     if not found:
         words = " ".join(f"{named[way]}:{n}" for way, n in sizes.items())
-        if layout.roles.stages is not None:
-            return [f"'{words}' does not run within the stages of a pipeline. Use 'cp', or leave out 'pp'"]
         return [
             f"'{words}' says how attention runs, but no attention was recognised in the program. Use 'cp', which "
             "gathers what is needed"

@@ -1,8 +1,8 @@
 """Chooses the number of microbatches: `microbatches="auto"`.
 
-The numbers 1, 2, 4, ... are planned one after the other. A larger number needs less memory for activations, but often
-more time, because parameters are gathered in each microbatch. So the search ends when a number fits and the next one is
-not clearly faster.
+The numbers 1, 2, 4, ... are planned one after the other. Where a number does not divide the batch, the next larger one
+that does takes its place. A larger number needs less memory for activations, but often more time, because parameters
+are gathered in each microbatch. So the search ends when a number fits and the next one is not clearly faster.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def plan_in_microbatches(
         count: the number of microbatches, or "auto".
         planned: makes a bound plan of a step that is already rewritten.
         cut: cuts a step into a number of microbatches.
-        least: the smallest number that "auto" tries. If the step cannot be cut into it, larger ones follow, up to
-            twice that number. The others are products of the first possible one with powers of 2.
+        least: the smallest number that "auto" tries. The next one is twice as large. Where a number does not divide the
+            batch, the next larger one that does takes its place.
 
     Raises:
         PlanError: the step cannot be cut into this number.
@@ -43,10 +43,10 @@ def plan_in_microbatches(
         return planned(cut(traced, int(count)))
     made: list[tuple[int, Any, list[Any]]] = []
     reason = ""
-    first, step = _first_cut(traced, cut, least)
-    for number in (first * 2**n for n in range(MOST_TRIALS)):
+    number, step = _cut_from(traced, cut, least)
+    for _ in range(MOST_TRIALS):
         try:
-            step = cut(traced, number) if made else step
+            number, step = _cut_from(traced, cut, 2 * number) if made else (number, step)
         except PlanError as error:
             reason = str(error).partition("): ")[2]
             break
@@ -64,15 +64,14 @@ def plan_in_microbatches(
     return bound.where(notes=(*bound.plan.notes, f"{text}. {reason}" if reason else text))
 
 
-def _first_cut(traced: Traced, cut: Callable[[Traced, int], Traced], least: int) -> tuple[int, Traced]:
-    """The smallest number, from `least` to less than twice that, into which a step can be cut; and the cut step."""
-    reasons = []
-    for number in range(least, 2 * least):
-        try:
-            return number, cut(traced, number)
-        except RowsNotDivided as error:
-            reasons.append(error)
-    raise reasons[0]
+def _cut_from(traced: Traced, cut: Callable[[Traced, int], Traced], least: int) -> tuple[int, Traced]:
+    """The smallest number, from `least` on, into which a step can be cut; and the cut step."""
+    try:
+        return least, cut(traced, least)
+    except RowsNotDivided as error:
+        if not (larger := error.counts(least)):
+            raise
+    return larger[0], cut(traced, larger[0])
 
 
 def _best(made: list[tuple[int, Any, list[Any]]]) -> tuple[int, Any, list[Any]]:

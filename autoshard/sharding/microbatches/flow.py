@@ -282,6 +282,8 @@ class _Finder:
             raise NotCut(str(error)) from error
         if rule is None:
             raise NotCut(f"{place_of(eqn)} has no rule")
+        if name == "optimization_barrier":  # each result is one operand: their rows need not be the same
+            return Step("each", states, [*states], rule)
         try:
             return step_by_rule(eqn, rule, states, self.count, self.rows)
         except NotCut:

@@ -27,7 +27,35 @@ AUTO = "auto"
 
 
 class RowsNotDivided(PlanError):
-    """The number of microbatches does not divide the rows of the batch."""
+    """The number of microbatches does not divide the rows of the batch.
+
+    Attributes:
+        rows: the number of rows.
+    """
+
+    def __init__(self, message: str, rows: int):
+        super().__init__(message)
+        self.rows = rows
+
+    def counts(self, least: int) -> list[int]:
+        """Return the numbers of microbatches, from `least` on, that divide the rows."""
+        return divisors(self.rows, least)
+
+
+def divisors(rows: int, least: int = 1) -> list[int]:
+    """Return the divisors of a number of rows, from `least` on.
+
+    Example:
+        >>> divisors(12, least=3)
+        [3, 4, 6, 12]
+    """
+    return [n for n in range(least, rows + 1) if rows % n == 0]
+
+
+def batch_rows(traced: Traced) -> int:
+    """Return the number of rows of a step's batch; 0 if it has none."""
+    analysis = analyse(traced)
+    return 0 if analysis.roles.batch is None else analysis.axes.sizes[analysis.roles.batch]
 
 
 def read_microbatches(count: Any) -> int | str:
@@ -129,10 +157,11 @@ def batch_inputs(traced: Traced, analysis: Analysis, count: int) -> Mapping[int,
     size = axes.sizes[batch]
     if size % count:
         leaf, split = next(iter(where.items()))
-        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        fits = ", ".join(map(str, divisors(size)))
         raise RowsNotDivided(
             f"auto_shard({traced.name}): microbatches={count} does not divide the batch of {size} rows, which is in "
-            f"dimension {split.dim} of {traced.in_names[leaf]}. Use one of {fits}"
+            f"dimension {split.dim} of {traced.in_names[leaf]}. Use one of {fits}",
+            size,
         )
     return where
 

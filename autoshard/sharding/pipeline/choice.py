@@ -4,10 +4,13 @@ Stages exchange only activations, so a pipeline pays most across slices and host
 targets. If the user gives no number of microbatches, a plan without a pipeline has one, and a pipeline the number that
 is fastest. A pipeline has the same products as a plan without, and its stages are idle in some ticks. So it is not
 tried if the other plan's compute and these ticks already take longer than the other plan's step.
+
+Of a pipeline whose stages store their layers in shards, two programs are priced (`plan_with_gathers`).
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +23,7 @@ from autoshard.sharding.microbatches.constants import GAIN
 from autoshard.sharding.pipeline.constants import MOST_MICROBATCHES, MOST_STAGE_COUNTS
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, SEARCHED
 from autoshard.sharding.pipeline.schedules import FORWARD_ONLY, LEAN
+from autoshard.sharding.plan.gather_words import ONCE, REPEAT
 
 ONE = "there is one device only; leave out schedule="
 
@@ -57,7 +61,7 @@ def plan_with_pipelines(
     counts: list[int],
     microbatches: int | str,
     plain: Callable[[], Any],
-    staged: Callable[[int, str | None, int | str], Any],
+    staged: Callable[[int, str | None, int | str, float], Any],
 ) -> Any:
     """Return the best bound plan: one without a pipeline, or one with.
 
@@ -65,18 +69,19 @@ def plan_with_pipelines(
         counts: the numbers of stages to try.
         microbatches: the number of microbatches that the user gave; 1 if none.
         plain: makes the plan without a pipeline.
-        staged: makes the plan with a pipeline, from the number of stages, the schedule (None chooses it) and the
-            number of microbatches.
+        staged: makes the plan with a pipeline, from the number of stages, the schedule (None chooses it), the number
+            of microbatches, and the step time in microseconds from which on the plan is of no use.
     """
     best = first = plain()
     tried: list[str] = []
 
     def compare(count: int, schedule: str | None, number: int | str) -> None:
         nonlocal best
+        most_us = (1 - GAIN) * best.plan.estimate.step_time_us if best.plan.fits else math.inf
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # this plan may not be chosen
-                made = staged(count, schedule, number)
+                made = staged(count, schedule, number, most_us)
         except PlanError as error:
             if microbatches != 1:
                 reason = str(error).partition("): ")[2] or error
@@ -126,6 +131,39 @@ def plan_of_pipelines(name: str, schedule: str, counts: Sequence[int], staged: C
     for warning in caught:
         warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
     return best.where(notes=(*best.plan.notes, f"schedule {schedule} was requested: compared {'; '.join(tried)}"))
+
+
+def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
+    """Return the better one of two bound plans, for weights of the stages that are stored in shards.
+
+        repeat  each tick gathers the layers that it runs, one by one, and reduces their gradients. Its memory has the
+                shards of weights and gradients, and one or two gathered layers
+        once    the layers of a stage are gathered before the first tick, and their gradients reduced after the last
+                one. Its memory has all layers of the stage, and their gradients
+
+    The faster one that fits the memory is returned.
+
+    Args:
+        repeat: the plan whose stages gather a layer whenever they run it.
+        once: makes the plan whose stages gather their layers once a step. It is not called if nothing is stored in
+            shards, or if `repeat`, which needs less memory, does not fit.
+    """
+    layout = repeat.layout
+    storing = [a for a in layout.storage.get("parameter", ()) if layout.roles.stages not in layout.table.get(a, ())]
+    if not storing or not repeat.plan.fits:  # stages exchange their layers once a step anyway
+        return repeat
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `repeat` has the same warnings
+            other = once()
+    except PlanError as error:  # such as a fixed sharding that the groups of rows exclude
+        reason = str(error).partition("): ")[2] or error
+        return repeat.where(notes=(*repeat.plan.notes, f"gather={ONCE!r} is not possible: {reason}"))
+    faster = other.plan.fits and other.plan.estimate.step_time_us < repeat.plan.estimate.step_time_us
+    best = other if faster else repeat
+    text = (f"stages gather their layers {'once a step' if faster else 'again in each microbatch'}: compared "
+            f"gather={ONCE!r} ({_figures(other)}) with {REPEAT!r} ({_figures(repeat)})")  # fmt: skip
+    return best.where(notes=(*repeat.plan.notes, text))
 
 
 def plan_with_schedules(planned: Callable[[str], Any], default: str, lean: Sequence[str] = LEAN) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,15 +15,22 @@ from autoshard._shown import shown
 from autoshard._units import bytes_text
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.plan_request import parse_request
+from autoshard.sharding.layout.request_scaling import stages_in
 from autoshard.sharding.microbatches.accumulation import Runner, Terms
-from autoshard.sharding.microbatches.microbatching import with_microbatches
+from autoshard.sharding.microbatches.microbatching import (
+    RowsNotDivided,
+    batch_rows,
+    divisors,
+    with_microbatches,
+)
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
 from autoshard.sharding.pipeline.hoisted_casts import hoist_casts
 from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
-from autoshard.sharding.pipeline.stage_cut import NotStaged, cut_stages, find_stacks, other_stacks
+from autoshard.sharding.pipeline.slots import NotOffloaded, has_transfers
+from autoshard.sharding.pipeline.stage_cut import NotStaged, TooManyStages, cut_stages, find_stacks, other_stacks
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
@@ -35,8 +41,7 @@ def stages_of(plan: Any) -> int:
     """Return the number of stages that a requested plan asks for: N of its word `pp:N`, else 1."""
     if not isinstance(plan, str):
         return 1
-    request = parse_request(plan)
-    return math.prod(n for axis, n in request.sizes.items() if request.kinds[axis] == "pp")
+    return stages_in(parse_request(plan))
 
 
 def with_stages(
@@ -47,6 +52,8 @@ def with_stages(
     schedule: str = DEFAULT,
     replicas: int = 1,
     numerics: bool = False,
+    gathers_once: bool = False,
+    fewer: Callable[[int], str] | None = None,
 ) -> Traced:
     """Return a traced step whose layers run in stages. Its results are the same up to the order of sums.
 
@@ -57,33 +64,58 @@ def with_stages(
         schedule: the word of the schedule.
         replicas: number of groups of rows whose sums are added after the loop, see `with_microbatches`.
         numerics: whether the results may differ, see `with_microbatches`.
+        gathers_once: whether the stages gather their layers once a step, before the loop over the ticks.
+        fewer: from the largest number of stages to a plan that has at most so many, for the error; "" if there is none.
 
     Raises:
-        NotMovable: the step moves residuals to the host.
+        NotMovable: the stages cannot move a value that the step moves to the host.
         PlanError: the step has no repeated part or fewer layers than stages, there are too few microbatches, or the
             step cannot be cut into microbatches.
     """
     if microbatches < stages:
         raise PlanError(
             f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches leaves stages idle all the time; "
-            f"use at least {stages} microbatches"
+            f"{_possible_counts(batch_rows(traced), stages)}"
         )
-    moved = [word for word in traced.offloaded if word != OPTIMIZER]
-    if moved:
-        lean = schedule in WITH_RESIDUALS
-        kept, less = ("inputs", "") if lean else ("residuals", " or schedule='1f1b-inputs', which holds less,")
-        raise NotMovable(
-            f"auto_shard({traced.name}): pp:{stages} keeps the {kept} of its stages in device memory, so "
-            f"offload={'+'.join(moved)!r} cannot move them; use offload='optimizer'{less} or leave out pp:{stages}"
-        )
-    found = _Found(table=make_schedule(schedule, stages, microbatches))
+    found = _Found(table=make_schedule(schedule, stages, microbatches), gathers_once=gathers_once)
     try:
         cut = with_microbatches(traced, microbatches, _runner(found), replicas=replicas, numerics=numerics)
+    except RowsNotDivided as error:
+        raise RowsNotDivided(
+            f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches, which do not divide the batch "
+            f"of {error.rows} rows; {_possible_counts(error.rows, stages)}",
+            error.rows,
+        ) from None
+    except NotOffloaded as reason:
+        moved = "+".join(word for word in traced.offloaded if word != OPTIMIZER)
+        raise NotMovable(
+            f"auto_shard({traced.name}): pp:{stages} with offload={moved!r}: {reason}; use offload={OPTIMIZER!r}, or "
+            f"leave out pp:{stages}"
+        ) from None
+    except TooManyStages as reason:
+        words = fewer(reason.most) if fewer is not None else ""
+        advice = f"Request '{words}'" if words else _at_most(reason.most)
+        raise PlanError(
+            f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}. {advice}"
+        ) from None
     except NotStaged as reason:
         raise PlanError(f"auto_shard({traced.name}): pp:{stages}, but the function cannot be cut: {reason}") from None
     closed = _without_layer_maps(cut.closed)
     return replace(cut, closed=closed, stages=stages, stage_layers=tuple(found.sizes), schedule=found.table.name,
                    stage_bytes=found.bytes, unstaged_layers=found.others)  # fmt: skip
+
+
+def _possible_counts(rows: int, stages: int) -> str:
+    """Say which numbers of microbatches a batch allows for a number of stages."""
+    counts = divisors(rows, stages)
+    if not counts:
+        return f"there must be at least as many rows as stages, and the batch has {rows}: use fewer stages or more rows"
+    shown = " or ".join(filter(None, (", ".join(map(str, counts[:-1])), str(counts[-1]))))
+    return f"use at least {stages} microbatches: microbatches={shown}"
+
+
+def _at_most(stages: int) -> str:
+    return f"There can be at most {stages} stages" if stages > 1 else "Leave pp out"
 
 
 def stage_notes(traced: Traced) -> list[str]:
@@ -157,12 +189,14 @@ class _Found:
         sizes: the number of layers of each stage.
         bytes: the bytes of a stage's input and of its residuals, for one microbatch.
         others: the places of the stacks of layers that are on no stage.
+        gathers_once: whether the stages gather their layers once a step. It is given.
     """
 
     table: Schedule
     sizes: tuple[int, ...] = ()
     bytes: tuple[int, int] = (0, 0)
     others: tuple[str, ...] = ()
+    gathers_once: bool = False
 
 
 def _runner(found: _Found) -> Runner:
@@ -175,6 +209,8 @@ def _runner(found: _Found) -> Runner:
         groups = [(n,) for n in range(len(ops))]
         layers: list[list[Any]] = []
         in_scans = find_stacks(jaxpr, len(whole)) or find_layers(jaxpr, len(whole))[0]
+        if not in_scans and has_transfers(jaxpr):
+            raise NotOffloaded("layers that are no jax.lax.scan keep their residuals in device memory")
         if not in_scans and (rolled := roll_layers(jaxpr, len(whole), ops)):
             layers = [[whole[n] for n in positions] for positions in rolled.stacks]
             whole = [*rolled.constants, *whole, *(stack_layers(*each) for each in layers)]
@@ -196,7 +232,8 @@ def _runner(found: _Found) -> Runner:
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}
-        values = StageLoop(cut, found.table, combined, rows, whole, separate).run(apart)
+        loop = StageLoop(cut, found.table, combined, rows, whole, separate, gathers_once=found.gathers_once)
+        values = loop.run(apart)
         sums: dict[int, Any] = {}
         for var, group in zip(jaxpr.outvars, groups, strict=False):
             sums |= zip(group, values[var] if var in apart else [values[var]], strict=True)

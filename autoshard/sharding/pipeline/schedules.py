@@ -176,6 +176,23 @@ class Schedule:
         found[ticks[:, 0]] = of.reshape(self.microbatches, self.chunks, self.stages)
         return found[:, 0] if self.chunks == 1 else found
 
+    def write_table(self, slots: Slots, made: str, taken: str | Sequence[str]) -> np.ndarray:
+        """For each tick, the slot that each stage writes, `[T, N]`.
+
+        An idle stage writes one in which nothing waits, so that every stage always writes. The number is `IDLE` if
+        values wait in all slots.
+
+        Args:
+            slots: the slots.
+            made: the part that writes them. It is on stages.
+            taken: the parts that read them.
+        """
+        found, write, last = self.slot_table(slots, made), self.by_item(made), self._last(made, taken)
+        for tick, stage in np.argwhere(found == IDLE):
+            waits = slots.of[(write[:, stage] < tick) & (tick <= last[:, stage]), stage]
+            found[tick, stage] = next((n for n in range(slots.count) if n not in waits), IDLE)
+        return found
+
     def live(self, made: str, taken: str | Sequence[str]) -> np.ndarray:
         """The number of items whose values wait at each stage in each tick, `[T, N]`; see `slots`."""
         write, last = self.by_item(made), self._last(made, taken)

@@ -24,6 +24,18 @@ class NotStaged(Exception):
     """The program cannot be cut into stages. The text gives the reason."""
 
 
+class TooManyStages(NotStaged):
+    """The program has fewer layers than stages.
+
+    Attributes:
+        most: the largest number of stages.
+    """
+
+    def __init__(self, reason: str = "", most: int = 0):  # copies pass the reason alone
+        super().__init__(reason)
+        self.most = most
+
+
 @shown
 @dataclass(eq=False)
 class Stack:
@@ -235,9 +247,8 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int, chunks: int = 1) 
         stacks = Stack(layers), Stack(None)
     forward, backward = stacks
     if stages > forward.layers:
-        raise NotStaged(
-            f"{stages} stages are more than {forward.place}, whose number is {forward.layers}. {_fewer(forward.layers)}"
-        )
+        text = f"{stages} stages are more than {forward.place}, whose number is {forward.layers}"
+        raise TooManyStages(text, forward.layers)
     if stages * chunks > forward.layers:
         most = forward.layers // stages
         use = "'1f1b'" if most < 2 else f"'interleaved:{most}'" + ", or fewer chunks" * (most > 2)
@@ -249,10 +260,6 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int, chunks: int = 1) 
     found = StageCut(jaxpr, jaxpr.invars[whole:], jaxpr.invars[:whole], terms, forward, backward)
     found.find_travellers()
     return found
-
-
-def _fewer(layers: int) -> str:
-    return f"Use pp:{layers}, or fewer stages" if layers > 2 else "Use pp:2" if layers == 2 else "Leave pp out"
 
 
 def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:

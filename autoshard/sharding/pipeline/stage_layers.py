@@ -12,10 +12,12 @@ import numpy as np
 from autoshard import _compat
 from autoshard.sharding.pipeline.hoisted_casts import CAST
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
+from autoshard.sharding.pipeline.slots import layer_on_device
 from autoshard.sharding.pipeline.split_backward import Body
 from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
 from autoshard.sharding.rewrite.evaluation import scan_layers
+from autoshard.spmdrules.families.weight_gathers import gather_once
 
 
 class StageLayers:
@@ -27,6 +29,7 @@ class StageLayers:
         stacks: splits stacks of layers into stages.
         residuals: the stacks that differ between microbatches.
         separate: stack of layers -> the separate values of its layers.
+        gathers_once: whether the layers of each stage are gathered before the loop over the ticks.
     """
 
     def __init__(
@@ -36,12 +39,17 @@ class StageLayers:
         stacks: StageStacks,
         residuals: Collection[Any],
         separate: Mapping[Any, Sequence[Any]],
+        *,
+        gathers_once: bool = False,
     ):
         self.cut, self.values, self.stacks = cut, values, stacks
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in residuals]
         # If stages exchange layers, they do so once, not in each tick. Casts are made once, too.
-        once = [v for v in dict.fromkeys(given) if not stacks.contiguous or v in cut.made]
+        once = [v for v in dict.fromkeys(given) if gathers_once or not stacks.contiguous or v in cut.made]
         self.given: Env = {v: self.of_stack(v, separate) for v in once}
+        if gathers_once:
+            with _compat.source_of(cut.forward.eqn):
+                self.given = {v: gather_once(x) if _is_float(x) else x for v, x in self.given.items()}
 
     def of_stack(self, var: Any, separate: Mapping[Any, Sequence[Any]]) -> Any:
         """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""
@@ -86,7 +94,7 @@ class StageLayers:
         shared = {
             v: self.values.of_shared(v) for v in stack.consts if v not in sides and not isinstance(v, _compat.Literal)
         }
-        run = body or _compat.jaxpr_as_function(eqn.params["jaxpr"])
+        run = body or layer_on_device(eqn.params["jaxpr"])
         of_stage = [sides[v] for v in names]
         whole, n_carry = [v for v in stack.slices if v not in slices], len(carry)
         given = [self.given[v] if v in self.given else self.of_stack(v, {}) for v in whole]
@@ -120,3 +128,7 @@ class StageLayers:
             numbers = jnp.arange(stacks.slots)
             carried, made = scan_layers(layers, [*carry], [numbers, *by_layer], length=stacks.slots, **options)
         return list(carried), [jnp.swapaxes(x, 0, 1) for x in made]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)

@@ -16,6 +16,7 @@ from jax import lax
 
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
+from autoshard.sharding.pipeline import slots
 from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import (
@@ -34,7 +35,7 @@ from autoshard.sharding.pipeline.stage_cut import NotStaged, StageCut
 from autoshard.sharding.pipeline.stage_inputs import StageInputs
 from autoshard.sharding.pipeline.stage_layers import StageLayers
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
-from autoshard.sharding.pipeline.tick_tables import tick_tables
+from autoshard.sharding.pipeline.tick_tables import always_write, tick_tables
 from autoshard.spmdrules.families.stages import read_layer, read_slots, shift_stages, write_one, write_slots
 
 State = dict[str, Any]
@@ -51,6 +52,7 @@ class StageLoop:
             `[M, ...]`.
         whole: the program's other inputs.
         separate: stack of layers among these inputs -> the separate values of its layers.
+        gathers_once: whether the layers of each stage are gathered before the loop, see `StageLayers`.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class StageLoop:
         rows: Sequence[Any],
         whole: Sequence[Any],
         separate: Mapping[Any, Sequence[Any]],
+        *,
+        gathers_once: bool = False,
     ):
         self.cut, self.schedule, self.ops = cut, schedule, ops
         self.values = MicrobatchValues(cut, rows, whole)
@@ -74,12 +78,16 @@ class StageLoop:
         self.early, self.late = bool(schedule.lead(BEFORE)), bool(schedule.lead(AFTER))
         forward_done = schedule.ticks[FORWARD][schedule.chunks - 1 :: schedule.chunks, -1:]
         self.inputs = StageInputs(cut, schedule)
+        slots.check_moves(cut, waits=not self.inputs.recompute)
         later = bool((schedule.ticks[MIDDLE] != forward_done).any())
         self.waits = later and not self.inputs.recompute  # the middle takes what left the last stage in an earlier tick
         residuals = {*cut.backward.slices}
         self.residuals = [v for v in cut.forward.stacked if v in residuals]
         self.waiting_residuals = [] if self.inputs.recompute else self.residuals
-        self.layers = StageLayers(cut, self.values, self.stacks, self.residuals, separate).run
+        self.layers = StageLayers(
+            cut, self.values, self.stacks, self.residuals, separate, gathers_once=gathers_once
+        ).run
+        self.always: set[str] = set()  # the waiting values of which every stage writes a slot in each tick
         self.halves = split_backward(cut) if WEIGHTS in schedule.ticks else None
         if self.halves and cut.after_stacks:
             raise NotStaged(
@@ -99,6 +107,7 @@ class StageLoop:
         """
         state: State = {}
         tables = tick_tables(self.schedule, self.waiting, self.slots, self.reverse)
+        self.always = always_write(self.schedule, self.waiting, tables)
         for count, phases in self.schedule.periods:
             parts = [part for _, _, of_phase in phases for part in of_phase]
             state |= self.initial(parts, state)
@@ -191,7 +200,8 @@ class StageLoop:
             return []
         count, layers = self.slots[name].count, (self.cut.forward.layers,) * (name == "for_weights")
         shapes = [self.stacks.shape((*layers, *v.aval.shape)) for v in variables]
-        return [jnp.zeros((count, *shape), v.aval.dtype) for v, shape in zip(variables, shapes, strict=True)]
+        always = name in self.always
+        return [slots.empty_slots(count, shape, v, always) for v, shape in zip(variables, shapes, strict=True)]
 
     def start(self, var: Any, name: str) -> Any:
         """Return the identity element that a sum starts from, or zeros for the rows of all microbatches."""
@@ -247,7 +257,8 @@ class StageLoop:
             if name not in self.slots:
                 continue
             index = row[f"{name} {FORWARD}"]
-            state[name] = [write_slots(s, made[v], index) for s, v in zip(state[name], kept, strict=True)]
+            always = name in self.always
+            state[name] = [slots.write(s, made[v], index, always) for s, v in zip(state[name], kept, strict=True)]
         self.add_on_stages(state, "forward_sums", made, row, FORWARD)
         at_end = self.at_end(state["forward"])
         if self.waits:
@@ -288,7 +299,7 @@ class StageLoop:
         moved = self.shifted(state["backward"], start or [self.zeros(v) for v in variables], row, BACKWARD)
         index = row[f"residuals {BACKWARD}"]
         waited = zip(self.waiting_residuals, state["residuals"], strict=True)
-        slices = {**recomputed, **{v: read_slots(s, index) for v, s in waited}}
+        slices = {**recomputed, **{v: slots.read(s, index) for v, s in waited}}
         known = dict(zip(cut.back, moved[len(stack.carry) :], strict=True))
         half = self.halves.inputs if self.halves else None
         chunk = row.get(f"{BACKWARD} chunk")
@@ -298,8 +309,9 @@ class StageLoop:
         state["backward"] = [*carried, *moved[len(stack.carry) :]]
         if self.halves:
             index = row[f"for_weights {BACKWARD}"]
+            always = "for_weights" in self.always
             state["for_weights"] = [
-                write_slots(s, x, index) for s, x in zip(state["for_weights"], stacked, strict=True)
+                slots.write(s, x, index, always) for s, x in zip(state["for_weights"], stacked, strict=True)
             ]
             return
         made = dict(zip(stack.stacked, stacked, strict=True))
@@ -313,7 +325,7 @@ class StageLoop:
         """Compute the gradients of each stage's weights, where the backward part has left them out."""
         assert self.halves is not None
         stack, index = self.cut.backward, row[f"residuals {WEIGHTS}"]
-        slices = {v: read_slots(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
+        slices = {v: slots.read(s, index) for v, s in zip(self.residuals, state["residuals"], strict=True)}
         waited = [read_slots(s, row[f"for_weights {WEIGHTS}"]) for s in state["for_weights"]]
         chunk = row.get(f"{WEIGHTS} chunk")
         stacked = self.layers(stack, row[WEIGHTS], {}, [], slices, self.halves.weights, waited, chunk)[1]

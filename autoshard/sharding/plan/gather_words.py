@@ -1,4 +1,4 @@
-"""The words of `gather=`: in which order stored parameters are gathered."""
+"""The words of `gather=`: when, and in which order, stored parameters are gathered."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from autoshard.errors import PlanError
 AUTO = "auto"
 PREFETCH = "prefetch"
 SEQUENTIAL = "sequential"
+ONCE = "once"
+REPEAT = "repeat"
 WORDS = {
     AUTO: "the compiler chooses the order, and may gather many parameters early",
     PREFETCH: "the parameters that a layer needs first are gathered while the layer before it computes",
     SEQUENTIAL: "one after another: the next is gathered while one is in use, and each is freed after its use",
+    ONCE: "each stage of a pipeline gathers its layers once a step, and holds them until all microbatches have ended",
+    REPEAT: "each layer is gathered again in each microbatch that uses it",
 }
 
 

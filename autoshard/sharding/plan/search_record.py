@@ -47,6 +47,7 @@ class SearchRecord:
         proposed: how many plans the search began with.
         alike: how many of them have the same layout as an earlier one.
         idle: how many of them leave devices without work of their own and are not fast enough to justify it.
+        slow: how many of them were not priced, because others of their group are too slow (`search.time_floors`).
         tried: the plans that were priced, the fastest first, those of local search among them.
     """
 
@@ -54,4 +55,5 @@ class SearchRecord:
     proposed: int = 0
     alike: int = 0
     idle: int = 0
+    slow: int = 0
     tried: tuple[PricedPlan, ...] = ()

@@ -87,7 +87,8 @@ class ShardingPlan:
             is bound to `functools.partial(fn, **plan.variant)`.
         variants: the variants that were compared: (keywords, strategy, step time in microseconds, peak bytes).
         gather: the order in which stored parameters are gathered: `prefetch` or `sequential`; empty if the compiler
-            chooses it.
+            chooses it. `once` if the stages of a pipeline gather their layers once a step; `repeat` if the user
+            requested that they gather them in each microbatch.
         microbatches: the number of parts of the batch over which the planned step accumulates. `bind` cuts the function
             in the same way.
         replicas: the number of groups of rows whose sums are added after the loop over microbatches.

@@ -15,7 +15,8 @@ from autoshard._gc import paused
 from autoshard.sharding.axes.state_checks import check_state_kept
 from autoshard.sharding.layout import unrolled_layers
 from autoshard.sharding.layout.fixed_shardings import constraint_mesh, program_constraints
-from autoshard.sharding.layout.plan_request import moves_keys
+from autoshard.sharding.layout.plan_request import moves_keys, parse_request
+from autoshard.sharding.layout.request_scaling import scaled_pipelines
 from autoshard.sharding.machines.device_mesh import (
     MeshLike,
     existing_placement,
@@ -25,11 +26,12 @@ from autoshard.sharding.machines.device_mesh import (
 )
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
-from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, with_microbatches
+from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, batch_rows, with_microbatches
 from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import (
     plan_of_pipelines,
+    plan_with_gathers,
     plan_with_pipelines,
     plan_with_schedules,
     requested_stage_counts,
@@ -38,7 +40,7 @@ from autoshard.sharding.pipeline.choice import (
 from autoshard.sharding.pipeline.constants import LEAST_MICROBATCHES
 from autoshard.sharding.pipeline.pipelining import stages_of, with_stages
 from autoshard.sharding.pipeline.schedule_words import DEFAULT
-from autoshard.sharding.plan.gather_words import SEQUENTIAL
+from autoshard.sharding.plan.gather_words import ONCE, SEQUENTIAL
 from autoshard.sharding.plan.overlap_words import Overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -112,34 +114,63 @@ def plan_traced(
         sizes = None if used is None else mesh_sizes(used)
         counts = requested_stage_counts(machine, sizes) if schedule else stage_counts(machine, sizes)
 
+    def fewer_stages(most: int) -> str:
+        """A plan like the requested one with at most so many stages; "" if there is none."""
+        used, _ = _mesh_in_use(traced, args, mesh, target, plan)
+        if used is not None or not isinstance(plan, str):
+            return ""
+        devices = find_machine(used, target, compiler_options).target.devices
+        found = scaled_pipelines(parse_request(plan), devices, batch_rows(traced), most)
+        return str(found[0]) if found else ""
+
     def staged(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
         if number == 1:
             return in_microbatches(rewritten, 1, partial(with_microbatches, numerics=numerics), count)
-        cut = partial(with_stages, stages=number, numerics=numerics)
 
         def of_schedule(word: str) -> BoundPlan:
-            return in_microbatches(rewritten, number, partial(cut, schedule=word), count)
+            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, fewer=fewer_stages)
+
+            def gathered(once: bool, count: int | str = count) -> BoundPlan:
+                return in_microbatches(rewritten, number, partial(cut, gathers_once=once), count, once)
+
+            if gather or isinstance(plan, ShardingPlan):
+                return gathered(gather == ONCE)
+            made = gathered(False)
+            return plan_with_gathers(made, lambda: gathered(True, made.plan.microbatches))
 
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
-    def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str) -> BoundPlan:
-        apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan)
+    def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str, once: bool = False) -> BoundPlan:
+        apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan, gathers_once=once)
         of_rows = partial(with_replicas, cut=cut, replicas=apart)
-        made = plan_in_microbatches(rewritten, count, planned, of_rows, number)
-        return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned)
+        planned_so = partial(planned, gather=ONCE) if once else planned
+        made = plan_in_microbatches(rewritten, count, planned_so, of_rows, number)
+        return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned_so)
 
-    def searched(rewritten: Traced, number: int, schedule: str | None, count: int | str) -> BoundPlan:
-        """The plan of a pipeline that the user did not request."""
+    def searched(
+        rewritten: Traced, number: int, schedule: str | None, count: int | str, most_us: float = math.inf
+    ) -> BoundPlan:
+        """The plan of a pipeline that the user did not request; of no use if its step takes `most_us` or longer."""
+        within = partial(planned, most_us=most_us)
         if count != 1:
             return staged(rewritten, number, schedule, count)
 
         def of_schedule(word: str) -> BoundPlan:
-            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics)
+            cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, gathers_once=gather == ONCE)
+            least = number if schedule else LEAST_MICROBATCHES * number
             try:
-                made = plan_in_microbatches(rewritten, AUTO, planned, cut, LEAST_MICROBATCHES * number)
+                made = plan_in_microbatches(rewritten, AUTO, within, cut, least)
             except RowsNotDivided:
-                made = plan_in_microbatches(rewritten, AUTO, planned, cut, number)
-            return plan_with_replicas(rewritten, made, cut, planned)
+                made = plan_in_microbatches(rewritten, AUTO, within, cut, number)
+            made = plan_with_replicas(rewritten, made, cut, within)
+
+            def once() -> BoundPlan:
+                apart = requested_replicas(made.plan.chosen, gathers_once=True)
+                cut_once = partial(cut, gathers_once=True)
+                step = with_replicas(rewritten, made.plan.microbatches, cut=cut_once, replicas=apart)
+                return within(step, gather=ONCE)
+
+            return made if gather else plan_with_gathers(made, once)
 
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
@@ -171,6 +202,7 @@ def _plan_program(
     overlap: Overlap | None,
     shortlist: Shortlist | None,
     strict: bool,
+    most_us: float = math.inf,
 ) -> BoundPlan:
     """Plans a traced function whose values are already assigned to device or host memory."""
     constraints = program_constraints(traced)
@@ -191,7 +223,7 @@ def _plan_program(
     if isinstance(plan, ShardingPlan):
         return rebind(problem, plan)
     wanted = plan, {problem.program.inputs[i]: s for i, s in existing.items()}, fixed or {}
-    candidate, others = problem.choose(*wanted)
+    candidate, others = problem.choose(*wanted, most_us)
     if not gather and not candidate.fits(problem.limit) and unrolled_layers.stages_of(problem.axes, problem.roles):
         lean = problem.gathering(SEQUENTIAL)
         found = lean.choose(*wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -22,12 +23,13 @@ from autoshard.sharding.layout.divisibility import Undivided, multiple, undivide
 from autoshard.sharding.layout.fixed_shardings import check_constraints, fixed_specs, with_fixed_shardings
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import strategy_in_layout
-from autoshard.sharding.layout.request_scaling import scaled_requests
+from autoshard.sharding.layout.request_scaling import scaled_pipelines, scaled_requests
 from autoshard.sharding.layout.sequence_operators import sequence_problems
 from autoshard.sharding.layout.sequence_words import sequence_variants
 from autoshard.sharding.machines.constants import VIRTUAL_DEVICES
 from autoshard.sharding.machines.device_mesh import Machine
 from autoshard.sharding.overlap.modules import ModuleOverlap
+from autoshard.sharding.pipeline.schedule_words import chunks_of
 from autoshard.sharding.plan.mesh_words import requested_names
 from autoshard.sharding.program.host_memory import unmoved_names_text
 from autoshard.sharding.program.tracing import Traced
@@ -181,7 +183,11 @@ class PlanningProblem:
             )
 
     def choose(
-        self, requested: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]
+        self,
+        requested: Any,
+        existing: Mapping[int, Spec],
+        fixed: Mapping[str, Any],
+        most_us: float = math.inf,
     ) -> tuple[Candidate, list[Candidate]]:
         """The best candidate, and all that were priced.
 
@@ -189,6 +195,7 @@ class PlanningProblem:
             requested: the requested strategy or table; None to search.
             existing: shardings that arrays already have.
             fixed: shardings that the user fixed.
+            most_us: see `search`.
         """
         sizes = self.machine.sizes
         self.searched = requested is None
@@ -202,7 +209,7 @@ class PlanningProblem:
             layouts = [(str(dict(requested)), table.resolve(self.axes, self.roles, m)) for m in meshes]
         self.existing, self.fixed = existing, fixed
         if layouts is None:
-            best, others = self.search(existing, fixed, self.search_counts)
+            best, others = self.search(existing, fixed, self.search_counts, most_us)
         else:
             layouts = self.with_fixed_shardings(layouts, existing, fixed)
             others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
@@ -215,12 +222,16 @@ class PlanningProblem:
         return best, others
 
     def search(
-        self, existing: Mapping[int, Spec], fixed: Mapping[str, Any], counts: SearchCounts | None = None
+        self,
+        existing: Mapping[int, Spec],
+        fixed: Mapping[str, Any],
+        counts: SearchCounts | None = None,
+        most_us: float = math.inf,
     ) -> tuple[Candidate, list[Candidate]]:
         """The best of all candidates that have the existing and fixed shardings, and all of them; see `search`."""
         pin = partial(self.with_fixed_shardings, existing=existing, fixed=fixed)
         return search(self.axes, self.roles, self.cost, self.memory, self.machine.target.devices, self.limit,
-                      self.machine.sizes, pin, counts)  # fmt: skip
+                      self.machine.sizes, pin, counts, most_us)  # fmt: skip
 
     def with_fixed_shardings(self, layouts: Any, existing: Mapping[int, Spec], fixed: Mapping[str, Any]) -> Any:
         """Those layouts in which the existing and fixed shardings are possible, with these written into them."""
@@ -320,8 +331,17 @@ class PlanningProblem:
         if not self.target_given and target.platform == "cpu" and request.devices > target.devices:
             ways.append(f"start with XLA_FLAGS={VIRTUAL_DEVICES}={request.devices}")
         if target.devices > 1:
-            ways += [f"request '{fitting}'" for fitting in scaled_requests(request, target.devices, rows)[:1]]
+            found = self._scaled(request, rows * self.traced.replicas)
+            ways += [f"request '{fitting}'" for fitting in found[:1]]
         return ", or ".join([*ways, f"plan for a target of {request.devices} devices"])
+
+    def _scaled(self, request: plan_request.Request, rows: int) -> list[plan_request.Request]:
+        """The scalings of a request to the machine's devices that the program allows."""
+        traced, devices = self.traced, self.machine.target.devices
+        if traced.stages == 1:
+            return scaled_requests(request, devices, rows)
+        most = min(sum(traced.stage_layers) // chunks_of(traced.schedule), traced.microbatches)
+        return scaled_pipelines(request, devices, rows, most)
 
     def _lacking_for_seq(self, request: plan_request.Request) -> list[str]:
         """What the word `seq` needs and a plan or the program lacks."""

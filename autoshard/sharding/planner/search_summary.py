@@ -23,7 +23,7 @@ def search_record(priced: Sequence[Candidate], counts: SearchCounts) -> SearchRe
     kept = {id(c.layout) for c in priced}  # of the changed plans only the best is a candidate
     rows = [*priced, *(c for c in counts.changed if id(c.layout) not in kept)]
     tried = sorted((_priced_plan(c, id(c.layout) in changed) for c in rows), key=lambda t: t.step_time_us)
-    return SearchRecord({}, counts.proposed or len(priced), counts.duplicates, counts.idle, tuple(tried))
+    return SearchRecord({}, counts.proposed or len(priced), counts.duplicates, counts.idle, counts.slow, tuple(tried))
 
 
 def _priced_plan(candidate: Candidate, changed: bool) -> PricedPlan:

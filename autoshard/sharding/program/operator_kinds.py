@@ -6,6 +6,7 @@ from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
+from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Op
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -15,7 +16,9 @@ INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "sc
 # compiled program fails, or adds an initial value once per shard.
 NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
 
-_CONSTRAINED = frozenset((*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *REDUCTIONS, *KERNELS, *LAYER_STACKS))
+_CONSTRAINED = frozenset(
+    (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *REDUCTIONS, *KERNELS, *LAYER_STACKS, gather_p.name)
+)
 
 
 def is_decision_point(op: Op) -> bool:

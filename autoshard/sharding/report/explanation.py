@@ -15,6 +15,7 @@ from autoshard._columns import INDENT, WIDTH
 from autoshard._typed import short_repr
 from autoshard._units import bytes_text, spec_text
 from autoshard.errors import PlanError
+from autoshard.sharding.plan.gather_words import ONCE
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 from autoshard.sharding.planner.bound_plan import BoundPlan
@@ -212,7 +213,8 @@ def _use(plan: ShardingPlan, leaf: Leaf) -> list[str]:
     over = " and ".join(extra)
     if leaf.role == "optimizer":
         return [f"stored over {over}: the gradient is reduce-scattered, and each device updates its shard"]
-    return [f"stored over {over}: cast to the compute dtype and gathered to {spec_text(used)} for each use"]
+    when = "once a step if it has layers of the stages, else for each use" if plan.gather == ONCE else "for each use"
+    return [f"stored over {over}: cast to the compute dtype and gathered to {spec_text(used)} {when}"]
 
 
 def _traffic_lines(plan: ShardingPlan, bound: BoundPlan | None, group: Group) -> list[str]:

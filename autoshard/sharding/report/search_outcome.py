@@ -25,9 +25,10 @@ class PlanCounts:
     """How many plans the search proposed, left out and priced, over all variants.
 
     Attributes:
-        proposed: Plans that the search began with; `known + alike + idle`.
+        proposed: Plans that the search began with; `known + alike + idle + slow`.
         alike: Those with the same layout as another.
         idle: Those with an idle mesh axis.
+        slow: Those that are slower than others in any case, so that they were not priced.
         known: Those that were priced.
         changed: Further plans that local search made and priced.
         fitting: Priced plans that fit the memory limit.
@@ -37,6 +38,7 @@ class PlanCounts:
     proposed: int
     alike: int
     idle: int
+    slow: int
     known: int
     changed: int
     fitting: int
@@ -51,11 +53,12 @@ class PlanCounts:
 def plan_counts(plan: ShardingPlan) -> PlanCounts:
     """Count the plans of the search."""
     history = history_of(plan)
-    proposed, alike, idle = (sum(getattr(h, name) for h in history) for name in ("proposed", "alike", "idle"))
+    names = "proposed", "alike", "idle", "slow"
+    proposed, alike, idle, slow = (sum(getattr(h, name) for h in history) for name in names)
     tried = [each for h in history for each in h.tried]
     changed, limit = sum(t.changed for t in tried), plan.limit_bytes or math.inf
     fitting = sum(t.peak_bytes <= limit for t in tried)
-    return PlanCounts(proposed, alike, idle, len(tried) - changed, changed, fitting, len(history))
+    return PlanCounts(proposed, alike, idle, slow, len(tried) - changed, changed, fitting, len(history))
 
 
 def is_fastest(plan: ShardingPlan) -> bool:

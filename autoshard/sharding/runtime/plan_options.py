@@ -15,7 +15,7 @@ from autoshard.sharding.microbatches.microbatching import read_microbatches
 from autoshard.sharding.offload.words import Words, read_words
 from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.sharding.pipeline.schedule_words import read_schedule
-from autoshard.sharding.plan.gather_words import AUTO, read_gather
+from autoshard.sharding.plan.gather_words import AUTO, ONCE, read_gather
 from autoshard.sharding.plan.overlap_words import overlap_text, read_overlap
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.program.kernel_records import read_word
@@ -84,7 +84,7 @@ def checked_options(
     stages = request.stages if isinstance(request, ShardingPlan) else stages_of(request)
     if stages == 1 and schedule is not None and (request is not None or options["mesh"] is not None):
         raise PlanError(
-            f"schedule is {ticks!r}, but the plan has no pipeline; give one, such as plan='pp:4', or neither plan nor "
+            f"schedule is {ticks!r}, but the plan has no pipeline; give one with the word pp:N, or neither plan nor "
             "mesh, so that the search chooses the stages"
         )
     if stages > 1 and microbatches is None:
@@ -92,6 +92,11 @@ def checked_options(
     if not isinstance(allow_numerics, bool | None):
         raise PlanError(f"allow_numerics is {short_repr(allow_numerics)}; give True or False")
     order, word = read_gather(gather), read_word("off" if kernels is None else kernels)
+    if order == ONCE and stages == 1 and schedule is None and not isinstance(request, ShardingPlan):
+        raise PlanError(
+            f"gather is {ONCE!r}, but the plan has no pipeline, whose stages would gather their layers once a step; "
+            "give one with the word pp:N, or leave gather out"
+        )
     table = read_overlap(overlap)
     if isinstance(request, ShardingPlan):
         _check_offload(request, offload, words)

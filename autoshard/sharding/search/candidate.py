@@ -79,10 +79,12 @@ class SearchCounts:
         proposed: number of known plans.
         duplicates: number of those that were left out because an earlier one has the same shardings.
         idle: number of those that were left out because a mesh axis shards nothing in them.
+        slow: number of those that were left out because they are slower than others in any case.
         changed: the candidates that the local search priced.
     """
 
     proposed: int = 0
     duplicates: int = 0
     idle: int = 0
+    slow: int = 0
     changed: list[Candidate] = field(default_factory=list)

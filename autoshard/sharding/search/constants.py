@@ -13,6 +13,19 @@ TIME_DECIMALS = 3
 # chosen, not measured.
 ASSIGNED_CANDIDATES = 12
 
+# Number of the fastest known plans that are always priced, whether they fit or not: those with which a search over
+# variants begins (`train.program.constants.SCREENED_STRATEGIES`), which may fit with another variant. Source: equal to
+# that constant.
+KEPT_CANDIDATES = 40
+
+# Relative error of the least time of a group of known plans (`time_floors`). Source: chosen. In the groups of two small
+# models, llama-tiny on v5e:4x8 and moe-tiny on v5e:2x4, no plan is faster (`test_time_floors.py`).
+FLOOR_ERROR = 0.02
+
+# Most that the best device assignment gains over the default one, relative to the step time, for known plans that are
+# left out because few plans fit. Source: chosen, not measured.
+MOST_REASSIGNED_GAIN = 0.5
+
 # A candidate with an idle mesh axis (one that shards no work) must be faster than the best without one by this factor.
 # Source: chosen, not measured.
 IDLE_SPEEDUP = 1.05

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.layout.plan_request import Request, request
+from autoshard.sharding.layout.plan_request import Request, kinds_of_replicas, request
 
 
 def known_plans(roles: Roles, devices: int, stages: int = 1, replicas: int = 1) -> Iterator[Request]:
@@ -15,7 +16,8 @@ def known_plans(roles: Roles, devices: int, stages: int = 1, replicas: int = 1) 
         roles: the roles of the program's axes.
         devices: the number of devices.
         stages: the number of stages of the program's pipeline, each of which takes the same number of devices.
-        replicas: the number of groups of rows whose sums are added late; if there are several, `dp` shards them.
+        replicas: the number of groups of rows whose sums are added late; if there are several, `dp` shards them
+            (`plan_request.kinds_of_replicas`).
     """
     if devices % stages:
         return
@@ -24,7 +26,8 @@ def known_plans(roles: Roles, devices: int, stages: int = 1, replicas: int = 1) 
         request(plan.sizes, *plan.flags, "state") for plan in plans if len(plan.sizes) > 1 or "fsdp" not in plan.sizes
     ]
     if replicas > 1:
-        plans = [plan for plan in plans if plan.sizes.get("dp") == replicas]
+        kinds = kinds_of_replicas(roles)
+        plans = [plan for plan in plans if math.prod(plan.sizes.get(kind, 1) for kind in kinds) == replicas]
     for plan in plans:
         sizes = {axis: n for axis, n in plan.sizes.items() if n > 1 or stages == 1}
         yield plan if stages == 1 else request({"pp": stages, **sizes}, *plan.flags)

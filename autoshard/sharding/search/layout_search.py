@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -22,13 +23,22 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.fixed_shardings import FixedError
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.plan_request import CONTEXT, KINDS, Request, classes_for, layout_of, request
+from autoshard.sharding.layout.plan_request import (
+    CONTEXT,
+    KINDS,
+    Request,
+    classes_for,
+    kinds_of_replicas,
+    layout_of,
+    request,
+)
 from autoshard.sharding.search.candidate import Candidate, SearchCounts, best_assigned, candidate_time, price
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, IDLE_SPEEDUP, LEAST_GAIN_OVER_KNOWN
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.local_search import hill_climb
 from autoshard.sharding.search.sequence_ways import sequence_ways
 from autoshard.sharding.search.state_spread import spread_better
+from autoshard.sharding.search.time_floors import price_promising
 
 
 def search(
@@ -41,6 +51,7 @@ def search(
     mesh: Mapping[str, int] | None = None,
     pin: Callable[[list[tuple[str, Layout]]], list[tuple[str, Layout]]] = lambda layouts: layouts,
     counts: SearchCounts | None = None,
+    most_us: float = math.inf,
 ) -> tuple[Candidate, list[Candidate]]:
     """Search for the best layout.
 
@@ -54,6 +65,7 @@ def search(
         mesh: mesh axis -> size, if the mesh is given. It is never split.
         pin: writes the fixed shardings into layouts and returns those in which they are possible.
         counts: is filled with the counts of this search.
+        most_us: a step time in microseconds from which on a plan is of no use; such plans need not be priced.
 
     Returns:
         The best candidate, or the one with the smallest peak if none fits; and all candidates, fastest first.
@@ -63,14 +75,13 @@ def search(
     layouts = [named for named in layouts if named[1].sharded_classes()] or layouts  # drop those that shard nothing
     sharding_count = len(layouts)
     if mesh is None:
-        first: dict[Any, tuple[str, Layout]] = {}
-        for name, layout in layouts:
-            first.setdefault((layout.sharding_key(), tuple(layout.fixed.items())), (name, layout))
-        layouts = list(first.values())
-    priced = _without_idle([price(name, layout, cost, memory) for name, layout in layouts], limit)
+        layouts = distinct_layouts(layouts)
+    promising = price_promising(layouts, partial(price, cost=cost, memory=memory), limit, most_us)
+    priced = _without_idle(promising, limit)
     counts = counts or SearchCounts()
     counts.proposed, counts.duplicates = proposed, sharding_count - len(layouts)
-    counts.idle = proposed - counts.duplicates - len(priced)
+    counts.slow = len(layouts) - len(promising)
+    counts.idle = proposed - counts.duplicates - counts.slow - len(priced)
 
     def price_changed(name: str, layout: Layout) -> Candidate | None:
         try:
@@ -93,7 +104,14 @@ def search(
     if mesh is None and (spread := spread_better(known, price_changed, limit)):
         priced = [*priced, *spread]
         known = sorted(priced, key=order)
-    return _best_fitting(known, priced, hill_climb(known, price_changed, limit), cost, limit)
+    climbs = not known[0].fits(limit) or _may_gain(known, most_us)
+    return _best_fitting(known, priced, hill_climb(known, price_changed, limit) if climbs else [], cost, limit)
+
+
+def _may_gain(known: Sequence[Candidate], most_us: float) -> bool:
+    """Whether a changed plan can gain enough to be chosen: no plan takes less time than the kernels of the leanest."""
+    least_us = min(c.cost.kernels_us for c in known)
+    return least_us < min(most_us, candidate_time(known[0]) * (1 - LEAST_GAIN_OVER_KNOWN))
 
 
 def _best_fitting(
@@ -139,6 +157,14 @@ def _without_idle(priced: list[Candidate], limit: float) -> list[Candidate]:
     return [c for c in priced if not c.layout.idle_axes() or c.cost.step_time_us * IDLE_SPEEDUP < min(times)]
 
 
+def distinct_layouts(layouts: Iterable[tuple[str, Layout]]) -> list[tuple[str, Layout]]:
+    """Return the layouts without those that shard like an earlier one."""
+    first: dict[Any, tuple[str, Layout]] = {}
+    for name, layout in layouts:
+        first.setdefault((layout.sharding_key(), tuple(layout.fixed.items())), (name, layout))
+    return list(first.values())
+
+
 def _from_seeds(axes: LogicalAxes, roles: Roles, devices: int) -> Iterable[tuple[str, Layout]]:
     stages = 1 if roles.stages is None else axes.sizes[roles.stages]
     replicas = 1 if roles.replicas is None else axes.sizes[roles.replicas]
@@ -154,7 +180,7 @@ def on_mesh(axes: LogicalAxes, roles: Roles, mesh: Mapping[str, int]) -> Iterabl
         of_stages = [n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "pp"]
         if of_stages != ([] if roles.stages is None else [axes.sizes[roles.stages]]):
             continue
-        apart = math.prod(n for kind, n in zip(kinds, mesh.values(), strict=True) if kind == "dp")
+        apart = math.prod(n for kind, n in zip(kinds, mesh.values(), strict=True) if kind in kinds_of_replicas(roles))
         if roles.replicas is not None and apart != axes.sizes[roles.replicas]:
             continue
         sequences = [[], ["seq"]] if "tp" in kinds and roles.sequence else [[]]

@@ -16,7 +16,7 @@ from autoshard.sharding.search.candidate import Candidate
 from autoshard.sharding.search.constants import PLANS_WITH_OTHER_ATTENTION
 from autoshard.spmdrules.ir.program import Op
 
-_BATCH = ("dp", "zero1", "fsdp")
+_OUTER = ("pp", "dp", "zero1", "fsdp")
 
 
 def sequence_ways(
@@ -44,7 +44,7 @@ def sequence_ways(
         if not is_request(candidate.name) or not candidate.layout.sharded_classes():
             continue
         requested = replace(parse_request(candidate.name), **({"fixed_mesh": True} if mesh is not None else {}))
-        inner = frozenset((a, n) for a, n in requested.sizes.items() if requested.kinds[a] not in _BATCH)
+        inner = frozenset((a, n) for a, n in requested.sizes.items() if requested.kinds[a] not in _OUTER)
         is_wanted = len(tried) < PLANS_WITH_OTHER_ATTENTION or (len(inner) == 1 and 1 not in map(len, tried))
         words = []
         if is_wanted and inner not in tried:

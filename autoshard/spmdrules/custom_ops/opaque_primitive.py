@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from autoshard import _compat
+from autoshard._shown import shown
 from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 from autoshard.spmdrules.custom_ops.kernel_cost import Cost, KernelCost
 
@@ -126,6 +128,9 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Any], ...]) -> Any:
 
 def result_types(fn: Callable[..., Any], avals: Sequence[Any]) -> list[Any]:
     """Returns the shapes and types of the results for operands of these shapes and types, without their shardings."""
+    if isinstance(fn, BatchedFunction):
+        found = result_types(fn.fn, fn.rows(avals))
+        return [jax.ShapeDtypeStruct((fn.size(avals), *x.shape), x.dtype) for x in found]
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     stated, options = (fn.func, fn.keywords) if isinstance(fn, functools.partial) else (fn, {})
     if hasattr(stated, "result_types"):
@@ -228,15 +233,57 @@ def _batch(primitive: Primitive, args: Sequence[Any], dims: Sequence[Any], **par
     """Binds the operator with one more leading dimension, which passes through."""
     mapped = tuple(d is not None for d in dims)
     moved = [jnp.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
-    fn = _vmapped(params["fn"], tuple(0 if m else None for m in mapped))
+    fn = BatchedFunction(params["fn"], mapped)
     cost = params["cost"] and _batched_cost(params["cost"], mapped)
     out = primitive.bind(*moved, fn=fn, text=batched_text(params["text"], mapped), vjp=None, cost=cost)
     return out, [0] * len(out)
 
 
-@functools.lru_cache(maxsize=1024)
-def _vmapped(fn: Callable[..., Any], in_axes: tuple[int | None, ...]) -> Callable[..., Any]:
-    return jax.vmap(fn, in_axes)
+@shown
+@dataclass(frozen=True)
+class BatchedFunction:
+    """An operator's function under `jax.vmap`: some operands and all results have one more leading dimension.
+
+    Attributes:
+        fn: the function.
+        mapped: whether each operand has the dimension.
+
+    Example:
+        >>> BatchedFunction(jnp.dot, (True, False))(jnp.ones((3, 2)), jnp.ones(2)).shape
+        (3,)
+    """
+
+    fn: Callable[..., Any]
+    mapped: tuple[bool, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        """Computes the function for each element of the dimension."""
+        return jax.vmap(self.fn, tuple(0 if m else None for m in self.mapped))(*args)
+
+    def size(self, avals: Sequence[Any]) -> int:
+        """Returns the size of the dimension; `avals` are the operands, anything with a shape."""
+        return next(a.shape[0] for a, m in zip(avals, self.mapped, strict=True) if m)
+
+    def rows(self, avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the operands of the function for one element; `avals` have shapes and dtypes."""
+        return [jax.ShapeDtypeStruct(a.shape[m:], a.dtype) for a, m in zip(avals, self.mapped, strict=True)]
+
+
+def one_of_batch(
+    fn: Callable[..., Any], operands: Sequence[tuple[tuple[int, ...], Any]]
+) -> tuple[Callable[..., Any], tuple[tuple[tuple[int, ...], Any], ...]] | None:
+    """Returns the function under `jax.vmap` with its operands, if they have a leading dimension of size 1.
+
+    Args:
+        fn: the function of an operator, batched by `jax.vmap` or not.
+        operands: the shapes and dtypes of its operands.
+    """
+    if not isinstance(fn, BatchedFunction):
+        return None
+    both = list(zip(operands, fn.mapped, strict=True))
+    if any(shape[0] != 1 for (shape, _), mapped in both if mapped):
+        return None
+    return fn.fn, tuple((shape[mapped:], dtype) for (shape, dtype), mapped in both)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ import jax
 from autoshard._shown import shown
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
+from autoshard.spmdrules.custom_ops.opaque_primitive import BatchedFunction, batched_text
 
 
 @shown
@@ -40,6 +41,15 @@ class SequenceCost:
     hop_bytes: float
     hidden_share: float
     exchange_bytes: float = 0.0
+
+    def times(self, runs: int) -> SequenceCost:
+        """Return the cost of several runs on different operands, whose transfers have the bytes of all of them."""
+        return replace(
+            self,
+            kernels=tuple(each.times(runs) for each in self.kernels),
+            hop_bytes=self.hop_bytes * runs,
+            exchange_bytes=self.exchange_bytes * runs,
+        )
 
 
 @shown
@@ -102,12 +112,33 @@ def sequence_forms_of(params: Any, avals: Sequence[Any]) -> SequenceForms | None
         params: the parameters of the equation.
         avals: its operands.
     """
-    fn = params.get("fn")
+    return _forms_of(params.get("fn"), avals)
+
+
+def _forms_of(fn: Any, avals: Sequence[Any]) -> SequenceForms | None:
+    if isinstance(fn, BatchedFunction):
+        forms = _forms_of(fn.fn, fn.rows(avals))
+        return forms and replace(forms, gathered=_batched(forms.gathered, fn), ring=_batched(forms.ring, fn))
     stated, options = (fn.func, fn.keywords) if isinstance(fn, functools.partial) else (fn, {})
     declared = getattr(stated, "sequence_forms", None)
-    if declared is None or hasattr(stated, "__wrapped__"):  # a batched function has other dimensions
+    return None if declared is None else declared(*avals, **options)
+
+
+def _batched(form: SequenceForm | None, fn: BatchedFunction) -> SequenceForm | None:
+    """Return a form with one more leading dimension, such as the stages of a pipeline.
+
+    Shards of that dimension are independent: collectives run over the mesh axes of the sequence alone.
+    """
+    if form is None:
         return None
-    return declared(*avals, **options)
+
+    def run(axes: tuple[str, ...], *shards: Any) -> Any:
+        return BatchedFunction(functools.partial(form.run, axes), fn.mapped)(*shards)
+
+    def cost(devices: int, *shards: Any) -> SequenceCost:
+        return form.cost(devices, *fn.rows(shards)).times(fn.size(shards))
+
+    return SequenceForm(batched_text(form.text, fn.mapped), run, cost)
 
 
 def rule_of_form(form: SequenceForm, avals: Sequence[Any]) -> Rule:

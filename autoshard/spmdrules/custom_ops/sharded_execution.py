@@ -171,4 +171,5 @@ def _constrain(x: Any, final_spec: Spec, goal: Spec | None, mesh: Any) -> Any:
     """Constrains a global result to the requested spec, unless it already has it."""
     if goal is None or goal == final_spec:
         return x
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(goal)))
+    memory = _compat.memory_kind(x)
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(goal), memory_kind=memory))

@@ -7,6 +7,7 @@ from autoshard.spmdrules.families import (
     elementwise,
     grouped_matmul,
     host_callbacks,
+    host_slots,
     indexing,
     linalg,
     manual_sharding,
@@ -14,6 +15,7 @@ from autoshard.spmdrules.families import (
     reduction,
     sorting,
     stages,
+    weight_gathers,
     window,
 )
 
@@ -32,4 +34,6 @@ FAMILIES = (
     manual_sharding,
     cudnn,
     stages,
+    host_slots,
+    weight_gathers,
 )

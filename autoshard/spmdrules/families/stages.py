@@ -2,7 +2,8 @@
 
 `shift_stages` is the only operator that lets a value move to another stage. On shards it is a collective-permute.
 With several chunks of layers a stage, it is a ring: the first stage may get what the last one had.
-`read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages.
+`read_slots` and `write_slots` use a different slot at each stage, without a gather or scatter over the stages. Slots in
+host memory are always written, because nothing can be selected there.
 `read_layer` does the same with a stack of weights; products read such a layer in place.
 If the layers of a stage are no equal, contiguous part of the stack, `spread_layers` and `collect_layers` are between a
 stack of all layers and one with a dimension of stages.
@@ -29,11 +30,16 @@ STAGE = "s"  # the factor of the stages in the rules of these operators
 
 
 def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[int, ...]]) -> Primitive:
-    """Creates a primitive with one result, which is lowered as `fn`; its result has the dtype of its first operand."""
+    """Creates a primitive with one result, which is lowered as `fn`.
+
+    The result has the dtype of its first operand, and is in the same memory.
+    """
     made = Primitive(name)
     made.def_impl(lambda *args, **params: jax.jit(fn, static_argnames=tuple(params))(*args, **params))
     made.def_abstract_eval(
-        lambda *avals, **params: _compat.result_type(shape_of(*avals, **params), avals[0].dtype, avals)
+        lambda *avals, **params: _compat.result_type(
+            shape_of(*avals, **params), avals[0].dtype, avals, avals[0].memory_space
+        )
     )
     mlir.register_lowering(made, mlir.lower_fun(fn, multiple_results=False))
     return made
@@ -50,16 +56,31 @@ def _entering(edge: Any, last: Any, *enters: Any) -> Any:
     return jnp.where(enters[0], edge, last) if enters else edge
 
 
+def _start(slots: Any, index: Any, stage: int) -> list[Any]:
+    """The position of a stage's slot in slots `[S, N, ...]`."""
+    return [index[stage], *(jnp.asarray(n, index.dtype) for n in (stage, *[0] * (slots.ndim - 2)))]
+
+
 def _read(slots: Any, index: Any) -> Any:
     def one(of_stage: Any, at: Any) -> Any:
         return lax.dynamic_index_in_dim(of_stage, jnp.maximum(at, 0), 0, keepdims=False)
 
+    if _compat.is_on_host(slots):
+        sizes = (1, 1, *slots.shape[2:])
+        taken = [lax.dynamic_slice(slots, _start(slots, index, n), sizes)[0]
+                 for n in range(slots.shape[1])]  # fmt: skip
+        return taken[0] if len(taken) == 1 else jnp.concatenate(taken)
     if slots.shape[1] == 1:  # a shard with one stage takes a slice, not a gather
         return one(slots[:, 0], index[0])[None]
     return jax.vmap(one, in_axes=(1, 0))(slots, index)
 
 
-def _written(slots: Any, x: Any, index: Any) -> Any:
+def _written(slots: Any, x: Any, index: Any, *, always: bool) -> Any:
+    if always:
+        for n in range(slots.shape[1]):
+            own = x if slots.shape[1] == 1 else x[n : n + 1]
+            slots = lax.dynamic_update_slice(slots, own[None], _start(slots, index, n))
+        return slots
     if slots.shape[1] == 1:
         return write_one(slots[:, 0], x[0], index[0])[:, None]
     return jax.vmap(write_one, in_axes=(1, 0, 0), out_axes=1)(slots, x, index)
@@ -133,7 +154,7 @@ def _collected(stack: Any, *, layers: int, chunks: int) -> Any:
 shift_p = _primitive("shift_stages", _shifted, lambda x, edge, *enters, backward: x.shape)
 read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
 layer_p = _primitive("read_layer", _read, lambda stack, index: stack.shape[1:])
-write_p = _primitive("write_slots", _written, lambda slots, x, index: slots.shape)
+write_p = _primitive("write_slots", _written, lambda slots, x, index, always: slots.shape)
 stack_p = _primitive("stack_layers", lambda *layers: jnp.stack(layers), lambda *layers: (len(layers), *layers[0].shape))
 spread_p = _primitive(
     "spread_layers",
@@ -213,15 +234,16 @@ def read_layer(stack: Any, index: Any) -> Any:
     return layer_p.bind(stack, index)
 
 
-def write_slots(slots: Any, x: Any, index: Any) -> Any:
+def write_slots(slots: Any, x: Any, index: Any, *, always: bool = False) -> Any:
     """Writes one slot of each stage, and returns all slots.
 
     Args:
         slots: `[S, N, ...]`, S slots for each of N stages.
         x: `[N, ...]`, what each stage writes.
         index: `[N]`, the slot of each stage. A stage with a negative number writes nothing.
+        always: whether no number is negative. Nothing is read and selected then.
     """
-    return write_p.bind(slots, x, index)
+    return write_p.bind(slots, x, index, always=always)
 
 
 def stack_layers(*layers: Any) -> Any:
@@ -318,7 +340,7 @@ def _layer_rule(stack: Any, index: Any) -> Rule:
 
 
 @rule(write_p)
-def _write_rule(slots: Any, x: Any, index: Any) -> Rule:
+def _write_rule(slots: Any, x: Any, index: Any, *, always: bool = False) -> Rule:
     """``n s a, s a, s -> n s a; whole n; linear 0 1``: every stage writes its own slots."""
     build = RuleBuilder()
     number, stage = build.whole(slots.shape[0], "n"), build.dim(STAGE, slots.shape[1])

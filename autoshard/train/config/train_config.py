@@ -130,10 +130,11 @@ class TrainConfig:
     """Options for XLA, which take precedence over the planner's own: option sets and NAME=VALUE, joined by +, such as
     scoped-vmem+xla_tpu_host_transfer_overlap_limit=24. The error for an unknown set lists the known ones. A resumed run
     keeps them unless others are given."""
-    gather: Literal["auto", "prefetch", "sequential"] = "auto"
+    gather: Literal["auto", "prefetch", "sequential", "once", "repeat"] = "auto"
     """The order in which stored parameters are gathered: `prefetch` gathers those that a layer needs first while the
     layer before it computes; `sequential` gathers one after another, so that at most two gathered ones are in memory;
-    `auto` leaves it to the compiler, or is sequential if nothing else fits."""
+    `auto` leaves it to the compiler, or is sequential if nothing else fits. In a pipeline, stages gather their layers
+    `once` a step, or in each microbatch (`repeat`); `auto` takes the faster one that fits."""
     overlap: str | None = None
     """Which collectives of which parameters may run beside compute, as PATH:KIND=on|off separated by spaces, such as
     'experts/*:gather=off */wq:reduce=off'. The error for an unknown path or kind lists those that exist. Default: all

@@ -75,6 +75,12 @@ def test_values_and_gradients_are_those_of_each_group(case, call, dtype, toleran
     assert_near(found, expected(*args), tolerance)
 
 
+def test_float64_is_summed_in_float64():
+    with jax.enable_x64(True):
+        args = operands("few rows", jnp.float64)
+        assert_near(run(TILED, *args, (0, 1, 2, 3)), expected(*args), 1e-14)
+
+
 @pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
 def test_rows_outside_of_all_groups_do_not_matter(call):
     """They may hold anything: NaNs stay out of values and gradients."""

@@ -22,6 +22,16 @@ def test_products_sums_and_rows():
     assert flow.results == [Split(0), Partial("sum"), Partial("sum"), Whole()]
 
 
+def test_the_operands_of_a_barrier_need_not_have_the_same_rows():
+    def step(w, x):
+        early, late = jax.lax.optimization_barrier((x, x @ w))
+        return early @ w, late.sum(0)
+
+    assert flow_of(step, jnp.ones((4, 4)), jnp.ones((8, 4))).results == [Split(0), Partial("sum")]
+    flow = flow_of(lambda w, x: jax.lax.optimization_barrier((x.sum(0), x.T))[0], jnp.ones(3), jnp.ones((8, 4)))
+    assert flow.results == [Partial("sum")]
+
+
 def test_effects_in_a_layer_prevent_the_cut():
     def step(w, x):
         def layer(c, _):

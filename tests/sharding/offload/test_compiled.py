@@ -7,10 +7,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import plan
 
 LAYERS, EMBED, FFN, ROWS = 6, 256, 512, 8192
+
+
+@pytest.mark.tpu_compile
+def test_residuals_of_stages_wait_on_the_host() -> None:
+    """Each stage has slots in host memory, which its loop over the ticks writes and reads in place."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return x + checkpoint_name(jax.nn.gelu(x @ w["up"]), "hidden") @ w["down"], None
+
+        loss = lambda params: jnp.mean(jax.lax.scan(layer, x, params)[0].astype("float32") ** 2)  # noqa: E731
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+    params = {
+        "up": jax.ShapeDtypeStruct((8, EMBED, 2 * FFN), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((8, 2 * FFN, EMBED), "bfloat16"),
+    }
+    x = jax.ShapeDtypeStruct((ROWS, EMBED), "bfloat16")
+    options = {"target": "v5e:2x2", "plan": "pp:4", "microbatches": 8, "schedule": "1f1b", "donate_argnums": 0}
+    made = plan(step, params, x, offload="hidden", **options)
+    audit = made.verify()
+    value = 2 * ROWS // 8 * 2 * FFN * 2  # bytes of a microbatch in the two layers of a stage
+    assert audit.host_bytes == 7 * value, "2 N - 1 slots"
+    assert made.estimate.host_memory_bytes == 8 * value, "and a value on its way"
+    ticks = 8 + 4 - 1
+    for to_host in (True, False):
+        assert sum(t.bytes * t.trips for t in audit.transfers if t.to_host == to_host) == ticks * value
+    assert audit.peak_bytes < plan(step, params, x, **options).verify().peak_bytes - 5 * value
 
 
 @pytest.mark.tpu_compile

@@ -1,5 +1,6 @@
 """The search tries pipelines by itself where groups of devices are joined by slow links."""
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from autoshard import plan
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.microbatches.constants import GAIN
 from autoshard.sharding.pipeline.choice import plan_with_pipelines, stage_counts
 
 
@@ -37,7 +39,7 @@ def chosen(plain, steps, microbatches=1):
     """The plan that is chosen, and the pipelines that are tried: (stages, schedule, microbatches)."""
     tried = []
 
-    def staged(stages, schedule, number):
+    def staged(stages, schedule, number, most_us):
         schedule = schedule or "1f1b"
         tried.append((stages, schedule, number))
         if stages == 8:
@@ -53,6 +55,19 @@ def test_the_fastest_pipeline_is_chosen_with_its_schedule():
     assert (found.chosen, found.schedule) == ("pp:4", "zb")
     assert tried[:3] == [(2, "1f1b", 1), (4, "1f1b", 1), (8, "1f1b", 1)] and (4, "zb", 8) in tried
     assert "too few layers" not in found.notes[-1], "the user asked for no pipeline"
+
+
+def test_pipelines_are_told_which_step_time_is_of_no_use():
+    limits = []
+
+    def staged(stages, schedule, number, most_us):
+        limits.append(most_us)
+        return Made(f"pp:{stages}", 500.0, 300.0, stages=stages, schedule=schedule or "1f1b")
+
+    plan_with_pipelines([2, 4], 1, lambda: Made("dp:8", 1000.0, 300.0), staged)
+    assert limits[:2] == [(1 - GAIN) * 1000.0, (1 - GAIN) * 500.0]
+    plan_with_pipelines([2], 1, lambda: Made("dp:8", 1000.0, 300.0, fits=False), staged)
+    assert math.inf in limits, "a plan that does not fit sets no limit"
 
 
 def test_no_pipeline_is_tried_where_its_idle_ticks_take_longer_than_the_links():

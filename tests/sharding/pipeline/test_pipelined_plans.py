@@ -94,11 +94,14 @@ def separate_layers():
 
 
 @pytest.mark.filterwarnings("ignore:.*devices")
-@pytest.mark.parametrize(("words", "summed"), [("pp:2 dp:2 tp:2", ["dp"]), ("fsdp:4 pp:2", [])])
-def test_layers_one_after_another_equal_one_device(words, summed):
+@pytest.mark.parametrize(
+    ("words", "gather", "summed"),
+    [("pp:2 dp:2 tp:2", None, ["dp"]), ("fsdp:4 pp:2", "repeat", []), ("fsdp:2 dp:2 pp:2", "once", ["dp", "fsdp"])],
+)
+def test_layers_one_after_another_equal_one_device(words, gather, summed):
     fn, *args = separate_layers()
     expected = jax.tree.leaves(jax.device_get(jax.jit(fn)(*args)))
-    step = auto_shard(fn, plan=words, microbatches=4)
+    step = auto_shard(fn, plan=words, microbatches=4, gather=gather)
     for one, other in zip(jax.tree.leaves(jax.device_get(step(*args))), expected, strict=True):
         assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
     made = step.plan(*args)
@@ -120,7 +123,7 @@ def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
 
 def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     fn, *args = separate_layers()
-    made = plan(fn, *args, target="cpu:4", plan="pp:2 fsdp:2", microbatches=4)
+    made = plan(fn, *args, target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, gather="repeat")
     weights = [leaf for leaf in made.inputs if leaf.path != "1"]
     assert all(("fsdp", "pp") in leaf.spec for leaf in weights)
     shard = sum(4 * np.prod(leaf.shape) for leaf in weights) / 4
@@ -141,7 +144,7 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     monkeypatch.setattr(layout, "EARLY_GATHER_SLICE_BYTES", 0)
     fn, weights, x = separate_layers() if kind == "separate" else stacked_layers(6 if kind == "uneven" else 4)
     args = weights, jnp.tile(x, (512 // len(x), 1))  # the weights are smaller than the activations
-    step = auto_shard(fn, plan="pp:4 fsdp:2", microbatches=4)
+    step = auto_shard(fn, plan="pp:4 fsdp:2", microbatches=4, gather="repeat")
     for one, other in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
     made = step.plan(*args)
@@ -208,7 +211,7 @@ def test_stages_that_do_not_divide_the_layers():
 
 def test_no_stage_gathers_the_layers_of_all():
     fn, *args = stacked_layers(6)
-    made = plan(fn, *args, target="cpu:8", plan="pp:4 fsdp:2", microbatches=4)
+    made = plan(fn, *args, target="cpu:8", plan="pp:4 fsdp:2", microbatches=4, gather="repeat")
     text = made.jit().lower(*args).compile().as_text()
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     whole = {"6,16,32", "6,32,16", "4,2,16,32", "4,2,32,16"}
@@ -351,23 +354,52 @@ def test_a_second_stack_of_layers_is_on_no_stage():
     ("options", "message"),
     [
         ({"plan": "pp:5", "target": "cpu:5", "microbatches": 8}, r"pp:5, but the function cannot be cut: 5 stages are "
-         r"more than the layers at .*, whose number is 4\. Use pp:4, or fewer stages"),
+         r"more than the layers at .*, whose number is 4\. There can be at most 4 stages"),
+        ({"plan": "pp:8 tp:2", "target": "cpu:16", "microbatches": 8}, r"whose number is 4\. Request 'pp:4 dp:2 tp:2'"),
+        ({"plan": "pp:16", "target": "cpu:16", "microbatches": 16}, "pp:16 with 16 microbatches, which do not divide "
+         "the batch of 8 rows; there must be at least as many rows as stages, and the batch has 8: use fewer stages"),
         ({"plan": "pp:2 ulysses:2", "target": "cpu:4", "microbatches": 4},
-         "'ulysses:2' does not run within the stages"),
+         "attention at .* has 1 heads; 2 devices do not divide them. Use 'ring:2' instead"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
-         "time; use at least 4 microbatches"),
+         "time; use at least 4 microbatches: microbatches=4 or 8"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "interleaved:0"}, "schedule is 'interleaved:0'; give the "
          "number of chunks of layers of each stage, at least 2"),
         ({"plan": "pp:2", "target": "cpu:2", "microbatches": 2, "schedule": "interleaved:3"}, r"3 chunks of layers on "
          r"each of 2 stages are more than the layers at .*, whose number is 4\. Use schedule='interleaved:2'"),
         ({"plan": "dp:2", "target": "cpu:2", "schedule": "zb"}, "schedule is 'zb', but the plan has no pipeline"),
-        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 3}, "microbatches=3 does not divide the batch of 8 rows"),
+        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 3}, "pp:2 with 3 microbatches, which do not divide "
+         "the batch of 8 rows; use at least 2 microbatches: microbatches=2, 4 or 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(options, message):
     with pytest.raises(PlanError, match=message):
         plan(make_step(), *shapes(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize(
+    ("words", "devices", "schedule", "possible"),
+    [
+        ("pp:4", 8, None, "pp:4 dp:2"),  # there are no 8 layers
+        ("pp:2", 16, None, "pp:2 dp:8"),
+        ("pp:4 fsdp:2", 4, None, "pp:4"),
+        ("pp:2", 4, "interleaved:2", "pp:2 dp:2"),  # 4 stages with 2 chunks each have no layers
+    ],
+)
+def test_a_suggested_pipeline_is_possible(words, devices, schedule, possible):
+    fn, *args = stacked_layers(4)
+    options = {"target": f"cpu:{devices}", "microbatches": 4, "schedule": schedule}
+    with pytest.raises(PlanError, match=f"has {devices}; request '{possible}', or plan for a target of"):
+        plan(fn, *args, plan=words, **options)
+    assert plan(fn, *args, plan=possible, **options).stages == int(possible[3])
+
+
+def test_a_schedule_tries_the_microbatches_that_the_batch_allows():
+    fn, weights, x = stacked_layers(4)
+    made = plan(fn, weights, jnp.ones((9, 16)), target="cpu:2", schedule="gpipe")
+    assert made.microbatches in (3, 9)  # 2 and 4 do not divide 9 rows
+    assert "microbatches='auto' compared 3 (" in " ".join(made.notes)
 
 
 def test_a_program_without_layers():
@@ -376,14 +408,6 @@ def test_a_program_without_layers():
 
     with pytest.raises(PlanError, match=r"pp:2, but the function cannot be cut: it has no repeated part"):
         plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
-
-
-def test_residuals_stay_on_the_device():
-    fn, args = make_step(), (shapes()[0], jax.ShapeDtypeStruct((64, 6), jnp.int32))
-    options = {"target": "cpu:2", "plan": "pp:2", "microbatches": 2}
-    with pytest.raises(PlanError, match="pp:2 keeps the residuals of its stages in device memory, so offload='res"):
-        plan(fn, *args, offload="residual", **options)
-    assert "residual" not in plan(fn, *args, offload="auto", **options).offload
 
 
 def test_layers_inside_a_checkpoint():

@@ -18,6 +18,7 @@ from autoshard.sharding.pipeline.schedules import (
     Schedule,
     Slots,
 )
+from autoshard.sharding.pipeline.tick_tables import always_write, tick_tables
 
 SIZES = [(2, 2), (2, 5), (4, 4), (4, 8), (3, 16)]
 WORDS = [*SCHEDULES, "interleaved:2", "interleaved:3"]
@@ -172,3 +173,32 @@ def test_a_table_that_skips_a_tick_is_refused():
     late = {**made.ticks, FORWARD: made.ticks[FORWARD] * 2}
     with pytest.raises(AssertionError, match="forward moves one stage in each tick"):
         Schedule("late", 2, 4, late)
+
+
+def test_an_idle_stage_writes_a_slot_in_which_nothing_waits(schedule):
+    for made, every in WAITING.values():
+        taken = [part for part in every if part in schedule.ticks]
+        if not taken or made not in schedule.ticks:
+            continue
+        slots, live = schedule.slots(made, taken), schedule.live(made, taken)
+        table, own = schedule.write_table(slots, made, taken), schedule.slot_table(slots, made)
+        held = [[set() for _ in range(schedule.stages)] for _ in range(schedule.length)]
+        last = np.max([np.broadcast_to(schedule.by_item(p), slots.of.shape) for p in taken], axis=0)
+        for item, stage in np.ndindex(*slots.of.shape):
+            for tick in range(schedule.by_item(made)[item, stage] + 1, last[item, stage] + 1):
+                held[tick][stage].add(slots.of[item, stage])
+        for tick, stage in np.ndindex(*table.shape):
+            assert table[tick, stage] not in held[tick][stage]
+            assert own[tick, stage] in (IDLE, table[tick, stage])
+            assert table[tick, stage] != IDLE or live[tick, stage] == slots.count
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"), [("1f1b", True), ("zb", True), ("interleaved:2", True), ("gpipe", False)]
+)
+def test_which_schedules_always_write(word, expected):
+    schedule = make_schedule(word, 4, 8)
+    waiting = {"residuals": (FORWARD, [part for part in (BACKWARD, WEIGHTS) if part in schedule.ticks])}
+    slots = {"residuals": schedule.slots(*waiting["residuals"])}
+    tables = tick_tables(schedule, waiting, slots, reverse=False)
+    assert always_write(schedule, waiting, tables) == ({"residuals"} if expected else set())

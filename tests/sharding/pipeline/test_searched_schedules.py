@@ -40,7 +40,7 @@ def made(time: float, stages: int = 1, schedule: str = "") -> Any:
 def test_chunks_are_tried_where_a_pipeline_pays(times, chosen):
     asked = []
 
-    def staged(count, schedule, number):
+    def staged(count, schedule, number, most_us):
         schedule = schedule or "1f1b"
         asked.append((count, schedule))
         if schedule not in times:

@@ -32,7 +32,7 @@ def test_the_counts_of_a_search_add_up():
     plan = planned(memory_limit_bytes=720 * 2**10)
     tried = plan.history[0].tried
     n = plan_counts(plan)
-    assert n.proposed == n.alike + n.idle + n.known and n.priced == n.known + n.changed == len(tried)
+    assert n.proposed == n.alike + n.idle + n.slow + n.known and n.priced == n.known + n.changed == len(tried)
     assert 0 < n.fitting == sum(t.peak_bytes <= 720 * 2**10 for t in tried) < n.priced and n.variants == 1
     story = search_section(plan).split("</p>")[0]
     assert f"{n.priced} plans were priced: {n.known} of {n.proposed} proposed" in story
@@ -61,7 +61,7 @@ def test_rows_that_tie_say_so():
 def test_every_proposed_plan_is_counted():
     (record,) = planned().history
     known = [t for t in record.tried if not t.changed]
-    assert record.proposed == len(known) + record.alike + record.idle and record.alike > 0
+    assert record.proposed == len(known) + record.alike + record.idle + record.slow and record.alike > 0
     tried = {(t.strategy, t.step_time_us, t.peak_bytes) for t in record.tried}
     assert tried >= set(planned().candidates) >= {(t.strategy, t.step_time_us, t.peak_bytes) for t in known}
     assert [t.step_time_us for t in record.tried] == sorted(t.step_time_us for t in record.tried)
@@ -73,7 +73,8 @@ def test_plans_that_leave_devices_idle_are_counted():
     with pytest.warns(AutoshardWarning, match="only 2 of the 8 devices have work of their own"):
         plan = autoshard.plan(train_step, state, batch, target="cpu:8", donate_argnums=0)
     (record,) = plan.history
-    assert record.idle > 0 and record.proposed == sum(not t.changed for t in record.tried) + record.alike + record.idle
+    left_out = record.alike + record.idle + record.slow
+    assert record.idle > 0 and record.proposed == sum(not t.changed for t in record.tried) + left_out
 
 
 def test_changed_plans_are_recorded_too():

@@ -16,7 +16,13 @@ import autoshard
 from autoshard.sharding.oracle.rule_check import check_rule
 from autoshard.spmdrules import RuleError
 from autoshard.spmdrules.core import registry
-from autoshard.spmdrules.custom_ops.opaque_primitive import batched_text, is_operator, stating_results
+from autoshard.spmdrules.custom_ops.opaque_primitive import (
+    BatchedFunction,
+    batched_text,
+    is_operator,
+    one_of_batch,
+    stating_results,
+)
 from autoshard.spmdrules.custom_ops.operator import operator, run_sharded
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.propagation.propagate import propagate
@@ -452,3 +458,14 @@ def test_a_function_that_fails_without_a_derivative_too_names_its_own_cause():
     op = operator("b d -> b d", name="renamed")(renamed)
     with pytest.raises(NotImplementedError, match="^this version of JAX has no kernel named _fwd_"):
         jax.make_jaxpr(jax.grad(lambda x: jnp.sum(op(x))))(jnp.ones((8, 128)))
+
+
+def test_an_operator_over_one_row_is_the_operator_of_that_row():
+    def scaled(x, scale):
+        return x * scale
+
+    batched = BatchedFunction(scaled, (True, False))
+    row, whole = ((8, 4), jnp.float32), ((4,), jnp.float32)
+    assert one_of_batch(batched, [((1, *row[0]), row[1]), whole]) == (scaled, (row, whole))
+    assert one_of_batch(batched, [((2, *row[0]), row[1]), whole]) is None
+    assert one_of_batch(scaled, [row, whole]) is None

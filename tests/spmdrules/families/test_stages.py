@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard import _compat
+from autoshard.spmdrules.families.host_slots import host_slots
 from autoshard.spmdrules.families.stages import (
     collect_layers,
     read_layer,
@@ -97,6 +99,20 @@ def test_each_stage_has_its_own_layers_last(layers, stages):
     sizes = stage_sizes(layers, stages)
     assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1 and spread.shape == (stages, max(sizes), 2)
     assert spread[:, -1, 0].tolist() == [2 * sum(sizes[: n + 1]) - 2 for n in range(stages)]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_slots_in_host_memory_stay_there(stages):
+    index, x = jnp.arange(stages) % 2, 1 + jnp.arange(2.0 * stages).reshape(stages, 2)
+
+    def run(x):
+        slots = write_slots(
+            host_slots((2, stages, 2), x.dtype), jax.device_put(x, jax.memory.Space.Host), index, always=True
+        )
+        return read_slots(slots, index)
+
+    assert _compat.is_on_host(jax.make_jaxpr(run)(x).out_avals[0])
+    np.testing.assert_array_equal(jax.jit(lambda x: jax.device_put(run(x), jax.memory.Space.Device))(x), x)
 
 
 @pytest.mark.parametrize("stages", [1, 3])

@@ -77,6 +77,7 @@ def _story(plan: ShardingPlan) -> str:
     n = plan_counts(plan)
     dropped = [f"{n.alike} with the layout of another"] if n.alike else []
     dropped += [f"{n.idle} with an idle mesh axis"] if n.idle else []
+    dropped += [f"{n.slow} that are slower in any case"] if n.slow else []
     words = f"{n.priced} plans were priced"
     words += f" for {n.variants} variants of the step" if n.variants > 1 else ""
     without = f" (without {' and '.join(dropped)})" if dropped else ""
