@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import jax
@@ -32,7 +32,7 @@ def exactly() -> Iterator[None]:
         yield
 
 
-def values(formulation: Formulation, kernels: str = "off") -> tuple[Any, tuple[Any, ...], Any]:
+def values(formulation: Formulation, kernels: Literal["off", "auto"] = "off") -> tuple[Any, tuple[Any, ...], Any]:
     """Return the small program's state and batch in float64, and the result of its step on one device.
 
     Args:
