@@ -74,7 +74,7 @@ FORMULATIONS = (
         name="dlrm-26-tables",
         style="recommender: embedding tables of 14 GB, pairwise products, two optimizers",
         make=interactions,
-        small=dict(rows=32, tables=4, entries=64, size=16, dense=8, hidden=32),
+        small=dict(rows=32, tables=8, entries=64, size=16, dense=8, hidden=32),
         targets={"v5e:4x4": _DLRM | {"rows": 65536}, "v6e:4x4": _DLRM | {"rows": 131072}},
         dims=_DIMS,
         held_out=True,
