@@ -72,7 +72,7 @@ def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> St
 def _made(formulation: Formulation, target: str, words: str | None = None) -> Plan:
     program = formulation.program(target)
     state, batch = program.shapes()
-    return plan(program.step, state, *batch, target=target, donate_argnums=0, plan=words)
+    return plan(program.step, state, *batch, target=target, donate_argnums=0, plan=words, kernels="auto")
 
 
 def _planned(formulation: Formulation, target: str, made: Plan) -> list[Planned]:

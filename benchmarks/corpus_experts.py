@@ -103,7 +103,7 @@ def most_promising(formulation: Formulation, target: str, styles: Sequence[Style
     """Return the styles whose estimated memory fits with the planner's estimates, the fastest first."""
     program = formulation.program(target)
     state, batch = program.shapes()
-    prices = StrategyPrices(program.step, (state, *batch), target=target, donate_argnums=(0,))
+    prices = StrategyPrices(replace_kernels(program.step), (state, *batch), target=target, donate_argnums=(0,))
     found = prices.of(dict.fromkeys(style.words for style in styles if style.words))
     limit = prices.limit_bytes * MOST_OVER
     priced = [(style, found[style.words]) for style in styles if style.words in found]

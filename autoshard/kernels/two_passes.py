@@ -48,6 +48,8 @@ class Passes:
 
 def kernel_refusals(kernel: Kernel, softmax: Softmax, q: Any, k: Any, v: Any, *, has_segments: bool) -> list[str]:
     """Return why a kernel cannot run a call; empty if it can. The operands need only shapes and dtypes."""
+    if any(x.dtype == jnp.float64 for x in (q, k, v)):
+        return ["it adds up in float32, and the operands are float64"]
     if kernel == "blockwise":
         return []
     dtype = _common_dtype(q, k, v)

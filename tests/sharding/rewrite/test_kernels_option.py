@@ -62,6 +62,14 @@ def test_a_plan_lists_its_kernels() -> None:
     assert f"kernels: {record}" in str(made)
 
 
+def test_attention_in_float64_keeps_its_precision() -> None:
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), (parameters(), rows()))
+        made = plan(step_of(einsum_where), *wide, target="cpu:8", plan="dp:8", kernels="auto")
+    (record,) = made.kernels
+    assert not record.replaced and "adds up in float32, and the operands are float64" in record.reason
+
+
 def test_kernels_are_off_by_default() -> None:
     made = planned(step_of(einsum_where))
     assert (made.kernels, made.kernels_word) == ((), "off")

@@ -93,7 +93,7 @@ def read_records(path: str | Path, split: str = TRAIN) -> Iterator[Record]:
     if path.is_dir() and split == TRAIN and (texts := sorted(path.rglob(f"*{_TEXT}"))):
         warnings.warn(
             f"data {str(path)!r} has rows and {len(texts)} {_TEXT} files, such as {texts[0].name}. Only the rows are "
-            "read. Put the texts into rows, or into a folder of their own and train on them first",
+            "read. Put the texts into rows, or train on them from a folder of their own",
             AutoshardWarning,
             stacklevel=2,
         )
