@@ -62,7 +62,8 @@ def run(formulation: Formulation, target: str, few: int, timeout_s: float) -> St
         print(f"{store.case}: {error}", flush=True)
         return store
     store.notes |= {"planning_seconds": round(time.process_time() - start, 1), "chosen": made.chosen}
-    options = made.compiler_options.get(find_target(target).platform, {})
+    given = made.compiler_options.get(find_target(target).platform, {})
+    options = {name: str(value).lower() for name, value in given.items()}
     for one in [*_planned(formulation, target, made), *_experts(formulation, target, few)]:
         row = store.finish(one, options, one.export(options))
         print(f"{store.case}: {row.side} {row.style}: {row.kind} {row.seconds:.4f} s", flush=True)

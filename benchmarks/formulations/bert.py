@@ -89,7 +89,7 @@ def masked_tokens(
 
     def step(state: Any, tokens: Any, kinds: Any, padding: Any, places: Any, labels: Any) -> tuple[Any, jax.Array]:
         def loss(params: Any) -> jax.Array:
-            logits = model.apply({"params": notes.weights(params)}, tokens, kinds, padding)
+            logits: Any = model.apply({"params": notes.weights(params)}, tokens, kinds, padding)
             asked = jnp.take_along_axis(logits, places[..., None], axis=1).astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(asked, labels).mean()
 

@@ -45,7 +45,7 @@ def retention(
             added = jnp.einsum("bhck,bhcv->bhkv", k * writes.astype(k.dtype), v).astype(jnp.float32)
             return state * jnp.exp(chunk * decay)[:, None, None] + added, near + far
 
-        parts = [x.reshape(rows, count, chunk, heads, size).transpose(1, 0, 3, 2, 4) for x in (q, k, v)]
+        parts: Any = [x.reshape(rows, count, chunk, heads, size).transpose(1, 0, 3, 2, 4) for x in (q, k, v)]
         _, made = lax.scan(body, jnp.zeros((rows, heads, size, size), jnp.float32), tuple(parts))
         return made.transpose(1, 0, 3, 2, 4).reshape(rows, seq, heads, size)
 

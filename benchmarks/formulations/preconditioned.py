@@ -102,15 +102,16 @@ def shampoo(notes: Notes, *, rows: int, seq: int, layers: int, width: int, heads
             return cross_entropy(nnx.merge(graph, values)(notes, inputs), targets)
 
         value, gradients = jax.value_and_grad(loss)(state["params"])
-        sides, momentum, updates = {}, {}, {}
+        sides, momentum, turned = {}, {}, {}
         for name, gradient in kernels(gradients).items():
             left, right = state["sides"][name]
             left, right = 0.95 * left + gradient @ gradient.T, 0.95 * right + gradient.T @ gradient
             sides[name] = left, right
             momentum[name] = 0.9 * state["momentum"][name] + _root(left) @ gradient @ _root(right)
-            updates[name] = -0.01 * momentum[name]
+            turned[name] = -0.01 * momentum[name]
+        small: Any
         small, moments = adam.update(others(gradients), state["moments"])
-        updates |= small
+        updates = turned | small
         changed = jax.tree_util.tree_map_with_path(
             lambda path, w: w + updates[jax.tree_util.keystr(path)], state["params"]
         )

@@ -55,7 +55,8 @@ def interactions(notes: Notes, *, rows: int, tables: int, entries: int, size: in
         changed = params["tables"] - 0.01 * gradients["tables"] / (jnp.sqrt(sums)[..., None] + 1e-8)
         others = {name: params[name] for name in ("bottom", "top")}
         updates, moments = adam.update({name: gradients[name] for name in others}, state["moments"])
-        params = {"tables": changed, **optax.apply_updates(others, updates)}
+        trained: Any = optax.apply_updates(others, updates)
+        params = {"tables": changed, **trained}
         return {"params": params, "moments": moments, "sums": sums}, value
 
     def batch(key: jax.Array) -> tuple[jax.Array, ...]:

@@ -61,7 +61,7 @@ def test_an_overflow_of_an_expert_that_is_not_chosen_has_no_effect():
     np.testing.assert_array_equal(found, expected)
 
 
-def form_of(tokens, call, own=slice(0, EXPERTS), monkeypatch=None):
+def form_of(tokens, call, own=slice(0, EXPERTS), *, monkeypatch):
     """Return the name of the form that `apply_experts` takes."""
     taken = []
     for name in ("one_by_one", "densely", "by_sorting"):
@@ -83,7 +83,7 @@ def form_of(tokens, call, own=slice(0, EXPERTS), monkeypatch=None):
     ],
 )
 def test_the_form_follows_from_tokens_and_experts(tokens, kernel, own, form, monkeypatch):
-    assert form_of(tokens, GroupedCall(kernel), own, monkeypatch) == form
+    assert form_of(tokens, GroupedCall(kernel), own, monkeypatch=monkeypatch) == form
 
 
 @pytest.mark.parametrize("tokens", [2, 6], ids=["one by one", "densely"])

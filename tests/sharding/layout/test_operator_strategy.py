@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from autoshard.sharding.axes.roles import CONTRACTIONS
 from autoshard.sharding.layout.operator_strategy import OperandSpecs, choose_strategy
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.program.flops import flops_of
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.program import build
 
