@@ -13,9 +13,8 @@ TIME_DECIMALS = 3
 # chosen, not measured.
 ASSIGNED_CANDIDATES = 12
 
-# Number of the fastest known plans that are always priced, whether they fit or not: those with which a search over
-# variants begins (`train.program.constants.SCREENED_STRATEGIES`), which may fit with another variant. Source: equal to
-# that constant.
+# Number of the fastest known plans that are always priced, whether they fit or not: a search over variants begins with
+# them, and they may fit with another variant. Source: chosen, not measured.
 KEPT_CANDIDATES = 40
 
 # Relative error of the least time of a group of known plans (`time_floors`). Source: chosen. In the groups of two small

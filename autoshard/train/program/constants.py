@@ -1,5 +1,7 @@
 """What a search over the variants of a train step tries, how many it plans, and the rounding of vocabularies."""
 
+from autoshard.sharding.search.constants import KEPT_CANDIDATES
+
 REMATS = ("none", "dots", "full")
 """The remat policies without named values that a search tries, from the one that stores most values to the one that
 stores fewest."""
@@ -11,9 +13,9 @@ SEARCHED_REMAT_MIXES = ((3, 4), (1, 2), (1, 4))
 """Mixed remat policies that a search tries: `(n, m)` gives n of every m layers the lighter policy.
 Chosen, not measured."""
 
-SCREENED_STRATEGIES = 40
+SCREENED_STRATEGIES = KEPT_CANDIDATES
 """For each number of microbatches after the first, this many of the fastest strategies with full recomputation are
-priced. Chosen, not measured."""
+priced: those that a search prices in any case."""
 
 PROBED_STRATEGIES = 3
 """For each number of microbatches, named values are priced under this many of its fastest strategies. Chosen, not
