@@ -74,7 +74,7 @@ def histories(draw):
     tried = st.builds(PricedPlan, st.sampled_from(["dp:8", "tp:8"]), BYTES, BYTES, BYTES, st.just("all-gather"), BYTES)
     candidate_lists = st.lists(tried, max_size=3).map(tuple)
     return tuple(
-        SearchRecord({"remat": "none"}, 4, 1, 1, candidates)
+        SearchRecord({"remat": "none"}, 5, 1, 1, 1, candidates)
         for candidates in draw(st.lists(candidate_lists, max_size=2))
     )
 

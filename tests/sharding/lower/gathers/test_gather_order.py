@@ -167,5 +167,7 @@ def test_plans_keep_the_order(tmp_path):
 
 @pytest.mark.parametrize("given", ["prefech", 3, True])
 def test_an_unknown_order_lists_the_known_ones(given):
-    with pytest.raises(PlanError, match=r"gather is .*; it must be 'auto', 'prefetch' or 'sequential'"):
+    with pytest.raises(
+        PlanError, match=r"gather is .*; it must be 'auto', 'prefetch', 'sequential', 'once' or 'repeat'"
+    ):
         autoshard.plan(layer, parameters()[0], jnp.ones((ROWS, WIDTH)), gather=given)
