@@ -115,15 +115,15 @@ def _export_expert(formulation: Formulation, target: str, style: Style, options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile and store the programs of the command line, then print the figures of all that are stored."""
+    """Compile the requested programs, store their rows, and print their figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs; default: all")
     parser.add_argument("--few", type=int, default=3, help="programs of an expert's grid to compile")
     parser.add_argument("--target", help="one machine only")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     half = parser.add_mutually_exclusive_group()
-    half.add_argument("--held-out", action="store_true", help="only the half that the planner is not changed by")
-    half.add_argument("--open", action="store_true", help="only the other half")
+    half.add_argument("--held-out", action="store_true", help="only programs that did not serve to develop the planner")
+    half.add_argument("--open", action="store_true", help="only the other ones")
     parser.add_argument("--show", action="store_true", help="print the stored rows only")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in CORPUS]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from unittest import mock
 
 import jax
 from expert_plans import Style, device_count, style_grid
+from expert_ranking import MOST_OVER
 from expert_step import Annotator, Expert, applied_on_shards
 from formulations.formulation import Formulation
 from jax.sharding import NamedSharding, PartitionSpec
@@ -20,7 +20,6 @@ from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPr
 from autoshard.spmdrules.custom_ops import operator
 from autoshard.train.step.optimizer import path_name
 
-MOST_OVER = 1.1  # chosen: plans whose estimated peak exceeds the memory by this factor are left out
 _PARAMETERS = ("params", "frozen")  # the parts of a state that are used in the step as they are stored
 
 
@@ -41,11 +40,8 @@ class Annotations:
         return jax.tree_util.tree_map_with_path(self._gathered, weights)
 
     def _gathered(self, path: Any, leaf: jax.Array) -> jax.Array:
-        for pattern, names in self.annotator.parameters:
-            if re.search(rf"(^|/)({pattern})$", path_name(path)) and len(names) <= leaf.ndim <= len(names) + 1:
-                whole = (None,) * (leaf.ndim - len(names))
-                return self.annotator.gathered(leaf, *whole, *names)
-        return leaf
+        names = self.annotator.names_of(path_name(path), leaf.ndim)
+        return leaf if names is None else self.annotator.gathered(leaf, *names)
 
 
 def _names(dims: str) -> tuple[str | None, ...]:
@@ -100,7 +96,7 @@ def corpus_step(formulation: Formulation, target: str | None, style: Style, mach
 
 
 def most_promising(formulation: Formulation, target: str, styles: Sequence[Style]) -> list[tuple[Style, StrategyPrice]]:
-    """Return the styles whose estimated memory fits with the planner's estimates, the fastest first."""
+    """Return the styles whose estimated memory fits, each with the planner's estimate, the fastest first."""
     program = formulation.program(target)
     state, batch = program.shapes()
     prices = StrategyPrices(replace_kernels(program.step), (state, *batch), target=target, donate_argnums=(0,))

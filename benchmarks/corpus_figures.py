@@ -27,7 +27,7 @@ def kind_of(words: str) -> str:
 
 
 def chosen_row(store: Store) -> Row | None:
-    """Return the row of the planner's choice; None if it was not compiled."""
+    """Return the row of the plan that the planner chose; None if it was not compiled."""
     return next((r for r in store.rows if r.side == "plan" and r.words == store.notes.get("chosen")), None)
 
 

@@ -54,7 +54,7 @@ GiB = 2**30
 # TPU: Google Cloud's page on each version gives the peak, the memory bandwidth and the interconnect bandwidth per chip,
 # which is divided by the number of links and by 2. `network` is the data center network per chip on the page of tpu7x
 # (v5p, v6e, tpu7x), per pod on that of v5e; v4 is assumed to have that of v5p. The clock is the one at which the matrix
-# units reach the peak. At that clock, the cycles of large products mean 88 to 97 % of the peak. The memory is the
+# units reach the peak. At that clock, XLA's cycles of large products are 88 to 97 % of the peak. The memory is the
 # limit in XLA's own messages. A dimension of v5e or v6e is a ring from size 16 on. v4, v5p and tpu7x consist of
 # 4 x 4 x 4 cubes, and either all dimensions are rings or none. A v4 device is a chip with both cores. A tpu7x device is
 # one of a chip's two dies: its figures are half of a chip's, but for the links, which both dies share. Rings and

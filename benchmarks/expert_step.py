@@ -92,11 +92,15 @@ class Annotator:
         """Return the spec of a parameter."""
         if self.style.today:
             return _largest(shape, self.style.sizes[1])
+        names = self.names_of(path, len(shape))
+        return (None,) * len(shape) if names is None else self.spec(names, shape, stored=stored)
+
+    def names_of(self, path: str, rank: int) -> tuple[str | None, ...] | None:
+        """Return the names of a parameter's dimensions; None if the table lacks it. A stack has one dimension more."""
         for pattern, names in self.parameters:
-            if re.search(rf"(^|/){pattern}$", path) and len(shape) - len(names) in (0, 1):
-                names = (None,) * (len(shape) - len(names)) + names
-                return self.spec(names, shape, stored=stored)
-        return (None,) * len(shape)
+            if re.search(rf"(^|/)({pattern})$", path) and rank - len(names) in (0, 1):
+                return (None,) * (rank - len(names)) + names
+        return None
 
     def constrained(self, x: jax.Array, *names: str | None) -> jax.Array:
         """Constrain an activation and its gradient."""

@@ -71,7 +71,7 @@ def reached(start: Any) -> Iterator[Any]:
 
 @cache
 def classes() -> dict[str, type]:
-    """Collects all classes that the modules of the package define."""
+    """Collects all classes that the modules of the package define, except abstract ones, which have no objects."""
     modules = [m.name for m in pkgutil.walk_packages(autoshard.__path__, "autoshard.")]
     found = {
         f"{name}.{cls.__qualname__}": cls
@@ -80,7 +80,7 @@ def classes() -> dict[str, type]:
         for cls in vars(importlib.import_module(name)).values()
         if inspect.isclass(cls) and cls.__module__ == name
     }
-    return {name: cls for name, cls in found.items() if not issubclass(cls, jax.Array)}
+    return {name: cls for name, cls in found.items() if not issubclass(cls, jax.Array) and not inspect.isabstract(cls)}
 
 
 def half_built(cls: type) -> Any:

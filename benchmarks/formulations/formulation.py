@@ -12,7 +12,7 @@ Sizes = Mapping[str, int]
 
 
 class Notes(Protocol):
-    """Where an expert constrains a program. A program that nobody annotated has `Unannotated`, which does nothing.
+    """The places where an expert constrains a program. `Unannotated` leaves them as they are.
 
     The dimensions of an array are words, one for each dimension; `.` is a dimension that stays whole:
 
@@ -80,7 +80,7 @@ class Formulation:
         targets: machine -> sizes that matter there.
         dims: the end of a parameter's path (a regular expression) -> its last dimensions, as words of `Notes`.
         ways: what an expert may use besides data and fsdp: `tensor`, `sequence`, `experts`.
-        held_out: whether the planner was changed without looking at this program.
+        held_out: whether this program is not used to develop the planner.
     """
 
     name: str

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from formulations.formulation import Formulation, Notes, Program
-from formulations.parts import adamw_program, cast, cross_entropy, images, layer_norm, tokens
+from formulations.parts import adamw_program, cast, conv, cross_entropy, images, layer_norm, tokens
 
 _DIMS = {
     r"qkv": "width . heads .",
@@ -86,8 +86,7 @@ def vit(
     def loss(params: Any, pixels: jax.Array, labels: jax.Array) -> jax.Array:
         ends = cast({name: params[name] for name in ("patches", "class_token", "positions", "classifier")})
         ends = notes.weights(ends)
-        numbers = ("NHWC", "HWIO", "NHWC")
-        x = lax.conv_general_dilated(cast(pixels), ends["patches"], (patch, patch), "VALID", dimension_numbers=numbers)
+        x = conv(cast(pixels), ends["patches"], patch, "VALID")
         x = x.reshape(rows, count, width)
         x = jnp.concatenate([jnp.broadcast_to(ends["class_token"], (rows, 1, width)), x], axis=1) + ends["positions"]
         x, _ = lax.scan(body, notes(x, "batch . ."), params["blocks"])

@@ -97,6 +97,19 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) ->
     return (normal if bias is None else normal + bias).astype(x.dtype)
 
 
+def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, padding: str = "SAME") -> jax.Array:
+    """Convolve `[batch, height, width, channels]` with a kernel `[height, width, inputs, outputs]`."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, kernel, (stride, stride), padding, dimension_numbers=numbers)
+
+
+def group_norm(x: jax.Array, groups: int) -> jax.Array:
+    """Normalize `[batch, height, width, channels]` over the pixels and the channels of each group."""
+    parts = x.astype(jnp.float32).reshape(*x.shape[:3], groups, -1)
+    mean, var = parts.mean((1, 2, 4), keepdims=True), parts.var((1, 2, 4), keepdims=True)
+    return ((parts - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape).astype(x.dtype)
+
+
 def adamw_program(
     loss: Callable[..., jax.Array],
     shapes: Shapes,

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from formulations.formulation import Formulation, Notes, Program
-from formulations.parts import adamw_program, cast
+from formulations.parts import adamw_program, cast, conv
 
 _DIMS = {
     r"see[01]": ". . . width",
@@ -27,10 +27,8 @@ def actor_critic(notes: Notes, *, time: int, rows: int, side: int, width: int, a
 
     def seen(w: Any, x: jax.Array) -> jax.Array:
         x = x.reshape(time * rows, side, side, 3)
-        numbers = ("NHWC", "HWIO", "NHWC")
         for name, stride in (("see0", 4), ("see1", 2)):
-            x = lax.conv_general_dilated(x, w[name], (stride, stride), "SAME", dimension_numbers=numbers)
-            x = jax.nn.relu(x)
+            x = jax.nn.relu(conv(x, w[name], stride))
         return jax.nn.relu(x.reshape(time, rows, -1) @ w["enter"])
 
     def loss(

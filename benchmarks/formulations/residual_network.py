@@ -6,30 +6,18 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 
 from formulations.formulation import Formulation, Notes, Program
-from formulations.parts import adamw_program, cast, cross_entropy, images
+from formulations.parts import adamw_program, cast, conv, cross_entropy, group_norm, images
 
 _DIMS = {
     r"first": ". . width channels",
     r"second": ". . channels width",
-    r"stem|down": ". . . width",
+    r"stem|down\d": ". . . width",
     r"classifier": "width .",
 }
-
-
-def _conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
-
-
-def _group_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, groups: int = 32) -> jax.Array:
-    parts = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
-    mean, var = parts.mean((1, 2, 4), keepdims=True), parts.var((1, 2, 4), keepdims=True)
-    return (((parts - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape) * scale + bias).astype(x.dtype)
 
 
 def scanned_stages(
@@ -49,19 +37,21 @@ def scanned_stages(
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def block_of(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
         w = notes.weights(cast(w))
-        y = _conv(jax.nn.relu(_group_norm(x, w["scale1"], w["bias1"], groups)), w["first"])
+        y = group_norm(x, groups) * w["scale1"] + w["bias1"]
+        y = conv(jax.nn.relu(y), w["first"])
         y = notes(y, "batch . . channels")
-        y = _conv(jax.nn.relu(_group_norm(y, w["scale2"], w["bias2"], groups)), w["second"])
+        y = group_norm(y, groups) * w["scale2"] + w["bias2"]
+        y = conv(jax.nn.relu(y), w["second"])
         return notes(x + y, "batch . . ."), None
 
     def loss(params: Any, pixels: jax.Array, labels: jax.Array) -> jax.Array:
         ends = {name: w for name, w in params.items() if not name.startswith("stage")}
         ends = notes.weights(cast(ends))
-        x = notes(_conv(cast(pixels), ends["stem"], 4), "batch . . .")
+        x = notes(conv(cast(pixels), ends["stem"], 4), "batch . . .")
         for stage in range(stages):
             x, _ = lax.scan(block_of, x, params[f"stage{stage}"])
             if f"down{stage}" in ends:
-                x = notes(_conv(x, ends[f"down{stage}"], 2), "batch . . .")
+                x = notes(conv(x, ends[f"down{stage}"], 2), "batch . . .")
         return cross_entropy(x.mean((1, 2)) @ ends["classifier"], labels)
 
     return adamw_program(loss, shapes, images(rows, side, classes), optax.sgd(0.1, momentum=0.9))

@@ -11,6 +11,7 @@ from jax import lax
 
 from formulations.formulation import Formulation, Notes, Program
 from formulations.parts import cast, cross_entropy, images, initialized
+from formulations.parts import conv as convolved
 
 _DIMS = {
     r"conv1/kernel": ". . width channels",
@@ -53,9 +54,7 @@ def batch_norms(notes: Notes, *, rows: int, side: int, width: int, blocks: int, 
 
     def conv(x: jax.Array, w: Any, averages: list[Any], stride: int = 1) -> jax.Array:
         kernel = notes.weights({"kernel": cast(w["kernel"])})["kernel"]
-        numbers = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
-        return _normalized(y, w, averages)
+        return _normalized(convolved(x, kernel, stride), w, averages)
 
     def loss(params: Any, pixels: jax.Array, labels: jax.Array) -> tuple[jax.Array, list[Any]]:
         averages: list[Any] = []

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from formulations.formulation import Formulation, Notes, Program
-from formulations.parts import adamw_program, cast, cross_entropy, layer_norm
+from formulations.parts import adamw_program, cast, conv, cross_entropy, group_norm, layer_norm
 
 _UNET = {
     r"first": ". . width channels",
@@ -27,17 +27,6 @@ _DEPTHWISE = {
     r"(stem|shrink)": "width . . .",
     r"head": "width .",
 }
-
-
-def _conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=numbers)
-
-
-def _group_norm(x: jax.Array, groups: int) -> jax.Array:
-    parts = x.astype(jnp.float32).reshape(*x.shape[:3], groups, -1)
-    mean, var = parts.mean((1, 2, 4), keepdims=True), parts.var((1, 2, 4), keepdims=True)
-    return ((parts - mean) * lax.rsqrt(var + 1e-5)).reshape(x.shape).astype(x.dtype)
 
 
 def unet(notes: Notes, *, rows: int, side: int, channels: int, width: int, levels: int, groups: int) -> Program:
@@ -62,14 +51,14 @@ def unet(notes: Notes, *, rows: int, side: int, channels: int, width: int, level
     @jax.checkpoint
     def block(x: jax.Array, w: Any, time: jax.Array) -> jax.Array:
         w = notes.weights(cast(w))
-        y = _conv(jax.nn.silu(_group_norm(x, groups)), w["first"]) + (time @ w["time"])[:, None, None]
-        y = _conv(jax.nn.silu(_group_norm(notes(y, "batch . . channels"), groups)), w["second"])
-        return notes(y + (_conv(x, w["skip"]) if "skip" in w else x), "batch . . .")
+        y = conv(jax.nn.silu(group_norm(x, groups)), w["first"]) + (time @ w["time"])[:, None, None]
+        y = conv(jax.nn.silu(group_norm(notes(y, "batch . . channels"), groups)), w["second"])
+        return notes(y + (conv(x, w["skip"]) if "skip" in w else x), "batch . . .")
 
     @jax.checkpoint
     def attention(x: jax.Array, w: Any) -> jax.Array:
         w = notes.weights(cast(w))
-        flat = _group_norm(x, groups).reshape(x.shape[0], -1, x.shape[-1])
+        flat = group_norm(x, groups).reshape(x.shape[0], -1, x.shape[-1])
         q, k, v = (notes(part, "batch . heads .") for part in jnp.einsum("bsc,cnhk->nbshk", flat, w["qkv"]))
         mixed = jax.nn.dot_product_attention(q, k, v)
         return x + jnp.einsum("bshk,hkc->bsc", mixed, w["project"]).reshape(x.shape)
@@ -80,14 +69,14 @@ def unet(notes: Notes, *, rows: int, side: int, channels: int, width: int, level
         angles = 1e3 * times[:, None] * jnp.exp(-math.log(1e4) * jnp.arange(width // 2) / (width // 2))
         time = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
         time = jax.nn.silu(cast(time) @ cast(params["time1"]))
-        x = _conv(cast(noisy), cast(params["enter"]))
+        x = conv(cast(noisy), cast(params["enter"]))
         skips = []
         for level, blocks in enumerate(params["down"]):
             for w in blocks:
                 x = block(x, w, time)
             skips.append(x)
             if level + 1 < levels:
-                x = _conv(x, notes.weights(cast(params["shrink"][level]))["shrink"], 2)
+                x = conv(x, notes.weights(cast(params["shrink"][level]))["shrink"], 2)
         x = attention(x, params["middle"])
         for level in reversed(range(levels)):
             x = jnp.concatenate([x, skips[level]], axis=-1)
@@ -95,8 +84,8 @@ def unet(notes: Notes, *, rows: int, side: int, channels: int, width: int, level
                 x = block(x, w, time)
             if level:
                 x = jax.image.resize(x, (rows, 2 * x.shape[1], 2 * x.shape[2], x.shape[3]), "nearest")
-                x = _conv(x, notes.weights(cast(params["grow"][level - 1]))["grow"])
-        made = _conv(jax.nn.silu(_group_norm(x, groups)), cast(params["leave"]))
+                x = conv(x, notes.weights(cast(params["grow"][level - 1]))["grow"])
+        made = conv(jax.nn.silu(group_norm(x, groups)), cast(params["leave"]))
         return jnp.mean(jnp.square(made.astype(jnp.float32) - noise))
 
     def batch(key: jax.Array) -> tuple[jax.Array, ...]:
@@ -125,7 +114,7 @@ def depthwise(notes: Notes, *, rows: int, side: int, width: int, stages: int, bl
         shapes["stages"].append(made)
     shapes["head"] = (width * 2 ** (stages - 1), classes)
 
-    def conv(x: jax.Array, kernel: jax.Array, stride: int = 1, groups: int = 1) -> jax.Array:
+    def conv_first(x: jax.Array, kernel: jax.Array, stride: int = 1, groups: int = 1) -> jax.Array:
         return lax.conv_general_dilated(
             x, kernel, (stride, stride), "SAME", dimension_numbers=numbers, feature_group_count=groups
         )
@@ -133,16 +122,16 @@ def depthwise(notes: Notes, *, rows: int, side: int, width: int, stages: int, bl
     @jax.checkpoint
     def block_of(x: jax.Array, w: Any) -> jax.Array:
         w = notes.weights(cast(w))
-        y = conv(x, w["spatial"], groups=x.shape[1])
+        y = conv_first(x, w["spatial"], groups=x.shape[1])
         y = jnp.moveaxis(layer_norm(jnp.moveaxis(y, 1, -1), w["norm"]), -1, 1)
-        y = notes(jax.nn.gelu(conv(y, w["wide"])), "batch hidden . .")
-        return notes(x + w["scale"][:, None, None] * conv(y, w["narrow"]), "batch . . .")
+        y = notes(jax.nn.gelu(conv_first(y, w["wide"])), "batch hidden . .")
+        return notes(x + w["scale"][:, None, None] * conv_first(y, w["narrow"]), "batch . . .")
 
     def loss(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        x = conv(cast(images), notes.weights(cast({"stem": params["stem"]}))["stem"], 4)
+        x = conv_first(cast(images), notes.weights(cast({"stem": params["stem"]}))["stem"], 4)
         for stage in params["stages"]:
             if "shrink" in stage:
-                x = conv(x, notes.weights(cast({"shrink": stage["shrink"]}))["shrink"], 2)
+                x = conv_first(x, notes.weights(cast({"shrink": stage["shrink"]}))["shrink"], 2)
             for w in stage["blocks"]:
                 x = block_of(x, w)
         return cross_entropy(x.mean((2, 3)) @ cast(params["head"]), labels)

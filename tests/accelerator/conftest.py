@@ -19,4 +19,4 @@ def full_precision():
 @pytest.fixture
 def on_gpu() -> None:
     if jax.default_backend() != "gpu":
-        pytest.skip("cuDNN runs on NVIDIA GPUs")  # the attached accelerator is a TPU
+        pytest.skip("needs a GPU: cuDNN runs on NVIDIA GPUs only")

@@ -56,7 +56,7 @@ class Tensor:
         shape: the shape.
         dtype: the name of the dtype.
         read: returns the values; called once, just before they are written.
-        part: returns a range of them, if the tensor is in a file, given the arguments of `read_part`.
+        part: returns a range of the values, if the tensor is in a file. It takes the arguments of `read_part`.
         fetch: asks the system to read the bytes into its cache, and does not wait, if the tensor is in a file.
         file: the file.
     """

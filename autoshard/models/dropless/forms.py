@@ -5,8 +5,8 @@
     one by one   each choice of a token is computed alone, with the matrices of its expert
 
 A grouped product on TPUs is a kernel, and XLA copies a layer of stacked weights for it. In the other forms, XLA reads
-the weights from the stack in place. To generate text for few rows takes the time in which the weights are read, so
-there these forms are faster: dense experts read each expert once, and choices one by one read the chosen experts only.
+the weights from the stack in place. Generating text for few rows takes as long as reading the weights, so these forms
+are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
 All arguments are those of one shard: the term of its experts and of its hidden units is computed.
 
@@ -31,7 +31,7 @@ def apply_experts(
     unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
     count: int, call: GroupedCall,
 ) -> jax.Array:  # fmt: skip
-    """Compute what the experts with numbers `own_experts`, of `count` experts, add to these tokens, in the best form.
+    """Compute the sum of the experts `own_experts` for each token, in the fastest form.
 
     Args:
         unit: the hidden units.

@@ -65,7 +65,7 @@ def plan_in_microbatches(
 
 
 def _cut_from(traced: Traced, cut: Callable[[Traced, int], Traced], least: int) -> tuple[int, Traced]:
-    """The smallest number, from `least` on, into which a step can be cut; and the cut step."""
+    """Return the smallest possible number of microbatches that is at least `least`, and the cut step."""
     try:
         return least, cut(traced, least)
     except RowsNotDivided as error:

@@ -70,7 +70,7 @@ def plan_with_pipelines(
         microbatches: the number of microbatches that the user gave; 1 if none.
         plain: makes the plan without a pipeline.
         staged: makes the plan with a pipeline, from the number of stages, the schedule (None chooses it), the number
-            of microbatches, and the step time in microseconds from which on the plan is of no use.
+            of microbatches, and an upper bound of the step time in microseconds. A slower plan is not needed.
     """
     best = first = plain()
     tried: list[str] = []
@@ -165,7 +165,7 @@ def plan_with_gathers(repeat: Any, once: Callable[[], Any]) -> Any:
 
 
 def once_notes(layout: Any) -> list[str]:
-    """Say where `gather="once"` does not do what it says under a layout: no gathers, or reductions that remain."""
+    """Return notes if a layout gathers nothing under `gather="once"`, or still reduces gradients in each microbatch."""
     storing = _axes_of_shards(layout)
     if not storing:
         return [f"gather={ONCE!r} gathers nothing: no mesh axis beside that of the stages stores shards of parameters"]
@@ -176,7 +176,7 @@ def once_notes(layout: Any) -> list[str]:
 
 
 def _axes_of_shards(layout: Any) -> list[str]:
-    """The mesh axes that store shards of parameters, without that of the stages: these exchange layers anyway."""
+    """Return the mesh axes over which parameters are stored in shards, except that of the stages."""
     stages = layout.roles.stages
     return [a for a in layout.storage.get("parameter", ()) if stages not in layout.table.get(a, ())]
 

@@ -65,7 +65,7 @@ def with_stages(
         replicas: number of groups of rows whose sums are added after the loop, see `with_microbatches`.
         numerics: whether the results may differ, see `with_microbatches`.
         gathers_once: whether the stages gather their layers once a step, before the loop over the ticks.
-        fewer: from the largest number of stages to a plan that has at most so many, for the error; "" if there is none.
+        fewer: returns a plan with at most a given number of stages, for the error message; "" if there is none.
 
     Raises:
         NotMovable: the stages cannot move a value that the step moves to the host.

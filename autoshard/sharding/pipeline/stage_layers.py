@@ -49,7 +49,7 @@ class StageLayers:
         self.given: Env = {v: self.of_stack(v, separate) for v in once}
         if gathers_once:
             with _compat.source_of(cut.forward.eqn):
-                self.given = {v: gather_once(x) if _is_float(x) else x for v, x in self.given.items()}
+                self.given = {v: gather_once(x) if _compat.is_floating(x.dtype) else x for v, x in self.given.items()}
 
     def of_stack(self, var: Any, separate: Mapping[Any, Sequence[Any]]) -> Any:
         """Return the layers of each stage, `[N, K, ...]`, of a stack that all microbatches share."""
@@ -128,7 +128,3 @@ class StageLayers:
             numbers = jnp.arange(stacks.slots)
             carried, made = scan_layers(layers, [*carry], [numbers, *by_layer], length=stacks.slots, **options)
         return list(carried), [jnp.swapaxes(x, 0, 1) for x in made]
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)

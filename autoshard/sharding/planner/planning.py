@@ -150,7 +150,7 @@ def plan_traced(
     def searched(
         rewritten: Traced, number: int, schedule: str | None, count: int | str, most_us: float = math.inf
     ) -> BoundPlan:
-        """The plan of a pipeline that the user did not request; of no use if its step takes `most_us` or longer."""
+        """The plan of a pipeline that the user did not request. A step of `most_us` or more is not needed."""
         within = partial(planned, most_us=most_us)
         if count != 1:
             return staged(rewritten, number, schedule, count)

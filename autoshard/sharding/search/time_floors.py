@@ -4,8 +4,8 @@ Known plans that have the same inner mesh axes (`cp`, `ep`, `tp`) form a group. 
 over the other devices and in how they store state, but each device has the same rows and the same part of the weights.
 So the kernels and the collectives of their activations take the same time; those of the optimizer do not. One plan of
 each group is priced first. The kernels and collectives of its activations (`StepCost.rows_us`) are the least time that
-any plan of the group takes. Then the others are priced, those of the group with the least such time first, until no
-further group can have one of the plans that matter.
+any plan of the group takes. The groups are then priced in the order of this time, until no later group can contain one
+of the fastest plans.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def price_promising(
         layouts: the known plans, as (strategy, layout).
         price: prices one of them.
         limit: memory of one device, in bytes.
-        most_us: a step time in microseconds from which on a plan is of no use.
+        most_us: an upper bound of the step time in microseconds. Slower plans are not needed.
 
     Returns:
         The candidates, in the order of `layouts`.

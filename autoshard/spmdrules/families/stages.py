@@ -30,7 +30,7 @@ STAGE = "s"  # the factor of the stages in the rules of these operators
 
 
 def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[int, ...]]) -> Primitive:
-    """Creates a primitive with one result, which is lowered as `fn`.
+    """Creates a primitive with one result. Its lowering is that of the function `fn`.
 
     The result has the dtype of its first operand, and is in the same memory.
     """

@@ -18,7 +18,7 @@ def test_arrays_are_aligned_and_can_be_written(shape):
     assert found.ctypes.data % ALIGNMENT == 0 and (found == 1).all()
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells the pages of a mapping")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs /proc/self/smaps, which only Linux has")
 def test_large_arrays_have_ordinary_pages():
     """`hg`: the program asks for huge pages. A NumPy array of this size does."""
 

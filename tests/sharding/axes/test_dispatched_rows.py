@@ -62,6 +62,7 @@ def test_rows_of_experts_are_dispatched_and_gradients_are_not(fn):
     assert shapes == {(EXPERTS, PLACES, WIDTH), (EXPERTS, PLACES, HIDDEN)}
     assert {axes.sizes[c] for c in roles.dispatched_rows} == {PLACES}
     assert [axes.sizes[c] for c in roles.experts] == [EXPERTS]
+    assert not roles.dispatched & roles.gradients
 
 
 def test_a_program_without_experts_dispatches_nothing():
@@ -95,3 +96,5 @@ def test_ep_shards_experts_of_dispatched_rows():
     made = plan(step, *jax.eval_shape(values), target="cpu:8", plan="dp:2 ep:4")
     (up,) = [leaf for leaf in made.inputs if leaf.path.endswith("up") and leaf.role == "parameter"]
     assert up.axes[0] == "experts" and up.spec[0] == "ep"
+    (router,) = [leaf for leaf in made.inputs if leaf.path.endswith("router") and leaf.role == "parameter"]
+    assert router.axes[1] != "experts" and "ep" not in tuple(router.spec), "the router's experts stay with their tokens"

@@ -1,5 +1,6 @@
 """The search chooses the fastest candidate that fits."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from autoshard import plan
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.sharding.search import layout_search
 from tests.sharding.programs import mlp_loss, mlp_state
 
 
@@ -35,6 +37,17 @@ def test_the_fastest_candidate_that_fits_is_chosen():
         assert planned.estimate.step_time_us == pytest.approx(fastest, abs=1e-3)
     with pytest.raises(PlanError, match="no plan fits"):
         plan(*train_step(), memory_limit_bytes=min(peaks.values()) / 2, **options)
+
+
+@pytest.mark.parametrize(("bound", "climbs"), [(math.inf, True), (1e-3, False)])
+def test_local_search_runs_if_a_changed_plan_may_gain(bound, climbs, monkeypatch):
+    """A bound below the time of the kernels, which no plan can reach, makes it pointless."""
+    step, *args = train_step()
+    problem = bound_or_error(plan(step, *args, target="h100:8").bound).problem
+    calls = []
+    monkeypatch.setattr(layout_search, "hill_climb", lambda *given: calls.append(given) or [])
+    problem.search({}, {}, None, bound)
+    assert bool(calls) == climbs
 
 
 def test_a_candidate_has_the_same_price_when_it_is_requested():

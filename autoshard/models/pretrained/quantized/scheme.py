@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,8 +18,8 @@ PLAIN = "bfloat16"
 """The dtype in which quantized tensors are read unless another one is given."""
 
 
-class Scheme:
-    """A scheme of quantization. Its subclasses define the first four methods.
+class Scheme(ABC):
+    """A scheme of quantization. Its subclasses define the abstract methods.
 
     A plain tensor is stored as two: codes and scales.
 
@@ -34,18 +35,19 @@ class Scheme:
     code_dtype: str
     scale_dtype: str
 
+    @abstractmethod
     def shape(self, codes: Sequence[int]) -> tuple[int, ...] | None:
         """Return the shape of the plain tensor with codes of this shape; None if there is no such tensor."""
-        raise NotImplementedError  # each scheme defines it
 
+    @abstractmethod
     def scale_shape(self, codes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales."""
-        raise NotImplementedError  # each scheme defines it
 
+    @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, index: Index) -> np.ndarray:
         """Return a range of the plain tensor, float32. No more than its blocks are read."""
-        raise NotImplementedError  # each scheme defines it
 
+    @abstractmethod
     def encode(self, values: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the codes and the scales of values.
 
@@ -56,7 +58,6 @@ class Scheme:
             codes: the stored codes.
             scales: the stored scales.
         """
-        raise NotImplementedError  # each scheme defines it
 
     def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a folder, with plain ones in the place of codes and scales.
