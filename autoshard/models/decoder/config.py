@@ -134,8 +134,8 @@ class DecoderConfig:
         if self.loss_chunks > self.vocab:
             problems.append(f"loss_chunks is {self.loss_chunks}; it must be at most vocab, {self.vocab}")
         problems += kind_problems(self.kinds, self.rotary_dims)
-        if not self.causal and (self.latent is not None or any(kind.window is not None for kind in self.kinds)):
-            problems.append("causal is False; latent attention and windows of earlier positions are built causal only")
+        if not self.causal and (self.latent is not None or any(kind.reach is not None for kind in self.kinds)):
+            problems.append("causal is False; latent attention, windows and chunks are built causal only")
         if self.experts is not None:
             problems += expert_problems(self.experts)
         for segment in segments_of(self.kinds):

@@ -23,7 +23,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Load
 from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
-from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
+from autoshard.models.decoder.stacks import chunks_of, make_segments, make_sides, run_segments
 from autoshard.models.loss import sum_and_count, token_losses
 from autoshard.models.stack import extend_layers
 
@@ -129,10 +129,11 @@ class Decoder(nnx.Module):
     ) -> Any:
         """Compute the features. With `load`, the load before the first layer, also return that after the last."""
         self._check(tokens)
+        chunks = chunks_of(self.cfg, tokens, positions, segment_ids)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
-        sides = make_sides(self.cfg, positions, segment_ids)
+        sides = make_sides(self.cfg, positions, segment_ids, chunks=chunks)
         if load is None:
             return self.norm(run_segments(self.cfg, self.segments, x, sides))
         x, load = run_segments(self.cfg, self.segments, (x, load), sides)
@@ -198,7 +199,8 @@ class Decoder(nnx.Module):
         else:
             following = _following(positions, counts, cache.following)
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
-        sides = make_sides(self.cfg, positions, None)
+        # Chunks count the cached positions, of which there are none where these are used.
+        sides = make_sides(self.cfg, positions, None, chunks=chunks_of(self.cfg, tokens, None, None) if fresh else None)
         after = []
         for layers, kept in zip(self.segments, cache.kept, strict=True):
             x, new = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal, get_args
 
 from autoshard._shown import shown
+from autoshard.models.decoder.positions import Temperature
 from autoshard.models.decoder.rotary import Rotary, Scaling
 
 
@@ -19,12 +20,24 @@ class LayerKind:
         experts: whether experts take the place of the MLP.
         scope: what a position sees at most: its `document`, or its `region`, a part of the document such as a window
             of an image's patches.
+        chunk: documents are cut into chunks of this many positions, and a position sees those of its own chunk only
+            (Llama 4); None means that they are not cut.
+        unit_norm: whether each head's queries and keys are divided by their root mean square after they are rotated.
+        temperature: factor of the queries that depends on the position; None means none.
     """
 
     window: int | None = None
     rotary: Rotary | None = Rotary()
     experts: bool = False
     scope: Literal["document", "region"] = "document"
+    chunk: int | None = None
+    unit_norm: bool = False
+    temperature: Temperature | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The largest number of positions that a position sees, which end at its own; None for all earlier ones."""
+        return min((each for each in (self.window, self.chunk) if each is not None), default=None)
 
 
 @shown
@@ -50,6 +63,8 @@ class ExpertsConfig:
         limit: the limit of gpt-oss's gated unit, or None for the plain one. It is
             `(clip(up, -limit, limit) + 1) * min(gate, limit) * sigmoid(alpha * min(gate, limit))`.
         alpha: see `limit`.
+        gated_input: whether the gate of a token multiplies the expert's input instead of its output (Llama 4). It needs
+            `top_k=1`.
     """
 
     experts: int
@@ -66,6 +81,7 @@ class ExpertsConfig:
     bias: bool = False
     limit: float | None = None
     alpha: float = 1.702  # that of gpt-oss: x * sigmoid(1.702 x) is close to gelu(x)
+    gated_input: bool = False
 
 
 @shown
@@ -91,9 +107,17 @@ class LatentConfig:
 def kind_problems(kinds: tuple[LayerKind, ...], rotary_dims: int) -> list[str]:
     """Return what is wrong with the kinds of the layers, of which `rotary_dims` elements of a head are rotated."""
     problems = []
+    if any(kind.chunk or kind.temperature for kind in kinds) and any(k.rotary and k.rotary.sections for k in kinds):
+        problems.append("chunks and temperatures are not built with rotary positions of several axes")
     for kind in dict.fromkeys(kinds):
         if kind.window is not None and kind.window < 1:
             problems.append(f"a layer's window is {kind.window}; it must be at least 1")
+        if kind.chunk is not None and kind.chunk < 1:
+            problems.append(f"a layer's chunk is {kind.chunk}; it must be at least 1")
+        if kind.temperature is not None and kind.temperature.step < 1:
+            problems.append(f"the step of a layer's temperature is {kind.temperature.step}; it must be at least 1")
+        if kind.chunk is not None and kind.scope != "document":
+            problems.append(f"a layer has chunk {kind.chunk} and scope {kind.scope!r}; chunks cut documents only")
         rotary = kind.rotary
         if rotary is None:
             continue
@@ -125,6 +149,8 @@ def expert_problems(cfg: ExpertsConfig) -> list[str]:
         problems.append(f"top_groups is {cfg.top_groups}; it must be from 1 to the number of groups, {cfg.groups}")
     elif not small and cfg.top_k > cfg.top_groups * (cfg.experts // cfg.groups):
         problems.append(f"top_k is {cfg.top_k}, but {cfg.top_groups} of {cfg.groups} groups have fewer experts")
+    if cfg.gated_input and cfg.top_k != 1:
+        problems.append(f"gated_input is True and top_k is {cfg.top_k}; gates of inputs are built with top_k=1")
     if cfg.top_k > cfg.experts:
         problems.append(f"top_k is {cfg.top_k}; it must be at most the number of experts, {cfg.experts}")
     return problems

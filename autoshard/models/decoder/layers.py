@@ -6,7 +6,9 @@ queries and keys (arXiv:2302.05442), soft caps and norms around sublayers (Gemma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +24,7 @@ from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.positions import Temperature
 from autoshard.models.decoder.quantized_weight import QuantizedWeight
 from autoshard.models.decoder.rotary import Rotary, Table, rotate
 from autoshard.models.remat.named_values import named
@@ -45,20 +48,34 @@ class Sides(NamedTuple):
         tables: cosine and sine of each kind of rotary positions.
         segments: the document of each position, `[batch, seq]`, or None.
         regions: the region of each position, `[batch, seq]`, or None; see `LayerKind.scope`.
+        factors: the factor of each position's queries, `[batch or 1, seq]`, for each temperature.
+        chunks: the documents, cut into chunks, for each size of chunks; see `positions.chunk_segments`.
     """
 
     tables: dict[Rotary, Table]
     segments: jax.Array | None
     regions: jax.Array | None = None
+    factors: Mapping[Temperature, jax.Array] = MappingProxyType({})
+    chunks: Mapping[int, jax.Array] = MappingProxyType({})
 
     def tree_flatten(self):
-        """Return the arrays, and the kinds of rotary positions."""
-        return (tuple(self.tables.values()), self.segments, self.regions), tuple(self.tables)
+        """Return the arrays, and the keys of the tables, factors and chunks."""
+        named = (self.tables, self.factors, self.chunks)
+        arrays = tuple(tuple(each.values()) for each in named)
+        return (*arrays, self.segments, self.regions), tuple(tuple(each) for each in named)
 
     @classmethod
-    def tree_unflatten(cls, kinds, parts):
+    def tree_unflatten(cls, keys, parts):
         """Undo `tree_flatten`."""
-        return cls(dict(zip(kinds, parts[0], strict=True)), *parts[1:])
+        tables, factors, chunks = (dict(zip(*each, strict=True)) for each in zip(keys, parts[:3], strict=True))
+        return cls(tables, *parts[3:], factors, chunks)
+
+    def seen_by(self, kind: LayerKind) -> dict[str, Any]:
+        """Return the keywords of `attention` that say which positions a position sees in a layer."""
+        if kind.chunk in self.chunks:
+            # Positions of one chunk are less than `chunk` apart. Kernels skip the blocks that lie outside of the window.
+            return {"window": kind.reach, "segment_ids": self.chunks[kind.chunk]}
+        return {"window": kind.window, "segment_ids": self.regions if kind.scope == "region" else self.segments}
 
 
 def normal(key: jax.Array, cfg: DecoderConfig, *shape: int) -> nnx.Param:
@@ -81,6 +98,11 @@ def project(
     return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)
 
 
+def normalised(x: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square over the last dimension."""
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
 class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the last dimension, of size `size`, in float32. `eps` defaults to the config's."""
 
@@ -94,7 +116,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.bias is not None:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = normalised(y, self.eps)
         scale = self.scale[...].astype(jnp.float32) + self.offset
         y = y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)
         if self.bias is not None:
@@ -128,14 +150,13 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
         q, k, v = (named(each, "qkv") for each in self._project(x, sides))
-        segments = sides.segments if self.kind.scope == "document" else sides.regions
-        y = attention(q, k, v, causal=self.cfg.causal, window=self.kind.window, segment_ids=segments, **self._options())
+        y = attention(q, k, v, causal=self.cfg.causal, **sides.seen_by(self.kind), **self._options())
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
 
     def kept(self, batch: int, length: int) -> Kept:
         """Return empty slots for keys and values, each `[batch, slots, kv_heads, head_dim]`."""
         cfg = self.cfg
-        shape = (batch, slots_for(length, self.kind.window), cfg.kv_heads, cfg.head_dim)
+        shape = (batch, slots_for(length, self.kind), cfg.kv_heads, cfg.head_dim)
         return jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)
 
     def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
@@ -146,7 +167,7 @@ class Attention(nnx.Module):
         """
         q, k, v = self._project(x, sides)
         if rows.fresh:
-            y = attention(q, k, v, causal=True, window=self.kind.window, **self._options())
+            y = attention(q, k, v, causal=True, **sides.seen_by(self.kind), **self._options())
         else:
             y = self._attend_kept(q, (k, v), kept, rows)
         return project("bshd,hde->bse", y, self.wo, self.bo), (k, v)
@@ -157,7 +178,7 @@ class Attention(nnx.Module):
         grouped = q.reshape(*q.shape[:2], cfg.kv_heads, -1, cfg.head_dim)
         scale = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
         softmax = Softmax(Visibility(causal=False), scale, cfg.score_cap)
-        seen = seen_parts(rows, q.shape[1], kept[0].shape[1], self.kind.window)
+        seen = seen_parts(rows, q.shape[1], kept[0].shape[1], self.kind)
         parts = [Part(softmax.scores(grouped, k), v, each) for (k, v), each in zip((kept, new), seen, strict=True)]
         sinks = None if self.sinks is None else self.sinks[...].reshape(cfg.kv_heads, -1)
         return attend(parts, sinks).reshape(q.shape)
@@ -179,6 +200,10 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.kind.rotary is not None:
             q, k = (rotate(x, sides.tables[self.kind.rotary], self.kind.rotary.interleaved) for x in (q, k))
+        if self.kind.unit_norm:
+            q, k = (normalised(x.astype(jnp.float32), self.cfg.norm_eps).astype(x.dtype) for x in (q, k))
+        if self.kind.temperature is not None:
+            q = (q * sides.factors[self.kind.temperature][:, :, None, None]).astype(q.dtype)
         return q, k, v
 
 

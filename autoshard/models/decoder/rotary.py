@@ -80,7 +80,8 @@ class Rotary:
             found = found / self.factor
         elif self.scaling == "llama3":
             turns = self.original_context * found / (2 * math.pi)  # in the original context
-            kept = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+            span = self.high - self.low  # 0 for Llama 4: no frequency is interpolated
+            kept = np.clip((turns - self.low) / span, 0.0, 1.0) if span else turns >= self.low
             found = found * (kept + (1.0 - kept) / self.factor)
         elif self.scaling == "yarn":
             kept = 1.0 - self._ramp(dims)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from autoshard.models.decoder.block import Group
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import Sides
+from autoshard.models.decoder.positions import chunk_segments
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.stack import make_layers, run_layers
 
@@ -39,9 +41,23 @@ def run_segments(cfg: DecoderConfig, segments: nnx.List, x: Any, sides: Sides) -
 
 
 def make_sides(
-    cfg: DecoderConfig, positions: jax.Array, segment_ids: jax.Array | None, region_ids: jax.Array | None = None
+    cfg: DecoderConfig,
+    positions: jax.Array,
+    segment_ids: jax.Array | None,
+    region_ids: jax.Array | None = None,
+    chunks: Mapping[int, jax.Array] | None = None,
 ) -> Sides:
     """Return what all layers take besides the residual stream."""
     kinds = dict.fromkeys(kind.rotary for kind in cfg.kinds if kind.rotary is not None)
     tables = {rotary: rotary.table(cfg.rotary_dims, positions) for rotary in kinds}
-    return Sides(tables, segment_ids, region_ids)
+    temperatures = dict.fromkeys(kind.temperature for kind in cfg.kinds if kind.temperature is not None)
+    factors = {temperature: temperature.factors(positions) for temperature in temperatures}
+    return Sides(tables, segment_ids, region_ids, factors, chunks or {})
+
+
+def chunks_of(
+    cfg: DecoderConfig, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
+) -> dict[int, jax.Array]:
+    """Return the chunks of rows of tokens `[batch, seq]` for the layers that have them; see `chunk_segments`."""
+    sizes = [kind.chunk for kind in cfg.kinds if kind.chunk is not None]
+    return chunk_segments(sizes, (tokens.shape[0], tokens.shape[1]), positions, segment_ids, cfg.context)

@@ -33,6 +33,15 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 2.0,
 }
+LLAMA4: dict[str, Any] = {
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 48,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 100,
+    "floor_scale": 60,
+}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", SIZES),
@@ -116,6 +125,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
             "num_mtp_layers": 0,
             "rope_parameters": {**LONGER, "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **SIZES, **LLAMA4, "num_hidden_layers": 8, "interleave_moe_layer_step": 2,
+            "rope_parameters": {
+                **LONGER, "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            },
+        },
+    ),
+    "llama4-lists": (
+        "Llama4TextConfig",
+        {
+            **SIZES, **LLAMA4, "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1],
+            "moe_layers": [1, 2], "layer_types": ["full_attention", "chunked_attention", "full_attention"],
         },
     ),
 }  # fmt: skip

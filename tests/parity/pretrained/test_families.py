@@ -111,6 +111,7 @@ PLANS = {
     "mixtral": ("ep:4 fsdp:2", "tp:2 ep:2 dp:2"),
     "gpt-oss": ("ep:4 fsdp:2", "fsdp:4 tp:2", "cp:2 dp:4"),
     "deepseek-v3": ("ep:8", "fsdp:4 tp:2"),
+    "llama4": ("fsdp:8", "ep:4 fsdp:2", "tp:2 fsdp:4 seq", "cp:2 fsdp:4"),
 }
 PIPELINES = {"llama3": ("pp:2 fsdp:4", "pp:2 tp:2 fsdp:2"), "mixtral": ("pp:2 fsdp:4", "pp:2 tp:2 dp:2")}
 

@@ -62,6 +62,8 @@ class Family:
         stacks: the stacks of layers of a model with this config.
         unneeded: further names that a folder may have with this config, as regular expressions.
         batch: the shapes of a batch to plan for, from the config and the rows and positions, or None.
+        text_of: architectures of models with towers, for images or sound, whose text model belongs to this family. Of
+            their folders, the text model alone is read.
         spellings: other spellings of the tensors' names: start of a name in the table -> what folders have in its
             place. A folder is read, and written back, in the spelling that fits it best.
     """
@@ -76,6 +78,7 @@ class Family:
     unneeded: Callable[[Any], tuple[str, ...]] = decoder_unneeded
     batch: Callable[[Any, tuple[int, int] | None], dict[str, Any]] = decoder_batch
     spellings: tuple[Spelling, ...] = ()
+    text_of: tuple[str, ...] = ()
 
     def spelled(self, cfg: Any, spelling: int) -> Table:
         """Return the table in a spelling: 0 is the table's own, n the n-th other one."""
