@@ -6,8 +6,8 @@ import dataclasses
 from typing import Literal, get_args
 
 from autoshard._shown import shown
-from autoshard.models.decoder.positions import Temperature
-from autoshard.models.decoder.rotary import Rotary, Scaling
+from autoshard.models.decoder.positions.rotary import Rotary, Scaling
+from autoshard.models.decoder.positions.temperature import Temperature
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LatentConfig, LayerKind
 from autoshard.models.decoder.layers import Norm, Sides, normal, project, zeros
-from autoshard.models.decoder.rotary import rotate
+from autoshard.models.decoder.positions.rotary import rotate
 from autoshard.models.remat.named_values import named
 
 LATENT_EPS = 1e-6  # the published code has this constant, whatever the config says

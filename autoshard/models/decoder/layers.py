@@ -24,9 +24,9 @@ from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LayerKind
-from autoshard.models.decoder.positions import Temperature
+from autoshard.models.decoder.positions.rotary import Rotary, Table, rotate
+from autoshard.models.decoder.positions.temperature import Temperature
 from autoshard.models.decoder.quantized_weight import QuantizedWeight
-from autoshard.models.decoder.rotary import Rotary, Table, rotate
 from autoshard.models.remat.named_values import named
 
 QUICK_GELU = 1.702  # x * sigmoid(1.702 x) is close to gelu(x) (arXiv:1606.08415, section 2)
@@ -73,7 +73,7 @@ class Sides(NamedTuple):
     def seen_by(self, kind: LayerKind) -> dict[str, Any]:
         """Return the keywords of `attention` that say which positions a position sees in a layer."""
         if kind.chunk in self.chunks:
-            # Positions of one chunk are less than `chunk` apart. Kernels skip the blocks that lie outside of the window.
+            # Positions of one chunk are less than `chunk` apart. Kernels skip the blocks outside of the window.
             return {"window": kind.reach, "segment_ids": self.chunks[kind.chunk]}
         return {"window": kind.window, "segment_ids": self.regions if kind.scope == "region" else self.segments}
 

@@ -11,7 +11,7 @@ from flax import nnx
 from autoshard.models.decoder.block import Group
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import Sides
-from autoshard.models.decoder.positions import chunk_segments
+from autoshard.models.decoder.positions.chunks import chunk_segments
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.stack import make_layers, run_layers
 

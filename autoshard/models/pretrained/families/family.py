@@ -14,7 +14,7 @@ from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.decoder.kinds import LayerKind
-from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.pretrained.tables import Stacks, Stored, Table
 
 ACTIVATIONS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LayerKind
-from autoshard.models.decoder.positions import Temperature
+from autoshard.models.decoder.positions.temperature import Temperature
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table
 from autoshard.models.pretrained.tables import Table, stored

@@ -1,37 +1,11 @@
-"""What layers take from positions besides rotary angles: factors of the queries, and chunks of attention."""
+"""Documents cut into chunks, so that a position attends to those of its own chunk only (Llama 4)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-
-from autoshard._shown import shown
-
-
-@shown
-@dataclass(frozen=True)
-class Temperature:
-    r"""A factor of the queries that grows with the position, so that attention stays sharp in long texts.
-
-    It is :math:`1 + a \log(1 + \lfloor (p + 1) / n \rfloor)` for the position p (arXiv:2501.19399; Llama 4).
-
-    Attributes:
-        scale: a.
-        step: n, the number of positions after which the factor changes.
-
-    >>> Temperature(scale=1.0, step=4).factors(jnp.arange(5)).round(2).tolist()
-    [1.0, 1.0, 1.0, 1.690000057220459, 1.690000057220459]
-    """
-
-    scale: float
-    step: int
-
-    def factors(self, positions: jax.Array) -> jax.Array:
-        """Return the factor of each position, float32 in the shape of `positions`."""
-        return 1.0 + self.scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1.0) / self.step))
 
 
 def chunk_segments(

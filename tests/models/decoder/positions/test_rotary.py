@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.models.decoder.rotary import Rotary, rotate
+from autoshard.models.decoder.positions.rotary import Rotary, rotate
 
 DIMS = 8
 PLAIN = [10_000.0 ** (-i / DIMS) for i in range(0, DIMS, 2)]
