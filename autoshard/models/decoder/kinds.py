@@ -24,6 +24,13 @@ class LayerKind:
             (Llama 4); None means that they are not cut.
         unit_norm: whether each head's queries and keys are divided by their root mean square after they are rotated.
         temperature: factor of the queries that depends on the position; None means none.
+        head_dim: size of one head; None means that of the config.
+        kv_heads: key and value heads; None means those of the config.
+        ffn: hidden size of the MLP; None means that of the config.
+        keys_as_values: whether the values are the keys, before these are normalised and rotated (Gemma 4).
+        lends: the name under which later layers use this layer's keys and values; empty for other layers. One layer
+            alone is of such a kind.
+        borrows: the name of the keys and values that take the place of the layer's own; empty for other layers.
     """
 
     window: int | None = None
@@ -33,6 +40,12 @@ class LayerKind:
     chunk: int | None = None
     unit_norm: bool = False
     temperature: Temperature | None = None
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    keys_as_values: bool = False
+    lends: str = ""
+    borrows: str = ""
 
     @property
     def reach(self) -> int | None:
@@ -104,9 +117,44 @@ class LatentConfig:
     q_rank: int | None = None
 
 
-def kind_problems(kinds: tuple[LayerKind, ...], rotary_dims: int) -> list[str]:
-    """Return what is wrong with the kinds of the layers, of which `rotary_dims` elements of a head are rotated."""
-    problems = []
+@shown
+@dataclasses.dataclass(frozen=True)
+class LayerInputsConfig:
+    """Vectors of each token for each layer, besides the embedding (Gemma 4, as in Gemma 3n).
+
+    Args:
+        vocab: number of distinct tokens that have such vectors.
+        width: size of a vector.
+    """
+
+    vocab: int
+    width: int
+
+
+def lending_problems(kinds: tuple[LayerKind, ...]) -> list[str]:
+    """Return what is wrong with the keys and values that layers lend to later ones."""
+    problems, lent = [], {}
+    for number, kind in enumerate(kinds):
+        if kind.borrows:
+            lender = lent.get(kind.borrows)
+            if lender is None:
+                problems.append(f"layer {number} borrows {kind.borrows!r}, but no layer before it lends that")
+            elif (lender.head_dim, lender.kv_heads, lender.reach) != (kind.head_dim, kind.kv_heads, kind.reach):
+                problems.append(
+                    f"layer {number} borrows {kind.borrows!r} of a layer with other heads or another window"
+                )
+            if kind.lends or kind.keys_as_values:
+                problems.append(f"layer {number} borrows keys and values, so it cannot lend them or use keys as values")
+        if kind.lends:
+            if kinds.count(kind) > 1 or kind.lends in lent:
+                problems.append(f"several layers lend {kind.lends!r}; one layer may")
+            lent[kind.lends] = kind
+    return problems
+
+
+def kind_problems(kinds: tuple[LayerKind, ...], head_dim: int) -> list[str]:
+    """Return what is wrong with the kinds of the layers; `head_dim` elements of a head are rotated by default."""
+    problems = lending_problems(kinds)
     if any(kind.chunk or kind.temperature for kind in kinds) and any(k.rotary and k.rotary.sections for k in kinds):
         problems.append("chunks and temperatures are not built with rotary positions of several axes")
     for kind in dict.fromkeys(kinds):
@@ -118,9 +166,15 @@ def kind_problems(kinds: tuple[LayerKind, ...], rotary_dims: int) -> list[str]:
             problems.append(f"the step of a layer's temperature is {kind.temperature.step}; it must be at least 1")
         if kind.chunk is not None and kind.scope != "document":
             problems.append(f"a layer has chunk {kind.chunk} and scope {kind.scope!r}; chunks cut documents only")
-        rotary = kind.rotary
+        rotary, rotary_dims = kind.rotary, kind.head_dim or head_dim
         if rotary is None:
             continue
+        if rotary_dims % 2:
+            problems.append(
+                f"{rotary_dims} elements of a head are rotated, and they are rotated in pairs: make it even"
+            )
+        if not 0 < rotary.fraction <= 1:
+            problems.append(f"the rotary fraction is {rotary.fraction}; it must be above 0 and at most 1")
         if rotary.scaling not in get_args(Scaling):
             problems.append(f"scaling is {rotary.scaling!r}; choose one of {', '.join(get_args(Scaling))}")
         if not 1.0 < rotary.base < float("inf") or not rotary.factor > 0:

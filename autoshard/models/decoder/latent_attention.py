@@ -54,6 +54,10 @@ class LatentAttention(nnx.Module):
         y = self._attend(q, k, v, sides)
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
 
+    def with_keys(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, Kept]:
+        """Apply attention to `[batch, seq, width]`. The second result is empty: no layer borrows its latent vectors."""
+        return self(x, sides), ()
+
     def kept(self, batch: int, length: int) -> Kept:
         """Return empty slots for latent vectors `[batch, slots, kv_rank]` and rotated keys `[..., rotary_dim]`."""
         slots = slots_for(length, self.kind)
@@ -134,6 +138,6 @@ class LatentAttention(nnx.Module):
         latent, k_rotary = jnp.split(project("bse,er->bsr", x, self.wkv_down, self.bkv_down), [own.kv_rank], axis=-1)
         k_rotary, rotary = k_rotary[:, :, None, :], self.kind.rotary
         if rotary is not None:
-            table = sides.tables[rotary]
+            table = sides.tables[rotary, own.rotary_dim]
             q_rotary, k_rotary = (rotate(part, table, rotary.interleaved) for part in (q_rotary, k_rotary))
         return jnp.concatenate([q_plain, q_rotary], axis=-1), self.kv_norm(latent), k_rotary[:, :, 0, :]

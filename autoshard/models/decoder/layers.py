@@ -45,30 +45,41 @@ class Sides(NamedTuple):
     """What all layers take besides the residual stream.
 
     Attributes:
-        tables: cosine and sine of each kind of rotary positions.
+        tables: cosine and sine of each kind of rotary positions, for each number of elements that are rotated.
         segments: the document of each position, `[batch, seq]`, or None.
         regions: the region of each position, `[batch, seq]`, or None; see `LayerKind.scope`.
         factors: the factor of each position's queries, `[batch or 1, seq]`, for each temperature.
-        chunks: the documents, cut into chunks, for each size of chunks; see `positions.chunk_segments`.
+        chunks: the documents, cut into chunks, for each size of chunks; see `chunks.chunk_segments`.
+        lent: the keys and values that earlier layers lend, by name.
+        lent_kept: those of earlier positions, in generation.
     """
 
-    tables: dict[Rotary, Table]
+    tables: Mapping[tuple[Rotary, int], Table]
     segments: jax.Array | None
     regions: jax.Array | None = None
     factors: Mapping[Temperature, jax.Array] = MappingProxyType({})
     chunks: Mapping[int, jax.Array] = MappingProxyType({})
+    lent: Mapping[str, Kept] = MappingProxyType({})
+    lent_kept: Mapping[str, Kept] = MappingProxyType({})
 
     def tree_flatten(self):
-        """Return the arrays, and the keys of the tables, factors and chunks."""
-        named = (self.tables, self.factors, self.chunks)
+        """Return the arrays, and the keys of the mappings."""
+        named = (self.tables, self.factors, self.chunks, self.lent, self.lent_kept)
         arrays = tuple(tuple(each.values()) for each in named)
         return (*arrays, self.segments, self.regions), tuple(tuple(each) for each in named)
 
     @classmethod
     def tree_unflatten(cls, keys, parts):
         """Undo `tree_flatten`."""
-        tables, factors, chunks = (dict(zip(*each, strict=True)) for each in zip(keys, parts[:3], strict=True))
-        return cls(tables, *parts[3:], factors, chunks)
+        tables, *others = (dict(zip(*each, strict=True)) for each in zip(keys, parts[:-2], strict=True))
+        return cls(tables, *parts[-2:], *others)
+
+    def lending(self, name: str, lent: Kept, kept: Kept | None = None) -> Sides:
+        """Return these with the keys and values that a layer lends under a name."""
+        if not name:
+            return self
+        more = self._replace(lent={**self.lent, name: lent})
+        return more if kept is None else more._replace(lent_kept={**self.lent_kept, name: kept})
 
     def seen_by(self, kind: LayerKind) -> dict[str, Any]:
         """Return the keywords of `attention` that say which positions a position sees in a layer."""
@@ -128,59 +139,72 @@ class Attention(nnx.Module):
     """Self-attention, causal or not.
 
     Parameters: `wq [width, heads, head_dim]`, `wk` and `wv [width, kv_heads, head_dim]`, `wo [heads, head_dim, width]`,
-    their biases, and the scales of the norms of queries and keys, `[head_dim]`.
+    their biases, and the scales of the norms of queries and keys, `[head_dim]`. There are none for keys and values that
+    the layer takes from elsewhere.
     """
 
     def __init__(self, cfg: DecoderConfig, kind: LayerKind, key: jax.Array):
         self.cfg, self.kind = cfg, kind
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        width, heads, kv_heads, head_dim = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim
+        width, heads = cfg.width, cfg.heads
+        self.kv_heads, self.head_dim = kind.kv_heads or cfg.kv_heads, kind.head_dim or cfg.head_dim
+        kv_heads, head_dim, own = self.kv_heads, self.head_dim, not kind.borrows
+        own_values = own and not kind.keys_as_values
         self.wq = normal(q_key, cfg, width, heads, head_dim)
-        self.wk = normal(k_key, cfg, width, kv_heads, head_dim)
-        self.wv = normal(v_key, cfg, width, kv_heads, head_dim)
+        self.wk = normal(k_key, cfg, width, kv_heads, head_dim) if own else None
+        self.wv = normal(v_key, cfg, width, kv_heads, head_dim) if own_values else None
         self.wo = normal(o_key, cfg, heads, head_dim, width)
         self.bq = zeros(cfg, heads, head_dim, wanted=cfg.qkv_bias)
-        self.bk = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias)
-        self.bv = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias)
+        self.bk = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias and own)
+        self.bv = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias and own_values)
         self.bo = zeros(cfg, width, wanted=cfg.output_bias)
         self.q_norm = Norm(cfg, head_dim) if cfg.query_norm else None
-        self.k_norm = Norm(cfg, head_dim) if cfg.query_norm else None
+        self.k_norm = Norm(cfg, head_dim) if cfg.query_norm and own else None
         self.sinks = zeros(cfg, heads, wanted=cfg.sinks)
 
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
-        q, k, v = (named(each, "qkv") for each in self._project(x, sides))
+        return self.with_keys(x, sides)[0]
+
+    def with_keys(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, Kept]:
+        """Apply attention to `[batch, seq, width]`. Also returns its keys and values."""
+        q, k, v = self._project(x, sides)
+        q = named(q, "qkv")
+        if not self.kind.borrows:
+            k, v = named(k, "qkv"), named(v, "qkv")
         y = attention(q, k, v, causal=self.cfg.causal, **sides.seen_by(self.kind), **self._options())
-        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
+        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj"), (k, v)
 
     def kept(self, batch: int, length: int) -> Kept:
-        """Return empty slots for keys and values, each `[batch, slots, kv_heads, head_dim]`."""
-        cfg = self.cfg
-        shape = (batch, slots_for(length, self.kind), cfg.kv_heads, cfg.head_dim)
-        return jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)
+        """Return empty slots for the layer's own keys and values, each `[batch, slots, kv_heads, head_dim]`."""
+        if self.kind.borrows:
+            return ()
+        shape = (batch, slots_for(length, self.kind), self.kv_heads, self.head_dim)
+        return jnp.zeros(shape, self.cfg.dtype), jnp.zeros(shape, self.cfg.dtype)
 
     def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
         """Apply attention to new positions `[batch, seq, width]`, using the kept keys and values.
 
         Returns:
-            The result, and the keys and values of the new positions.
+            The result, and the keys and values of the new positions, if they are the layer's own.
         """
         q, k, v = self._project(x, sides)
         if rows.fresh:
             y = attention(q, k, v, causal=True, **sides.seen_by(self.kind), **self._options())
         else:
-            y = self._attend_kept(q, (k, v), kept, rows)
-        return project("bshd,hde->bse", y, self.wo, self.bo), (k, v)
+            earlier = sides.lent_kept[self.kind.borrows] if self.kind.borrows else kept
+            y = self._attend_kept(q, (k, v), earlier, rows)
+        return project("bshd,hde->bse", y, self.wo, self.bo), () if self.kind.borrows else (k, v)
 
     def _attend_kept(self, q: jax.Array, new: Kept, kept: Kept, rows: Rows) -> jax.Array:
         """Return the result of each head, `[batch, seq, heads, head_dim]`."""
         cfg = self.cfg
-        grouped = q.reshape(*q.shape[:2], cfg.kv_heads, -1, cfg.head_dim)
-        scale = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
+        grouped = q.reshape(*q.shape[:2], self.kv_heads, -1, self.head_dim)
+        scale = self.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
         softmax = Softmax(Visibility(causal=False), scale, cfg.score_cap)
         seen = seen_parts(rows, q.shape[1], kept[0].shape[1], self.kind)
         parts = [Part(softmax.scores(grouped, k), v, each) for (k, v), each in zip((kept, new), seen, strict=True)]
-        sinks = None if self.sinks is None else self.sinks[...].reshape(cfg.kv_heads, -1)
+        sinks = None if self.sinks is None else self.sinks[...].reshape(self.kv_heads, -1)
         return attend(parts, sinks).reshape(q.shape)
 
     def _options(self) -> dict[str, Any]:
@@ -193,18 +217,24 @@ class Attention(nnx.Module):
 
     def _project(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values."""
-        q = project("bse,ehd->bshd", x, self.wq, self.bq)
-        k = project("bse,ehd->bshd", x, self.wk, self.bk)
-        v = project("bse,ehd->bshd", x, self.wv, self.bv)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.kind.rotary is not None:
-            q, k = (rotate(x, sides.tables[self.kind.rotary], self.kind.rotary.interleaved) for x in (q, k))
-        if self.kind.unit_norm:
-            q, k = (normalised(x.astype(jnp.float32), self.cfg.norm_eps).astype(x.dtype) for x in (q, k))
+        q = self._placed(project("bse,ehd->bshd", x, self.wq, self.bq), self.q_norm, sides)
         if self.kind.temperature is not None:
             q = (q * sides.factors[self.kind.temperature][:, :, None, None]).astype(q.dtype)
-        return q, k, v
+        if self.wk is None:
+            return q, *sides.lent[self.kind.borrows]
+        k = project("bse,ehd->bshd", x, self.wk, self.bk)
+        v = k if self.wv is None else project("bse,ehd->bshd", x, self.wv, self.bv)
+        if self.cfg.value_norm:
+            v = normalised(v.astype(jnp.float32), self.cfg.norm_eps).astype(v.dtype)
+        return q, self._placed(k, self.k_norm, sides), v
+
+    def _placed(self, x: jax.Array, norm: Norm | None, sides: Sides) -> jax.Array:
+        """Normalise and rotate queries or keys, `[batch, seq, heads, head_dim]`."""
+        rotary = self.kind.rotary
+        x = x if norm is None else norm(x)
+        if rotary is not None:
+            x = rotate(x, sides.tables[rotary, self.head_dim], rotary.interleaved)
+        return normalised(x.astype(jnp.float32), self.cfg.norm_eps).astype(x.dtype) if self.kind.unit_norm else x
 
 
 class MLP(nnx.Module):

@@ -42,6 +42,12 @@ LLAMA4: dict[str, Any] = {
     "attention_chunk_size": 100,
     "floor_scale": 60,
 }
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 70,
+    "final_logit_softcapping": 3.0,
+}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", SIZES),
@@ -141,6 +147,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **SIZES, **LLAMA4, "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1],
             "moe_layers": [1, 2], "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+        },
+    ),
+    "gemma4": (  # as the model of 2 billion parameters
+        "Gemma4TextConfig",
+        {
+            **SIZES, **GEMMA4, "num_hidden_layers": 12, "num_key_value_heads": 1, "num_kv_shared_layers": 6,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 4, "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
+    "gemma4-plain": (  # as the model of 31 billion
+        "Gemma4TextConfig",
+        {
+            **SIZES, **GEMMA4, "num_hidden_layers": 6, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2, "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
         },
     ),
 }  # fmt: skip

@@ -15,6 +15,7 @@ from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.families.gemma import GEMMA2, GEMMA3
+from autoshard.models.pretrained.families.gemma4 import GEMMA4
 from autoshard.models.pretrained.families.gpt2 import GPT2
 from autoshard.models.pretrained.families.gpt_oss import GPT_OSS
 from autoshard.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
@@ -26,7 +27,7 @@ from autoshard.models.pretrained.families.vit import VIT
 GROUP = "autoshard.families"
 BUILT_IN = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, QWEN2_VL,
-    QWEN2_5_VL, VIT, LLAMA4,
+    QWEN2_5_VL, VIT, LLAMA4, GEMMA4,
 )  # fmt: skip
 
 SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version")

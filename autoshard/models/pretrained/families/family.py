@@ -181,9 +181,13 @@ class Config:
     def scaled(self, base: float, given: Mapping[str, Any]) -> Rotary:
         """Return rotary positions with this base, scaled as a table of the file says."""
         kind = given.get("rope_type", given.get("type", "default"))
-        if given.get("partial_rotary_factor", 1.0) != 1.0:
-            raise self.refuse("partial_rotary_factor: rotary positions of a part of each head are not built")
         own = Config(given, f"{self.where}, rotary positions")
+        part = float(own.number("partial_rotary_factor", 1.0))
+        if kind == "proportional":
+            factor = float(own.number("factor", 1.0))
+            return Rotary(base, "none" if factor == 1.0 else "linear", factor, fraction=part)
+        if part != 1.0:
+            raise self.refuse(f"partial_rotary_factor is {part}; it is built with the rope_type 'proportional' alone")
         if kind in ("default", None):
             return Rotary(base)
         factor = float(own.number("factor", 1.0))
@@ -199,7 +203,8 @@ class Config:
                 beta_slow=float(own.number("beta_slow", 1.0)), truncate=own.flag("truncate", True),
                 attention_factor=own.number("attention_factor", None),
             )  # fmt: skip
-        raise self.refuse(f"rotary positions of type {kind!r} are not built; built are default, linear, llama3, yarn")
+        built = "default, linear, llama3, yarn, proportional"
+        raise self.refuse(f"rotary positions of type {kind!r} are not built; built are {built}")
 
 
 def same_layers(count: int, **kind: Any) -> tuple[LayerKind, ...]:
