@@ -152,8 +152,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": (  # as the model of 2 billion parameters
         "Gemma4TextConfig",
         {
-            **SIZES, **GEMMA4, "num_hidden_layers": 12, "num_key_value_heads": 1, "num_kv_shared_layers": 6,
-            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 4, "use_double_wide_mlp": True,
+            **SIZES, **GEMMA4, "num_hidden_layers": 9, "num_key_value_heads": 1, "num_kv_shared_layers": 3,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 3, "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
         },
     ),
