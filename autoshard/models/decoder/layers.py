@@ -83,7 +83,7 @@ class Sides(NamedTuple):
 
     def seen_by(self, kind: LayerKind) -> dict[str, Any]:
         """Return the keywords of `attention` that say which positions a position sees in a layer."""
-        if kind.chunk in self.chunks:
+        if kind.chunk is not None and kind.chunk in self.chunks:
             # Positions of one chunk are less than `chunk` apart. Kernels skip the blocks outside of the window.
             return {"window": kind.reach, "segment_ids": self.chunks[kind.chunk]}
         return {"window": kind.window, "segment_ids": self.regions if kind.scope == "region" else self.segments}
@@ -221,7 +221,8 @@ class Attention(nnx.Module):
         if self.kind.temperature is not None:
             q = (q * sides.factors[self.kind.temperature][:, :, None, None]).astype(q.dtype)
         if self.wk is None:
-            return q, *sides.lent[self.kind.borrows]
+            k, v = sides.lent[self.kind.borrows]
+            return q, k, v
         k = project("bse,ehd->bshd", x, self.wk, self.bk)
         v = k if self.wv is None else project("bse,ehd->bshd", x, self.wv, self.bv)
         if self.cfg.value_norm:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerInputsConfig, LayerKind
+from autoshard.models.pretrained.families.constants import (
+    GEMMA4_LAYER_WIDTH,
+    GEMMA4_PERIOD,
+    GEMMA4_ROTARY,
+    GEMMA4_TOKENS,
+    GEMMA4_WHOLE_HEAD_DIM,
+)
 from autoshard.models.pretrained.families.family import Config, Family, decoder_unneeded
 from autoshard.models.pretrained.families.gemma import gemma_config, gemma_table
 from autoshard.models.pretrained.families.llama import LAYER
 from autoshard.models.pretrained.tables import Table, stored
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
-# Values that configs may leave out; they are those of Gemma4TextConfig in transformers 5.24.
-PERIOD, WHOLE_HEAD_DIM, TOKENS, LAYER_WIDTH = 6, 512, 262_144, 256
-ROTARY: Mapping[str, Any] = {
-    LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
-    WHOLE: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
 # The names in folders of the whole model, with its towers.
 NESTED = {"model.": "model.language_model."}
 TOWERS = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
@@ -32,8 +32,8 @@ def _config(config: Config) -> DecoderConfig:
         raise config.refuse(
             "use_bidirectional_attention is 'all'; attention to later positions is not built for Gemma 4"
         )
-    size = int(config.number("hidden_size_per_layer_input", LAYER_WIDTH))
-    inputs = LayerInputsConfig(config.size("vocab_size_per_layer_input", TOKENS), size) if size else None
+    size = int(config.number("hidden_size_per_layer_input", GEMMA4_LAYER_WIDTH))
+    inputs = LayerInputsConfig(config.size("vocab_size_per_layer_input", GEMMA4_TOKENS), size) if size else None
     return gemma_config(
         config,
         kinds=_kinds(config),
@@ -48,10 +48,10 @@ def _config(config: Config) -> DecoderConfig:
 
 def _kinds(config: Config) -> tuple[LayerKind, ...]:
     layers = config.size("num_hidden_layers")
-    windows = config.windows([(n + 1) % PERIOD != 0 for n in range(layers)])
+    windows = config.windows([(n + 1) % GEMMA4_PERIOD != 0 for n in range(layers)])
     windows[-1] = None  # as in transformers, whatever the config says
     given = config.values.get("rope_parameters")
-    rotary = Config({**config.values, "rope_parameters": given or ROTARY}, config.where)
+    rotary = Config({**config.values, "rope_parameters": given or GEMMA4_ROTARY}, config.where)
     of_type = {LOCAL: rotary.rotary(scope=LOCAL), WHOLE: rotary.rotary(scope=WHOLE)}
     shared = int(config.number("num_kv_shared_layers", 0))
     if not 0 <= shared < layers:
@@ -85,7 +85,7 @@ def _heads(config: Config, number: int, type_: str) -> dict[str, int]:
     if given is None:
         if type_ == LOCAL:
             return {}
-        found = {"head_dim": config.size("global_head_dim", WHOLE_HEAD_DIM)}
+        found = {"head_dim": config.size("global_head_dim", GEMMA4_WHOLE_HEAD_DIM)}
         if _keys_as_values(config, type_) and config.values.get("num_global_key_value_heads") is not None:
             found["kv_heads"] = config.size("num_global_key_value_heads")
         return found

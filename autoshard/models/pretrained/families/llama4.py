@@ -8,12 +8,17 @@ from typing import Any
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LayerKind
 from autoshard.models.decoder.positions.temperature import Temperature
+from autoshard.models.pretrained.families.constants import (
+    LLAMA4_CHUNK,
+    LLAMA4_ROTARY_BASE,
+    LLAMA4_SCALE,
+    LLAMA4_STEP,
+    LLAMA4_WITHOUT_ROTARY,
+)
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table
 from autoshard.models.pretrained.tables import Table, stored
 
-# Values that configs may leave out; they are those of Llama4TextConfig in transformers 5.24.
-CHUNK, STEP, SCALE, NO_ROPE_INTERVAL = 8192, 8192, 0.1, 4
 # The names in folders of the whole model, with its vision tower.
 NESTED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 
@@ -37,7 +42,7 @@ def _config(config: Config) -> DecoderConfig:
 def _kinds(config: Config) -> tuple[LayerKind, ...]:
     layers = config.size("num_hidden_layers")
     interval, step = (
-        config.size("no_rope_layer_interval", NO_ROPE_INTERVAL),
+        config.size("no_rope_layer_interval", LLAMA4_WITHOUT_ROTARY),
         config.size("interleave_moe_layer_step", 1),
     )
     # 1 is a layer *with* rotary positions.
@@ -46,9 +51,9 @@ def _kinds(config: Config) -> tuple[LayerKind, ...]:
         raise config.refuse(f"no_rope_layers has {len(rotated)} entries; it must have one for each of {layers} layers")
     experts = _numbers(config, "moe_layers")
     experts = range(step - 1, layers, step) if experts is None else experts
-    size = config.values.get("attention_chunk_size", CHUNK)
-    chunk = None if size is None else config.size("attention_chunk_size", CHUNK)
-    rotary = dataclasses.replace(config.rotary(500_000.0), interleaved=True)
+    size = config.values.get("attention_chunk_size", LLAMA4_CHUNK)
+    chunk = None if size is None else config.size("attention_chunk_size", LLAMA4_CHUNK)
+    rotary = dataclasses.replace(config.rotary(LLAMA4_ROTARY_BASE), interleaved=True)
     with_rotary = LayerKind(rotary=rotary, unit_norm=config.flag("use_qk_norm", True))
     without = LayerKind(rotary=None, temperature=_temperature(config))
     found = []
@@ -62,7 +67,7 @@ def _temperature(config: Config) -> Temperature | None:
     # Early configs have a number in place of true.
     if not config.values.get("attn_temperature_tuning", True):
         return None
-    return Temperature(float(config.number("attn_scale", SCALE)), config.size("floor_scale", STEP))
+    return Temperature(float(config.number("attn_scale", LLAMA4_SCALE)), config.size("floor_scale", LLAMA4_STEP))
 
 
 def _chunked(config: Config, rotated: list[int], chunk: int | None) -> list[bool]:
