@@ -68,6 +68,13 @@ from autoshard._compat.memory_spaces import (
 )
 from autoshard._compat.meshes import all_axes_auto, auto_axes, current_mesh, no_mesh, under_trace
 from autoshard._compat.primitive_lookup import ELLIPSIS, defining_modules, primitive, primitives
+from autoshard._compat.traces.classic_operators import (
+    UPGRADE_FLAGS,
+    classic,
+    classic_scans,
+    hijax_operator,
+    upgrade_flags,
+)
 from autoshard._compat.user_names import user_names, with_names
 
 __all__ = [
@@ -77,6 +84,7 @@ __all__ = [
     "FilterJit",
     "Literal",
     "ONE_JAXPR_TYPE",
+    "UPGRADE_FLAGS",
     "abstract_array",
     "all_axes_auto",
     "auto_axes",
@@ -84,6 +92,8 @@ __all__ = [
     "bind_primitive",
     "call_when_lowered",
     "check_jaxpr",
+    "classic",
+    "classic_scans",
     "jaxpr_as_function",
     "close",
     "constants",
@@ -100,6 +110,7 @@ __all__ = [
     "has_graph_nodes",
     "wait_for_text",
     "defining_modules",
+    "hijax_operator",
     "is_differentiated",
     "is_extended",
     "is_floating",
@@ -134,6 +145,7 @@ __all__ = [
     "texts_under",
     "unchecked_varying",
     "under_trace",
+    "upgrade_flags",
     "user_names",
     "varying_axes",
     "weakly_typed",

@@ -63,6 +63,7 @@ PlanLike = str | Mapping[str, Sequence[str]] | ShardingPlan
 
 
 @paused()
+@_compat.classic_scans()
 def plan_traced(
     traced: Traced,
     args: Any,

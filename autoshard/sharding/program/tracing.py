@@ -167,7 +167,7 @@ TRACE_FLAGS = (
 
 def trace_flags() -> tuple[Any, ...]:
     """The values of the JAX settings that change the result of a trace."""
-    return tuple(getattr(jax.config, f"jax_{name}") for name in TRACE_FLAGS)
+    return (*(getattr(jax.config, f"jax_{name}") for name in TRACE_FLAGS), *_compat.upgrade_flags())
 
 
 def abstract(tree: Any) -> Any:
@@ -248,10 +248,11 @@ def trace(
     names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
     token = OUTER_PLAN.set(True)
     try:
-        with _compat.auto_axes(), planned_for(machine), under_rules(block_rules):
+        with _compat.auto_axes(), _compat.classic_scans(), planned_for(machine), under_rules(block_rules):
             closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
                 *(leaf for _, leaf in flat)
             )
+        closed = _compat.classic(closed)
     except ValueError as error:
         shown = [named_path(path, arguments or argument_names(fn)) for path in input_paths or keys]
         if mixed := mixed_memory_error(name, error, dict(zip(shown, (x for _, x in flat), strict=True))):
