@@ -75,6 +75,14 @@ from autoshard._compat.traces.classic_operators import (
     hijax_operator,
     upgrade_flags,
 )
+from autoshard._compat.traces.explicit_types import (
+    ShardingTypeError,
+    explicit_axes,
+    explicit_mesh,
+    on_mesh,
+    typed_argument,
+    with_constraints,
+)
 from autoshard._compat.user_names import user_names, with_names
 
 __all__ = [
@@ -84,6 +92,7 @@ __all__ = [
     "FilterJit",
     "Literal",
     "ONE_JAXPR_TYPE",
+    "ShardingTypeError",
     "UPGRADE_FLAGS",
     "abstract_array",
     "all_axes_auto",
@@ -126,7 +135,10 @@ __all__ = [
     "nnx_pure_call",
     "no_mesh",
     "exclude_from_user_code",
+    "explicit_axes",
+    "explicit_mesh",
     "offloaded_names",
+    "on_mesh",
     "open_jaxpr",
     "planned_shape",
     "primitive",
@@ -143,12 +155,14 @@ __all__ = [
     "shape_dtype_of",
     "publish_text",
     "texts_under",
+    "typed_argument",
     "unchecked_varying",
     "under_trace",
     "upgrade_flags",
     "user_names",
     "varying_axes",
     "weakly_typed",
+    "with_constraints",
     "with_names",
     "annotated_specs",
 ]

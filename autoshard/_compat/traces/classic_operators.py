@@ -26,7 +26,7 @@ import jax
 from jax._src import ad_checkpoint, config, core, hijax
 from jax._src.lax import lax as lax_internal
 
-from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, constants, is_jaxpr, open_jaxpr, shape_dtype_of, source_of
+from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, constants, is_jaxpr, open_jaxpr, source_of
 
 # The flags that change a trace; `jax_scan3` does not, because it is switched off.
 UPGRADE_FLAGS = tuple(
@@ -139,7 +139,7 @@ class _Rewriting:
         function.defjvp(derivative)
         classic = getattr(config, "custom_jvp3")(False)  # noqa: B009 - older versions have neither operator nor flag
         with classic, source_of(eqn):
-            traced = jax.make_jaxpr(function)(*map(shape_dtype_of, eqn.invars))
+            traced = jax.make_jaxpr(function)(*(atom.aval for atom in eqn.invars))
         (call,) = open_jaxpr(traced).eqns
         params = {name: self._parameter(value, recomputed) for name, value in call.params.items()}
         return eqn.replace(primitive=call.primitive, params=params)

@@ -59,6 +59,7 @@ class Traced:
         mismatches: arguments that the function returns with some leaves changed.
         user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         arguments: the names of the function's positional parameters.
+        explicit_mesh: the abstract mesh with Explicit axes for which the function was traced; None without one.
         static_numbers: whether Python numbers are static leaves.
         offloaded: word of `offload=` -> bytes that the planner moves to the host in one step, before sharding; empty
             for the program as the user wrote it.
@@ -98,6 +99,7 @@ class Traced:
     mismatches: list[StateMismatch]
     user_names: Any
     arguments: tuple[str, ...] = ()
+    explicit_mesh: Any = None
     static_numbers: bool = False
     offloaded: Mapping[str, float] = field(default_factory=dict)
     moved_inputs: frozenset[int] = frozenset()
@@ -163,6 +165,10 @@ TRACE_FLAGS = (
     "numpy_dtype_promotion",
     "threefry_partitionable",
 )
+
+
+# What JAX raises where shardings in types do not agree, or where a program requests one that a mesh cannot have.
+_TYPE_ERRORS = (_compat.ShardingTypeError, ValueError, TypeError, NotImplementedError)
 
 
 def trace_flags() -> tuple[Any, ...]:
@@ -246,13 +252,33 @@ def trace(
         return result
 
     names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
+    def traced_with(mesh: Any) -> tuple[Any, Any]:
+        """The closed jaxpr and the shapes of the results; with a mesh, the types of values have Explicit axes."""
+        given = [shape for _, shape in flat]
+        if mesh is not None:
+            given = [_compat.typed_argument(*each, mesh) for each in zip(given, arrays, strict=True)]
+        axes = _compat.auto_axes() if mesh is None else _compat.explicit_axes(mesh)
+        with axes, _compat.classic_scans(), planned_for(machine), under_rules(block_rules):
+            made, shapes_of_results = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(*given)
+        made = _compat.classic(made)
+        return (made if mesh is None else _compat.with_constraints(made, mesh)), shapes_of_results
+
+    arrays = jax.tree.leaves((args, kwargs))
+    mesh = _compat.explicit_mesh(arrays)
     token = OUTER_PLAN.set(True)
     try:
-        with _compat.auto_axes(), _compat.classic_scans(), planned_for(machine), under_rules(block_rules):
-            closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
-                *(leaf for _, leaf in flat)
-            )
-        closed = _compat.classic(closed)
+        try:
+            closed, out_shapes = traced_with(mesh)
+        except _TYPE_ERRORS:
+            if mesh is None:
+                raise
+            # A program for one device may have no valid types under Explicit axes. It is planned without types.
+            try:
+                mesh, (closed, out_shapes) = None, traced_with(None)
+            except _TYPE_ERRORS:
+                closed = None
+            if closed is None:
+                raise
     except ValueError as error:
         shown = [named_path(path, arguments or argument_names(fn)) for path in input_paths or keys]
         if mixed := mixed_memory_error(name, error, dict(zip(shown, (x for _, x in flat), strict=True))):
@@ -296,6 +322,7 @@ def trace(
         mismatches=mismatches,
         user_names=names,
         arguments=argument_names(fn) if arguments is None else tuple(arguments),
+        explicit_mesh=mesh,
         static_numbers=static_numbers,
     )
 
