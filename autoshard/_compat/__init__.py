@@ -81,6 +81,7 @@ from autoshard._compat.traces.explicit_types import (
     explicit_mesh,
     on_mesh,
     typed_argument,
+    typed_results,
     with_constraints,
 )
 from autoshard._compat.user_names import user_names, with_names
@@ -156,6 +157,7 @@ __all__ = [
     "publish_text",
     "texts_under",
     "typed_argument",
+    "typed_results",
     "unchecked_varying",
     "under_trace",
     "upgrade_flags",

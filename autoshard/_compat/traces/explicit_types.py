@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, is_jaxpr, is_transposed, open_jaxpr
 from autoshard._compat.memory_spaces import is_on_host
-from autoshard._compat.meshes import all_axes_auto, under_trace
+from autoshard._compat.meshes import under_trace
 
 ShardingTypeError = core.ShardingTypeError
 
@@ -27,7 +27,6 @@ _REQUESTED = ("out_sharding", "dst_sharding")  # parameters with the sharding th
 _DERIVED = ("broadcast_in_dim", "iota")  # operators whose `sharding` JAX derives from types
 _MOVES = ("reshard", "sharding_constraint")
 _CASTS = ("mesh_cast",)
-_BODIES = ("shard_map",)  # the types of their bodies are those of shards
 
 
 def explicit_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
@@ -73,8 +72,15 @@ def with_constraints(closed: Any, mesh: AbstractMesh) -> Any:
         closed: the result of `jax.make_jaxpr`.
         mesh: the mesh with Explicit axes.
     """
-    with jax.sharding.use_abstract_mesh(all_axes_auto(mesh)):
+    with jax.sharding.use_abstract_mesh(_without_explicit(mesh)):
         return _Untyping(mesh).jaxpr(closed, backward=False)
+
+
+def typed_results(closed: Any) -> dict[int, PartitionSpec]:
+    """Returns the shardings in the types of a closed jaxpr's results: index -> spec, where it names a mesh axis."""
+    avals = (getattr(atom, "aval", None) for atom in open_jaxpr(closed).outvars)
+    specs = {i: aval.sharding.spec for i, aval in enumerate(avals) if isinstance(aval, core.ShapedArray)}
+    return {i: spec for i, spec in specs.items() if any(entry is not None for entry in spec)}
 
 
 def on_mesh(tree: Any, mesh: AbstractMesh) -> Any:
@@ -117,11 +123,21 @@ def _of_explicit_axes(entry: Any, mesh: AbstractMesh) -> Any:
     return found or None
 
 
+def _without_explicit(mesh: Any) -> Any:
+    """The mesh with Auto axes in place of Explicit ones; those of shards, Manual ones, stay."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return mesh
+    types = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
+    if isinstance(mesh, AbstractMesh):
+        return mesh.update(axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
 class _Untyping:
     """Writes jaxprs without the types of one mesh; each one once for each kind of pass."""
 
     def __init__(self, mesh: AbstractMesh):
-        self.auto = all_axes_auto(mesh)
+        self.auto = _without_explicit(mesh)
         # The planner may shard a dimension that no Explicit axis shards over the Auto axes.
         self.free = PartitionSpec.UNCONSTRAINED if AxisType.Auto in mesh.axis_types else None
         self.done: dict[tuple[int, bool], tuple[Any, Any]] = {}  # as in `classic_operators`
@@ -151,7 +167,8 @@ class _Untyping:
     def aval(self, aval: Any) -> Any:
         if not isinstance(aval, core.ShapedArray):
             return aval
-        return aval.update(sharding=NamedSharding(self.auto, PartitionSpec(*[None] * aval.ndim)))
+        mesh = _without_explicit(aval.sharding.mesh)
+        return aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * aval.ndim)))
 
     def variable(self, var: Any) -> Any:
         if var not in self.variables:
@@ -196,21 +213,22 @@ class _Untyping:
 
     def _constraint(self, eqn: Any, operand: Any, result: Any, spec: PartitionSpec) -> Any:
         """A sharding constraint with the source line of an equation."""
-        wanted = NamedSharding(self.auto, spec)
-        traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, wanted))(operand.aval)
+        context = self._context(eqn.ctx)
+        with context.manager:
+            mesh = jax.sharding.get_abstract_mesh()
+            wanted = NamedSharding(self.auto if mesh.empty else mesh, spec)
+            traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, wanted))(operand.aval)
         (made,) = open_jaxpr(traced).eqns
-        return made.replace(
-            invars=[operand], outvars=[result], source_info=eqn.source_info, ctx=self._context(eqn.ctx)
-        )
+        return made.replace(invars=[operand], outvars=[result], source_info=eqn.source_info, ctx=context)
 
     def _parameter(self, key: str, value: Any, backward: bool, name: str) -> Any:
         if is_jaxpr(value):
-            return value if name in _BODIES else self.jaxpr(value, backward)
+            return self.jaxpr(value, backward)
         if isinstance(value, (AbstractMesh, Mesh)):
-            return value if value.empty else all_axes_auto(value)
+            return _without_explicit(value)
         if isinstance(value, NamedSharding):
             typed = key in (*_REQUESTED, "sharding") and name not in _MOVES
-            return None if typed else NamedSharding(all_axes_auto(value.mesh), value.spec, memory_kind=value.memory_kind)
+            return None if typed else value.update(mesh=_without_explicit(value.mesh))
         if type(value) in (tuple, list):
             return type(value)(self._parameter(key, each, backward, name) for each in value)
         return value
@@ -218,6 +236,8 @@ class _Untyping:
     def _context(self, context: Any) -> Any:
         """The context of an equation, with Auto axes."""
         if id(context) not in self.contexts:
-            with context.manager, jax.sharding.use_abstract_mesh(self.auto):
-                self.contexts[id(context)] = context, core.JaxprEqnContext()
+            with context.manager:
+                mesh = _without_explicit(jax.sharding.get_abstract_mesh())
+                with jax.sharding.use_abstract_mesh(mesh):
+                    self.contexts[id(context)] = context, core.JaxprEqnContext()
         return self.contexts[id(context)][1]
