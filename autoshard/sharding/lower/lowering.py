@@ -84,7 +84,6 @@ class Lowering:
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
-    @_compat.classic_scans()
     def __call__(self, *args: Any) -> list[Any]:
         """Return the program's flat results for its flat inputs."""
         block = self.layout.axes.program.block
