@@ -39,7 +39,7 @@ def explicit_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [s.mesh for x in leaves if isinstance(s := getattr(x, "sharding", None), NamedSharding)]
     found = next((mesh for mesh in meshes if not mesh.empty and AxisType.Explicit in mesh.axis_types), None)
-    return getattr(found, "abstract_mesh", found)
+    return None if found is None else found.abstract_mesh
 
 
 @contextlib.contextmanager
@@ -186,11 +186,11 @@ class _Untyping:
         backward = (backward or is_transposed(eqn)) and "rematted_computation" not in scopes
         invars = [self.read(same, atom) for atom in eqn.invars]
         requested = None if backward else self._requested(eqn)
-        if name in _CASTS or (name in _MOVES and requested is None):
+        if requested is not None and name in _MOVES:
+            return [self._constraint(eqn, invars[0], self.variable(eqn.outvars[0]), requested)]
+        if name in (*_CASTS, *_MOVES):
             same[eqn.outvars[0]] = invars[0]
             return []
-        if name in _MOVES:
-            return [self._constraint(eqn, invars[0], self.variable(eqn.outvars[0]), requested)]
         inside = backward or bool(eqn.params.get("differentiated", False))
         params = {key: self._parameter(key, value, inside, name) for key, value in eqn.params.items()}
         outvars = [self.variable(v) for v in eqn.outvars]

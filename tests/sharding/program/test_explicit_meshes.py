@@ -109,7 +109,8 @@ REQUESTS = {
     "rows under vmap": (jax.vmap(lambda row: reshard(row, P("model"))), P(None, "model")),
     "partial sums": (
         lambda x: reshard(jnp.dot(reshard(x.T, P(None, "data")), reshard(x, P("data", None)),
-                                  out_sharding=P(None, None, unreduced={"data"})), P("model", None)), P("model")),
+                                  out_sharding=P(None, None, unreduced=frozenset({"data"}))), P("model", None)),
+        P("model")),
     "shards": (
         lambda x: jax.shard_map(lambda x: x - lax.pmean(x, "data"), in_specs=P("data", None), out_specs=P("data", None),
                                 axis_names={"data"})(reshard(x, P("data", None))), P("data")),

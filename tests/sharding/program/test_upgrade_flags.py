@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
 
 import autoshard
 from autoshard import _compat, auto_shard
+from autoshard.sharding.planner.bound_plan import bound_or_error
 from tests.sharding.programs import assert_close
 from tests.sharding.rewrite.formulations import einsum_where, parameters, rows
 from tests.sharding.rewrite.formulations import step_of as step_with_attention
@@ -109,7 +110,7 @@ CHECKPOINTS = {
 def test_plans_are_those_without_the_flags(name):
     def planned():
         made = autoshard.plan(step_of(**CHECKPOINTS[name]), *arguments(), target="v5e:2x4", plan="fsdp:8")
-        names = {op.name for op in made.bound.traced.program.ops()}
+        names = {op.name for op in bound_or_error(made.bound).traced.program.ops()}
         return made.estimate, made.in_specs, "remat2" in names, "optimization_barrier" in names
 
     expected = planned()

@@ -1,1 +1,1 @@
-"""Time and memory of parameters that are gathered early or in order (`gather=`); collectives of the program's constraints."""
+"""Time and memory of parameters that are gathered early or in order (`gather=`), and of the program's constraints."""

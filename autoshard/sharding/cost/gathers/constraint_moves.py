@@ -14,7 +14,7 @@ from autoshard.sharding.cost.collectives import Collective, collective
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.spmdrules.core.placement import Spec, from_partition_spec, shard_count
+from autoshard.spmdrules.core.placement import ReshardKind, Spec, from_partition_spec, shard_count
 from autoshard.spmdrules.ir.program import Op, Program
 
 
@@ -52,7 +52,7 @@ def constraint_moves(requested: Sequence[tuple[Op, PartitionSpec]], layout: Layo
     return found
 
 
-def _moved_axes(source: Spec, goal: Spec) -> Iterator[tuple[str, str]]:
+def _moved_axes(source: Spec, goal: Spec) -> Iterator[tuple[ReshardKind, str]]:
     """Yield the kind of collective and the mesh axis of each move from one spec to another.
 
     >>> list(_moved_axes((("dp",), ("tp",)), (("tp",), ())))
