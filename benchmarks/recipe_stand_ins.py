@@ -70,10 +70,11 @@ def embedding(recipe: Recipe) -> StandIn:
 
 
 def loss(recipe: Recipe) -> StandIn:
-    """The loss over all tokens at once."""
+    """The loss in as many parts of the vocabulary as the recipe's has of the tokens."""
     if (recipe.vocab_tiles or 1) == 1:
         return StandIn()
-    return StandIn({}, f"a loss in {recipe.vocab_tiles} parts is planned as a whole")
+    note = f"a loss in {recipe.vocab_tiles} parts of the tokens is planned in as many parts of the vocabulary"
+    return StandIn({"loss_chunks": recipe.vocab_tiles}, note)
 
 
 def kernel_note(recipe: Recipe) -> str:

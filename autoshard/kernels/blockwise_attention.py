@@ -47,6 +47,20 @@ class Pairs(NamedTuple):
     key_segments: jax.Array | None = None
 
 
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Return `cap * tanh(x / cap)`, which lies between `-cap` and `cap`; `x` itself without a cap.
+
+    >>> [round(float(each), 2) for each in soft_capped(jnp.array([0.0, 1.0, 100.0]), 2.0)]
+    [0.0, 0.92, 2.0]
+    """
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def soft_cap_slope(y: jax.Array, cap: float) -> jax.Array:
+    """Return the derivative of `soft_capped` where its result is `y`: `1 - (y / cap)^2`."""
+    return 1.0 - jnp.square(y / cap)
+
+
 @shown
 @dataclass(frozen=True)
 class Softmax:
@@ -65,11 +79,11 @@ class Softmax:
     def scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Return scores `[batch, kv_heads, group, queries, keys]`."""
         scores = einsum("bskgd,btkd->bkgst", q, k) * self.scale
-        return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
+        return soft_capped(scores, self.soft_cap)
 
     def slope(self, scores: jax.Array) -> jax.Array | float:
         """Return the derivative of the scores with respect to `q . k`."""
-        return self.scale if self.soft_cap is None else self.scale * (1.0 - jnp.square(scores / self.soft_cap))
+        return self.scale if self.soft_cap is None else self.scale * soft_cap_slope(scores, self.soft_cap)
 
     def visible(self, pairs: Pairs, queries: int, keys: int, start: Any = 0) -> jax.Array | None:
         """Return which pairs are visible, broadcastable to the scores' shape; None for all.

@@ -5,6 +5,8 @@ With logits `z[v] = x . head[:, v]` and the target y of a token:
     loss = log sum_v exp(z[v]) - z[y]
     d_z  = (softmax(z) - onehot(y)) * d_loss;   d_x = sum_v d_z[v] head[:, v];   d_head[:, v] = sum over tokens d_z[v] x
 
+A soft cap c makes the logits `z = c tanh(a / c)` of the products `a = x . head`, and multiplies d_z by `1 - (z / c)^2`.
+
 The forward pass scans over chunks with a running maximum and sum. The backward pass recomputes each chunk's logits and
 their softmax from the saved log-sum-exp, adds to the gradient of `x`, and returns the chunk's gradient of the head as a
 result of the scan. So each part of the head's gradient is summed over devices once. Both passes hold `tokens * vocab /
@@ -27,15 +29,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard._shown import shown
-from autoshard.kernels.blockwise_attention import INVISIBLE
+from autoshard.kernels.blockwise_attention import INVISIBLE, soft_cap_slope, soft_capped
 
 
 def linear_cross_entropy(
-    x: jax.Array, head: jax.Array, targets: jax.Array, *, chunks: int, vocab_axis: int = 1
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    chunks: int,
+    vocab_axis: int = 1,
+    soft_cap: float | None = None,
 ) -> jax.Array:
     """Compute `log sum_v exp(z[v]) - z[target]` of each token, for logits `z = x @ head` that are never stored in full.
 
-    Logits are float32 whatever the dtype of `x`. A product `x @ head` in bfloat16 rounds them.
+    Logits are float32 for any dtype of `x` but float64, which they keep. A product `x @ head` in bfloat16 rounds them.
 
     Args:
         x: `[..., width]`.
@@ -46,29 +54,40 @@ def linear_cross_entropy(
             0, and a sharded vocabulary is gathered. A vocabulary is sharded over n devices if n divides
             `vocab / chunks`.
         vocab_axis: the dimension of `head` that is the vocabulary.
+        soft_cap: logits are `soft_cap * tanh(x @ head / soft_cap)` (Gemma 2, arXiv:2408.00118); None for no cap.
 
     Returns:
-        The loss in nats, float32 `[...]`.
+        The loss in nats, in the dtype of the logits, `[...]`.
 
     Raises:
-        ValueError: If the shapes do not match, the targets are not integers, or `chunks` is not a positive integer.
+        ValueError: If the shapes do not match, the targets are not integers, `chunks` is not a positive integer, or
+            `soft_cap` is not a finite number above 0.
 
     >>> x, head = jnp.ones((2, 3, 4)), jnp.zeros((4, 10))
     >>> loss = linear_cross_entropy(x, head, jnp.zeros((2, 3), jnp.int32), chunks=4)
     >>> loss.shape, round(float(loss[0, 0]), 4)  # log 10
     ((2, 3), 2.3026)
     """
-    _check(x, head, targets, chunks, vocab_axis)
-    return _loss(_Split(head.shape[vocab_axis], chunks, vocab_axis), x, head, targets.astype(jnp.int32))
+    _check(x, head, targets, chunks, vocab_axis, soft_cap)
+    cap = None if soft_cap is None else float(soft_cap)
+    return _loss(_Split(head.shape[vocab_axis], chunks, vocab_axis, cap), x, head, targets.astype(jnp.int32))
 
 
 @shown
 class _Split(NamedTuple):
-    """How the head is split: the size of the vocabulary, the number of chunks, and the vocabulary's dimension."""
+    """How the head is split, and what becomes of its products.
+
+    Attributes:
+        vocab: size of the vocabulary.
+        chunks: number of chunks.
+        axis: the vocabulary's dimension.
+        cap: the soft cap of the logits; None for no cap.
+    """
 
     vocab: int
     chunks: int
     axis: int
+    cap: float | None
 
     def split(self, head: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the scan's inputs: the chunks' numbers, and the head with the chunks in a leading dimension."""
@@ -86,8 +105,13 @@ class _Split(NamedTuple):
         return lax.slice_in_dim(head, 0, self.vocab, axis=self.axis)
 
     def logits(self, x: jax.Array, chunk: jax.Array) -> jax.Array:
-        """Return a chunk's logits, float32 `[..., v]`; those of padding are 0."""
-        return jnp.tensordot(x, chunk, (x.ndim - 1, 1 - self.axis), preferred_element_type=jnp.float32)
+        """Return a chunk's logits `[..., v]`; those of padding are 0."""
+        products = jnp.tensordot(x, chunk, (x.ndim - 1, 1 - self.axis), preferred_element_type=_wide(x))
+        return soft_capped(products, self.cap)
+
+    def d_products(self, d_logits: jax.Array, logits: jax.Array) -> jax.Array:
+        """Return the gradient of the products `x . head` from that of their logits."""
+        return d_logits if self.cap is None else d_logits * soft_cap_slope(logits, self.cap)
 
     def without_padding(self, logits: jax.Array, classes: jax.Array) -> jax.Array:
         """Return the logits with those of padding so small that their exponentials are 0."""
@@ -97,6 +121,11 @@ class _Split(NamedTuple):
         """Return the class of each of the chunk's logits, int32 `[..., v]`."""
         shape = (*x.shape[:-1], chunk.shape[self.axis])
         return lax.broadcasted_iota(jnp.int32, shape, x.ndim - 1) * self.chunks + number
+
+
+def _wide(x: jax.Array) -> jnp.dtype:
+    """Return the dtype of logits and sums: float32, or float64 for float64 `x`."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -117,8 +146,8 @@ def _forward(split: _Split, x: jax.Array, head: jax.Array, targets: jax.Array):
         total = total * jnp.exp(running_max - new_max) + jnp.sum(jnp.exp(logits - new_max[..., None]), axis=-1)
         return (new_max, total, target_logit), None
 
-    zeros = jnp.zeros(targets.shape, jnp.float32)
-    first = jnp.full(targets.shape, INVISIBLE, jnp.float32)
+    zeros = jnp.zeros(targets.shape, _wide(x))
+    first = jnp.full(targets.shape, INVISIBLE, _wide(x))
     (maximum, total, target_logit), _ = lax.scan(step, (first, zeros, zeros), split.split(head.astype(x.dtype)))
     log_total = maximum + jnp.log(total)
     return log_total - target_logit, (x, head, targets, log_total)
@@ -131,22 +160,26 @@ def _backward(split: _Split, saved, d_loss: jax.Array):
     def step(d_x, inputs):
         number, chunk = inputs
         classes = split.classes(x, chunk, number)
-        weights = jnp.exp(split.without_padding(split.logits(x, chunk), classes) - log_total[..., None])
-        d_logits = (weights - (classes == targets[..., None]).astype(jnp.float32)) * d_loss[..., None]
-        d_logits = d_logits.astype(x.dtype)
+        logits = split.logits(x, chunk)
+        weights = jnp.exp(split.without_padding(logits, classes) - log_total[..., None])
+        d_logits = (weights - (classes == targets[..., None]).astype(weights.dtype)) * d_loss[..., None]
+        # The slope is that at the logits of padding, 0. That at INVISIBLE would overflow, and 0 times it give NaN.
+        d_products = split.d_products(d_logits, logits).astype(x.dtype)
         # A sum over the devices of a sharded vocabulary is in the dtype of `x`, as for the whole loss.
-        d_x = d_x + jnp.tensordot(d_logits, chunk, (x.ndim - 1, split.axis)).astype(jnp.float32)
-        operands = (x, d_logits) if split.axis else (d_logits, x)
+        d_x = d_x + jnp.tensordot(d_products, chunk, (x.ndim - 1, split.axis)).astype(d_x.dtype)
+        operands = (x, d_products) if split.axis else (d_products, x)
         return d_x, jnp.tensordot(*operands, (tokens, tokens), preferred_element_type=head.dtype)
 
-    d_x, d_chunks = lax.scan(step, jnp.zeros(x.shape, jnp.float32), split.split(head.astype(x.dtype)))
+    d_x, d_chunks = lax.scan(step, jnp.zeros(x.shape, _wide(x)), split.split(head.astype(x.dtype)))
     return d_x.astype(x.dtype), split.merge(d_chunks), None
 
 
 _loss.defvjp(_forward, _backward)
 
 
-def _check(x: jax.Array, head: jax.Array, targets: jax.Array, chunks: int, vocab_axis: int) -> None:
+def _check(
+    x: jax.Array, head: jax.Array, targets: jax.Array, chunks: int, vocab_axis: int, soft_cap: float | None
+) -> None:
     where = f"linear_cross_entropy(x {x.shape}, head {head.shape}, targets {targets.dtype}{list(targets.shape)})"
     problems = []
     if vocab_axis not in (0, 1):
@@ -158,5 +191,7 @@ def _check(x: jax.Array, head: jax.Array, targets: jax.Array, chunks: int, vocab
         problems.append(f"targets must be integers of shape {x.shape[:-1]}")
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         problems.append(f"chunks is {chunks!r}; it must be an integer of at least 1")
+    if soft_cap is not None and not 0.0 < soft_cap < float("inf"):
+        problems.append(f"soft_cap is {soft_cap}; it must be a finite number above 0")
     if problems:
         raise ValueError(f"{where}: {'; '.join(problems)}")

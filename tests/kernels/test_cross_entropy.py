@@ -27,13 +27,15 @@ def targets_of(vocab):
     return jnp.where(MASK, jax.random.randint(jax.random.key(3), (8, 5), 0, vocab), -100)
 
 
-def in_chunks(x, head, targets, mask, tied=False):
-    losses = linear_cross_entropy(x, head, targets, chunks=CHUNKS, vocab_axis=0 if tied else 1)
-    return jnp.sum(losses * mask.astype(jnp.float32))
+def in_chunks(x, head, targets, mask, tied=False, cap=None):
+    losses = linear_cross_entropy(x, head, targets, chunks=CHUNKS, vocab_axis=0 if tied else 1, soft_cap=cap)
+    return jnp.sum(losses * mask.astype(losses.dtype))
 
 
-def whole(x, head, targets, mask, tied=False):
+def whole(x, head, targets, mask, tied=False, cap=None):
     logits = jnp.einsum("bse,ve->bsv" if tied else "bse,ev->bsv", x, head.astype(x.dtype))
+    if cap is not None:
+        logits = cap * jnp.tanh(logits.astype(jnp.float32) / cap)
     return cross_entropy(logits, targets, mask)[0]
 
 
@@ -44,8 +46,9 @@ def error(found, expected):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [64, 50, 7])  # 50 and 7 are padded; with 7 a chunk has one class
-def test_equals_the_whole_loss(vocab, tied):
-    args = X, head_of(vocab, tied), targets_of(vocab), MASK, tied
+@pytest.mark.parametrize("cap", [None, 2.0])  # half of the typical size of a product
+def test_equals_the_whole_loss(vocab, tied, cap):
+    args = X, head_of(vocab, tied), targets_of(vocab), MASK, tied, cap
     value, gradients = jax.value_and_grad(in_chunks, (0, 1))(*args)
     expected, expected_gradients = jax.value_and_grad(whole, (0, 1))(*args)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -69,9 +72,30 @@ def test_is_at_least_as_exact_as_the_whole_loss_in_bfloat16(head_dtype, vocab, t
         assert error(found, right) < 1.2 * error(other, right) + 1e-6
 
 
+def test_a_soft_cap_in_float64():
+    """Values and gradients of float64 arrays are computed in float64, with classes of padding."""
+    vocab = 50
+
+    def plain(x, head):
+        logits = 2.0 * jnp.tanh(x @ head / 2.0)
+        labels = jnp.where(MASK, targets_of(vocab), 0)
+        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        return jnp.sum(losses * MASK)
+
+    with jax.enable_x64(True):
+        x, head = X.astype(jnp.float64), head_of(vocab, False).astype(jnp.float64)
+        found = jax.value_and_grad(in_chunks, (0, 1))(x, head, targets_of(vocab), MASK, False, 2.0)
+        expected = jax.value_and_grad(plain, (0, 1))(x, head)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert one.dtype == jnp.float64
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("tied", [False, True])
-def test_large_logits_stay_finite(tied):
-    value, gradients = jax.value_and_grad(in_chunks, (0, 1))(1e3 * X, head_of(50, tied), targets_of(50), MASK, tied)
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_large_logits_stay_finite(tied, cap):
+    args = 1e3 * X, head_of(50, tied), targets_of(50), MASK, tied, cap
+    value, gradients = jax.value_and_grad(in_chunks, (0, 1))(*args)
     assert np.isfinite(value) and all(bool(jnp.all(jnp.isfinite(g))) for g in gradients)
 
 
@@ -96,8 +120,10 @@ def test_any_number_of_leading_dimensions():
 
 
 @pytest.mark.parametrize("vocab", [64, 50])
-def test_promotes_nothing_implicitly(vocab, strict_numerics):
-    jax.eval_shape(jax.grad(in_chunks, (0, 1)), X.astype(jnp.bfloat16), head_of(vocab, False), targets_of(vocab), MASK)
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_promotes_nothing_implicitly(vocab, cap, strict_numerics):
+    args = X.astype(jnp.bfloat16), head_of(vocab, False), targets_of(vocab), MASK
+    jax.eval_shape(jax.grad(lambda *args: in_chunks(*args, cap=cap), (0, 1)), *args)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
@@ -115,8 +141,8 @@ def test_chunks_must_be_a_positive_integer(chunks):
         linear_cross_entropy(X, head_of(64, False), targets_of(64), chunks=chunks)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_sharded_vocabulary_is_reduced_and_not_gathered(tied, mesh_of):
+@pytest.mark.parametrize(("tied", "cap"), [(False, None), (True, None), (True, 2.0)])
+def test_a_sharded_vocabulary_is_reduced_and_not_gathered(tied, cap, mesh_of):
     """With the vocabulary over `model`, no part of the head, of `x` or of the logits moves."""
     mesh = mesh_of(data=2, model=4)
 
@@ -125,7 +151,7 @@ def test_a_sharded_vocabulary_is_reduced_and_not_gathered(tied, mesh_of):
 
     head, rows = sharding("model") if tied else sharding(None, "model"), sharding("data")
     fn = jax.jit(
-        jax.value_and_grad(lambda x, head, y, m: in_chunks(x, head, y, m, tied), (0, 1)),
+        jax.value_and_grad(lambda x, head, y, m: in_chunks(x, head, y, m, tied, cap), (0, 1)),
         in_shardings=(rows, head, rows, rows),
         out_shardings=(sharding(), (rows, head)),
     )
@@ -134,7 +160,7 @@ def test_a_sharded_vocabulary_is_reduced_and_not_gathered(tied, mesh_of):
     assert "all-gather" not in text and "all-to-all" not in text and "collective-permute" not in text
     assert "all-reduce" in text
     value, gradients = fn(*args)
-    expected, expected_gradients = jax.value_and_grad(whole, (0, 1))(*args, tied)
+    expected, expected_gradients = jax.value_and_grad(whole, (0, 1))(*args, tied, cap)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for found, right in zip(gradients, expected_gradients, strict=True):
         assert error(found, right) < 1e-6
@@ -145,6 +171,8 @@ def test_what_does_not_fit_is_named():
         linear_cross_entropy(X, jnp.zeros((10, 10)), MASK.astype(jnp.float32), chunks=0)
     with pytest.raises(ValueError, match="vocab_axis is 2"):
         linear_cross_entropy(X, jnp.zeros((16, 10)), targets_of(10), chunks=2, vocab_axis=2)
+    with pytest.raises(ValueError, match=r"soft_cap is 0\.0; it must be a finite number above 0"):
+        linear_cross_entropy(X, jnp.zeros((16, 10)), targets_of(10), chunks=2, soft_cap=0.0)
 
 
 def planned(words, chunks, tied, target="cpu:8"):

@@ -57,7 +57,7 @@ class DecoderConfig:
         mlp_bias: whether the MLP's products have biases.
         score_scale: factor of the scores; None means `1 / sqrt(head_dim)`.
         score_cap: soft cap of the scores, `cap * tanh(score / cap)`.
-        logit_cap: soft cap of the logits.
+        logit_cap: soft cap of the logits, `cap * tanh(logit / cap)`.
         embed_scale: factor of the embedding.
         router_loss: factor of the loss that balances the load of experts, which training adds; see `experts.Load`.
         tie_head: whether the head shares the embedding's parameter.
@@ -141,6 +141,11 @@ class DecoderConfig:
             problems.append(f"router_loss is {self.router_loss}, but no layer has experts: leave it out")
         if any(kind.experts for kind in self.kinds) and self.experts is None:
             problems.append("layers have experts, but experts is None; give an ExpertsConfig")
+        problems += [
+            f"{name} is {cap}; it must be a finite number above 0, or None for no cap"
+            for name, cap in {"score_cap": self.score_cap, "logit_cap": self.logit_cap}.items()
+            if cap is not None and not 0.0 < cap < float("inf")
+        ]
         if self.loss_chunks > self.vocab:
             problems.append(f"loss_chunks is {self.loss_chunks}; it must be at most vocab, {self.vocab}")
         problems += kind_problems(self.kinds, self.head_dim if self.latent is None else self.latent.rotary_dim)

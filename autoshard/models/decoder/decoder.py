@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from autoshard.kernels.blockwise_attention import soft_capped
 from autoshard.kernels.cross_entropy import linear_cross_entropy
 from autoshard.models.decoder.cache import DecoderCache, Rows, counted_on, written
 from autoshard.models.decoder.config import DecoderConfig
@@ -99,12 +100,14 @@ class Decoder(nnx.Module):
 
     def token_losses(self, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Compute the cross-entropy of each token of `[batch, seq, width]` features, float32 `[batch, seq]`."""
-        if self.cfg.loss_chunks == 1 or self.cfg.logit_cap is not None:
+        if self.cfg.loss_chunks == 1:
             return token_losses(self.logits(x), targets)
         weight, vocab_axis = (self.embed, 0) if self.head is None else (self.head, 1)
         # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
         weight = weight[...].astype(x.dtype)
-        return linear_cross_entropy(x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis)
+        return linear_cross_entropy(
+            x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis, soft_cap=self.cfg.logit_cap
+        )
 
     def features(
         self,
@@ -242,7 +245,7 @@ class Decoder(nnx.Module):
         else:
             logits = jnp.einsum("bse,ev->bsv", x, self.head[...].astype(x.dtype))
         cap = self.cfg.logit_cap
-        return logits if cap is None else cap * jnp.tanh(logits.astype(jnp.float32) / cap)
+        return logits if cap is None else soft_capped(logits.astype(jnp.float32), cap)
 
     def _check(self, tokens: jax.Array) -> None:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from autoshard.kernels.blockwise_attention import soft_capped
 from autoshard.models.attention import attention
 from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
@@ -101,8 +102,7 @@ class LatentAttention(nnx.Module):
             jnp.einsum("bshd,btd->bhst", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
             for q, k in zip(queries, keys, strict=True)
         )
-        scores, cap = (latent + rotated)[:, None] * self._scale, self.cfg.score_cap
-        return scores if cap is None else cap * jnp.tanh(scores / cap)
+        return soft_capped((latent + rotated)[:, None] * self._scale, self.cfg.score_cap)
 
     @property
     def _scale(self) -> float:
