@@ -1,0 +1,41 @@
+"""The end of a layer: its own vectors through a gate, and the stored factor of its result."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from autoshard.models.decoder import DecoderConfig, LayerKind
+from autoshard.models.decoder.block import Block
+from autoshard.models.decoder.kinds import LayerInputsConfig
+from autoshard.models.decoder.stacks import make_sides
+from tests.models.small import quickly
+
+CONFIG = DecoderConfig(
+    vocab=16, width=8, kinds=(LayerKind(),), heads=2, kv_heads=1, head_dim=4, ffn=16, context=32, init_std=0.5,
+    layer_scale=True, layer_inputs=LayerInputsConfig(16, 4),
+)  # fmt: skip
+X, INPUTS = jax.random.normal(jax.random.key(1), (1, 3, 8)), jax.random.normal(jax.random.key(2), (1, 3, 4))
+
+
+def test_vectors_are_added_through_a_gate_and_the_result_is_scaled():
+    graph, state = nnx.split(Block(CONFIG, LayerKind(), jax.random.key(0)))
+    state["scale"][...] = jnp.array([3.0])
+
+    def result(state, inputs):
+        return nnx.merge(graph, state)(X, inputs, make_sides(CONFIG, jnp.arange(3)[None], None))
+
+    # Without vectors, the gate adds nothing.
+    (found, before), gradient = quickly(
+        lambda state: (
+            (result(state, INPUTS), result(state, jnp.zeros_like(INPUTS))),
+            jax.grad(lambda state: jnp.sum(result(state, INPUTS)))(state),
+        ),
+        state,
+    )
+    x = np.asarray(before) / 3.0
+    gate = x @ state["gate"]["w_gate"][...]
+    added = (gate / (1 + np.exp(-gate)) * INPUTS) @ state["gate"]["w_up"][...]
+    added = added / np.sqrt(np.mean(added**2, axis=-1, keepdims=True) + CONFIG.norm_eps)
+    np.testing.assert_allclose(found, 3.0 * (x + added), atol=1e-4)
+    assert not np.any(gradient["scale"][...]) and np.any(gradient["gate"]["w_up"][...])
