@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,19 +113,33 @@ class Config:
         return AutoshardError(f"{self.where}: {message}")
 
     def number(self, name: str, default: Any = ...) -> Any:
-        """Return a number; `default` if it is missing or null."""
+        """Return a finite number; `default` if it is missing or null."""
         value = self.values.get(name)
         if value is None and default is not ...:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.refuse(f"{name} is {value!r}; it must be a number")
         return value
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
+    def positive(self, name: str, default: Any = ...) -> Any:
+        """Return a number above 0 as a float; `default` if it is missing or null."""
+        value = self.number(name, default)
+        if value is not None and value <= 0:
+            raise self.refuse(f"{name} is {value!r}; it must be above 0")
+        return None if value is None else float(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return a table; an empty one if it is missing or null."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.refuse(f"{name} is {value!r}; it must be a table")
+        return dict(value or {})
+
+    def size(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number of at least `least`."""
         value = self.number(name, ... if default is None else default)
-        if not isinstance(value, int) or value < 1:
-            raise self.refuse(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if not isinstance(value, int) or value < least:
+            raise self.refuse(f"{name} is {value!r}; it must be a whole number of at least {least}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -137,9 +152,10 @@ class Config:
 
     def activation(self, *names: str) -> Any:
         """Return the activation of the first of these names that is there."""
-        value = next((self.values[name] for name in names if self.values.get(name) is not None), None)
-        if value not in ACTIVATIONS:
-            raise self.refuse(f"{names[-1]} is {value!r}; the activations that are built are {', '.join(ACTIVATIONS)}")
+        name = next((name for name in names if self.values.get(name) is not None), names[-1])
+        value = self.values.get(name)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise self.refuse(f"{name} is {value!r}; the activations that are built are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 
     def refuse_values(self, **allowed: Any) -> None:
@@ -171,12 +187,11 @@ class Config:
             base: the base if none is given.
             scope: the type of layer.
         """
-        given = self.values.get("rope_parameters")
-        given = dict(given) if isinstance(given, Mapping) else dict(self.values.get("rope_scaling") or {})
+        given = self.table("rope_parameters") or self.table("rope_scaling")
         if scope is not None and scope in given:
-            given = dict(given[scope] or {})
-        found_base = given.get("rope_theta", self.values.get("rope_theta"))
-        return self.scaled(base if found_base is None else found_base, given)
+            given = Config(given, f"{self.where}, rotary positions").table(scope)
+        found = self if given.get("rope_theta") is None else Config(given, f"{self.where}, rotary positions")
+        return self.scaled(found.number("rope_theta", base), given)
 
     def scaled(self, base: float, given: Mapping[str, Any]) -> Rotary:
         """Return rotary positions with this base, scaled as a table of the file says."""

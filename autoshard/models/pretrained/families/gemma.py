@@ -23,16 +23,11 @@ def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
         "output_bias": bias,
         "embed_scale": width**0.5,
         "tie_head": config.flag("tie_word_embeddings", True),
-        "score_scale": float(config.number("query_pre_attn_scalar", 256)) ** -0.5,
-        "score_cap": _cap(config, "attn_logit_softcapping"),
-        "logit_cap": _cap(config, "final_logit_softcapping"),
+        "score_scale": config.positive("query_pre_attn_scalar", 256) ** -0.5,
+        "score_cap": config.positive("attn_logit_softcapping", None),
+        "logit_cap": config.positive("final_logit_softcapping", None),
     }
     return dense_config(config, **(shared | switches))
-
-
-def _cap(config: Config, name: str) -> float | None:
-    found = config.number(name, None)
-    return None if found is None else float(found)
 
 
 def _gemma2(config: Config) -> DecoderConfig:

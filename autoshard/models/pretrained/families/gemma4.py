@@ -28,11 +28,12 @@ TOWERS = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 def _config(config: Config) -> DecoderConfig:
     config.refuse_values(enable_moe_block=False)
     # `vision` concerns the tokens of images alone.
-    if config.values.get("use_bidirectional_attention") == "all":
+    later = config.values.get("use_bidirectional_attention")
+    if later not in (None, False, "vision"):
         raise config.refuse(
-            "use_bidirectional_attention is 'all'; attention to later positions is not built for Gemma 4"
+            f"use_bidirectional_attention is {later!r}; attention to later positions is not built for Gemma 4"
         )
-    size = int(config.number("hidden_size_per_layer_input", GEMMA4_LAYER_WIDTH))
+    size = config.size("hidden_size_per_layer_input", GEMMA4_LAYER_WIDTH, least=0)
     inputs = LayerInputsConfig(config.size("vocab_size_per_layer_input", GEMMA4_TOKENS), size) if size else None
     return gemma_config(
         config,
@@ -53,9 +54,9 @@ def _kinds(config: Config) -> tuple[LayerKind, ...]:
     given = config.values.get("rope_parameters")
     rotary = Config({**config.values, "rope_parameters": given or GEMMA4_ROTARY}, config.where)
     of_type = {LOCAL: rotary.rotary(scope=LOCAL), WHOLE: rotary.rotary(scope=WHOLE)}
-    shared = int(config.number("num_kv_shared_layers", 0))
-    if not 0 <= shared < layers:
-        raise config.refuse(f"num_kv_shared_layers is {shared}; it must be at least 0 and below {layers}, all layers")
+    shared = config.size("num_kv_shared_layers", 0, least=0)
+    if shared >= layers:
+        raise config.refuse(f"num_kv_shared_layers is {shared}; it must be below {layers}, the number of layers")
     types, own = [WHOLE if window is None else LOCAL for window in windows], layers - shared
     wide = 2 * config.size("intermediate_size") if config.flag("use_double_wide_mlp") else None
     if missing := sorted(set(types[own:]) - set(types[:own])):

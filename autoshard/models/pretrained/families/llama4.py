@@ -51,6 +51,8 @@ def _kinds(config: Config) -> tuple[LayerKind, ...]:
         raise config.refuse(f"no_rope_layers has {len(rotated)} entries; it must have one for each of {layers} layers")
     experts = _numbers(config, "moe_layers")
     experts = range(step - 1, layers, step) if experts is None else experts
+    if any(not 0 <= number < layers for number in experts):
+        raise config.refuse(f"moe_layers is {experts!r}; it must be numbers of layers, below {layers}")
     size = config.values.get("attention_chunk_size", LLAMA4_CHUNK)
     chunk = None if size is None else config.size("attention_chunk_size", LLAMA4_CHUNK)
     rotary = dataclasses.replace(config.rotary(LLAMA4_ROTARY_BASE), interleaved=True)
@@ -65,7 +67,10 @@ def _kinds(config: Config) -> tuple[LayerKind, ...]:
 
 def _temperature(config: Config) -> Temperature | None:
     # Early configs have a number in place of true.
-    if not config.values.get("attn_temperature_tuning", True):
+    wanted = config.values.get("attn_temperature_tuning", True)
+    if not isinstance(wanted, bool | int | None):
+        raise config.refuse(f"attn_temperature_tuning is {wanted!r}; it must be true or false")
+    if not wanted:
         return None
     return Temperature(float(config.number("attn_scale", LLAMA4_SCALE)), config.size("floor_scale", LLAMA4_STEP))
 
@@ -85,7 +90,7 @@ def _chunked(config: Config, rotated: list[int], chunk: int | None) -> list[bool
 def _numbers(config: Config, name: str) -> list[int] | None:
     """Return a list of whole numbers; None if it is missing or null."""
     found = config.values.get(name)
-    if found is not None and (not isinstance(found, list) or any(not isinstance(n, int) for n in found)):
+    if found is not None and (not isinstance(found, list) or any(type(n) is not int for n in found)):
         raise config.refuse(f"{name} is {found!r}; it must be a list of whole numbers")
     return found
 
