@@ -34,13 +34,17 @@ def loss_and_gradients(cfg):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"scan_layers": False, "remat": "full"}, {"loss_chunks": 4}],
-    ids=["separate, rematerialized layers", "loss in chunks"],
+    "cfg, changes",
+    [
+        (TINY, {"scan_layers": False, "remat": "full"}),
+        (TINY, {"loss_chunks": 4}),
+        (dataclasses.replace(TINY, logit_cap=0.1, init_std=0.5), {"loss_chunks": 4}),
+    ],
+    ids=["separate, rematerialized layers", "loss in chunks", "capped loss in chunks"],
 )
-def test_variants_agree(changes):
-    expected = loss_and_gradients(TINY)
-    found = loss_and_gradients(dataclasses.replace(TINY, **changes))
+def test_variants_agree(cfg, changes):
+    expected = loss_and_gradients(cfg)
+    found = loss_and_gradients(dataclasses.replace(cfg, **changes))
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
     assert np.abs(found[1] - expected[1]).max() < 1e-6
 
@@ -103,6 +107,7 @@ def test_the_bias_of_the_choice_does_not_change_the_gate():
         ({"kinds": (LayerKind(lends="a"),) * 2}, "several layers lend 'a'"),
         ({"kinds": (LayerKind(lends="a"), LayerKind(3, borrows="a"))}, "'a' of a layer with other heads or another wi"),
         ({"layer_inputs": LayerInputsConfig(16, 0)}, "layer_inputs is .*; its sizes must be at least 1"),
+        ({"logit_cap": 0.0}, "logit_cap is 0.0; it must be a finite number above 0, or None for no cap"),
         ({"loss_chunks": 17}, "loss_chunks is 17; it must be at most vocab, 16"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

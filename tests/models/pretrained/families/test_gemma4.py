@@ -40,7 +40,11 @@ def test_switches_of_the_whole_model():
         ({"num_kv_shared_layers": 0, "attention_k_eq_v": True}, "keys_as_values", [False, True] * 3),
         ({"attention_k_eq_v": True, "num_global_key_value_heads": 2}, "kv_heads", [None, 2] * 3),
         ({"num_global_key_value_heads": 2}, "kv_heads", [None] * 6),
-        ({"num_kv_shared_layers": 0, "per_layer_config": {"01": {"head_dim": 20}}}, "head_dim", [None, 20] + [None] * 4),
+        (
+            {"num_kv_shared_layers": 0, "per_layer_config": {"01": {"head_dim": 20}}},
+            "head_dim",
+            [None, 20] + [None] * 4,
+        ),
     ],
     ids=str,
 )
