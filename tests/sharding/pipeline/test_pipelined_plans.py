@@ -285,6 +285,36 @@ def test_memory_is_flat_in_the_number_of_microbatches():
     assert growing("1f1b", 8) < growing("gpipe", 8)
 
 
+@pytest.mark.slow
+def test_compiled_memory_by_schedule():
+    """`1f1b` holds 2 N - 1 of the M residuals that `gpipe` holds, and `ftb` one input a microbatch."""
+    layers, stages, rows, width = 8, 4, 512, 16
+
+    def step(weights, tokens):
+        def loss(weights):
+            body = jax.checkpoint(lambda y, w: (y + jnp.tanh(y @ w[0]) @ w[1], None))
+            return (jax.lax.scan(body, weights[2][tokens], weights[:2])[0] ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    shapes = (layers, width, 32), (layers, 32, width), (64, width)
+    weights = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def inputs_of_a_stage(schedule, count):
+        args = weights, jax.ShapeDtypeStruct((rows * count,), jnp.int32)
+        made = plan(step, *args, target=f"cpu:{stages}", plan=f"pp:{stages}", microbatches=count, schedule=schedule)
+        temporaries = made.jit().lower(*args).compile().memory_analysis().temp_size_in_bytes
+        return (temporaries - rows * count * 4) / (rows * width * 4)  # without the tokens in the order of microbatches
+
+    gpipe, one, inputs = ([inputs_of_a_stage(word, m) for m in (16, 32)] for word in ("gpipe", "1f1b", "ftb"))
+    of_microbatch = (gpipe[1] - gpipe[0]) / 16
+    held = one[1] - (gpipe[1] - 32 * of_microbatch)
+    assert one[1] - one[0] < 0.5, "1f1b grows with the number of microbatches"
+    assert held <= 1.1 * (2 * stages - 1) * of_microbatch
+    assert (inputs[1] - inputs[0]) / 16 == pytest.approx(1, rel=0.05) and of_microbatch > 2.9
+
+
 def planned_on_two(schedule, **options):
     return plan(make_step(), *shapes(), target="cpu:2", plan="pp:2", microbatches=8, schedule=schedule, **options)
 
