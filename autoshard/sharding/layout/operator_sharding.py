@@ -224,7 +224,8 @@ def _with_shift(op: Op, chosen: OperatorStrategy, mesh: Mapping[str, int]) -> Op
     axes = tuple(axis for axis, factor in sharded_factors(chosen, mesh).items() if factor == STAGE)
     if not axes:
         return chosen
-    local = nbytes(op.eqn.invars[1].aval) / shard_count(chosen.spec(op.rule.operands[1]), mesh)
+    aval, one_stage = op.eqn.invars[0].aval, op.rule.operands[0][1:]
+    local = nbytes(aval) / aval.shape[0] / shard_count(chosen.spec(one_stage), mesh)
     return OperatorStrategy(chosen.factors, (*chosen.moves, Move("collective-permute", axes, -1, local, local)))
 
 
