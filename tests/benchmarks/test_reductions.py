@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 
 import reductions
+from estimate_result import Traffic
+from hlo_collectives import Collective
 
 
 def test_large_collectives_of_a_kind_are_counted():
     sizes = [("all-reduce", 2e6), ("all-reduce", 2e6), ("all-reduce", 1e3), ("all-gather", 2e6)]
-    traffic = [SimpleNamespace(collective=SimpleNamespace(kind=k, payload_bytes=b, size=8)) for k, b in sizes]
+    traffic = [Traffic(Collective(kind, "c", (tuple(range(8)),), size), 1.0, 1.0, "", {}) for kind, size in sizes]
     assert reductions.parts_of(traffic) == {"all-reduce of 2.0 MB over 8": 2}
 
 
