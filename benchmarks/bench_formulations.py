@@ -5,7 +5,7 @@
 For each program of `formulations/` on each of its machines, these are compiled and judged by `estimate.py`:
 
     expert   of the grid `expert_plans.style_grid`, the first `--few` programs by the planner's estimate of the same
-             strategies, and the fastest of each kind: data and fsdp alone, tensor, experts. An expert has the kernels
+             strategies, and the fastest of each kind: data, fsdp, tensor, experts. An expert has the kernels
              that the planner replaces
     plan     the planner's choice, and the fastest of each other kind that it priced
 
@@ -24,7 +24,7 @@ from functools import partial
 
 import common  # sets up the path and the devices first
 from corpus_experts import corpus_step, corpus_styles, most_promising
-from corpus_figures import KINDS, kind_of, show
+from corpus_figures import show
 from expert_plans import Style, device_count
 from formulations.corpus import CORPUS
 from formulations.formulation import Formulation
@@ -37,6 +37,7 @@ from autoshard.sharding.audit.export import export
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from autoshard.sharding.search.strategy_kinds import KINDS, fastest_of_kinds, kind_of
 
 FOLDER = common.RESULTS / "formulations"
 Options = Mapping[str, str]
@@ -79,10 +80,8 @@ def _made(formulation: Formulation, target: str, words: str | None = None) -> Pl
 def _planned(formulation: Formulation, target: str, made: Plan) -> list[Planned]:
     """Return the planner's choice and the fastest of each other kind."""
     limit = find_target(target).chip.memory_bytes
-    found = {kind_of(made.chosen): next(each for each in made.candidates if each[0] == made.chosen)}
-    for each in sorted(made.candidates, key=lambda each: each[1]):
-        if each[2] <= limit:
-            found.setdefault(kind_of(each[0]), each)
+    chosen = next(each for each in made.candidates if each[0] == made.chosen)
+    found = fastest_of_kinds(made.candidates, limit) | {kind_of(made.chosen): chosen}
     return [
         Planned("plan", words, words, "own", 1, partial(_export_ours, formulation, target, words),
                 {"step": time_us / 1e6, "memory_bytes": peak})

@@ -43,7 +43,7 @@ from autoshard import plan
 from autoshard.errors import AutoshardError
 from autoshard.sharding.audit import CompileJob
 from autoshard.sharding.audit.export import export, export_plan
-from autoshard.sharding.autotune.selection import requested_shortlist
+from autoshard.sharding.autotune.selection import requested_selection
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.sharding.planner.variants import Attempt, variant_rounds
@@ -212,7 +212,7 @@ def candidates(case: Case) -> tuple[list[Planned], float]:
     The best by the planner's estimate come first, then faster ones whose estimate exceeds the memory slightly.
     """
     start, found, beyond = time.perf_counter(), [], []
-    shortlist = requested_shortlist(CANDIDATES, 0)
+    shortlist = requested_selection({"verify": CANDIDATES}, variants=False).shortlist
     assert shortlist is not None
     search = workload_search(case.work, {"target": case.target})
     step, state, batch = workload_variants(case.work)

@@ -12,18 +12,7 @@ from plan_rows import Row, Store, best
 from rich.console import Console
 from rich.table import Table
 
-KINDS = ("pp", "ep", "cp", "tp", "fsdp")
-"""Kinds of plans. The kind of a plan is the first of these words that it has; `fsdp` if it has none."""
-
-
-def kind_of(words: str) -> str:
-    """Return the kind of a strategy.
-
-    >>> kind_of("dp:2 ep:8 state"), kind_of("dp:2 zero1:8")
-    ('ep', 'fsdp')
-    """
-    used = {word.partition(":")[0] for word in words.split()}
-    return next((kind for kind in KINDS if kind in used), "fsdp")
+from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
 
 def chosen_row(store: Store) -> Row | None:

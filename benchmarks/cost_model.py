@@ -11,6 +11,10 @@ compares the order of step times over three sets:
     plans   one row for each plan and variant, with the compiler options that are fastest for it
     kept    the plans that the compiler followed: bytes sent are within 10 % of the plan's
 
+`pairs` compares two plans of different kinds (`strategy_kinds`) for one program: how far the ratio of their estimated
+steps is from that of the compiled ones. `memory` is compiled over estimated memory - 1. `search/constants.py` has
+their percentiles.
+
 The estimate does not include unplanned traffic that the compiler adds. Some compilers accept programs that do not fit
 (XLA:GPU then recomputes much of them). Such programs are among the rows; those that fit have a line of their own.
 """
@@ -21,11 +25,14 @@ import json
 import sys
 from collections.abc import Sequence
 from itertools import combinations
-from statistics import median
+from math import log
+from statistics import median, quantiles
 
 from plan_rows import FOLDER, Row, Store
 from rich.console import Console
 from rich.table import Table
+
+from autoshard.sharding.search.strategy_kinds import kind_of
 
 # Both chosen, not measured.
 MOST_UNPLANNED_SHARE = 0.10  # a program is as planned if its bytes sent differ by at most this fraction
@@ -92,6 +99,27 @@ def tau(rows: Sequence[Row]) -> float:
     return concordant / total if total else float("nan")
 
 
+def pair_errors(stores: Sequence[Store]) -> list[float]:
+    """Return, for each two plans of different kinds for one program, |log(ratio of estimates / ratio of compiled)|."""
+    return [
+        abs(log(one.predicted["step"] / other.predicted["step"]) - log(one.seconds / other.seconds))
+        for store in stores
+        for one, other in combinations([row for row in with_best_options(comparable(store)) if row.ok], 2)
+        if kind_of(one.words) != kind_of(other.words)
+    ]
+
+
+def memory_errors(stores: Sequence[Store]) -> list[float]:
+    """Return compiled / estimated peak memory - 1 of each compiled row."""
+    rows = [row for store in stores for row in comparable(store)]
+    return [peak / row.predicted["memory_bytes"] - 1 for row in rows if (peak := row.needed_bytes)]
+
+
+def spread(errors: Sequence[float]) -> dict[str, float]:
+    """Return the number of errors, their median and their 90th percentile."""
+    return {"count": len(errors), "median": round(median(errors), 3), "p90": round(quantiles(errors, n=10)[-1], 3)}
+
+
 def every_row(store: Store) -> Table:
     """Tabulate each row of a case."""
     table = Table(title=f"{store.case} on {store.target}: predicted / compiled")
@@ -115,13 +143,15 @@ def main(names: Sequence[str]) -> None:
     console = Console(width=170)
     table = predicted(stores)
     console.print(*map(every_row, stores), table)
+    further = {"pairs": spread(pair_errors(stores)), "memory": spread(memory_errors(stores))}
+    console.print(further)
     if not names:
         columns = [(str(column.header), list(map(str, column.cells))) for column in table.columns]
         rows = [
             dict(zip((name for name, _ in columns), row, strict=True))
             for row in zip(*(cells for _, cells in columns), strict=True)
         ]
-        body = {"benchmark": "cost_model", "says": str(table.title), "rows": rows}
+        body = {"benchmark": "cost_model", "says": str(table.title), "rows": rows, **further}
         (FOLDER.parent / "cost_model.json").write_text(json.dumps(body, indent=1) + "\n")
 
 

@@ -20,7 +20,9 @@ from autoshard.cli import COMMANDS, main
 from autoshard.commands.absent_accelerators import skip_absent_accelerators
 from autoshard.commands.arguments import check_writable
 from autoshard.commands.plan import show
+from autoshard.commands.plan_verification import verification
 from autoshard.errors import AutoshardWarning, ConfigError
+from autoshard.sharding.audit import aot_compile
 from autoshard.train.config.run_directory import CHECKPOINTS, write_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -361,7 +363,7 @@ def test_a_run_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
-    options = "--gpt.layers 2 --gpt.width 96 --target v5e:4x4 --json".split()
+    options = "--gpt.layers 2 --gpt.width 96 --target v5e:4x4 --verify 0 --json".split()
     planned = run("plan", "--preset", "gpt2-small", *options, str(tmp_path / "plan.json"))
     assert planned.returncode == 0, planned.stderr
     assert "v5e:4x4" in planned.stdout and (tmp_path / "plan.json").read_text().startswith("{")
@@ -369,7 +371,9 @@ def test_a_plan_for_a_machine_that_is_not_here(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
-    options = "--target h100:2x8 --batch-size 32 --context 64 --set layers=3 --explain 0/params/embed".split()
+    options = (
+        "--target h100:2x8 --verify 0 --batch-size 32 --context 64 --set layers=3 --explain 0/params/embed".split()
+    )
     planned = run("plan", "llama-tiny", *options, "--html", str(tmp_path / "plan.html"))
     assert planned.returncode == 0, planned.stderr
     assert "h100:2x8" in planned.stdout and "layers 3" in planned.stdout
@@ -387,11 +391,31 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
         ("gpt-tiny --microbatches 3", "a batch of 16 does not divide into 3 microbatches"),
         ("gpt-tiny --microbatches some", "--microbatches: 'some' is neither auto nor a number"),
         ("gpt-tiny --verify -1", "verify is -1"),
+        ("gpt-tiny --verify all", "--verify: 'all' is neither auto nor a number"),
+        ("gpt-tiny --verify 2 --verify-timeout-s 60", "it is a limit of verify='auto' alone"),
     ],
 )
 def test_a_named_model_that_cannot_be_planned(arguments: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verify", "timeout_s", "target", "missing", "found", "said"),
+    [
+        (None, None, "v5e:2x4", None, {"verify": "auto"}, ""),
+        (None, 60.0, "v5e:2x4", None, {"verify": "auto", "verify_timeout_s": 60.0}, ""),
+        (None, None, "h100:8", "pip install it", {}, "autoshard plan: plans are not compiled: pip install it\n"),
+        (None, None, "cpu:8", None, {}, ""),
+        (None, 60.0, "cpu:8", None, {"verify": "auto", "verify_timeout_s": 60.0}, ""),
+        (0, None, "v5e:2x4", None, {"verify": 0}, ""),
+        (2, None, "h100:8", "pip install it", {"verify": 2}, ""),
+    ],
+)
+def test_what_a_plan_compiles_by_default(verify, timeout_s, target, missing, found, said, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(aot_compile, "missing_compiler", lambda platform: missing)
+    assert verification(verify, timeout_s, {"target": target}) == found
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.tpu_compile

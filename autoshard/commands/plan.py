@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from autoshard._shown import shown
-from autoshard.commands.arguments import cannot_write, check_writable, parser
+from autoshard.commands.arguments import cannot_write, check_writable
+from autoshard.commands.plan_arguments import parse_fixed, parse_path_spec, parse_setting, plan_parser, unique
+from autoshard.commands.plan_verification import verification
 from autoshard.commands.settings import read_settings
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config.train_config import TrainConfig
@@ -36,8 +36,12 @@ class PlanCommand(TrainConfig):
     """Write the plan as JSON to this file; - prints JSON instead of the table."""
     html: Path | None = None
     """Write the plan as an HTML page to this file."""
-    verify: int = 0
-    """Number of best plans to compile for the target. The best is shown with the compiler's findings."""
+    verify: int | Literal["auto"] | None = None
+    """Number of best plans to compile for the target, or auto: the fewest that settle which kind of plan is the
+    fastest. The best is shown with the compiler's findings. By default auto for TPUs and GPUs whose compiler is
+    installed, else 0."""
+    verify_timeout_s: float | None = None
+    """Seconds for all compilations of --verify auto; by default 600."""
     show: Literal["program"] | None = None
     """Print the traced step instead of a plan: its scans, what crosses from the forward to the backward pass."""
 
@@ -71,7 +75,7 @@ def show(plan: Any, json_path: Path | None, html_path: Path | None, explain: Seq
     else:
         print(plan)
         for text in explain:
-            print("", plan.explain(*_parse_path_spec(text)), sep="\n")
+            print("", plan.explain(*parse_path_spec(text)), sep="\n")
         for audit in plan.audits:
             print("", audit, sep="\n")
     files = ("--json", json_path, lambda p: p.write_text(plan.to_json())), ("--html", html_path, plan.to_html)
@@ -100,15 +104,17 @@ def plan_train_step(config: TrainConfig):
     from autoshard.train.program.pretrained import with_dtype_note
     from autoshard.train.step.train_step import batch_shapes
 
-    config, verify = fit_tokenizer(config), getattr(config, "verify", 0)
+    config = fit_tokenizer(config)
+    verify = {}
+    if isinstance(config, PlanCommand):
+        options = {"target": config.target}
+        verify = verification(config.verify, config.verify_timeout_s, options, config.measure)
     if config.searches_variants:
-        return search_variants(config, verify)[1]
+        return search_variants(config, **verify)[1]
     config = with_offload(config)
     program = make_program_of(config)
     shapes = program.abstract_state(), batch_shapes(config.batch_size, config.gpt.context, config.batch_kind)
-    plan = autoshard.plan(
-        train_step_of(config, program), *shapes, donate_argnums=0, verify=verify, **plan_options(config)
-    )
+    plan = autoshard.plan(train_step_of(config, program), *shapes, donate_argnums=0, **verify, **plan_options(config))
     return with_dtype_note(plan, config, shapes[0])
 
 
@@ -130,9 +136,9 @@ def train_step_text(config: TrainConfig) -> str:
 def _run_named(arguments: Sequence[str]) -> int:
     from autoshard.train.old_names import current_options
 
-    given = _parser().parse_args(current_options(arguments))
+    given = plan_parser().parse_args(current_options(arguments))
     _check_files(given.json, given.html)
-    settings = _unique("--set", map(_parse_setting, given.set))
+    settings = unique("--set", map(parse_setting, given.set))
     import jax
 
     import autoshard
@@ -169,7 +175,7 @@ def _run_named(arguments: Sequence[str]) -> int:
         "mesh": parse_mesh(given.mesh),
         "plan": given.plan,
         "memory_limit_bytes": given.memory_limit_bytes,
-        "fixed": _unique("--fixed", map(_parse_fixed, given.fixed)) or None,
+        "fixed": unique("--fixed", map(parse_fixed, given.fixed)) or None,
         "compiler_options": given.compiler_options or None,
         "gather": given.gather,
         "overlap": given.overlap or None,
@@ -200,8 +206,8 @@ def _run_named(arguments: Sequence[str]) -> int:
         *shapes,
         donate_argnums=0,
         variants=search,
-        verify=given.verify,
         measure=given.measure,
+        **verification(given.verify, given.verify_timeout_s, options, given.measure),
         **given_options,
     )
     return show(plan, given.json, given.html, given.explain)
@@ -239,7 +245,7 @@ def _check_explain(
     arguments = argument_names(step)
     named_inputs = [path_forms(path, arguments) for path in inputs]
     for text in requested:
-        path, *spec = _parse_path_spec(text)
+        path, *spec = parse_path_spec(text)
         found = checked_path(path, named_inputs, outputs)
         if not spec:
             continue
@@ -249,145 +255,3 @@ def _check_explain(
         if unknown:
             known = f"--mesh has {', '.join(mesh)}" if mesh else f"without --mesh, axes are named {', '.join(KINDS)}"
             raise ConfigError(f"--explain {text!r}: no plan has a mesh axis {unknown[0]!r}; {known}")
-
-
-def _unique(option: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Collect the values of a repeatable option by name; a name that is given twice is an error."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ConfigError(f"{option} names {name!r} twice: give it once")
-        found[name] = value
-    return found
-
-
-def _parse_path_spec(text: str) -> tuple[str, Any] | tuple[str]:
-    """Parse `0/params/w`, or `0/params/w=-,fsdp+tp` with the mesh axes of each dimension (`-` for none)."""
-    from jax.sharding import PartitionSpec
-
-    path, equals, spec = text.partition("=")
-    if not equals:
-        return (path,)
-    dims = [tuple(axis for axis in dim.strip().split("+") if axis not in ("", "-")) for dim in spec.split(",")]
-    return path, PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
-
-
-def _parse_fixed(text: str) -> tuple[str, Any]:
-    """Parse a value of `--fixed`: a path or a pattern, and its sharding."""
-    found = _parse_path_spec(text)
-    if len(found) == 1:
-        raise ConfigError(
-            f"--fixed {text!r} has no sharding: write a path and the mesh axes of each dimension, "
-            "such as '0/params/w=-,fsdp'"
-        )
-    return found
-
-
-def _parse_setting(text: str) -> tuple[str, Any]:
-    """Parse a value of `--set`, such as `layers=4`: a field of the model's config and its value."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text!r} has no value: write a field of the model's config and its value, such as "
-                          "layers=4")  # fmt: skip
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
-def _parse_microbatches(text: str) -> int | None:
-    """Parse a value of `--microbatches`: a number, or None for `auto`."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
-
-
-def _parser() -> argparse.ArgumentParser:
-    options = parser(
-        "plan MODEL",
-        "Show the plan of a named model's train step (AdamW, clipped gradients) for this machine or another.",
-        "autoshard plan mixtral-8x7b --target v5p:4x4x4 --batch-size 128 --verify 2 --html plan.html",
-    )
-    options.add_argument(
-        "model",
-        help="name of a model, or a folder of a pretrained model, of which only config.json is read; the error for an "
-        "unknown name lists the names",
-    )
-    options.add_argument("--target", help="machine to plan for: v5p:4x4x4, h100:4x8, cpu:8, or a .toml file")
-    options.add_argument("--mesh", help="mesh to plan for, such as data=4,model=2")
-    options.add_argument("--plan", help="plan to use, such as 'fsdp:8 tp:4 seq'")
-    options.add_argument("--memory-limit-bytes", type=float, help="memory limit of the plan, in bytes per device")
-    options.add_argument("--batch-size", type=int, help="sequences or images per batch")
-    options.add_argument("--context", type=int, help="tokens per sequence")
-    options.add_argument(
-        "--microbatches", type=_parse_microbatches, metavar="auto|N",
-        help="microbatches per batch, or auto (default): the best of 1, 2, 4 that does not change the results",
-    )  # fmt: skip
-    options.add_argument(
-        "--schedule",
-        help="with a plan such as 'pp:4 dp:16', or without --plan and --mesh: gpipe, 1f1b (default), interleaved:V, "
-        "zb, ftb or 1f1b-inputs, see docs/planning.md",
-    )
-    options.add_argument(
-        "--remat",
-        help="remat policy of the layers: none, dots, full, named values such as 'host:residual+qkv keep:out_proj', or "
-        "a list that repeats over the layers, such as dots,full; default: the best that --offload allows",
-    )
-    options.add_argument(
-        "--offload", default="auto", metavar="auto|none|NAMES",
-        help="values of a layer that wait in the host's memory: the best (auto, the default), none, or names, such as "
-        "residual+qkv; what happens to the other values is searched. residual@::2 selects every second layer, and then "
-        "nothing is searched. The error for an unknown name lists the known ones",
-    )  # fmt: skip
-    options.add_argument(
-        "--allow-numerics", action="store_true",
-        help="search microbatches even if they change the results: batch statistics, routers, expert capacity",
-    )  # fmt: skip
-    options.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="set another field of the model's config"
-    )
-    options.add_argument(
-        "--verify", type=int, nargs="?", const=1, default=0, metavar="K",
-        help="compile the K best plans (default: 1) for the target and show the compiler's findings",
-    )  # fmt: skip
-    options.add_argument(
-        "--measure", type=int, default=0, metavar="K",
-        help="run the K best plans for some steps on the attached devices and take the fastest",
-    )  # fmt: skip
-    options.add_argument(
-        "--explain", action="append", default=[], metavar="PATH[=AXES]",
-        help="explain how an array is sharded: its path, a glob, or the end of a path that only one array has. With "
-        "mesh axes for each dimension (-,fsdp+tp), price that sharding",
-    )  # fmt: skip
-    options.add_argument(
-        "--fixed", action="append", default=[], metavar="PATH=AXES",
-        help="fix the sharding of an array: its path, a glob, or the end of a path that only one array has, and the "
-        "mesh axes of each dimension, '*/wq=-,fsdp,tp,-'",
-    )  # fmt: skip
-    options.add_argument(
-        "--compiler-options", action="append", default=[], metavar="SET|NAME=VALUE",
-        help="option set, such as scoped-vmem, or XLA option, such as xla_tpu_host_transfer_overlap_limit=24, which "
-        "takes precedence over the planner's own; several are joined by +. The error for an unknown set lists them",
-    )  # fmt: skip
-    options.add_argument(
-        "--gather", choices=["auto", "prefetch", "sequential", "once", "repeat"],
-        help="order in which stored parameters are gathered. auto (default): the compiler's order, or sequential if "
-        "nothing else fits; prefetch: while the layer before theirs computes; sequential: one after another; once, "
-        "repeat: the stages of a pipeline gather their layers once a step, or in each microbatch",
-    )  # fmt: skip
-    options.add_argument(
-        "--overlap", action="append", default=[], metavar="PATH:KIND=on|off",
-        help="whether collectives of some parameters may run beside compute, such as 'experts/*:gather=off' or "
-        "'*/wq:gather=off,reduce=off,matmul=on'. The error for an unknown path or kind lists those that exist",
-    )  # fmt: skip
-    options.add_argument(
-        "--show", choices=["program"],
-        help="print the traced step instead of a plan: its scans and their bodies, what crosses from the forward to "
-        "the backward pass, and repeated equations",
-    )  # fmt: skip
-    options.add_argument("--json", type=Path, help="write the plan as JSON to this file; - prints it")
-    options.add_argument("--html", type=Path, help="write the plan as an HTML page to this file")
-    return options

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from corpus_experts import corpus_step, corpus_styles
-from corpus_figures import kind_of
 from formulations.corpus import CORPUS
 from formulations.formulation import Formulation
 from formulations.parts import computing_in
 from jax.sharding import Mesh, NamedSharding
 
 from autoshard import auto_shard, plan, replace_kernels
+from autoshard.sharding.search.strategy_kinds import kind_of
 
 TOLERANCE = 5e-6  # relative norm of a leaf in float64; JAX's softmax and Flax's norms are still in float32
 ZERO = 1e-11  # norm of a gradient that is nothing but rounding: of the bias of keys, of a bias before a norm
@@ -112,12 +112,3 @@ def test_a_step_returns_its_state_and_a_loss(name):
         returned, loss = jax.eval_shape(program.step, state, *batch)
         assert loss.shape == ()
         assert jax.tree.map(lambda x: (x.shape, x.dtype), returned) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
-
-
-def test_a_plan_has_one_kind():
-    assert [kind_of(words) for words in ("dp:8", "fsdp:4 tp:2", "dp:2 ep:4 tp:2", "zero1:8")] == [
-        "fsdp",
-        "tp",
-        "ep",
-        "fsdp",
-    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from autoshard._tracebacks import hides_own_frames
 from autoshard._typed import short_repr
@@ -46,7 +46,8 @@ def auto_shard(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     example: tuple[Any, ...] | None = None,
-    verify: int = 0,
+    verify: int | Literal["auto"] = 0,
+    verify_timeout_s: float | None = None,
     measure: int = 0,
     strict: bool = False,
 ) -> Any:
@@ -78,6 +79,7 @@ def auto_shard(
         example: arguments (or their shapes) to plan from before the first call. For an nnx class: the default of
             `.sharded(example=...)`.
         verify: see `autoshard.plan`.
+        verify_timeout_s: see `autoshard.plan`.
         measure: see `autoshard.plan`.
         strict: raise an error, instead of a warning, if a primitive has no rule.
 
@@ -96,7 +98,8 @@ def auto_shard(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              schedule=schedule, allow_numerics=allow_numerics, strict=strict)  # fmt: skip
+                              schedule=schedule, allow_numerics=allow_numerics, verify_timeout_s=verify_timeout_s,
+                              strict=strict)  # fmt: skip
     if not isinstance(example, tuple | list | None):
         raise PlanError(f"example is {short_repr(example)}; pass the arguments as a tuple, such as (state, batch)")
     if obj is None:
@@ -134,7 +137,8 @@ def plan(
     allow_numerics: bool | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    verify: int = 0,
+    verify: int | Literal["auto"] = 0,
+    verify_timeout_s: float | None = None,
     measure: int = 0,
     strict: bool = False,
     **kwargs: Any,
@@ -217,7 +221,12 @@ def plan(
         static_argnums: arguments that are not arrays.
         verify: number of best plans to compile for the target; the one with the fastest program is kept. With
             `verify >= 2`, also compiles the two fastest plans whose estimated peak exceeds the limit by at most 25 %
-            and 50 %, if they are estimated to be faster. XLA rematerializes what does not fit.
+            and 50 %, if they are estimated to be faster. XLA rematerializes what does not fit. With "auto",
+            compiles the fastest plans of different kinds (fsdp, tp, cp, ep, hybrids) while the error of the estimate
+            leaves one of them a chance against the best compiled one. What was compiled is kept for the next plan of
+            `fn`. If the compiler of the target is not installed, a warning says so, and the estimate decides.
+        verify_timeout_s: seconds for all compilations of `verify="auto"`, by default 600. After them, the best plan so
+            far is kept; the plan's notes name what is not settled.
         measure: number of best plans to run for some steps on the attached devices; the fastest is kept. Inputs have
             generated values, and one plan at a time is in memory. The winner may differ from run to run. Programs with
             side effects (`jax.debug.print`, `io_callback`), or with loops whose length depends on values, are not run:
@@ -254,5 +263,6 @@ def plan(
     options = checked_options(verify, measure, mesh=mesh, target=target, memory_limit_bytes=memory_limit_bytes,
                               fixed=fixed, plan=plan, offload=offload, compiler_options=compiler_options,
                               gather=gather, overlap=overlap, kernels=kernels, microbatches=microbatches,
-                              schedule=schedule, allow_numerics=allow_numerics, strict=strict)  # fmt: skip
+                              schedule=schedule, allow_numerics=allow_numerics, verify_timeout_s=verify_timeout_s,
+                              strict=strict)  # fmt: skip
     return AutoSharded(fn, options, variants, donate_argnums, static_argnums).plan(*args, **kwargs)

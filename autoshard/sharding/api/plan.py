@@ -22,7 +22,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan, bound_or_error
 from autoshard.sharding.planner.variants import Variants
 from autoshard.sharding.program.static_leaves import reveal_static
-from autoshard.sharding.report import diff, explain, reduce_axes, table, to_html
+from autoshard.sharding.report import BestOfKind, best_of_kinds, diff, explain, reduce_axes, table, to_html
 from autoshard.sharding.runtime.plan_options import checked_options
 from autoshard.sharding.runtime.planned_function import PlannedFunction
 
@@ -146,6 +146,21 @@ class Plan(ShardingPlan):
             PlanError: no input or result has this path, or the wish is invalid.
         """
         return explain(self, self.bound, path, wish)
+
+    def best_of_kinds(self) -> dict[str, BestOfKind]:
+        """Return the fastest plan of each kind that the search priced and that fits the memory.
+
+        Kinds are `dp`, `fsdp`, `tp`, `cp`, `ep`, `pp`, and `hybrid` for two or more of the last four. The fastest kind
+        comes first. `plan(..., plan=best.strategy)` makes such a plan.
+
+        Example:
+            >>> import jax, autoshard
+            >>> x, w = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+            >>> made = autoshard.plan(lambda w, x: x @ w, w, x, target="cpu:8")
+            >>> [(kind, round(best.ratio, 1)) for kind, best in made.best_of_kinds().items()][:1]
+            [('dp', 1.0)]
+        """
+        return best_of_kinds(self)
 
     @hides_own_frames
     def reduce_axes(self, path: str) -> dict[str, str]:

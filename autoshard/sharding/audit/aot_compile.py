@@ -135,7 +135,7 @@ def compile_job(job: CompileJob, timeout_s: float = TIMEOUT_S, cache: Path | Non
         timeout_s: seconds after which the child is killed.
         cache: the folder of the cache. Default: `cache_folder()`.
     """
-    cache, digest = cache or cache_folder(), job.digest(json.dumps(_environment_key(), sort_keys=True))
+    cache, digest = cache or cache_folder(), job.digest(json.dumps(environment_key(), sort_keys=True))
     try:
         return _build(job, timeout_s, cache / digest)
     except OSError as error:
@@ -195,7 +195,7 @@ def _read_cache(folder: Path) -> Compiled | None:
     return None
 
 
-def _environment_key() -> dict[str, str]:
+def environment_key() -> dict[str, str]:
     """All that affects compilation besides the job: versions, XLA's and libtpu's variables, the child's code."""
     flags = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     child = hashlib.sha256(CHILD.read_bytes() + GPUS.read_bytes()).hexdigest()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoshard._shown import shown
 from autoshard._units import ratio_text, time_text
 from autoshard.sharding.audit import Audit, verify_under
+from autoshard.sharding.audit.constants import TIMEOUT_S
 from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, LEAST_OPTION_GAIN, MOST_OPTION_SETS
 from autoshard.sharding.machines.options import (
     Options,
@@ -38,7 +41,7 @@ class _Trial:
     audit: Audit
 
 
-def fastest_options(bound: BoundPlan, own: Audit, limit: float) -> tuple[BoundPlan, Audit]:
+def fastest_options(bound: BoundPlan, own: Audit, limit: float, until: float = math.inf) -> tuple[BoundPlan, Audit]:
     """Compile a plan under each option set that may pay for it, and keep the fastest program that fits.
 
     The plan's notes say which set was chosen, what each was worth, which the compiler does not know, and which change
@@ -48,6 +51,7 @@ def fastest_options(bound: BoundPlan, own: Audit, limit: float) -> tuple[BoundPl
         bound: a plan with its function.
         own: its audit under its own options; it compiles and fits.
         limit: bytes of one device.
+        until: time of `time.monotonic` after which no program is compiled.
 
     Returns:
         The plan with the chosen options, and its audit under them.
@@ -56,16 +60,19 @@ def fastest_options(bound: BoundPlan, own: Audit, limit: float) -> tuple[BoundPl
     if facts is None or not own.step_time_us:
         return bound, own
     sets, refused = _compatible_sets(bound.plan.requested_options, applicable_sets(facts, own.options), own, facts)
-    trials = []
+    trials: list[_Trial] = []
     for each in sets[:MOST_OPTION_SETS]:
+        left = until - time.monotonic()
+        if left <= 0:
+            break
         options, _ = with_needed(with_set(own.options, each, facts))
-        trials.append(_Trial(each.name, options, verify_under(bound.executable, options)))
+        trials.append(_Trial(each.name, options, verify_under(bound.executable, options, min(left, TIMEOUT_S))))
     if not trials:
         return bound.where(notes=(*bound.plan.notes, *refused)), own
     best = min((t for t in trials if _is_faster(t.audit, own, limit)), key=_step_us, default=None)
     results = [f"plan's own {time_text(own.step_time_us)}", *(_result(t, own, limit, t is best) for t in trials)]
     notes = [*refused, f"compiler options, compiled for {bound.plan.target}: {'; '.join(results)}"]
-    if rest := [each.name for each in sets[MOST_OPTION_SETS:]]:
+    if rest := [each.name for each in sets[len(trials) :]]:
         notes.append(f"option sets that were not compiled: {', '.join(rest)}; Plan.verify(options=NAME) does")
     if best is None:
         return bound.where(notes=(*bound.plan.notes, *notes)), own

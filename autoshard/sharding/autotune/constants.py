@@ -18,6 +18,17 @@ LEAST_OPTION_GAIN = 0.002
 # Number of characters of each compiler message in a plan's notes.
 COMPILER_MESSAGE_CHARS = 120
 
+# --- Settled plans (`verify="auto"`, `settling`, `lessons`)
+
+# Seconds for all compilations, unless the user gives a number.
+SETTLING_S = 600.0
+
+# Number of plans of one kind that are compiled until one fits.
+MOST_TRIES = 3
+
+# Number of plans of one kind of one variant that are considered.
+POOL_OF_KIND = 12
+
 # --- Measured plans (`measured_time`).
 
 # Number of turns. In a turn, each plan runs some steps. After the first turn, plans that are slower than

@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard._shown import shown
 from autoshard.sharding.autotune.compiled_time import fastest_compiled
-from autoshard.sharding.autotune.constants import OVER_LIMIT
+from autoshard.sharding.autotune.constants import OVER_LIMIT, SETTLING_S
 from autoshard.sharding.autotune.measured_time import fastest_measured
-from autoshard.sharding.planner.shortlist import Shortlist
+from autoshard.sharding.autotune.settling import settled
+from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.shortlist import Shortlist, fastest_of_all
+from autoshard.sharding.planner.variants import PlannedVariant, fastest
+
+AUTO = "auto"
 
 
-def requested_shortlist(verify: int, measure: int) -> Shortlist | None:
-    """Return how the options `verify=` and `measure=` compare plans; None if both are 0."""
+@shown
+@dataclass(frozen=True)
+class Selection:
+    """How the plan is chosen among those that were priced.
+
+    Attributes:
+        shortlist: how the best candidates are compared; None to choose by the estimate, or to settle the kinds.
+        settling_s: seconds for settling which kind of plan is the fastest; 0 not to do that.
+        attached: whether the plan is for the attached devices.
+        variants: whether the program has variants. Else the shortlist applies within the search of the one program.
+    """
+
+    shortlist: Shortlist | None = None
+    settling_s: float = 0.0
+    attached: bool = True
+    variants: bool = False
+
+    @property
+    def within(self) -> Shortlist | None:
+        """The shortlist that applies within the search of each program."""
+        return None if self.variants else self.shortlist
+
+    def choose(self, made: Sequence[PlannedVariant], replan: Callable[[BoundPlan, str], BoundPlan | None]) -> BoundPlan:
+        """Return the plan of the best variant.
+
+        Args:
+            made: the variants, each with its plan.
+            replan: plans the program of a plan again under another strategy; returns None if that raises an error.
+        """
+        if self.settling_s:
+            return settled(made, replan, self.settling_s, self.attached)
+        if self.shortlist and self.variants:
+            return fastest_of_all(made, self.shortlist, replan)
+        return fastest(made)
+
+
+def requested_selection(options: Mapping[str, Any], variants: bool) -> Selection:
+    """Return how the options `verify=`, `verify_timeout_s=` and `measure=` choose a plan.
+
+    Args:
+        options: the checked options of a plan.
+        variants: whether the program has variants.
+    """
+    verify, measure, attached = options.get("verify", 0), options.get("measure", 0), options.get("target") is None
+    if verify == AUTO:
+        return Selection(None, options.get("verify_timeout_s") or SETTLING_S, attached, variants)
     if measure:
-        return Shortlist(measure, fastest_measured)
+        return Selection(Shortlist(measure, fastest_measured), variants=variants)
     if not verify:
-        return None
-    return Shortlist(verify, fastest_compiled, OVER_LIMIT if verify > 1 else ())
+        return Selection(variants=variants)
+    return Selection(Shortlist(verify, fastest_compiled, OVER_LIMIT if verify > 1 else ()), variants=variants)

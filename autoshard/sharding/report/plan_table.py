@@ -23,6 +23,7 @@ from autoshard.sharding.plan.sharding_plan import Estimate, ShardingPlan
 from autoshard.sharding.report.compiler_options import option_texts
 from autoshard.sharding.report.constants import LEAST_OTHER_BYTES
 from autoshard.sharding.report.kernel_blocks import kernel_texts
+from autoshard.sharding.report.kinds import kind_lines
 from autoshard.sharding.report.pipeline_texts import pipeline_texts, waiting_lines
 from autoshard.sharding.report.search_outcome import verdict
 from autoshard.sharding.report.summary import (
@@ -76,6 +77,7 @@ def _head(plan: ShardingPlan) -> list[str]:
     lines = [f"{title(plan)}: {mesh_text(plan)}", f"plan: {reason.sentence}"]
     if reason.rivals:
         lines += wrap("next best by step time: ", [f"{name} {ratio}" for name, ratio, _ in reason.rivals])
+    lines += kind_lines(plan)
     if plan.gather:
         lines.append(f"gather: {plan.gather}: {WORDS[plan.gather]}")
     if plan.stages > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from autoshard._gc import paused
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.kernels.block_choice import BlockRules
-from autoshard.sharding.autotune.selection import requested_shortlist
+from autoshard.sharding.autotune.selection import requested_selection
 from autoshard.sharding.lower.executable import NewSignature
 from autoshard.sharding.lower.separate_arrays import SeparateArrays, is_shared_memory_error
 from autoshard.sharding.machines.device_mesh import traced_machine
@@ -28,8 +28,7 @@ from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.infeasible import report_infeasible
 from autoshard.sharding.planner.planning import plan_traced
-from autoshard.sharding.planner.shortlist import fastest_of_all
-from autoshard.sharding.planner.variants import Attempt, attempt, fastest, variant_rounds
+from autoshard.sharding.planner.variants import Attempt, attempt, variant_rounds
 from autoshard.sharding.program.argument_names import argument_names, named_path
 from autoshard.sharding.program.donated_arrays import (
     donated_error,
@@ -252,12 +251,15 @@ class PureFunction:
     @paused()
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
-        made, errors, warnings_of = [], [], {}
+        made, errors = [], []
+        warnings_of: dict[tuple[int, str], Sequence[warnings.WarningMessage]] = {}
         originals = self.graph_arguments and self.hide_static(*self.graph_arguments)
         names = _compat.nnx_paths(*originals) if originals is not None else None
         written = _compat.annotated_specs(*(originals or (args, kwargs)), graph=originals is not None)
         options: dict[str, Any] = dict(self.options)
-        shortlist = requested_shortlist(options.pop("verify", 0), options.pop("measure", 0))
+        selection = requested_selection(options, bool(self.variants))
+        for name in ("verify", "verify_timeout_s", "measure"):
+            options.pop(name, None)
         attempts: list[Attempt] = []
         donate_from = self.filter_jit and self.filter_jit.donate_from
         machine = traced_machine(options["mesh"], options["target"])
@@ -269,16 +271,14 @@ class PureFunction:
             traced = trace_for_offload(options["offload"], fn, args, kwargs, *trace_options)
             with warnings.catch_warnings(record=bool(self.variants)) as caught:
                 try:
-                    bound = plan_traced(
-                        traced, (args, kwargs), **options, shortlist=None if self.variants else shortlist
-                    )
+                    bound = plan_traced(traced, (args, kwargs), **options, shortlist=selection.within)
                 except (PlanError, PlanRequestError) as error:
                     errors.append(error)
                     attempts.append(attempt(choice, None))
                     continue
             made.append((choice, bound))
             attempts.append(attempt(choice, bound.plan))
-            warnings_of[id(bound.traced)] = caught or []
+            warnings_of[id(bound.traced), bound.plan.chosen] = caught or []
         if not made:
             if errors:
                 raise errors[0]
@@ -291,12 +291,16 @@ class PureFunction:
             try:
                 # The program is rewritten already.
                 done = {"offload": (), "kernels": "off", "microbatches": 1}
-                return plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy, **done})
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    again = plan_traced(bound.traced, (args, kwargs), **{**options, "plan": strategy, **done})
             except (PlanError, PlanRequestError):  # a requested plan that shards nothing is an error
                 return None
+            warnings_of[id(again.traced), again.plan.chosen] = caught or []
+            return again
 
-        chosen = fastest_of_all(made, shortlist, replan) if shortlist and self.variants else fastest(made)
-        for warning in warnings_of[id(chosen.traced)]:  # the user need not see those of other variants
+        chosen = selection.choose(made, replan)
+        for warning in warnings_of.get((id(chosen.traced), chosen.plan.chosen), ()):  # not those of other plans
             warnings.warn(warning.message, warning.category, stacklevel=users_stacklevel())
         return PlannedSignature(chosen, self.filter_jit is not None and self.filter_jit.hides_warnings)
 

@@ -22,7 +22,7 @@ from autoshard.sharding.program.kernel_records import read_word
 
 
 def checked_options(
-    verify: int,
+    verify: int | str,
     measure: int,
     offload: Any = None,
     compiler_options: Any = None,
@@ -32,12 +32,13 @@ def checked_options(
     microbatches: Any = None,
     schedule: Any = None,
     allow_numerics: Any = None,
+    verify_timeout_s: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Check the types and values of a plan's options.
 
     Args:
-        verify: number of plans to compile.
+        verify: number of plans to compile, or "auto".
         measure: number of plans to run.
         offload: what waits in host memory; None for nothing, or for what a given plan moves.
         compiler_options: the requested options for XLA.
@@ -47,6 +48,7 @@ def checked_options(
         microbatches: the number of microbatches; None for 1, or for that of a given plan.
         schedule: the schedule of the plan's pipeline; None to choose it, or for that of a given plan.
         allow_numerics: whether microbatches may change the results; None for no, or for what a given plan does.
+        verify_timeout_s: seconds for all compilations of `verify="auto"`; None for the default.
         **options: `mesh`, `target`, `memory_limit_bytes`, `fixed`, `plan` and `strict`, see `autoshard.plan`.
 
     Returns:
@@ -57,10 +59,17 @@ def checked_options(
         PlanError: an option is invalid; the message names it.
     """
     for name, count, what in (("verify", verify, "compile for the target"), ("measure", measure, "run")):
+        if name == "verify" and count == "auto":
+            continue
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise PlanError(f"{name} is {short_repr(count)}; give the number of plans to {what}, 0 for none")
+            raise PlanError(f"{name} is {short_repr(count)}; give the number of plans to {what}, 0 for none"
+                            f"{', or auto' * (name == 'verify')}")  # fmt: skip
     if verify and measure:
         raise PlanError(f"verify is {verify} and measure is {measure}; both choose among the best plans: give only one")
+    if verify_timeout_s is not None and verify != "auto":
+        raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}, but it is a limit of verify='auto' alone")
+    if verify_timeout_s is not None and not _is_positive(verify_timeout_s):
+        raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}; give a positive number of seconds")
     request, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]
     if target is not None:
         check_name(target)
@@ -113,7 +122,9 @@ def checked_options(
     options |= {"offload": words, "compiler_options": parts, "gather": order, "overlap": table, "kernels": word,
                 "microbatches": None if microbatches is None and count == 1 else count, "schedule": chosen,
                 "allow_numerics": bool(allow_numerics)}  # fmt: skip
-    return options | {name: n for name, n in (("verify", verify), ("measure", measure)) if n}
+    within = verify_timeout_s and float(verify_timeout_s)
+    asked = {"verify": verify, "verify_timeout_s": within, "measure": measure}
+    return options | {name: n for name, n in asked.items() if n}
 
 
 def _check_word(name: str, given: Any, word: Any, kept: Any, chosen: str) -> None:

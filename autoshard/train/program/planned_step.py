@@ -125,7 +125,7 @@ def with_offload(config: TrainConfig) -> TrainConfig:
     )
 
 
-def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, Plan]:
+def search_variants(config: TrainConfig, **verification: Any) -> tuple[TrainConfig, Plan]:
     """Search what the layers keep, recompute or offload, and the number of microbatches, of the fastest step that fits.
 
     Values are offloaded only as `config.offload` says. The number of microbatches stays as configured in two cases:
@@ -133,7 +133,7 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
 
     Args:
         config: The run.
-        verify: Number of best plans to compile.
+        **verification: Options `verify` and `verify_timeout_s` of `autoshard.plan`.
 
     Returns:
         The config with the best variant, and its plan, which lists the variants that were planned.
@@ -185,7 +185,7 @@ def search_variants(config: TrainConfig, verify: int = 0) -> tuple[TrainConfig, 
         batch,
         variants=remat_search(space),
         donate_argnums=0,
-        verify=verify,
+        **verification,
         **options,
     )
     return variant(**plan.variant), plan

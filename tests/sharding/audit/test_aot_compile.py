@@ -76,9 +76,9 @@ def test_damaged_cache_entry_is_compiled_again(empty_cache, name, text):
 
 
 def test_cache_key_covers_the_environment_of_the_compiler(monkeypatch):
-    before = aot_compile._environment_key()
+    before = aot_compile.environment_key()
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    assert aot_compile._environment_key() != before
+    assert aot_compile.environment_key() != before
 
 
 def test_compiler_that_is_killed(empty_cache, tmp_path, monkeypatch):

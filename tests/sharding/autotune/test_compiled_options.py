@@ -41,7 +41,8 @@ def choose(monkeypatch, made, outcomes):
     """The plan and the audit that are chosen if the set with this option has this outcome, and the sets' options."""
     tried = []
 
-    def compile_under(executable, options):
+    def compile_under(executable, options, timeout_s):
+        assert timeout_s > 0
         tried.append(dict(options))
         found = next((audit for name, audit in outcomes.items() if name in options), None)
         return replace(found or Audit("ok", step_time_us=100.0, peak_bytes=1e6, program="own"), options=dict(options))

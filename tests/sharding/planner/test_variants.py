@@ -15,7 +15,7 @@ from autoshard.commands import plan as command
 from autoshard.errors import AutoshardError, ConfigError, PlanError
 from autoshard.models.workloads import workload
 from autoshard.sharding.autotune import compiled_time
-from autoshard.sharding.autotune.selection import requested_shortlist
+from autoshard.sharding.autotune.selection import requested_selection
 from autoshard.sharding.planner.shortlist import without_near_duplicates
 from autoshard.train.program.build import variant_search, workload_step, workload_variant_values, workload_variants
 
@@ -193,7 +193,8 @@ def test_the_best_candidates_of_all_variants_are_compiled(monkeypatch):
 
 def test_candidates_slightly_over_the_limit():
     """The fastest that exceeds the limit by at most 25 %, and a faster one that exceeds it by at most 50 %."""
-    asked, one, measured = requested_shortlist(2, 0), requested_shortlist(1, 0), requested_shortlist(0, 2)
+    options = {"verify": 2}, {"verify": 1}, {"measure": 2}
+    asked, one, measured = (requested_selection(each, variants=False).shortlist for each in options)
     assert asked is not None and one is not None and measured is not None
     near, far, slow, huge = (8.0, 1.2, "near"), (7.0, 1.4, "far"), (8.5, 1.1, "slow"), (1.0, 1.6, "huge")
     assert asked.beyond([slow, near, far, huge], 1.0, 9.0) == [near, far]

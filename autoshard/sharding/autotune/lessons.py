@@ -1,0 +1,98 @@
+"""What compiled plans of a program have taught: the step time and memory of each, kept in a file for the next plan.
+
+A file has the plans of one traced program on one target, under one version of the compilers. It is in `lessons` in the
+folder of compiled programs (`$AUTOSHARD_CACHE`). A lesson counts only for a plan with the same name and the same
+estimate. So after a change of the planner that changes a price, the plan is compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoshard._shown import shown
+from autoshard.sharding.audit import Audit
+from autoshard.sharding.audit.aot_compile import cache_folder, environment_key
+from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.planner.variants import variant_name
+
+SAME_ESTIMATE = 1e-9  # relative difference of estimates of one plan, by the order of floating-point sums; chosen
+
+
+@shown
+@dataclass(frozen=True)
+class Lesson:
+    """A plan as compiled.
+
+    Attributes:
+        kind: the compiler's result: `ok` or `oom`.
+        estimated_us: the estimated step time, in microseconds.
+        step_us: the compiled step time, in microseconds; infinite if the program does not fit.
+        peak_bytes: the compiled peak of a device.
+    """
+
+    kind: str
+    estimated_us: float
+    step_us: float
+    peak_bytes: float
+
+    def fits(self, limit: float) -> bool:
+        """Whether the program compiles and needs at most `limit` bytes of a device."""
+        return self.kind == "ok" and math.isfinite(self.step_us) and self.peak_bytes <= limit
+
+
+def lesson_of(plan: ShardingPlan, audit: Audit) -> Lesson:
+    """Return what an audit says of a plan."""
+    step_us = audit.step_time_us if audit.ok and audit.step_time_us else math.inf
+    return Lesson(audit.kind, plan.estimate.step_time_us, step_us, audit.peak_bytes or 0.0)
+
+
+class Lessons:
+    """The lessons of one program on one target. A file that cannot be read or written is as good as none."""
+
+    def __init__(self, plan: ShardingPlan):
+        parts = (plan.fingerprint, plan.target, sorted(environment_key().items()))
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        self.path = cache_folder() / "lessons" / f"{digest}.json"
+        self.known: dict[str, Lesson] = {}
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            rows: Mapping[str, Any] = json.loads(self.path.read_text())
+            self.known = {name: Lesson(**row) for name, row in rows.items()}
+
+    def of(self, plan: ShardingPlan) -> Lesson | None:
+        """Return the lesson of a plan; None if it has not been compiled with this estimate."""
+        found = self.known.get(_name(plan))
+        same = found is not None and math.isclose(found.estimated_us, plan.estimate.step_time_us, rel_tol=SAME_ESTIMATE)
+        return found if same else None
+
+    def add(self, plan: ShardingPlan, lesson: Lesson) -> None:
+        """Keep a lesson, unless the compiler failed for a reason that may be temporary."""
+        if lesson.kind not in ("ok", "oom"):
+            return
+        self.known[_name(plan)] = lesson
+        rows = json.dumps({name: asdict(each) for name, each in self.known.items()}, indent=1)
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = self.path.with_suffix(f".{os.getpid()}")
+            scratch.write_text(rows + "\n")
+            scratch.replace(self.path)
+
+
+def _name(plan: ShardingPlan) -> str:
+    """All words of a plan that the same program may have with the same estimate."""
+    words = {
+        "plan": variant_name(plan),
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule,
+        "offload": "+".join(plan.offload),
+        "gather": plan.gather,
+        "kernels": plan.kernels_word,
+        "options": ",".join(f"{k}={v}" for k, v in sorted(plan.requested_options.items())),
+    }
+    return "; ".join(f"{name} {value}" for name, value in words.items() if value)

@@ -1,0 +1,267 @@
+"""`verify="auto"`: compiles the fewest plans that settle which kind of plan is the fastest.
+
+The estimate compares plans of one kind well, and plans of different kinds less well (`search.constants`). So the
+fastest plan of each kind is a contender, if the error of the estimate leaves it a chance. They are compiled in turn:
+
+    first    the fastest by the estimate, unless no other kind has a chance and its memory certainly fits
+    next     the fastest one that may still be faster than the best compiled one. Its expected time is its estimate,
+             times compiled / estimated of those compiled so far
+    end      no contender may be faster, or the time is over
+
+A contender that does not compile or fit is replaced by the next plan of its kind that needs less memory. One more
+contender is the fastest plan that exceeds the memory by the estimate, because XLA rematerializes what does not fit. The
+winner is also compiled under other compiler options. What was compiled is kept (`lessons`), so planning the same
+program again compiles only what is new.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from autoshard._processes import DEADLINE_S, exchange
+from autoshard._shown import shown
+from autoshard._tracebacks import users_stacklevel
+from autoshard._units import bytes_text, percent_text, ratio_text, time_text
+from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.sharding.audit.aot_compile import missing_compiler
+from autoshard.sharding.audit.audit import Audit, AuditError
+from autoshard.sharding.audit.verification import compile_target, verify
+from autoshard.sharding.autotune.compiled_options import fastest_options
+from autoshard.sharding.autotune.constants import COMPILER_MESSAGE_CHARS, MOST_TRIES, OVER_LIMIT, POOL_OF_KIND
+from autoshard.sharding.autotune.lessons import Lesson, Lessons, lesson_of
+from autoshard.sharding.layout.plan_request import is_request
+from autoshard.sharding.planner.bound_plan import BoundPlan
+from autoshard.sharding.planner.shortlist import without_near_duplicates
+from autoshard.sharding.planner.variants import PlannedVariant, fastest, variant_name, variant_table
+from autoshard.sharding.search.constants import MOST_KIND_ERROR, MOST_MEMORY_ERROR
+from autoshard.sharding.search.strategy_kinds import kind_of
+
+Replan = Callable[[BoundPlan, str], BoundPlan | None]
+OVER = "over the limit"  # the kind of the contender whose estimated memory exceeds the limit
+
+
+@shown
+@dataclass(frozen=True)
+class Contender:
+    """A plan that may be the fastest.
+
+    Attributes:
+        step_us: estimated step time, in microseconds.
+        peak_bytes: estimated peak of a device.
+        variant: number of its variant among those that were planned.
+        strategy: its strategy; None for the plan that was chosen for the variant.
+        kind: its kind, see `strategy_kinds`.
+    """
+
+    step_us: float
+    peak_bytes: float
+    variant: int
+    strategy: str | None
+    kind: str
+
+
+@shown
+@dataclass
+class Settling:
+    """One comparison of kinds.
+
+    Attributes:
+        made: the variants, each with its plan.
+        replan: plans the program of a plan again under another strategy; returns None if that raises an error.
+        seconds: time for all compilations.
+        compiled: the plans that were compiled and their lessons, in this order.
+    """
+
+    made: Sequence[PlannedVariant]
+    replan: Replan
+    seconds: float
+    started: float = field(default_factory=lambda: time.monotonic())
+    compiled: list[tuple[Contender, BoundPlan, Lesson]] = field(default_factory=list)
+    audits: dict[int, Audit] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def limit(self) -> float:
+        """Memory limit in bytes of one device, the same for all variants."""
+        return self.made[0][1].plan.limit_bytes or math.inf
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.monotonic() - self.started)
+
+    @property
+    def best(self) -> tuple[Contender, BoundPlan, Lesson] | None:
+        """The fastest compiled plan that fits."""
+        fitting = [each for each in self.compiled if each[2].fits(self.limit)]
+        return min(fitting, key=lambda each: each[2].step_us, default=None)
+
+    def plan(self) -> BoundPlan:
+        """Compile contenders until one is settled as the fastest, and return its plan with notes and its audit."""
+        queues = {kind: list(found) for kind, found in contenders(self.made, self.limit)}
+        ahead = fastest(self.made)
+        heads = [queue[0] for queue in queues.values()]
+        rivals = [each for each in heads if each.step_us <= (1 + MOST_KIND_ERROR) * ahead.plan.estimate.step_time_us]
+        if len(rivals) < 2 and self._fits_surely(ahead):
+            return _alone(ahead, heads)
+        while queues and self.left > 0:
+            kind = min(queues, key=lambda kind: queues[kind][0].step_us)
+            if not self._may_win(queues[kind][0]):
+                break
+            contender = queues[kind].pop(0)
+            settled = self._compile(contender) or self._tries(kind) >= MOST_TRIES
+            queues[kind] = [each for each in queues[kind] if not settled and each.peak_bytes < contender.peak_bytes]
+            if not queues[kind]:
+                del queues[kind]
+        return self._chosen(ahead, [queue[0] for queue in queues.values()])
+
+    def _fits_surely(self, bound: BoundPlan) -> bool:
+        return bound.plan.fits and bound.plan.estimate.peak_memory_bytes * (1 + MOST_MEMORY_ERROR) <= self.limit
+
+    def _may_win(self, contender: Contender) -> bool:
+        """Whether a contender may be faster than the best compiled plan, within the error of the estimate."""
+        if self.best is None:
+            return True
+        ratios = [math.log(seen.step_us / one.step_us) for one, _, seen in self.compiled if seen.fits(self.limit)]
+        expected = contender.step_us * math.exp(sum(ratios) / len(ratios))
+        return expected < (1 + MOST_KIND_ERROR) * self.best[2].step_us
+
+    def _tries(self, kind: str) -> int:
+        return sum(each.kind == kind for each, *_ in self.compiled)
+
+    def _compile(self, contender: Contender) -> bool:
+        """Compile a contender, or take what is known of it; return whether it compiles and fits."""
+        choice, bound = self.made[contender.variant]
+        found = bound if contender.strategy is None else self.replan(bound, contender.strategy)
+        if found is None:
+            return False
+        found = variant_table(found, choice, self.made)
+        lessons = Lessons(found.plan)
+        lesson = lessons.of(found.plan)
+        if lesson is None:
+            audit = verify(found.executable, timeout_s=max(self.left, 1.0))
+            lesson = lesson_of(found.plan, audit)
+            lessons.add(found.plan, lesson)
+            self.audits[len(self.compiled)] = audit
+            if not lesson.fits(self.limit) and contender.kind != OVER:
+                self.failed.append(f"{variant_name(found.plan)}: {_failure(audit, self.limit)}")
+        self.compiled.append((contender, found, lesson))
+        return lesson.fits(self.limit)
+
+    def _chosen(self, ahead: BoundPlan, rest: Sequence[Contender]) -> BoundPlan:
+        """Return the best plan with its audit, and notes on what was compiled and what was not."""
+        notes = [f"compiled, but not chosen: {text}" for text in self.failed]
+        if self.left <= 0 and any(map(self._may_win, rest)):
+            open_kinds = ", ".join(each.kind for each in rest if self._may_win(each))
+            notes.append(f"the {self.seconds:g} s for compilations are over; not settled: {open_kinds}")
+        if self.best is None:
+            notes.append("no plan was compiled that fits; this one is chosen by the estimate")
+            return ahead.where(notes=(*ahead.plan.notes, *notes), audits=tuple(self.audits.values()))
+        _, bound, lesson = self.best
+        rows = [(variant_name(b.plan), seen.step_us) for _, b, seen in self.compiled if seen.fits(self.limit)]
+        listed = ", ".join(f"{name} {time_text(us)} ({ratio_text(us, lesson.step_us)})" for name, us in rows)
+        notes.insert(0, f"compiled for {bound.plan.target}, the fastest of each kind that may be the best: {listed}")
+        if lesson.peak_bytes > bound.plan.estimate.peak_memory_bytes > self.limit:
+            notes.append(f"takes {bytes_text(bound.plan.estimate.peak_memory_bytes)} per device by the estimate and "
+                         f"{bytes_text(lesson.peak_bytes)} compiled: XLA rematerializes what does not fit")  # fmt: skip
+        own = next((n for n, each in enumerate(self.compiled) if each[1] is bound))
+        audit = self.audits.get(own) or verify(bound.executable, timeout_s=max(self.left, 1.0))
+        found = bound.where(notes=(*bound.plan.notes, *notes))
+        if audit.ok:
+            found, audit = fastest_options(found, audit, self.limit, until=self.started + self.seconds)
+        return found.where(audits=(audit,))
+
+
+def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[str, list[Contender]]]:
+    """Yield each kind of plan and its plans that fit, the fastest first; near duplicates come last.
+
+    The last kind is `OVER`, the fastest plan whose memory exceeds the limit by at most the first multiple of
+    `OVER_LIMIT`, if it is faster than all that fit.
+    """
+    every: list[Contender] = []
+    for n, (_, bound) in enumerate(made):
+        plan = bound.plan
+        own = plan.estimate.step_time_us, plan.estimate.peak_memory_bytes
+        every.append(Contender(*own, n, None, kind_of(plan.chosen) or "chosen"))
+        every += [
+            Contender(us, peak, n, strategy, kind_of(strategy))
+            for strategy, us, peak in plan.candidates
+            if strategy != plan.chosen and is_request(strategy)
+        ]
+    fitting = [each for each in every if each.peak_bytes <= limit]
+    kinds: dict[str, list[Contender]] = {}
+    for each in sorted(fitting, key=lambda each: each.step_us):
+        kinds.setdefault(each.kind, []).append(each)
+    for kind, found in kinds.items():
+        rows = without_near_duplicates([(each.step_us, each.peak_bytes, each) for each in found[:POOL_OF_KIND]])
+        yield kind, [row[-1] for row in rows]
+    fastest_us = min((each.step_us for each in fitting), default=math.inf)
+    over = [c for c in every if limit < c.peak_bytes <= OVER_LIMIT[0] * limit and c.step_us < fastest_us]
+    if over:
+        best = min(over, key=lambda each: each.step_us)
+        yield OVER, [Contender(best.step_us, best.peak_bytes, best.variant, best.strategy, OVER)]
+
+
+def settled(made: Sequence[PlannedVariant], replan: Replan, seconds: float, attached: bool) -> BoundPlan:
+    """Return the plan that `verify="auto"` chooses.
+
+    Args:
+        made: the variants, each with its plan.
+        replan: plans the program of a plan again under another strategy; returns None if that raises an error.
+        seconds: time for all compilations.
+        attached: whether the plan is for the attached devices. Then process 0 decides for all processes, because clocks
+            and files of processes differ.
+    """
+    if reason := _not_compilable(made[0][1]):
+        bound = fastest(made)
+        warnings.warn(f"auto_shard({bound.plan.function}): the plan is not verified: {reason}", AutoshardWarning,
+                      stacklevel=users_stacklevel())  # fmt: skip
+        return bound.where(notes=(*bound.plan.notes, f"not verified: {reason}"))
+    if not attached or jax.process_count() == 1:
+        return Settling(made, replan, seconds).plan()
+    text = ""
+    if jax.process_index() == 0:
+        chosen = Settling(made, replan, seconds).plan().plan
+        text = json.dumps([chosen.variant, chosen.chosen, chosen.compiler_options, chosen.notes], default=str)
+    texts = exchange("verify='auto'", text, DEADLINE_S + 2 * seconds)
+    variant, strategy, options, notes = json.loads(texts[0])
+    n = next(n for n, (choice, _) in enumerate(made) if json.loads(json.dumps(choice, default=str)) == variant)
+    choice, bound = made[n]
+    found = bound if bound.plan.chosen == strategy else replan(bound, strategy)
+    if found is None:
+        raise AutoshardError(f"process 0 chose {strategy}, which cannot be planned in this process; see its log")
+    return variant_table(found, choice, made).where(compiler_options=options, notes=tuple(notes))
+
+
+def _not_compilable(bound: BoundPlan) -> str | None:
+    """Return why no compiler can be asked; None if there is one."""
+    try:
+        return missing_compiler(compile_target(bound.plan.target).platform)
+    except AuditError as error:
+        return str(error)
+
+
+def _failure(audit: Audit, limit: float) -> str:
+    if audit.ok:
+        return f"needs {bytes_text(audit.peak_bytes or 0.0)} of {bytes_text(limit)}"
+    return f"{audit.kind}{audit.message and ': ' + audit.message[:COMPILER_MESSAGE_CHARS]}"
+
+
+def _alone(ahead: BoundPlan, heads: Sequence[Contender]) -> BoundPlan:
+    """Return the plan with a note that says why nothing was compiled, if there are other kinds."""
+    here = ahead.plan.estimate.step_time_us
+    others = [each for each in heads if each.step_us > here and each.kind != kind_of(ahead.plan.chosen)]
+    if not others:
+        return ahead
+    nearest = min(others, key=lambda each: each.step_us)
+    ratio, error = ratio_text(nearest.step_us, here), percent_text(MOST_KIND_ERROR, 1.0)
+    note = (f"verify='auto' compiled nothing: the next kind, {nearest.kind}, takes {ratio} of the time, and 9 of 10 "
+            f"estimates of such ratios are within {error}")  # fmt: skip
+    return ahead.where(notes=(*ahead.plan.notes, note))

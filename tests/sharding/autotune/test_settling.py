@@ -1,0 +1,210 @@
+"""`verify="auto"`: which plans are compiled, which one wins, and what is said. The compiler is faked."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autoshard import Plan, plan
+from autoshard.errors import AutoshardWarning, PlanError
+from autoshard.sharding.audit import Audit
+from autoshard.sharding.autotune import settling
+from autoshard.sharding.search.constants import MOST_KIND_ERROR
+from autoshard.sharding.search.strategy_kinds import kind_of
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def step(w: Any, x: Any, *, scale: float = 1.0) -> Any:
+    def loss(w):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w["up"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2) * scale
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+
+
+SHAPES = (
+    {
+        "up": jax.ShapeDtypeStruct((4, 2048, 8192), "bfloat16"),
+        "down": jax.ShapeDtypeStruct((4, 8192, 2048), "bfloat16"),
+    },
+    jax.ShapeDtypeStruct((8192, 2048), "bfloat16"),
+)
+
+
+@dataclass
+class Compiler:
+    """A faked compiler: `ratios` gives compiled over estimated step time by kind, `kinds` other results."""
+
+    ratios: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    compiled: list[str] = field(default_factory=list)
+
+    def verify(self, executable: Any, *, timeout_s: float) -> Audit:
+        made = executable.plan
+        assert timeout_s > 0
+        self.compiled.append(made.chosen)
+        kind = kind_of(made.chosen)
+        us = made.estimate.step_time_us * self.ratios.get(kind, 1.0)
+        peak = made.estimate.peak_memory_bytes
+        return Audit(self.kinds.get(kind, "ok"), step_time_us=us, peak_bytes=peak, options=made.compiler_options["tpu"])
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Compiler:
+    found = Compiler()
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path))
+    monkeypatch.setattr(settling, "verify", found.verify)
+    monkeypatch.setattr(settling, "fastest_options", lambda bound, audit, limit, until: (bound, audit))
+    return found
+
+
+def planned(**options: Any) -> Plan:
+    return plan(step, *SHAPES, target="v5e:2x4", **{"verify": "auto", **options})
+
+
+def test_the_kinds_that_may_be_the_best_are_compiled_and_no_others(compiler: Compiler) -> None:
+    estimated = planned(verify=0)
+    kinds = estimated.best_of_kinds()
+    close = [best.strategy for best in kinds.values() if best.ratio < 1 + MOST_KIND_ERROR]
+    assert 2 <= len(close) < len(kinds)
+    made = planned()
+    assert compiler.compiled == close and made.chosen == estimated.chosen
+    assert len(made.audits) == 1 and made.notes[-1].startswith("compiled for v5e:2x4, the fastest of each kind")
+    assert all(strategy in made.notes[-1] for strategy in close)
+
+
+def test_the_fastest_compiled_plan_is_chosen(compiler: Compiler) -> None:
+    compiler.ratios = {"tp": 1.3}
+    assert kind_of(planned(verify=0).chosen) == "tp"
+    made = planned()
+    assert made.chosen == planned(verify=0).best_of_kinds()["fsdp"].strategy
+    assert "fsdp:4 tp:2" in made.notes[-1] and made.audits[0].step_time_us
+
+
+def test_the_estimate_is_corrected_by_what_was_compiled(compiler: Compiler) -> None:
+    """All programs take twice their estimate. So the ratio of the others is what was estimated, and none is added."""
+    planned()
+    before = list(compiler.compiled)
+    compiler.ratios, compiler.compiled[:] = dict.fromkeys(("dp", "fsdp", "tp", "cp", "hybrid"), 2.0), []
+    planned(variants={"scale": [2.0]})  # another program, of which nothing is known
+    assert compiler.compiled == before
+
+
+def test_a_kind_far_ahead_is_not_compiled(compiler: Compiler) -> None:
+    made = plan(step, SHAPES[0], jax.ShapeDtypeStruct((256, 2048), "bfloat16"), target="v5e:2x4", verify="auto")
+    assert not compiler.compiled and not made.audits
+    assert made.notes[-1].startswith("verify='auto' compiled nothing: the next kind, fsdp, takes 1.")
+
+
+def test_a_plan_that_may_not_fit_is_compiled_though_it_is_far_ahead(compiler: Compiler) -> None:
+    shapes = SHAPES[0], jax.ShapeDtypeStruct((256, 2048), "bfloat16")
+    best = plan(step, *shapes, target="v5e:2x4")
+    limit = best.estimate.peak_memory_bytes * 1.05
+    made = plan(step, *shapes, target="v5e:2x4", verify="auto", memory_limit_bytes=limit)
+    assert compiler.compiled[:1] == [best.chosen] and made.audits
+
+
+def test_a_plan_that_needs_less_memory_takes_the_place_of_one_that_does_not_fit(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_the_leanest(*given: Any) -> Any:
+        return [(kind, [c for c in found if c.peak_bytes > 3.3e8 or kind != "tp"]) for kind, found in found_by(*given)]
+
+    found_by = settling.contenders
+    monkeypatch.setattr(settling, "contenders", without_the_leanest)
+    compiler.kinds = {"tp": "oom"}
+    made = planned()
+    tried = [strategy for strategy in compiler.compiled if kind_of(strategy) == "tp"]
+    peaks = {strategy: peak for strategy, _, peak in planned(verify=0).candidates}
+    assert 1 < len(tried) <= settling.MOST_TRIES and peaks[tried[0]] > peaks[tried[1]]
+    assert kind_of(made.chosen) == "fsdp"
+    assert any(note.startswith(f"compiled, but not chosen: {tried[0]}: oom") for note in made.notes)
+
+
+def test_nothing_that_fits(compiler: Compiler) -> None:
+    compiler.kinds = dict.fromkeys(("dp", "fsdp", "tp", "cp", "hybrid"), "error")
+    made = planned()
+    assert made.chosen == planned(verify=0).chosen
+    assert made.notes[-1] == "no plan was compiled that fits; this one is chosen by the estimate"
+
+
+def test_what_was_compiled_is_kept_for_the_next_plan(compiler: Compiler) -> None:
+    first = planned()
+    compiler.compiled.clear()
+    again = planned()
+    assert compiler.compiled == [first.chosen] and again.chosen == first.chosen  # its audit, from the cache
+    assert again.notes[-1] == first.notes[-1]
+
+
+def test_a_plan_with_another_estimate_is_compiled_again(compiler: Compiler, tmp_path: Any) -> None:
+    planned()
+    before, compiler.compiled[:] = list(compiler.compiled), []
+    (file,) = (tmp_path / "lessons").iterdir()
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps({name: row | {"estimated_us": row["estimated_us"] + 1} for name, row in rows.items()}))
+    planned()
+    assert compiler.compiled == before
+
+
+def test_a_damaged_file_of_lessons_counts_as_none(compiler: Compiler, tmp_path: Any) -> None:
+    planned()
+    before, compiler.compiled[:] = list(compiler.compiled), []
+    (file,) = (tmp_path / "lessons").iterdir()
+    file.write_text('{"plan fsdp:8": {"kind": 3}}')
+    planned()
+    assert compiler.compiled == before
+
+
+def test_the_time_is_over(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling.time, "monotonic", lambda: 200.0 * len(compiler.compiled))  # one takes 200 s
+    made = planned(verify_timeout_s=150)
+    assert len(compiler.compiled) == 1
+    assert any("the 150 s for compilations are over; not settled: fsdp" in note for note in made.notes)
+
+
+def test_all_variants_compete(compiler: Compiler) -> None:
+    made = planned(variants={"scale": [1.0, 2.0]})
+    assert len(compiler.compiled) >= 2 and made.variant and len(made.variants) == 2
+
+
+def test_a_requested_plan_has_no_rivals(compiler: Compiler) -> None:
+    made = planned(plan="fsdp:8")
+    assert not compiler.compiled and made.chosen == "fsdp:8" and not made.notes
+
+
+def test_without_a_compiler_the_estimate_decides(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settling, "missing_compiler", lambda platform: "the compiler is missing: pip install it")
+    with pytest.warns(AutoshardWarning, match="the plan is not verified: the compiler is missing: pip install it"):
+        made = planned()
+    assert not compiler.compiled and made.notes[-1] == "not verified: the compiler is missing: pip install it"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verify": "all"}, "verify is 'all'; give the number of plans to compile for the target, 0 for none, or auto"),
+        ({"verify": 2, "verify_timeout_s": 9}, "verify_timeout_s is 9, but it is a limit of verify='auto' alone"),
+        ({"verify_timeout_s": 0}, "verify_timeout_s is 0; give a positive number of seconds"),
+        ({"verify_timeout_s": "9"}, "verify_timeout_s is '9'; give a positive number of seconds"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(**options)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+def test_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path))
+    made = planned()
+    (audit,) = made.audits
+    assert audit.ok and audit.step_time_us and made.notes[-2].startswith("compiled for v5e:2x4")
+    again = planned()
+    assert again.audits[0].cached and again.chosen == made.chosen

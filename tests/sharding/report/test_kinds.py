@@ -1,0 +1,49 @@
+"""The best plan of each kind: as data, and in the text of a plan."""
+
+import jax
+import jax.numpy as jnp
+
+from autoshard import plan
+from autoshard.sharding.search.strategy_kinds import kind_of
+
+
+def planned(rows, **options):
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w["a"]) @ w["b"])
+
+    w = {"a": jax.ShapeDtypeStruct((256, 1024), "float32"), "b": jax.ShapeDtypeStruct((1024, 256), "float32")}
+    return plan(jax.grad(loss), w, jax.ShapeDtypeStruct((rows, 256), "float32"), target="v5e:2x4", **options)
+
+
+def test_each_kind_has_its_fastest_plan_that_fits():
+    made = planned(4096)
+    found = made.best_of_kinds()
+    assert {"dp", "fsdp", "tp"} <= found.keys() and list(found)[0] == kind_of(made.chosen)
+    for kind, best in found.items():
+        same = [c for c in made.candidates if kind_of(c[0]) == kind]
+        assert (best.strategy, best.step_time_us, best.peak_bytes) == min(same, key=lambda c: c[1])
+        assert best.ratio == best.step_time_us / made.estimate.step_time_us >= 1
+    again = planned(4096, plan=found["tp"].strategy)
+    assert again.estimate.step_time_us == found["tp"].step_time_us
+
+
+def test_plans_over_the_limit_are_left_out():
+    made = planned(4096)
+    least = min(best.peak_bytes for best in made.best_of_kinds().values())
+    lean = planned(4096, memory_limit_bytes=least * 1.01)
+    assert 0 < len(lean.best_of_kinds()) < len(made.best_of_kinds())
+
+
+def test_the_text_names_the_other_kinds_and_those_too_close_to_call():
+    made = planned(4096)
+    text, (first, *others) = str(made), made.best_of_kinds().values()
+    assert f"fastest of other kinds: {kind_of(others[0].strategy)} {others[0].strategy} " in text
+    close = [kind for kind, best in made.best_of_kinds().items() if best != first and best.ratio <= 1.11]
+    assert (f"closer than the estimate's error of 11 %: {', '.join(close)}; verify='auto' decides" in text) == bool(
+        close
+    )
+
+
+def test_a_requested_plan_has_no_other_kinds():
+    made = planned(4096, plan="fsdp:8")
+    assert list(made.best_of_kinds()) == ["fsdp"] and "other kinds" not in str(made)
