@@ -188,9 +188,8 @@ def _tpu(
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
         host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB,
-        torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
-        on_chip_bytes=on_chip_mib * 2**20, vector_memory_bytes=vector_mib * 2**20,
-        vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
+        torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
+        vector_memory_bytes=vector_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), synchronous_gathers=SYNCHRONOUS_GATHERS.get(name, 0),
         gather_dims=GATHER_DIMS.get(name, 0), keeps_gathers=keeps_gathers(name, options),
         keeps_reduce_scatters=keeps_reduce_scatters(name, options), options=options, **more,
