@@ -187,8 +187,8 @@ def _tpu(
     wraps_at, options = 16 if torus == 2 else 4, default_options(name)
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
-        host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB,
-        torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
+        host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB, torus=torus, wraps_at=wraps_at,
+        pod=pod, tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
         vector_memory_bytes=vector_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), synchronous_gathers=SYNCHRONOUS_GATHERS.get(name, 0),
         gather_dims=GATHER_DIMS.get(name, 0), keeps_gathers=keeps_gathers(name, options),
