@@ -33,8 +33,8 @@ from judged_steps import compiled
 
 from autoshard.errors import AutoshardWarning
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
+from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.decoder.published import DECODERS
-from autoshard.models.decoder.rotary import Rotary
 from autoshard.models.pretrained.parameter_paths import by_path
 from autoshard.serve.steps import Steps
 

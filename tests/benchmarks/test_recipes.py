@@ -280,7 +280,7 @@ def test_products_in_another_precision_are_reported(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "status"),
     [
-        ('"llama-tiny"', '"gemma4-2b"', "model not available"),
+        ('"llama-tiny"', '"gemma9-2b"', "model not available"),
         ('"v5e:2x4"', '"v9:2x4"', "target not available: .*v9"),
         ('"fsdp:8"', '"fsdp:4"', "not understood: .* is for 4 devices"),
         (": host", ": somewhere", "not understood: remat"),
@@ -294,7 +294,7 @@ def test_a_row_that_cannot_be_planned_says_why(tmp_path, before, after, status):
 
 @pytest.mark.slow
 def test_results_of_a_file(tmp_path, capsys):
-    other = TINY.replace('"tiny"', '"unknown"').replace('"llama-tiny"', '"gemma4-2b"')
+    other = TINY.replace('"tiny"', '"unknown"').replace('"llama-tiny"', '"gemma9-2b"')
     unreadable = TINY.replace('"tiny"', '"unreadable"').replace("batch = 16", "")
     extra = TINY.replace("slices = 1", "chips = 8")
     path, out = written(tmp_path, extra + other + unreadable), tmp_path / "out.json"

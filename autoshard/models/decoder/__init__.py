@@ -3,6 +3,6 @@
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig, LayerKind
-from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.decoder.positions.rotary import Rotary
 
 __all__ = ["Decoder", "DecoderConfig", "ExpertsConfig", "LatentConfig", "LayerKind", "Rotary"]

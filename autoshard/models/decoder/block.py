@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from autoshard.models.decoder.cache import Kept, Rows
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Experts, Load
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.latent_attention import LatentAttention
+from autoshard.models.decoder.layer_inputs import LayerGate
 from autoshard.models.decoder.layers import MLP, Attention, Norm, Sides
 from autoshard.models.remat.named_values import named
 from autoshard.models.stack import run_layers
@@ -27,31 +30,50 @@ class Block(nnx.Module):
         self.attention_norm, self.mlp_norm = Norm(cfg, cfg.width), Norm(cfg, cfg.width)
         attention = Attention if cfg.latent is None else LatentAttention
         self.attention = attention(cfg, kind, attention_key)
-        self.mlp = None if kind.experts else MLP(cfg, mlp_key)
+        self.mlp = None if kind.experts else MLP(cfg, mlp_key, kind.ffn)
         self.experts = Experts(cfg, mlp_key) if kind.experts else None
         self.attention_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
         self.mlp_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
+        self.gate = None if cfg.layer_inputs is None else LayerGate(cfg, jax.random.fold_in(mlp_key, 1))
+        # It has no gradient: it is stored, and not trained.
+        self.scale = nnx.Variable(jnp.ones((1,), jnp.dtype(cfg.param_dtype))) if cfg.layer_scale else None
 
-    def __call__(self, carry: Carry, key: jax.Array | None, sides: Sides) -> Carry:
-        """Apply the layer to `[batch, seq, width]`, or to this and the load of the experts so far."""
+    def __call__(self, carry: Carry, inputs: jax.Array | None, sides: Sides) -> Carry:
+        """Apply the layer to `[batch, seq, width]`, or to this and the load of the experts so far.
+
+        `inputs [batch, seq, ...]` are the layer's own inputs, if the model has some.
+        """
+        return self.with_keys(carry, inputs, sides)[0]
+
+    def with_keys(self, carry: Carry, inputs: jax.Array | None, sides: Sides) -> tuple[Carry, Kept]:
+        """Apply the layer. Also returns the keys and values of its attention, for layers that borrow them."""
         x, load = carry if isinstance(carry, tuple) else (carry, None)
         x = named(x, "residual")
-        y = self.attention(self.attention_norm(x), sides)
+        y, keys = self.attention.with_keys(self.attention_norm(x), sides)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         if load is not None and self.experts is not None:
             y, more = self.experts.with_load(self.mlp_norm(x))
             load = load.plus(more)
         else:
             y = self.feed_forward(self.mlp_norm(x))
-        x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
-        return x if load is None else (x, load)
+        x = self._ended(x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), inputs)
+        return (x if load is None else (x, load)), keys
 
-    def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
+    def _ended(self, x: jax.Array, inputs: jax.Array | None) -> jax.Array:
+        """Add the layer's own inputs, and scale the result."""
+        if self.gate is not None:
+            assert inputs is not None
+            x = self.gate(x, inputs)
+        return x if self.scale is None else x * lax.stop_gradient(self.scale[...]).astype(x.dtype).reshape(1, 1, 1)
+
+    def extend(
+        self, x: jax.Array, inputs: jax.Array | None, sides: Sides, kept: Kept, rows: Rows
+    ) -> tuple[jax.Array, Kept]:
         """Apply the layer to new positions, using what it has kept of earlier ones."""
         y, kept = self.attention.extend(self.attention_norm(x), sides, kept, rows)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.feed_forward(self.mlp_norm(x))
-        return x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), kept
+        return self._ended(x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), inputs), kept
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """Apply the MLP or the experts."""
@@ -68,25 +90,26 @@ class Group(nnx.Module):
         self.remat = cfg.remat
         self.layers = nnx.List([Block(cfg, kind, each) for kind, each in zip(pattern, keys, strict=True)])
 
-    def __call__(self, x: Carry, key: jax.Array | None, sides: Sides) -> Carry:
+    def __call__(self, x: Carry, inputs: jax.Array | None, sides: Sides) -> Carry:
         """Apply the layers to `[batch, seq, width]`, with the load of the experts if it is given.
 
-        If there are several, each is rematerialized on its own.
+        If there are several, each is rematerialized on its own. Then `inputs [layers, batch, seq, ...]` are of all.
         """
         if len(self.layers) == 1:
-            return self.layers[0](x, key, sides)
-        return run_layers(self.layers, x, None, remat=self.remat, sides=(sides,))
+            return self.layers[0](x, inputs, sides)
+        return run_layers(self.layers, x, inputs, remat=self.remat, sides=(sides,))
 
     def kept(self, batch: int, length: int) -> tuple[Kept, ...]:
         """Return the empty slots of each layer."""
         return tuple(layer.attention.kept(batch, length) for layer in self.layers)
 
     def extend(
-        self, x: jax.Array, sides: Sides, kept: tuple[Kept, ...], rows: Rows
+        self, x: jax.Array, inputs: jax.Array | None, sides: Sides, kept: tuple[Kept, ...], rows: Rows
     ) -> tuple[jax.Array, tuple[Kept, ...]]:
         """Apply the layers to new positions."""
         after = []
-        for layer, own in zip(self.layers, kept, strict=True):
-            x, own = layer.extend(x, sides, own, rows)
+        for number, (layer, own) in enumerate(zip(self.layers, kept, strict=True)):
+            its = inputs if inputs is None or len(self.layers) == 1 else inputs[number]
+            x, own = layer.extend(x, its, sides, own, rows)
             after.append(own)
         return x, tuple(after)

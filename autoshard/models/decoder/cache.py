@@ -1,7 +1,8 @@
 """Keys and values of earlier positions, kept so that generation does not recompute them.
 
 Each row of a batch has its own length. A layer that sees all earlier positions keeps position p in slot p. A layer
-with a window keeps the last positions only: position p in slot `p % slots`, so a new position replaces the oldest one.
+with a window or chunks keeps the last positions only: position p in slot `p % slots`, so a new position replaces the
+oldest one.
 Which position a slot holds follows from the row's length.
 """
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard._shown import shown
+from autoshard.models.decoder.kinds import LayerKind
 
 Kept = tuple[jax.Array, ...]
 
@@ -62,9 +64,9 @@ def counted_on(first: jax.Array, seq: int) -> jax.Array:
     return first[:, None] + lax.broadcasted_iota(jnp.int32, (first.shape[0], seq), 1)
 
 
-def slots_for(length: int, window: int | None) -> int:
+def slots_for(length: int, kind: LayerKind) -> int:
     """Return the number of slots of a layer for rows of `length` positions."""
-    return length if window is None else min(length, window)
+    return length if kind.reach is None else min(length, kind.reach)
 
 
 def positions_in(slots: int, lengths: jax.Array) -> jax.Array:
@@ -77,21 +79,23 @@ def positions_in(slots: int, lengths: jax.Array) -> jax.Array:
     return slot + slots * ((lengths[:, None] - 1 - slot) // slots)
 
 
-def visible(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
+def visible(queries: jax.Array, keys: jax.Array, kind: LayerKind) -> jax.Array:
     """Return which keys each query sees, booleans `[batch, 1, queries, keys]`.
 
     Args:
         queries: positions `[batch, queries]`.
         keys: positions `[batch, keys]`; negative ones are seen by none.
-        window: number of positions that end at the query's own, or None for all.
+        kind: the layer, with its window and its chunk.
     """
     q, k = queries[:, None, :, None], keys[:, None, None, :]
     seen = (k >= 0) & (k <= q)
-    return seen if window is None else seen & (k > q - window)
+    if kind.window is not None:
+        seen = seen & (k > q - kind.window)
+    return seen if kind.chunk is None else seen & (k // kind.chunk == q // kind.chunk)
 
 
-def seen_parts(rows: Rows, seq: int, slots: int, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """Return which kept positions and which new ones each of `seq` new positions sees, for a layer with a window.
+def seen_parts(rows: Rows, seq: int, slots: int, kind: LayerKind) -> tuple[jax.Array, jax.Array]:
+    """Return which kept positions and which new ones each of `seq` new positions sees in a layer.
 
     Returns:
         Booleans `[batch, 1, seq, slots]` and `[batch, 1, seq, seq]`.
@@ -99,7 +103,7 @@ def seen_parts(rows: Rows, seq: int, slots: int, window: int | None) -> tuple[ja
     queries = rows.positions(seq)
     real = queries < (rows.lengths + rows.counts)[:, None]
     kept, new = positions_in(slots, rows.lengths), jnp.where(real, queries, -1)
-    return visible(queries, kept, window), visible(queries, new, window)
+    return visible(queries, kept, kind), visible(queries, new, kind)
 
 
 def written(kept: jax.Array, new: jax.Array, rows: Rows) -> jax.Array:

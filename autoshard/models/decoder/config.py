@@ -7,7 +7,14 @@ from typing import Literal, get_args
 
 from autoshard._shown import shown
 from autoshard.kernels.kernel_choice import Impl
-from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig, LayerKind, expert_problems, kind_problems
+from autoshard.models.decoder.kinds import (
+    ExpertsConfig,
+    LatentConfig,
+    LayerInputsConfig,
+    LayerKind,
+    expert_problems,
+    kind_problems,
+)
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.remat.policies import remat_problems
 
@@ -42,6 +49,9 @@ class DecoderConfig:
         norm_offset: added to the norms' scale: 1 for the Gemma families, which store the difference from 1.
         post_norms: whether the results of attention and MLP are normalised, too, before they are added (Gemma).
         query_norm: whether each head's queries and keys are normalised before they are rotated (Qwen3, Gemma 3).
+        value_norm: whether each head's values are divided by their root mean square (Gemma 4).
+        layer_scale: whether a layer's result is multiplied by a stored number. It has no gradient (Gemma 4).
+        layer_inputs: a vector of each token for each layer, which the layer adds through a gate; None means none.
         qkv_bias: whether queries, keys and values have biases.
         output_bias: whether attention's output has a bias.
         mlp_bias: whether the MLP's products have biases.
@@ -88,6 +98,9 @@ class DecoderConfig:
     norm_offset: float = 0.0
     post_norms: bool = False
     query_norm: bool = False
+    value_norm: bool = False
+    layer_scale: bool = False
+    layer_inputs: LayerInputsConfig | None = None
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -119,12 +132,9 @@ class DecoderConfig:
         ]
         if not self.kinds:
             problems.append("kinds is empty; give the kind of each layer")
-        if not small and self.heads % self.kv_heads:
-            problems.append(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; change one of them")
-        if any(kind.rotary is not None for kind in self.kinds) and self.rotary_dims % 2:
-            problems.append(
-                f"{self.rotary_dims} elements of a head are rotated, and they are rotated in pairs: make it even"
-            )
+        for kv_heads in dict.fromkeys(kind.kv_heads or self.kv_heads for kind in self.kinds):
+            if not small and self.heads % kv_heads:
+                problems.append(f"heads {self.heads} is not a multiple of kv_heads {kv_heads}; change one of them")
         if not 0 <= self.router_loss < float("inf"):
             problems.append(f"router_loss is {self.router_loss}; it must be at least 0 and finite")
         if self.router_loss and not any(kind.experts for kind in self.kinds):
@@ -133,9 +143,13 @@ class DecoderConfig:
             problems.append("layers have experts, but experts is None; give an ExpertsConfig")
         if self.loss_chunks > self.vocab:
             problems.append(f"loss_chunks is {self.loss_chunks}; it must be at most vocab, {self.vocab}")
-        problems += kind_problems(self.kinds, self.rotary_dims)
-        if not self.causal and (self.latent is not None or any(kind.window is not None for kind in self.kinds)):
-            problems.append("causal is False; latent attention and windows of earlier positions are built causal only")
+        problems += kind_problems(self.kinds, self.head_dim if self.latent is None else self.latent.rotary_dim)
+        if self.latent is not None and any(kind.head_dim or kind.lends or kind.borrows for kind in self.kinds):
+            problems.append("latent attention is not built with heads of other sizes, or with lent keys and values")
+        if self.layer_inputs is not None and min(self.layer_inputs.vocab, self.layer_inputs.width) < 1:
+            problems.append(f"layer_inputs is {self.layer_inputs}; its sizes must be at least 1")
+        if not self.causal and (self.latent is not None or any(kind.reach is not None for kind in self.kinds)):
+            problems.append("causal is False; latent attention, windows and chunks are built causal only")
         if self.experts is not None:
             problems += expert_problems(self.experts)
         for segment in segments_of(self.kinds):
@@ -145,10 +159,9 @@ class DecoderConfig:
         if problems:
             raise ValueError("DecoderConfig: " + "; ".join(problems))
 
-    @property
-    def rotary_dims(self) -> int:
-        """Elements of each head of queries and keys that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rotary_dim
+    def rotary_dims(self, kind: LayerKind) -> int:
+        """Return the elements of each head of queries and keys that are rotated in a layer."""
+        return kind.head_dim or self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property
     def layers(self) -> int:

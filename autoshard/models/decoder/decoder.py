@@ -21,9 +21,10 @@ from autoshard.kernels.cross_entropy import linear_cross_entropy
 from autoshard.models.decoder.cache import DecoderCache, Rows, counted_on, written
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Load
+from autoshard.models.decoder.layer_inputs import LayerInputs
 from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.segments import segments_of
-from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
+from autoshard.models.decoder.stacks import chunks_of, make_segments, make_sides, run_segments, segment_inputs
 from autoshard.models.loss import sum_and_count, token_losses
 from autoshard.models.stack import extend_layers
 
@@ -49,6 +50,7 @@ class Decoder(nnx.Module):
         self.embed = normal(embed_key, cfg, cfg.vocab, cfg.width)
         learned, shape = cfg.learned_positions, (cfg.context, cfg.width)
         self.position = normal(jax.random.fold_in(embed_key, 1), cfg, *shape) if learned else None
+        self.layer_inputs = None if cfg.layer_inputs is None else LayerInputs(cfg, jax.random.fold_in(embed_key, 2))
         self.segments = make_segments(cfg, layers_key)
         self.norm = Norm(cfg, cfg.width)
         self.head = None if cfg.tie_head else normal(head_key, cfg, cfg.width, cfg.vocab)
@@ -129,13 +131,15 @@ class Decoder(nnx.Module):
     ) -> Any:
         """Compute the features. With `load`, the load before the first layer, also return that after the last."""
         self._check(tokens)
+        chunks = chunks_of(self.cfg, tokens, positions, segment_ids)
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
-        sides = make_sides(self.cfg, positions, segment_ids)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
+        sides = make_sides(self.cfg, positions, segment_ids, chunks=chunks)
         if load is None:
-            return self.norm(run_segments(self.cfg, self.segments, x, sides))
-        x, load = run_segments(self.cfg, self.segments, (x, load), sides)
+            return self.norm(run_segments(self.cfg, self.segments, x, sides, inputs))
+        x, load = run_segments(self.cfg, self.segments, (x, load), sides, inputs)
         return self.norm(x), load
 
     image_slots = None
@@ -198,10 +202,20 @@ class Decoder(nnx.Module):
         else:
             following = _following(positions, counts, cache.following)
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
-        sides = make_sides(self.cfg, positions, None)
+        # Chunks count the cached positions, of which there are none where these are used.
+        sides = make_sides(self.cfg, positions, None, chunks=chunks_of(self.cfg, tokens, None, None) if fresh else None)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         after = []
-        for layers, kept in zip(self.segments, cache.kept, strict=True):
-            x, new = extend_layers(layers, x, kept, lambda group, x, kept: group.extend(x, sides, kept, rows))
+        for segment, layers, kept in zip(segments_of(self.cfg.kinds), self.segments, cache.kept, strict=True):
+            x, new = extend_layers(
+                layers,
+                x,
+                (segment_inputs(segment, inputs), kept),
+                lambda group, x, own, sides=sides: group.extend(x, own[0], sides, own[1], rows),
+            )
+            # A layer that lends its keys and values is alone in its segment.
+            first = jax.tree.map(lambda x: x[0], (new[0], kept[0])) if segment.pattern[0].lends else ((), ())
+            sides = sides.lending(segment.pattern[0].lends, *first)
             # Written behind all layers, in place: a layer that wrote its slice would copy it.
             after.append(jax.tree.map(lambda kept, new: written(kept, new, rows), kept, new))
         if last:

@@ -2,7 +2,7 @@
 
 Sources: softmax over the chosen experts, Mixtral (arXiv:2401.04088); groups of experts and shared experts, DeepSeek-V2
 (arXiv:2405.04434); sigmoid scores and a bias of the choice, DeepSeek-V3 (arXiv:2412.19437); limited gated units with
-biases, gpt-oss (arXiv:2508.10925).
+biases, gpt-oss (arXiv:2508.10925); gates of inputs, Llama 4 (https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E).
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ class Experts(nnx.Module):
             logits = logits + self.b_router[...].astype(jnp.float32)
         bias = None if self.choice_bias is None else self.choice_bias[...].astype(jnp.float32)
         gates, chosen = route(self.own, logits, bias)
-        y = self._apply(x, gates, chosen)
+        if self.own.gated_input:
+            y = self._apply(x * gates.astype(x.dtype), jnp.ones_like(gates), chosen)
+        else:
+            y = self._apply(x, gates, chosen)
         return y if self.shared is None else y + self.shared(x), logits, chosen
 
     def _apply(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:

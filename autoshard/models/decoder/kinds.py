@@ -6,7 +6,8 @@ import dataclasses
 from typing import Literal, get_args
 
 from autoshard._shown import shown
-from autoshard.models.decoder.rotary import Rotary, Scaling
+from autoshard.models.decoder.positions.rotary import Rotary, Scaling
+from autoshard.models.decoder.positions.temperature import Temperature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +20,37 @@ class LayerKind:
         experts: whether experts take the place of the MLP.
         scope: what a position sees at most: its `document`, or its `region`, a part of the document such as a window
             of an image's patches.
+        chunk: documents are cut into chunks of this many positions, and a position sees those of its own chunk only
+            (Llama 4); None means that they are not cut.
+        unit_norm: whether each head's queries and keys are divided by their root mean square after they are rotated.
+        temperature: factor of the queries that depends on the position; None means none.
+        head_dim: size of one head; None means that of the config.
+        kv_heads: key and value heads; None means those of the config.
+        ffn: hidden size of the MLP; None means that of the config.
+        keys_as_values: whether the values are the keys, before these are normalised and rotated (Gemma 4).
+        lends: the name under which later layers use this layer's keys and values; empty for other layers. One layer
+            alone is of such a kind.
+        borrows: the name of the keys and values that take the place of the layer's own; empty for other layers.
     """
 
     window: int | None = None
     rotary: Rotary | None = Rotary()
     experts: bool = False
     scope: Literal["document", "region"] = "document"
+    chunk: int | None = None
+    unit_norm: bool = False
+    temperature: Temperature | None = None
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    ffn: int | None = None
+    keys_as_values: bool = False
+    lends: str = ""
+    borrows: str = ""
+
+    @property
+    def reach(self) -> int | None:
+        """The largest number of positions that a position sees, which end at its own; None for all earlier ones."""
+        return min((each for each in (self.window, self.chunk) if each is not None), default=None)
 
 
 @shown
@@ -50,6 +76,8 @@ class ExpertsConfig:
         limit: the limit of gpt-oss's gated unit, or None for the plain one. It is
             `(clip(up, -limit, limit) + 1) * min(gate, limit) * sigmoid(alpha * min(gate, limit))`.
         alpha: see `limit`.
+        gated_input: whether the gate of a token multiplies the expert's input instead of its output (Llama 4). It needs
+            `top_k=1`.
     """
 
     experts: int
@@ -66,6 +94,7 @@ class ExpertsConfig:
     bias: bool = False
     limit: float | None = None
     alpha: float = 1.702  # that of gpt-oss: x * sigmoid(1.702 x) is close to gelu(x)
+    gated_input: bool = False
 
 
 @shown
@@ -88,15 +117,64 @@ class LatentConfig:
     q_rank: int | None = None
 
 
-def kind_problems(kinds: tuple[LayerKind, ...], rotary_dims: int) -> list[str]:
-    """Return what is wrong with the kinds of the layers, of which `rotary_dims` elements of a head are rotated."""
-    problems = []
+@shown
+@dataclasses.dataclass(frozen=True)
+class LayerInputsConfig:
+    """Vectors of each token for each layer, besides the embedding (Gemma 4, as in Gemma 3n).
+
+    Args:
+        vocab: number of distinct tokens that have such vectors.
+        width: size of a vector.
+    """
+
+    vocab: int
+    width: int
+
+
+def lending_problems(kinds: tuple[LayerKind, ...]) -> list[str]:
+    """Return what is wrong with the keys and values that layers lend to later ones."""
+    problems, lent = [], {}
+    for number, kind in enumerate(kinds):
+        if kind.borrows:
+            lender = lent.get(kind.borrows)
+            if lender is None:
+                problems.append(f"layer {number} borrows {kind.borrows!r}, but no layer before it lends that")
+            elif (lender.head_dim, lender.kv_heads, lender.reach) != (kind.head_dim, kind.kv_heads, kind.reach):
+                problems.append(
+                    f"layer {number} borrows {kind.borrows!r} of a layer with other heads or another window"
+                )
+            if kind.lends or kind.keys_as_values:
+                problems.append(f"layer {number} borrows keys and values, so it cannot lend them or use keys as values")
+        if kind.lends:
+            if kinds.count(kind) > 1 or kind.lends in lent:
+                problems.append(f"several layers lend {kind.lends!r}; one layer may")
+            lent[kind.lends] = kind
+    return problems
+
+
+def kind_problems(kinds: tuple[LayerKind, ...], head_dim: int) -> list[str]:
+    """Return what is wrong with the kinds of the layers; `head_dim` elements of a head are rotated by default."""
+    problems = lending_problems(kinds)
+    if any(kind.chunk or kind.temperature for kind in kinds) and any(k.rotary and k.rotary.sections for k in kinds):
+        problems.append("chunks and temperatures are not built with rotary positions of several axes")
     for kind in dict.fromkeys(kinds):
         if kind.window is not None and kind.window < 1:
             problems.append(f"a layer's window is {kind.window}; it must be at least 1")
-        rotary = kind.rotary
+        if kind.chunk is not None and kind.chunk < 1:
+            problems.append(f"a layer's chunk is {kind.chunk}; it must be at least 1")
+        if kind.temperature is not None and kind.temperature.step < 1:
+            problems.append(f"the step of a layer's temperature is {kind.temperature.step}; it must be at least 1")
+        if kind.chunk is not None and kind.scope != "document":
+            problems.append(f"a layer has chunk {kind.chunk} and scope {kind.scope!r}; chunks cut documents only")
+        rotary, rotary_dims = kind.rotary, kind.head_dim or head_dim
         if rotary is None:
             continue
+        if rotary_dims % 2:
+            problems.append(
+                f"{rotary_dims} elements of a head are rotated, and they are rotated in pairs: make it even"
+            )
+        if not 0 < rotary.fraction <= 1:
+            problems.append(f"the rotary fraction is {rotary.fraction}; it must be above 0 and at most 1")
         if rotary.scaling not in get_args(Scaling):
             problems.append(f"scaling is {rotary.scaling!r}; choose one of {', '.join(get_args(Scaling))}")
         if not 1.0 < rotary.base < float("inf") or not rotary.factor > 0:
@@ -125,6 +203,8 @@ def expert_problems(cfg: ExpertsConfig) -> list[str]:
         problems.append(f"top_groups is {cfg.top_groups}; it must be from 1 to the number of groups, {cfg.groups}")
     elif not small and cfg.top_k > cfg.top_groups * (cfg.experts // cfg.groups):
         problems.append(f"top_k is {cfg.top_k}, but {cfg.top_groups} of {cfg.groups} groups have fewer experts")
+    if cfg.gated_input and cfg.top_k != 1:
+        problems.append(f"gated_input is True and top_k is {cfg.top_k}; gates of inputs are built with top_k=1")
     if cfg.top_k > cfg.experts:
         problems.append(f"top_k is {cfg.top_k}; it must be at most the number of experts, {cfg.experts}")
     return problems

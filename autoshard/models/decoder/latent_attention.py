@@ -12,7 +12,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LatentConfig, LayerKind
 from autoshard.models.decoder.layers import Norm, Sides, normal, project, zeros
-from autoshard.models.decoder.rotary import rotate
+from autoshard.models.decoder.positions.rotary import rotate
 from autoshard.models.remat.named_values import named
 
 LATENT_EPS = 1e-6  # the published code has this constant, whatever the config says
@@ -51,12 +51,16 @@ class LatentAttention(nnx.Module):
         """Apply attention to `[batch, seq, width]`."""
         q, latent, k_rotary = self._project(x, sides)
         q, k, v = (named(each, "qkv") for each in (q, *self._expand(latent, k_rotary)))
-        y = self._attend(q, k, v, sides.segments)
+        y = self._attend(q, k, v, sides)
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
+
+    def with_keys(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, Kept]:
+        """Apply attention to `[batch, seq, width]`. The second result is empty: no layer borrows its latent vectors."""
+        return self(x, sides), ()
 
     def kept(self, batch: int, length: int) -> Kept:
         """Return empty slots for latent vectors `[batch, slots, kv_rank]` and rotated keys `[..., rotary_dim]`."""
-        slots = slots_for(length, self.kind.window)
+        slots = slots_for(length, self.kind)
         sizes = (self.latent.kv_rank, self.latent.rotary_dim)
         latent, k_rotary = (jnp.zeros((batch, slots, size), self.cfg.dtype) for size in sizes)
         return latent, k_rotary
@@ -74,12 +78,12 @@ class LatentAttention(nnx.Module):
         q, latent, k_rotary = self._project(x, sides)
         new = latent, k_rotary
         if rows.fresh:
-            y = self._attend(q, *self._expand(latent, k_rotary), None)
+            y = self._attend(q, *self._expand(latent, k_rotary), sides)
             return project("bshd,hde->bse", y, self.wo, self.bo), new
         to_key, to_value = jnp.split(self.wkv_up[...].astype(x.dtype), [own.plain_dim], axis=-1)
         q_plain, q_rotary = jnp.split(q, [own.plain_dim], axis=-1)
         q_latent = jnp.einsum("bshd,rhd->bshr", q_plain, to_key)
-        seen = seen_parts(rows, x.shape[1], kept[0].shape[1], self.kind.window)
+        seen = seen_parts(rows, x.shape[1], kept[0].shape[1], self.kind)
         parts = [
             Part(self._scores((q_latent, q_rotary), keys), keys[0][:, :, None], each)
             for keys, each in zip((kept, new), seen, strict=True)
@@ -105,14 +109,14 @@ class LatentAttention(nnx.Module):
         given = self.cfg.score_scale
         return (self.latent.plain_dim + self.latent.rotary_dim) ** -0.5 if given is None else given
 
-    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, sides: Sides) -> jax.Array:
         """Return the result of each head, `[batch, seq, heads, value_dim]`."""
         # One size for all heads: the kernels take no other. Zeros change neither scores nor results.
         size = max(q.shape[-1], v.shape[-1])
         padded = (jnp.pad(each, ((0, 0), (0, 0), (0, 0), (0, size - each.shape[-1]))) for each in (q, k, v))
         y = attention(
             *padded, causal=True, impl=self.cfg.attention, block_size=self.cfg.block_size, scale=self._scale,
-            window=self.kind.window, soft_cap=self.cfg.score_cap, segment_ids=segments,
+            soft_cap=self.cfg.score_cap, **sides.seen_by(self.kind),
         )  # fmt: skip
         return y[..., : self.latent.value_dim]
 
@@ -134,6 +138,6 @@ class LatentAttention(nnx.Module):
         latent, k_rotary = jnp.split(project("bse,er->bsr", x, self.wkv_down, self.bkv_down), [own.kv_rank], axis=-1)
         k_rotary, rotary = k_rotary[:, :, None, :], self.kind.rotary
         if rotary is not None:
-            table = sides.tables[rotary]
+            table = sides.tables[rotary, own.rotary_dim]
             q_rotary, k_rotary = (rotate(part, table, rotary.interleaved) for part in (q_rotary, k_rotary))
         return jnp.concatenate([q_plain, q_rotary], axis=-1), self.kv_norm(latent), k_rotary[:, :, 0, :]

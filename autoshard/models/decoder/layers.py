@@ -6,7 +6,9 @@ queries and keys (arXiv:2302.05442), soft caps and norms around sublayers (Gemma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +24,9 @@ from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.positions.rotary import Rotary, Table, rotate
+from autoshard.models.decoder.positions.temperature import Temperature
 from autoshard.models.decoder.quantized_weight import QuantizedWeight
-from autoshard.models.decoder.rotary import Rotary, Table, rotate
 from autoshard.models.remat.named_values import named
 
 QUICK_GELU = 1.702  # x * sigmoid(1.702 x) is close to gelu(x) (arXiv:1606.08415, section 2)
@@ -42,23 +45,48 @@ class Sides(NamedTuple):
     """What all layers take besides the residual stream.
 
     Attributes:
-        tables: cosine and sine of each kind of rotary positions.
+        tables: cosine and sine of each kind of rotary positions, for each number of elements that are rotated.
         segments: the document of each position, `[batch, seq]`, or None.
         regions: the region of each position, `[batch, seq]`, or None; see `LayerKind.scope`.
+        factors: the factor of each position's queries, `[batch or 1, seq]`, for each temperature.
+        chunks: the documents, cut into chunks, for each size of chunks; see `chunks.chunk_segments`.
+        lent: the keys and values that earlier layers lend, by name.
+        lent_kept: those of earlier positions, in generation.
     """
 
-    tables: dict[Rotary, Table]
+    tables: Mapping[tuple[Rotary, int], Table]
     segments: jax.Array | None
     regions: jax.Array | None = None
+    factors: Mapping[Temperature, jax.Array] = MappingProxyType({})
+    chunks: Mapping[int, jax.Array] = MappingProxyType({})
+    lent: Mapping[str, Kept] = MappingProxyType({})
+    lent_kept: Mapping[str, Kept] = MappingProxyType({})
 
     def tree_flatten(self):
-        """Return the arrays, and the kinds of rotary positions."""
-        return (tuple(self.tables.values()), self.segments, self.regions), tuple(self.tables)
+        """Return the arrays, and the keys of the mappings."""
+        named = (self.tables, self.factors, self.chunks, self.lent, self.lent_kept)
+        arrays = tuple(tuple(each.values()) for each in named)
+        return (*arrays, self.segments, self.regions), tuple(tuple(each) for each in named)
 
     @classmethod
-    def tree_unflatten(cls, kinds, parts):
+    def tree_unflatten(cls, keys, parts):
         """Undo `tree_flatten`."""
-        return cls(dict(zip(kinds, parts[0], strict=True)), *parts[1:])
+        tables, *others = (dict(zip(*each, strict=True)) for each in zip(keys, parts[:-2], strict=True))
+        return cls(tables, *parts[-2:], *others)
+
+    def lending(self, name: str, lent: Kept, kept: Kept | None = None) -> Sides:
+        """Return these with the keys and values that a layer lends under a name."""
+        if not name:
+            return self
+        more = self._replace(lent={**self.lent, name: lent})
+        return more if kept is None else more._replace(lent_kept={**self.lent_kept, name: kept})
+
+    def seen_by(self, kind: LayerKind) -> dict[str, Any]:
+        """Return the keywords of `attention` that say which positions a position sees in a layer."""
+        if kind.chunk is not None and kind.chunk in self.chunks:
+            # Positions of one chunk are less than `chunk` apart. Kernels skip the blocks outside of the window.
+            return {"window": kind.reach, "segment_ids": self.chunks[kind.chunk]}
+        return {"window": kind.window, "segment_ids": self.regions if kind.scope == "region" else self.segments}
 
 
 def normal(key: jax.Array, cfg: DecoderConfig, *shape: int) -> nnx.Param:
@@ -81,6 +109,11 @@ def project(
     return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)
 
 
+def normalised(x: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square over the last dimension."""
+    return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
 class Norm(nnx.Module):
     """RMSNorm or LayerNorm over the last dimension, of size `size`, in float32. `eps` defaults to the config's."""
 
@@ -94,7 +127,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.bias is not None:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
+        y = normalised(y, self.eps)
         scale = self.scale[...].astype(jnp.float32) + self.offset
         y = y * scale.reshape((1,) * (y.ndim - 1) + scale.shape)
         if self.bias is not None:
@@ -106,60 +139,72 @@ class Attention(nnx.Module):
     """Self-attention, causal or not.
 
     Parameters: `wq [width, heads, head_dim]`, `wk` and `wv [width, kv_heads, head_dim]`, `wo [heads, head_dim, width]`,
-    their biases, and the scales of the norms of queries and keys, `[head_dim]`.
+    their biases, and the scales of the norms of queries and keys, `[head_dim]`. There are none for keys and values that
+    the layer takes from elsewhere.
     """
 
     def __init__(self, cfg: DecoderConfig, kind: LayerKind, key: jax.Array):
         self.cfg, self.kind = cfg, kind
         q_key, k_key, v_key, o_key = jax.random.split(key, 4)
-        width, heads, kv_heads, head_dim = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim
+        width, heads = cfg.width, cfg.heads
+        self.kv_heads, self.head_dim = kind.kv_heads or cfg.kv_heads, kind.head_dim or cfg.head_dim
+        kv_heads, head_dim, own = self.kv_heads, self.head_dim, not kind.borrows
+        own_values = own and not kind.keys_as_values
         self.wq = normal(q_key, cfg, width, heads, head_dim)
-        self.wk = normal(k_key, cfg, width, kv_heads, head_dim)
-        self.wv = normal(v_key, cfg, width, kv_heads, head_dim)
+        self.wk = normal(k_key, cfg, width, kv_heads, head_dim) if own else None
+        self.wv = normal(v_key, cfg, width, kv_heads, head_dim) if own_values else None
         self.wo = normal(o_key, cfg, heads, head_dim, width)
         self.bq = zeros(cfg, heads, head_dim, wanted=cfg.qkv_bias)
-        self.bk = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias)
-        self.bv = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias)
+        self.bk = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias and own)
+        self.bv = zeros(cfg, kv_heads, head_dim, wanted=cfg.qkv_bias and own_values)
         self.bo = zeros(cfg, width, wanted=cfg.output_bias)
         self.q_norm = Norm(cfg, head_dim) if cfg.query_norm else None
-        self.k_norm = Norm(cfg, head_dim) if cfg.query_norm else None
+        self.k_norm = Norm(cfg, head_dim) if cfg.query_norm and own else None
         self.sinks = zeros(cfg, heads, wanted=cfg.sinks)
 
     def __call__(self, x: jax.Array, sides: Sides) -> jax.Array:
         """Apply attention to `[batch, seq, width]`."""
-        q, k, v = (named(each, "qkv") for each in self._project(x, sides))
-        segments = sides.segments if self.kind.scope == "document" else sides.regions
-        y = attention(q, k, v, causal=self.cfg.causal, window=self.kind.window, segment_ids=segments, **self._options())
-        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj")
+        return self.with_keys(x, sides)[0]
+
+    def with_keys(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, Kept]:
+        """Apply attention to `[batch, seq, width]`. Also returns its keys and values."""
+        q, k, v = self._project(x, sides)
+        q = named(q, "qkv")
+        if not self.kind.borrows:
+            k, v = named(k, "qkv"), named(v, "qkv")
+        y = attention(q, k, v, causal=self.cfg.causal, **sides.seen_by(self.kind), **self._options())
+        return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj"), (k, v)
 
     def kept(self, batch: int, length: int) -> Kept:
-        """Return empty slots for keys and values, each `[batch, slots, kv_heads, head_dim]`."""
-        cfg = self.cfg
-        shape = (batch, slots_for(length, self.kind.window), cfg.kv_heads, cfg.head_dim)
-        return jnp.zeros(shape, cfg.dtype), jnp.zeros(shape, cfg.dtype)
+        """Return empty slots for the layer's own keys and values, each `[batch, slots, kv_heads, head_dim]`."""
+        if self.kind.borrows:
+            return ()
+        shape = (batch, slots_for(length, self.kind), self.kv_heads, self.head_dim)
+        return jnp.zeros(shape, self.cfg.dtype), jnp.zeros(shape, self.cfg.dtype)
 
     def extend(self, x: jax.Array, sides: Sides, kept: Kept, rows: Rows) -> tuple[jax.Array, Kept]:
         """Apply attention to new positions `[batch, seq, width]`, using the kept keys and values.
 
         Returns:
-            The result, and the keys and values of the new positions.
+            The result, and the keys and values of the new positions, if they are the layer's own.
         """
         q, k, v = self._project(x, sides)
         if rows.fresh:
-            y = attention(q, k, v, causal=True, window=self.kind.window, **self._options())
+            y = attention(q, k, v, causal=True, **sides.seen_by(self.kind), **self._options())
         else:
-            y = self._attend_kept(q, (k, v), kept, rows)
-        return project("bshd,hde->bse", y, self.wo, self.bo), (k, v)
+            earlier = sides.lent_kept[self.kind.borrows] if self.kind.borrows else kept
+            y = self._attend_kept(q, (k, v), earlier, rows)
+        return project("bshd,hde->bse", y, self.wo, self.bo), () if self.kind.borrows else (k, v)
 
     def _attend_kept(self, q: jax.Array, new: Kept, kept: Kept, rows: Rows) -> jax.Array:
         """Return the result of each head, `[batch, seq, heads, head_dim]`."""
         cfg = self.cfg
-        grouped = q.reshape(*q.shape[:2], cfg.kv_heads, -1, cfg.head_dim)
-        scale = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
+        grouped = q.reshape(*q.shape[:2], self.kv_heads, -1, self.head_dim)
+        scale = self.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
         softmax = Softmax(Visibility(causal=False), scale, cfg.score_cap)
-        seen = seen_parts(rows, q.shape[1], kept[0].shape[1], self.kind.window)
+        seen = seen_parts(rows, q.shape[1], kept[0].shape[1], self.kind)
         parts = [Part(softmax.scores(grouped, k), v, each) for (k, v), each in zip((kept, new), seen, strict=True)]
-        sinks = None if self.sinks is None else self.sinks[...].reshape(cfg.kv_heads, -1)
+        sinks = None if self.sinks is None else self.sinks[...].reshape(self.kv_heads, -1)
         return attend(parts, sinks).reshape(q.shape)
 
     def _options(self) -> dict[str, Any]:
@@ -172,14 +217,25 @@ class Attention(nnx.Module):
 
     def _project(self, x: jax.Array, sides: Sides) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values."""
-        q = project("bse,ehd->bshd", x, self.wq, self.bq)
+        q = self._placed(project("bse,ehd->bshd", x, self.wq, self.bq), self.q_norm, sides)
+        if self.kind.temperature is not None:
+            q = (q * sides.factors[self.kind.temperature][:, :, None, None]).astype(q.dtype)
+        if self.wk is None:
+            k, v = sides.lent[self.kind.borrows]
+            return q, k, v
         k = project("bse,ehd->bshd", x, self.wk, self.bk)
-        v = project("bse,ehd->bshd", x, self.wv, self.bv)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.kind.rotary is not None:
-            q, k = (rotate(x, sides.tables[self.kind.rotary], self.kind.rotary.interleaved) for x in (q, k))
-        return q, k, v
+        v = k if self.wv is None else project("bse,ehd->bshd", x, self.wv, self.bv)
+        if self.cfg.value_norm:
+            v = normalised(v.astype(jnp.float32), self.cfg.norm_eps).astype(v.dtype)
+        return q, self._placed(k, self.k_norm, sides), v
+
+    def _placed(self, x: jax.Array, norm: Norm | None, sides: Sides) -> jax.Array:
+        """Normalise and rotate queries or keys, `[batch, seq, heads, head_dim]`."""
+        rotary = self.kind.rotary
+        x = x if norm is None else norm(x)
+        if rotary is not None:
+            x = rotate(x, sides.tables[rotary, self.head_dim], rotary.interleaved)
+        return normalised(x.astype(jnp.float32), self.cfg.norm_eps).astype(x.dtype) if self.kind.unit_norm else x
 
 
 class MLP(nnx.Module):

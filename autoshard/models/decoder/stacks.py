@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
-from autoshard.models.decoder.block import Group
+from autoshard.models.decoder.block import Block, Carry, Group
+from autoshard.models.decoder.cache import Kept
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import Sides
-from autoshard.models.decoder.segments import segments_of
+from autoshard.models.decoder.positions.chunks import chunk_segments
+from autoshard.models.decoder.segments import Segment, segments_of
 from autoshard.models.stack import make_layers, run_layers
 
 
@@ -30,18 +33,61 @@ def make_segments(cfg: DecoderConfig, key: jax.Array) -> nnx.List:
     )
 
 
-def run_segments(cfg: DecoderConfig, segments: nnx.List, x: Any, sides: Sides) -> Any:
-    """Apply all layers to `[batch, seq, width]`, or to this and the load of the experts so far."""
+def run_segments(cfg: DecoderConfig, segments: nnx.List, x: Any, sides: Sides, inputs: jax.Array | None = None) -> Any:
+    """Apply all layers to `[batch, seq, width]`, or to this and the load of the experts so far.
+
+    `inputs [layers, batch, seq, ...]` are the layers' own inputs, if the model has some.
+    """
     for segment, layers in zip(segments_of(cfg.kinds), segments, strict=True):
+        own = segment_inputs(segment, inputs)
+        if name := segment.pattern[0].lends:
+            # The kind of such a layer occurs once, so that it is alone in its segment.
+            x, lent = run_layers(nnx.List([Lender(layers[0].layers[0])]), (x, ()), own, remat=cfg.remat, sides=(sides,))
+            sides = sides.lending(name, lent)
+            continue
         # A group of several layers rematerializes each of them.
-        x = run_layers(layers, x, None, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
+        x = run_layers(layers, x, own, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
     return x
 
 
+class Lender(nnx.Module):
+    """A layer whose carry ends with its keys and values."""
+
+    def __init__(self, layer: Block):
+        self.layer = layer
+
+    def __call__(self, carry: tuple[Carry, Kept], inputs: jax.Array | None, sides: Sides) -> tuple[Carry, Kept]:
+        """Apply the layer to the first part of the carry."""
+        return self.layer.with_keys(carry[0], inputs, sides)
+
+
+def segment_inputs(segment: Segment, inputs: jax.Array | None) -> jax.Array | None:
+    """Return the inputs of a segment's layers, `[repeats, ...]`, or `[repeats, pattern, ...]` of longer patterns."""
+    if inputs is None:
+        return None
+    count = len(segment.pattern)
+    own = inputs[segment.first : segment.first + segment.repeats * count]
+    return own if count == 1 else own.reshape(segment.repeats, count, *own.shape[1:])
+
+
 def make_sides(
-    cfg: DecoderConfig, positions: jax.Array, segment_ids: jax.Array | None, region_ids: jax.Array | None = None
+    cfg: DecoderConfig,
+    positions: jax.Array,
+    segment_ids: jax.Array | None,
+    region_ids: jax.Array | None = None,
+    chunks: Mapping[int, jax.Array] | None = None,
 ) -> Sides:
     """Return what all layers take besides the residual stream."""
-    kinds = dict.fromkeys(kind.rotary for kind in cfg.kinds if kind.rotary is not None)
-    tables = {rotary: rotary.table(cfg.rotary_dims, positions) for rotary in kinds}
-    return Sides(tables, segment_ids, region_ids)
+    kinds = dict.fromkeys((kind.rotary, cfg.rotary_dims(kind)) for kind in cfg.kinds if kind.rotary is not None)
+    tables = {(rotary, dims): rotary.table(dims, positions) for rotary, dims in kinds}
+    temperatures = dict.fromkeys(kind.temperature for kind in cfg.kinds if kind.temperature is not None)
+    factors = {temperature: temperature.factors(positions) for temperature in temperatures}
+    return Sides(tables, segment_ids, region_ids, factors, chunks or {})
+
+
+def chunks_of(
+    cfg: DecoderConfig, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
+) -> dict[int, jax.Array]:
+    """Return the chunks of rows of tokens `[batch, seq]` for the layers that have them; see `chunk_segments`."""
+    sizes = [kind.chunk for kind in cfg.kinds if kind.chunk is not None]
+    return chunk_segments(sizes, (tokens.shape[0], tokens.shape[1]), positions, segment_ids, cfg.context)

@@ -19,6 +19,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.exchange import safetensors
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
+from autoshard.models.pretrained.families import text_config
 from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.quantized import Scheme, scheme_of
 
@@ -33,11 +34,13 @@ class Folder:
 
     Attributes:
         path: the folder.
-        config: the content of its `config.json`.
+        config: the content of its `config.json`; of a model with towers, the config of its text model.
+        text_of: the architecture of the model with towers; empty if the folder is that of a whole model.
     """
 
     path: Path
     config: Mapping[str, Any]
+    text_of: str = ""
 
     @classmethod
     def open(cls, path: Any) -> Folder:
@@ -52,7 +55,9 @@ class Folder:
         file = folder / CONFIG
         if not file.exists():
             raise AutoshardError(f"{str(folder)!r} has no {CONFIG}, which says what model it is")
-        return cls(folder, read_table(file))
+        config = read_table(file)
+        text = text_config(config, str(file))
+        return cls(folder, config) if text is None else cls(folder, text, config["architectures"][0])
 
     @property
     def values(self) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from flax import nnx
 
 from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.decoder.config_changes import config_fields, with_changes
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
@@ -153,6 +154,13 @@ class Described:
         except (TypeError, ValueError) as error:
             raise AutoshardError(f"{values.where}: {error}") from error
         origin = Origin.of(family, folder)
+        if folder.text_of:
+            warnings.warn(
+                f"{str(folder.path)!r} is a {folder.text_of}: its text model alone is read, as a {origin.family}. The "
+                "tensors of its towers are left out, also when it is written. This is the only form that is built",
+                AutoshardWarning,
+                stacklevel=4,
+            )
         model: Any = nnx.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
         model.origin = origin
         graph, state = nnx.split(model)

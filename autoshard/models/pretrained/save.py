@@ -51,7 +51,7 @@ def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, s
         )
     family, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
     tensors = tensors_of(
-        sources_of(family.stacks(cfg), family.spelled(cfg, origin.spelling), shapes),
+        sources_of(family.stacks(cfg), family.spelled(cfg, origin.written_spelling), shapes),
         {path: dtype or str(leaf.dtype) for path, leaf in values.items()},
         lambda path, index: gathered(values[path], index),
     )

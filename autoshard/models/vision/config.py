@@ -12,7 +12,7 @@ from autoshard._shown import shown
 from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.decoder.config import Activation, DecoderConfig, NormKind
 from autoshard.models.decoder.kinds import LayerKind
-from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.vision.constants import PLANNED_PATCHES
 
 # The fields that a `TowerConfig` passes on to the config of its layers.

@@ -44,6 +44,10 @@ CLIMB_STARTS = 2
 # Least relative gain for which one change of a plan is made. Source: chosen, not measured.
 LEAST_CHANGE_GAIN = 2e-3
 
+# The search from a start ends if the gains of all its single changes, taken this many times together, would not reach
+# `LEAST_GAIN_OVER_KNOWN`: single changes can make room for others. Source: chosen.
+GAINS_TOGETHER = 2.0
+
 # Most that a changed plan may compute, communicate and send, relative to the known plan from which it started. XLA
 # hides less communication in unusual plans than the estimate says. Source: the value is chosen, the reason is a
 # compiled plan. Llama-2 70B on v5p:8x8x4, batch 64: `fsdp:64 tp:4 seq` with `tp-ffn` is 6 % faster by the estimate, but

@@ -22,6 +22,7 @@ from autoshard.sharding.layout.plan_edits import Change, changed
 from autoshard.sharding.search.candidate import Candidate, candidate_time
 from autoshard.sharding.search.constants import (
     CLIMB_STARTS,
+    GAINS_TOGETHER,
     LEAST_CHANGE_GAIN,
     LEAST_GAIN_OVER_KNOWN,
     MOST_EXTRA_WORK,
@@ -46,20 +47,20 @@ def hill_climb(
     for start in list(best_of_mesh.values())[:CLIMB_STARTS]:
         now = start
         most = [MOST_EXTRA_WORK * each for each in _work(start)]
-        while (after := _best_change(now, price, limit, most, seen)) is not None:
-            now = after
+        while (tried := _changes(now, price, limit, most, seen)) and _may_pay(tried, now, known[0], limit):
+            now = min(tried, key=lambda c: _objective(c, limit))
         better += [now] if _gains(now, known[0], limit, LEAST_GAIN_OVER_KNOWN) else []
     return sorted(better, key=lambda c: _objective(c, limit))
 
 
-def _best_change(
+def _changes(
     now: Candidate,
     price: Callable[[str, Layout], Candidate | None],
     limit: float,
     most: Sequence[float],
     seen: set[object],
-) -> Candidate | None:
-    """The best of all single changes; None if none gains enough.
+) -> list[Candidate]:
+    """The plans with a single change that gain enough.
 
     Args:
         now: the plan to change.
@@ -75,9 +76,16 @@ def _best_change(
         if key not in seen:
             seen.add(key)
             tried += [c for c in [price(f"{now.name} {change}", layout)] if c is not None]
-    tried = [c for c in tried if all(work <= bound for work, bound in zip(_work(c), most, strict=True))]
-    best = min(tried, key=lambda c: _objective(c, limit), default=now)
-    return best if _gains(best, now, limit, LEAST_CHANGE_GAIN) else None
+    allowed = [c for c in tried if all(work <= bound for work, bound in zip(_work(c), most, strict=True))]
+    return [c for c in allowed if _gains(c, now, limit, LEAST_CHANGE_GAIN)]
+
+
+def _may_pay(better: Sequence[Candidate], now: Candidate, known: Candidate, limit: float) -> bool:
+    """Whether changes may gain enough over the best known plan, if their gains add up `GAINS_TOGETHER` times."""
+    if not (now.fits(limit) and known.fits(limit)):
+        return True
+    gain = sum(candidate_time(now) - candidate_time(c) for c in better)
+    return candidate_time(now) - GAINS_TOGETHER * gain < candidate_time(known) * (1 - LEAST_GAIN_OVER_KNOWN)
 
 
 def _work(candidate: Candidate) -> tuple[float, float, float]:

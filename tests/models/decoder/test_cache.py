@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from autoshard.models.decoder import Decoder, DecoderConfig, ExpertsConfig, LatentConfig, LayerKind
+from autoshard.models.decoder import Decoder, DecoderConfig, ExpertsConfig, LatentConfig, LayerKind, Rotary
 from autoshard.models.decoder.cache import Rows, positions_in, written
+from autoshard.models.decoder.kinds import LayerInputsConfig
+from autoshard.models.decoder.positions.temperature import Temperature
 from tests.models.small import quickly
 
-LOCAL = LayerKind(window=3)
+LOCAL, CHUNKED = LayerKind(window=3), LayerKind(chunk=3, unit_norm=True)
+WHOLE = LayerKind(head_dim=6, kv_heads=1, keys_as_values=True, rotary=Rotary(fraction=0.5))
+BORROWING = dataclasses.replace(WHOLE, keys_as_values=False, borrows="b")
+TUNED = Temperature(1.0, 2)
 SIZES = {"vocab": 16, "width": 8, "heads": 4, "kv_heads": 2, "head_dim": 4, "ffn": 16, "context": 32, "init_std": 0.5}
 CONFIGS = {
     "local and global": DecoderConfig(kinds=(LOCAL, LayerKind()) * 2, sinks=True, query_norm=True, **SIZES),
@@ -23,7 +28,17 @@ CONFIGS = {
         experts=ExpertsConfig(4, 2, 8, scoring="sigmoid", choice_bias=True, shared_ffn=8),
         **SIZES,
     ),
-}
+    "chunks": DecoderConfig(
+        kinds=(dataclasses.replace(CHUNKED, experts=True), LayerKind(rotary=None, temperature=TUNED)),
+        experts=ExpertsConfig(4, 1, 8, scoring="sigmoid", renormalize=False, gated_input=True),
+        **SIZES,
+    ),
+    "lent": DecoderConfig(
+        kinds=(WHOLE, dataclasses.replace(LOCAL, lends="a"), dataclasses.replace(WHOLE, lends="b"))
+        + (dataclasses.replace(LOCAL, borrows="a", ffn=24), BORROWING) * 2,
+        value_norm=True, layer_scale=True, layer_inputs=LayerInputsConfig(16, 4), **SIZES,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(params=CONFIGS)
@@ -76,6 +91,12 @@ def test_one_position_is_written_where_several_would_be(slots):
     rows = Rows(jnp.array([0, 2, 3, 7]), jnp.ones(4, jnp.int32), fresh=False)
     two = jnp.concatenate([new, jnp.full_like(new, jnp.nan)], axis=2)
     assert (written(kept, new, rows) == written(kept, two, rows)).all()
+
+
+def test_a_layer_that_borrows_keeps_nothing():
+    kept = Decoder(CONFIGS["lent"], rngs=nnx.Rngs(0)).cache(2, 16).kept
+    assert [[len(layer) for layer in segment] for segment in kept] == [[2], [2], [2], [0, 0]]
+    assert kept[0][0][0].shape == (1, 2, 16, 1, 6) and kept[1][0][0].shape == (1, 2, 3, 2, 4)
 
 
 def test_local_layers_keep_their_window_alone():

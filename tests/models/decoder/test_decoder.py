@@ -10,6 +10,8 @@ from flax import nnx
 
 from autoshard.models.decoder import Decoder, DecoderConfig, ExpertsConfig, LayerKind, Rotary
 from autoshard.models.decoder.experts import route
+from autoshard.models.decoder.kinds import LayerInputsConfig
+from autoshard.models.decoder.positions.temperature import Temperature
 from tests.models.small import called, quickly
 
 LOCAL = LayerKind(window=3)
@@ -92,6 +94,15 @@ def test_the_bias_of_the_choice_does_not_change_the_gate():
         ({"experts": ExpertsConfig(6, 1, 8, groups=4)}, "groups is 4; it must divide the 6 experts"),
         ({"activation": "relu", "dtype": "int8"}, "activation is 'relu'.*dtype is 'int8'"),
         ({"remat": "some"}, "remat is 'some'"),
+        ({"kinds": (LayerKind(chunk=0),)}, "a layer's chunk is 0"),
+        ({"kinds": (LayerKind(chunk=4, scope="region"),)}, "chunk 4 and scope 'region'; chunks cut documents only"),
+        ({"kinds": (LayerKind(temperature=Temperature(0.1, 0)),)}, "the step of a layer's temperature is 0"),
+        ({"kinds": (LayerKind(kv_heads=3),)}, "heads 2 is not a multiple of kv_heads 3"),
+        ({"kinds": (LayerKind(rotary=Rotary(fraction=0.0)),)}, "the rotary fraction is 0"),
+        ({"kinds": (LayerKind(borrows="a"),)}, "layer 0 borrows 'a', but no layer before it lends that"),
+        ({"kinds": (LayerKind(lends="a"),) * 2}, "several layers lend 'a'"),
+        ({"kinds": (LayerKind(lends="a"), LayerKind(3, borrows="a"))}, "'a' of a layer with other heads or another wi"),
+        ({"layer_inputs": LayerInputsConfig(16, 0)}, "layer_inputs is .*; its sizes must be at least 1"),
         ({"loss_chunks": 17}, "loss_chunks is 17; it must be at most vocab, 16"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

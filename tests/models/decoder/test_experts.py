@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
-from autoshard.models.decoder.experts import Load
+from autoshard.models.decoder.experts import Experts, Load
 from autoshard.models.decoder.kinds import ExpertsConfig
 
 SIZES: dict[str, Any] = dict(vocab=16, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16, context=32)
@@ -43,3 +43,19 @@ def test_a_factor_without_experts_is_refused() -> None:
         DecoderConfig(kinds=(LayerKind(),), router_loss=0.5, **SIZES)
     with pytest.raises(ValueError, match=r"router_loss is -1"):
         dataclasses.replace(CONFIG, router_loss=-1)
+
+
+def test_a_gate_of_the_input_multiplies_what_the_expert_gets() -> None:
+    own = ExpertsConfig(4, 1, 8, scoring="sigmoid", renormalize=False, gated_input=True, shared_ffn=8)
+    experts = Experts(dataclasses.replace(CONFIG, experts=own), jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, 5, 8))
+    logits = x[0] @ experts.router[...]
+    assert experts.shared is not None
+    expected = experts.shared(x)[0]
+    for position, chosen in enumerate(jnp.argmax(logits, axis=-1).tolist()):
+        given = x[0, position] * jax.nn.sigmoid(logits[position, chosen])
+        hidden = jax.nn.silu(given @ experts.w_gate[chosen]) * (given @ experts.w_up[chosen])
+        expected = expected.at[position].add(hidden @ experts.w_down[chosen])
+    np.testing.assert_allclose(experts(x)[0], expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"gated_input is True and top_k is 2"):
+        dataclasses.replace(CONFIG, experts=dataclasses.replace(own, top_k=2))

@@ -33,6 +33,16 @@ GPT_OSS: dict[str, Any] = {
 MIXTRAL: dict[str, Any] = {
     **LLAMA, "architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
+LLAMA4: dict[str, Any] = {
+    **LLAMA, "architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 4, "intermediate_size_mlp": 24, "head_dim": 8,
+    "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 6,
+}  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    **LLAMA, "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 8,
+    "global_head_dim": 12, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 6,
+    "hidden_activation": "gelu_pytorch_tanh", "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 24, "tie_word_embeddings": True,
+}  # fmt: skip
 GPT2: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"], "vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "dtype": "float32",

@@ -10,13 +10,15 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from autoshard.ckpt.exchange.file_tensors import FileTensor
-from autoshard.errors import AutoshardError
+from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.decoder import Decoder
 from autoshard.models.pretrained import known_families, load_pretrained, plan_pretrained, save_pretrained
 from tests.models.pretrained.folders import (
+    GEMMA4,
     GPT2,
     GPT_OSS,
     LLAMA,
+    LLAMA4,
     MIXTRAL,
     QWEN2_5_VL,
     VIT,
@@ -49,8 +51,22 @@ def same(a, b):
         (VIT, "fsdp:8", True),
         (VIT, "fsdp:8", False),
         (QWEN2_5_VL, "fsdp:8", True),
+        (LLAMA4, "ep:4 fsdp:2", True),
+        (GEMMA4, "fsdp:8", True),
     ],
-    ids=["replicated", "sharded", "separate-layers", "gpt-oss", "mixtral", "gpt2", "vit", "vit-separate", "qwen2.5-vl"],
+    ids=[
+        "replicated",
+        "sharded",
+        "separate-layers",
+        "gpt-oss",
+        "mixtral",
+        "gpt2",
+        "vit",
+        "vit-separate",
+        "qwen2.5-vl",
+        "llama4",
+        "gemma4",
+    ],
 )
 def test_import_then_export_is_the_same_bytes(tmp_path, config, plan, scan):
     folder = make_folder(tmp_path / "in", config)
@@ -72,6 +88,39 @@ def test_gpt2_is_read_and_written_with_and_without_its_prefix(tmp_path):
     assert model.segments[0].layers[0].attention.wq.shape == (2, 16, 2, 8)
     save_pretrained(model, tmp_path / "out")
     assert same(stored(tmp_path / "out"), bare)
+
+
+@pytest.mark.parametrize(
+    "config, whole, start, tower",
+    [
+        (LLAMA4, "Llama4ForConditionalGeneration", "language_model.", "vision_model.layernorm_pre.weight"),
+        (GEMMA4, "Gemma4ForConditionalGeneration", "model.language_model.", "model.vision_tower.std_scale"),
+    ],
+    ids=["llama4", "gemma4"],
+)
+def test_the_text_model_of_a_model_with_towers_is_read_and_written_alone(tmp_path, config, whole, start, tower):
+    text = stored(make_folder(tmp_path / "text", config))
+    names = {name: start + (name if config is LLAMA4 else name.removeprefix("model.")) for name in text}
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    inner = {key: value for key, value in config.items() if key not in ("architectures", "dtype")}
+    nested = {"architectures": [whole], "dtype": "float32", "text_config": inner, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    write_tensors(folder, {names[name]: x for name, x in text.items()} | {tower: np.zeros(2, "float32")})
+    with pytest.warns(AutoshardWarning, match=f"is a {whole}: its text model alone is read"):
+        model = load_pretrained(folder, plan="fsdp:8", batch=BATCH)
+    save_pretrained(model, tmp_path / "out")
+    assert same(text, stored(tmp_path / "out"))
+    assert json.loads((tmp_path / "out/config.json").read_text()) == config
+
+
+def test_unused_keys_and_values_of_a_layer_that_borrows_are_left_out(tmp_path):
+    folder = make_folder(tmp_path / "in", GEMMA4)
+    tensors = tensors_of(folder, "float32")
+    (folder / "model.safetensors").unlink()
+    write_tensors(folder, tensors | {"model.layers.5.self_attn.k_proj.weight": np.zeros((12, 16), "float32")})
+    save_pretrained(load_pretrained(folder, plan="fsdp:8", batch=BATCH), tmp_path / "out")
+    assert same(tensors, stored(tmp_path / "out"))
 
 
 def test_values_do_not_depend_on_the_plan(tmp_path):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from autoshard.errors import AutoshardError
-from autoshard.models.pretrained import load_pretrained
+from autoshard.models.pretrained import load_pretrained, plan_pretrained
 from autoshard.models.pretrained.folder import Folder, read_table
 from autoshard.serve.generator import stop_tokens
-from tests.models.pretrained.folders import LLAMA, make_folder, tensors_of, write_tensors
+from tests.models.pretrained.folders import GEMMA4, LLAMA, LLAMA4, make_folder, tensors_of, write_tensors
 
 
 @pytest.fixture
@@ -90,6 +90,47 @@ def test_pickled_files_are_refused(folder):
 def test_configs(folder, changes, message):
     with_config(folder, **changes)
     assert message in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "config, changes, message",
+    [
+        (LLAMA4, {"num_experts_per_tok": 2}, "num_experts_per_tok is 2; only 1 is built"),
+        (LLAMA4, {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries; it must have one for each of 4 layers"),
+        (LLAMA4, {"moe_layers": "all"}, "moe_layers is 'all'; it must be a list of whole numbers"),
+        (LLAMA4, {"layer_types": ["sliding_attention"] * 4}, "layer_types must be one of chunked_attention, full_att"),
+        (
+            LLAMA4,
+            {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": None},
+            "attention_chunk_size is nul",
+        ),
+        (GEMMA4, {"enable_moe_block": True}, "enable_moe_block is True; only False is built"),
+        (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        (GEMMA4, {"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6; it must be at least 0 and below 6"),
+        (
+            GEMMA4,
+            {"num_kv_shared_layers": 5},
+            "num_kv_shared_layers is 5: no layer before the last 5 has full_attention",
+        ),
+        (GEMMA4, {"per_layer_config": {"1": {"ffn": 2}}}, "per_layer_config of layer 1 is {'ffn': 2}"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+    ],
+)
+def test_configs_of_later_families(tmp_path, config, changes, message):
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(AutoshardError) as caught:
+        plan_pretrained(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_a_model_with_towers_and_no_config_of_its_text_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma4ForConditionalGeneration"]}))
+    with pytest.raises(AutoshardError, match=r"config\.json: text_config is None; it must be a table"):
+        plan_pretrained(tmp_path)
 
 
 def test_no_folder_and_no_config(tmp_path):

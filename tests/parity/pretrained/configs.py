@@ -33,6 +33,21 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 2.0,
 }
+LLAMA4: dict[str, Any] = {
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 48,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 100,
+    "floor_scale": 60,
+}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "sliding_window": 70,
+    "final_logit_softcapping": 3.0,
+}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", SIZES),
@@ -116,6 +131,38 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
             "num_mtp_layers": 0,
             "rope_parameters": {**LONGER, "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **SIZES, **LLAMA4, "num_hidden_layers": 8, "interleave_moe_layer_step": 2,
+            "rope_parameters": {
+                **LONGER, "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0,
+            },
+        },
+    ),
+    "llama4-lists": (
+        "Llama4TextConfig",
+        {
+            **SIZES, **LLAMA4, "use_qk_norm": False, "attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1],
+            "moe_layers": [1, 2], "layer_types": ["full_attention", "chunked_attention", "full_attention"],
+        },
+    ),
+    "gemma4": (  # as the model of 2 billion parameters
+        "Gemma4TextConfig",
+        {
+            **SIZES, **GEMMA4, "num_hidden_layers": 9, "num_key_value_heads": 1, "num_kv_shared_layers": 3,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 3, "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+        },
+    ),
+    "gemma4-plain": (  # as the model of 31 billion
+        "Gemma4TextConfig",
+        {
+            **SIZES, **GEMMA4, "num_hidden_layers": 6, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2, "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
         },
     ),
 }  # fmt: skip

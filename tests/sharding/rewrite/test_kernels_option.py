@@ -12,6 +12,7 @@ import pytest
 import autoshard
 from autoshard import Plan, auto_shard, plan, replace_kernels
 from autoshard.errors import PlanError
+from autoshard.sharding.rewrite.masks import static_masks
 from tests.sharding.rewrite.formulations import (
     FORMULATIONS,
     einsum_where,
@@ -52,6 +53,15 @@ def test_all_plans_keep_the_gradients(name: str, policy: str, strategy: str) -> 
 
 def planned(step: Any, **options: Any) -> Plan:
     return plan(step, parameters(), rows(), target="cpu:8", plan="dp:8", **options)
+
+
+def test_written_out_layers_share_the_evaluation_of_their_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated: list[Any] = []
+    real = static_masks._evaluated
+    monkeypatch.setattr(static_masks, "_evaluated", lambda *given: evaluated.append(given) or real(*given))
+    made = planned(step_of(einsum_where, unrolled=True), kernels="require")
+    masks = [given for given in evaluated if given[0].aval.size > 1]
+    assert made.kernels[0].count > 1 and len(masks) == len(set(masks))
 
 
 def test_a_plan_lists_its_kernels() -> None:

@@ -1,6 +1,7 @@
 """Plans beyond the known ones: words that change a plan, and the local search."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -89,3 +90,16 @@ def test_the_result_is_never_slower_than_a_known_plan():
         planned.estimate.step_time_us
         <= min(us for _, us, peak in planned.candidates if peak <= planned.limit_bytes) + 1e-3
     )
+
+
+def test_the_search_ends_where_all_changes_together_gain_too_little(monkeypatch):
+    """It still makes the first round of changes, and finds no less than a search that goes on."""
+
+    def search(gains):
+        monkeypatch.setattr(local_search, "GAINS_TOGETHER", gains)
+        step, state, batch = workload_step(workload("wide-resnet-tiny").with_(batch_size=16))
+        return plan(step, state, batch, target="v5e:2x4", donate_argnums=0)
+
+    short, long = search(0.0), search(math.inf)
+    counts = [sum(tried.changed for tried in each.history[0].tried) for each in (short, long)]
+    assert 0 < counts[0] < counts[1] and short.chosen == long.chosen

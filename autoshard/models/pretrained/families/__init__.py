@@ -15,9 +15,11 @@ from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.families.gemma import GEMMA2, GEMMA3
+from autoshard.models.pretrained.families.gemma4 import GEMMA4
 from autoshard.models.pretrained.families.gpt2 import GPT2
 from autoshard.models.pretrained.families.gpt_oss import GPT_OSS
 from autoshard.models.pretrained.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from autoshard.models.pretrained.families.llama4 import LLAMA4
 from autoshard.models.pretrained.families.mixtures import MIXTRAL, QWEN3_MOE
 from autoshard.models.pretrained.families.qwen_vl import QWEN2_5_VL, QWEN2_VL
 from autoshard.models.pretrained.families.vit import VIT
@@ -25,10 +27,13 @@ from autoshard.models.pretrained.families.vit import VIT
 GROUP = "autoshard.families"
 BUILT_IN = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GPT2, QWEN2_VL,
-    QWEN2_5_VL, VIT,
+    QWEN2_5_VL, VIT, LLAMA4, GEMMA4,
 )  # fmt: skip
 
-__all__ = ["Family", "family_of", "known_families"]
+SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version")
+"""Keys of the config of a whole model that hold for its text model too, if that has none of its own."""
+
+__all__ = ["Family", "family_of", "known_families", "text_config"]
 
 
 @cache
@@ -48,6 +53,25 @@ def known_families() -> Mapping[str, Family]:
     return found
 
 
+def text_config(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Return the config of the text model of a model with towers; None for other models.
+
+    Raises:
+        AutoshardError: the text model has no config.
+    """
+    known = known_families()
+    names = config.get("architectures")
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    family = next((each for each in known.values() if not set(names).isdisjoint(each.text_of)), None)
+    if family is None or not known.keys().isdisjoint(names):
+        return None
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise AutoshardError(f"{where}: text_config is {inner!r}; it must be a table")
+    shared = {key: config[key] for key in SHARED if key in config}
+    return {**shared, **inner, "architectures": [family.architectures[0]]}
+
+
 def family_of(config: Mapping[str, Any], where: str) -> Family:
     """Return the family of a `config.json`.
 
@@ -55,15 +79,16 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
         AutoshardError: there is no known architecture in it; the message lists the known ones.
     """
     known = known_families()
+    listed = ", ".join(sorted({*known, *(name for family in known.values() for name in family.text_of)}))
     names = config.get("architectures")
     if not isinstance(names, list) or not names:
-        raise AutoshardError(f"{where} names no architectures; the known ones are {', '.join(sorted(known))}")
+        raise AutoshardError(f"{where} names no architectures; the known ones are {listed}")
     for name in names:
         if name in known:
             return known[name]
     near = difflib.get_close_matches(str(names[0]), known, n=2)
     guess = f" Near ones: {', '.join(near)}." if near else ""
     raise AutoshardError(
-        f"{where}: the architecture {names[0]!r} is not known.{guess} Known are {', '.join(sorted(known))}; add a "
+        f"{where}: the architecture {names[0]!r} is not known.{guess} Known are {listed}; add a "
         f"family of your own by an entry point of the group {GROUP}"
     )

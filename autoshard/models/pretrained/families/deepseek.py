@@ -7,7 +7,7 @@ import math
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig
-from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.pretrained.families.family import Config, Family, decoder_unneeded
 from autoshard.models.pretrained.families.llama import LAYER, dense_config, ends_table, mlp_table
 from autoshard.models.pretrained.families.mixtures import experts_table

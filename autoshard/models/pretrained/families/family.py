@@ -14,7 +14,7 @@ from autoshard._shown import shown
 from autoshard.errors import AutoshardError
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.decoder.kinds import LayerKind
-from autoshard.models.decoder.rotary import Rotary
+from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.pretrained.tables import Stacks, Stored, Table
 
 ACTIVATIONS = {
@@ -62,6 +62,8 @@ class Family:
         stacks: the stacks of layers of a model with this config.
         unneeded: further names that a folder may have with this config, as regular expressions.
         batch: the shapes of a batch to plan for, from the config and the rows and positions, or None.
+        text_of: architectures of models with towers, for images or sound, whose text model belongs to this family. Of
+            their folders, the text model alone is read.
         spellings: other spellings of the tensors' names: start of a name in the table -> what folders have in its
             place. A folder is read, and written back, in the spelling that fits it best.
     """
@@ -76,6 +78,7 @@ class Family:
     unneeded: Callable[[Any], tuple[str, ...]] = decoder_unneeded
     batch: Callable[[Any, tuple[int, int] | None], dict[str, Any]] = decoder_batch
     spellings: tuple[Spelling, ...] = ()
+    text_of: tuple[str, ...] = ()
 
     def spelled(self, cfg: Any, spelling: int) -> Table:
         """Return the table in a spelling: 0 is the table's own, n the n-th other one."""
@@ -178,9 +181,13 @@ class Config:
     def scaled(self, base: float, given: Mapping[str, Any]) -> Rotary:
         """Return rotary positions with this base, scaled as a table of the file says."""
         kind = given.get("rope_type", given.get("type", "default"))
-        if given.get("partial_rotary_factor", 1.0) != 1.0:
-            raise self.refuse("partial_rotary_factor: rotary positions of a part of each head are not built")
         own = Config(given, f"{self.where}, rotary positions")
+        part = float(own.number("partial_rotary_factor", 1.0))
+        if kind == "proportional":
+            factor = float(own.number("factor", 1.0))
+            return Rotary(base, "none" if factor == 1.0 else "linear", factor, fraction=part)
+        if part != 1.0:
+            raise self.refuse(f"partial_rotary_factor is {part}; it is built with the rope_type 'proportional' alone")
         if kind in ("default", None):
             return Rotary(base)
         factor = float(own.number("factor", 1.0))
@@ -196,7 +203,8 @@ class Config:
                 beta_slow=float(own.number("beta_slow", 1.0)), truncate=own.flag("truncate", True),
                 attention_factor=own.number("attention_factor", None),
             )  # fmt: skip
-        raise self.refuse(f"rotary positions of type {kind!r} are not built; built are default, linear, llama3, yarn")
+        built = "default, linear, llama3, yarn, proportional"
+        raise self.refuse(f"rotary positions of type {kind!r} are not built; built are {built}")
 
 
 def same_layers(count: int, **kind: Any) -> tuple[LayerKind, ...]:

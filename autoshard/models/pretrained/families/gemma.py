@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.pretrained.families.family import Config, Family
@@ -9,23 +11,23 @@ from autoshard.models.pretrained.families.llama import LAYER, attention_table, d
 from autoshard.models.pretrained.tables import Table, stored
 
 
-def _shared(config: Config, **switches) -> DecoderConfig:
+def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
+    """Read what the configs of Gemma 2 to 4 share. `switches` are further fields, or others."""
     width = config.size("hidden_size")
     bias = config.flag("attention_bias")
-    return dense_config(
-        config,
-        head_dim=config.size("head_dim", 256),
-        norm_offset=1.0,
-        post_norms=True,
-        qkv_bias=bias,
-        output_bias=bias,
-        embed_scale=width**0.5,
-        tie_head=config.flag("tie_word_embeddings", True),
-        score_scale=float(config.number("query_pre_attn_scalar", 256)) ** -0.5,
-        score_cap=_cap(config, "attn_logit_softcapping"),
-        logit_cap=_cap(config, "final_logit_softcapping"),
-        **switches,
-    )
+    shared = {
+        "head_dim": config.size("head_dim", 256),
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "embed_scale": width**0.5,
+        "tie_head": config.flag("tie_word_embeddings", True),
+        "score_scale": float(config.number("query_pre_attn_scalar", 256)) ** -0.5,
+        "score_cap": _cap(config, "attn_logit_softcapping"),
+        "logit_cap": _cap(config, "final_logit_softcapping"),
+    }
+    return dense_config(config, **(shared | switches))
 
 
 def _cap(config: Config, name: str) -> float | None:
@@ -36,7 +38,7 @@ def _cap(config: Config, name: str) -> float | None:
 def _gemma2(config: Config) -> DecoderConfig:
     layers = config.size("num_hidden_layers")
     windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
-    return _shared(config, windows=windows)
+    return gemma_config(config, windows=windows)
 
 
 def _gemma3(config: Config) -> DecoderConfig:
@@ -49,10 +51,11 @@ def _gemma3(config: Config) -> DecoderConfig:
     else:
         local = config.scaled(float(config.number("rope_local_base_freq", 10_000.0)), {})
     kinds = tuple(LayerKind(window, whole if window is None else local) for window in windows)
-    return _shared(config, kinds=kinds, query_norm=True)
+    return gemma_config(config, kinds=kinds, query_norm=True)
 
 
-def _table(cfg: DecoderConfig) -> Table:
+def gemma_table(cfg: DecoderConfig) -> Table:
+    """Return the tensors that Gemma 2 to 4 share."""
     norms = {
         "attention_post_norm/scale": stored(LAYER + "post_attention_layernorm.weight", "e -> e"),
         "mlp_norm/scale": stored(LAYER + "pre_feedforward_layernorm.weight", "e -> e"),
@@ -61,5 +64,5 @@ def _table(cfg: DecoderConfig) -> Table:
     return ends_table(cfg) | attention_table(cfg) | mlp_table(cfg) | norms
 
 
-GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, _table)
-GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, _table)
+GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table)
+GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, gemma_table)

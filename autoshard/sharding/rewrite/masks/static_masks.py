@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from autoshard.sharding.rewrite.constants import MASK_BLOCK
 from autoshard.sharding.rewrite.slices import Refused
 from autoshard.sharding.rewrite.values import Value
 
+Dims = tuple[int | None, int | None]  # of queries and of keys
 _UNKNOWN = "the scores take a constant array that is neither a causal mask nor a window"
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "neg": np.negative,
@@ -85,8 +87,12 @@ def _used_dims(value: Value, known: dict[Value, frozenset[int]]) -> Iterable[int
     return range(rank)
 
 
+# Layers that are written out share the arrays of their masks, because equal computations are one value.
+_known: WeakKeyDictionary[Value, dict[Dims, StaticArray | Refused]] = WeakKeyDictionary()
+
+
 def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> StaticArray:
-    """Return what a static array is.
+    """Return what a static array is. Each array is evaluated once.
 
     Args:
         value: the array.
@@ -96,6 +102,19 @@ def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> St
     Raises:
         Refused: it is neither one number nor a mask that a kernel supports.
     """
+    known = _known.setdefault(value, {})
+    if (query_dim, key_dim) not in known:
+        try:
+            known[query_dim, key_dim] = _evaluated(value, query_dim, key_dim)
+        except Refused as refused:
+            known[query_dim, key_dim] = refused
+    found = known[query_dim, key_dim]
+    if isinstance(found, Refused):
+        raise found
+    return found
+
+
+def _evaluated(value: Value, query_dim: int | None, key_dim: int | None) -> StaticArray:
     shape = value.shape
     if value.aval.size == 1:
         return StaticArray(np.reshape(elements(value, [np.zeros((), np.int64) for _ in shape]), ()))

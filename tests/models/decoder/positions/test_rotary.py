@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard.models.decoder.rotary import Rotary, rotate
+from autoshard.models.decoder.positions.rotary import Rotary, rotate
 
 DIMS = 8
 PLAIN = [10_000.0 ** (-i / DIMS) for i in range(0, DIMS, 2)]
@@ -77,3 +77,16 @@ def test_frequencies_start_anew_in_each_section():
     rotary = Rotary(sections=(DIMS // 4, DIMS // 4), restart=True)
     one = Rotary().frequencies(DIMS // 2)
     assert np.array_equal(rotary.frequencies(DIMS), np.concatenate([one, one]))
+
+
+def test_a_fraction_of_the_pairs_turns():
+    found, whole = Rotary(fraction=0.25).frequencies(16), Rotary().frequencies(16)
+    assert found[:2].tolist() == whole[:2].tolist() and not found[2:].any()
+
+
+def test_llama3_without_a_ramp_keeps_or_divides_each_frequency():
+    """The configs of Llama 4 have equal bounds, so that no frequency lies between them."""
+    rotary = Rotary(10_000.0, "llama3", 16.0, 128, low=1.0, high=1.0)
+    plain = Rotary(10_000.0).frequencies(32)
+    turns = 128 * plain / (2 * np.pi)
+    np.testing.assert_allclose(rotary.frequencies(32), np.where(turns >= 1, plain, plain / 16), rtol=1e-6)

@@ -50,6 +50,7 @@ class Rotary:
         attention_factor: factor of cosine and sine under `yarn`; None means `0.1 log(factor) + 1`.
         sections: number of pairs that turn by each axis of the positions; empty means one axis.
         restart: whether the frequencies start anew in each section.
+        fraction: share of the pairs that turn, those with the highest frequencies (Gemma 4).
     """
 
     base: float = 10_000.0
@@ -65,6 +66,7 @@ class Rotary:
     interleaved: bool = False
     sections: tuple[int, ...] = ()
     restart: bool = False
+    fraction: float = 1.0
 
     def frequencies(self, dims: int) -> np.ndarray:
         """Return the frequencies of the `dims / 2` pairs, in radians per position, float32.
@@ -76,11 +78,13 @@ class Rotary:
             one = replace(self, restart=False, sections=()).frequencies(dims // len(self.sections))
             return np.tile(one, len(self.sections))
         found = self.base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+        found[int(self.fraction * dims // 2) :] = 0.0
         if self.scaling == "linear":
             found = found / self.factor
         elif self.scaling == "llama3":
             turns = self.original_context * found / (2 * math.pi)  # in the original context
-            kept = np.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
+            span = self.high - self.low  # 0 for Llama 4: no frequency is interpolated
+            kept = np.clip((turns - self.low) / span, 0.0, 1.0) if span else turns >= self.low
             found = found * (kept + (1.0 - kept) / self.factor)
         elif self.scaling == "yarn":
             kept = 1.0 - self._ramp(dims)

@@ -1,0 +1,1 @@
+"""What layers take from positions: rotary angles, factors of the queries, and chunks of attention."""

@@ -1,0 +1,116 @@
+"""Llama 4 (text): dense layers and experts in turn, chunked attention, layers without rotary positions."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.decoder.kinds import ExpertsConfig, LayerKind
+from autoshard.models.decoder.positions.temperature import Temperature
+from autoshard.models.pretrained.families.constants import (
+    LLAMA4_CHUNK,
+    LLAMA4_ROTARY_BASE,
+    LLAMA4_SCALE,
+    LLAMA4_STEP,
+    LLAMA4_WITHOUT_ROTARY,
+)
+from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table
+from autoshard.models.pretrained.tables import Table, stored
+
+# The names in folders of the whole model, with its vision tower.
+NESTED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+
+
+def _config(config: Config) -> DecoderConfig:
+    config.refuse_values(router_jitter_noise=0.0, num_experts_per_tok=1)
+    bias, ffn = config.flag("attention_bias"), config.size("intermediate_size")
+    return dense_config(
+        config,
+        kinds=_kinds(config),
+        ffn=config.size("intermediate_size_mlp"),
+        experts=ExpertsConfig(
+            config.size("num_local_experts"), 1, ffn, renormalize=False, scoring="sigmoid", shared_ffn=ffn,
+            gated_input=True,
+        ),
+        qkv_bias=bias,
+        output_bias=bias,
+    )  # fmt: skip
+
+
+def _kinds(config: Config) -> tuple[LayerKind, ...]:
+    layers = config.size("num_hidden_layers")
+    interval, step = (
+        config.size("no_rope_layer_interval", LLAMA4_WITHOUT_ROTARY),
+        config.size("interleave_moe_layer_step", 1),
+    )
+    # 1 is a layer *with* rotary positions.
+    rotated = _numbers(config, "no_rope_layers") or [int((n + 1) % interval != 0) for n in range(layers)]
+    if len(rotated) != layers:
+        raise config.refuse(f"no_rope_layers has {len(rotated)} entries; it must have one for each of {layers} layers")
+    experts = _numbers(config, "moe_layers")
+    experts = range(step - 1, layers, step) if experts is None else experts
+    size = config.values.get("attention_chunk_size", LLAMA4_CHUNK)
+    chunk = None if size is None else config.size("attention_chunk_size", LLAMA4_CHUNK)
+    rotary = dataclasses.replace(config.rotary(LLAMA4_ROTARY_BASE), interleaved=True)
+    with_rotary = LayerKind(rotary=rotary, unit_norm=config.flag("use_qk_norm", True))
+    without = LayerKind(rotary=None, temperature=_temperature(config))
+    found = []
+    for number, (turned, chunked) in enumerate(zip(rotated, _chunked(config, rotated, chunk), strict=True)):
+        kind = with_rotary if turned else without
+        found.append(dataclasses.replace(kind, experts=number in experts, chunk=chunk if chunked else None))
+    return tuple(found)
+
+
+def _temperature(config: Config) -> Temperature | None:
+    # Early configs have a number in place of true.
+    if not config.values.get("attn_temperature_tuning", True):
+        return None
+    return Temperature(float(config.number("attn_scale", LLAMA4_SCALE)), config.size("floor_scale", LLAMA4_STEP))
+
+
+def _chunked(config: Config, rotated: list[int], chunk: int | None) -> list[bool]:
+    """Return whether each layer cuts documents into chunks: by default, those with rotary positions."""
+    types, known = config.values.get("layer_types"), ("chunked_attention", "full_attention")
+    if types is None:
+        return [bool(turned) and chunk is not None for turned in rotated]
+    if not isinstance(types, list) or len(types) != len(rotated) or any(each not in known for each in types):
+        raise config.refuse(f"layer_types must be one of {', '.join(known)} for each of {len(rotated)} layers")
+    if chunk is None and known[0] in types:
+        raise config.refuse("layer_types has chunked_attention, but attention_chunk_size is null: give it")
+    return [each == known[0] for each in types]
+
+
+def _numbers(config: Config, name: str) -> list[int] | None:
+    """Return a list of whole numbers; None if it is missing or null."""
+    found = config.values.get(name)
+    if found is not None and (not isinstance(found, list) or any(not isinstance(n, int) for n in found)):
+        raise config.refuse(f"{name} is {found!r}; it must be a list of whole numbers")
+    return found
+
+
+def _table(cfg: DecoderConfig) -> Table:
+    own = LAYER + "feed_forward."
+    fused = own + "experts.gate_up_proj"
+    table: dict[str, Any] = {
+        "experts/router": stored(own + "router.weight", "x e -> e x"),
+        "experts/w_gate": stored(fused, "x e (part f) -> x e f", 0, 2),
+        "experts/w_up": stored(fused, "x e (part f) -> x e f", 1, 2),
+        "experts/w_down": stored(own + "experts.down_proj", "x f e -> x f e"),
+    }
+    for name, layout in {"gate": "f e -> e f", "up": "f e -> e f", "down": "e f -> f e"}.items():
+        table[f"mlp/w_{name}"] = stored(own + f"{name}_proj.weight", layout)
+        table[f"experts/shared/w_{name}"] = stored(own + f"shared_expert.{name}_proj.weight", layout)
+    return {**ends_table(cfg), **attention_table(cfg), **table}
+
+
+LLAMA4 = Family(
+    "llama4",
+    ("Llama4ForCausalLM",),
+    _config,
+    _table,
+    ignored=(r".*rotary_emb\.inv_freq", r"vision_model\..*", r"multi_modal_projector\..*"),
+    spellings=(NESTED,),
+    text_of=("Llama4ForConditionalGeneration",),
+)
