@@ -72,6 +72,14 @@ def _is_between(frame: FrameType) -> bool:
     return library or frame.f_code.co_filename.startswith(_OWN)
 
 
+def users_line(error: BaseException) -> str:
+    """The innermost line of the user's code that an error passed, `file.py:12 (function)`; empty if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    hidden = (*_HIDDEN, _JAX)
+    own = (f for f in reversed(frames) if not f.filename.startswith(hidden) and "site-packages" not in f.filename)
+    return next((f"{f.filename}:{f.lineno} ({f.name})" for f in own), "")
+
+
 def call_users(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the user's function. If it does not take these arguments, that is the user's error."""
     return fn(*args, **kwargs)

@@ -68,6 +68,22 @@ from autoshard._compat.memory_spaces import (
 )
 from autoshard._compat.meshes import all_axes_auto, auto_axes, current_mesh, no_mesh, under_trace
 from autoshard._compat.primitive_lookup import ELLIPSIS, defining_modules, primitive, primitives
+from autoshard._compat.traces.classic_operators import (
+    UPGRADE_FLAGS,
+    classic,
+    classic_scans,
+    hijax_operator,
+    upgrade_flags,
+)
+from autoshard._compat.traces.explicit_types import (
+    ShardingTypeError,
+    explicit_axes,
+    explicit_mesh,
+    on_mesh,
+    typed_argument,
+    typed_results,
+    with_constraints,
+)
 from autoshard._compat.user_names import user_names, with_names
 
 __all__ = [
@@ -77,6 +93,8 @@ __all__ = [
     "FilterJit",
     "Literal",
     "ONE_JAXPR_TYPE",
+    "ShardingTypeError",
+    "UPGRADE_FLAGS",
     "abstract_array",
     "all_axes_auto",
     "auto_axes",
@@ -84,6 +102,8 @@ __all__ = [
     "bind_primitive",
     "call_when_lowered",
     "check_jaxpr",
+    "classic",
+    "classic_scans",
     "jaxpr_as_function",
     "close",
     "constants",
@@ -100,6 +120,7 @@ __all__ = [
     "has_graph_nodes",
     "wait_for_text",
     "defining_modules",
+    "hijax_operator",
     "is_differentiated",
     "is_extended",
     "is_floating",
@@ -115,7 +136,10 @@ __all__ = [
     "nnx_pure_call",
     "no_mesh",
     "exclude_from_user_code",
+    "explicit_axes",
+    "explicit_mesh",
     "offloaded_names",
+    "on_mesh",
     "open_jaxpr",
     "planned_shape",
     "primitive",
@@ -132,11 +156,15 @@ __all__ = [
     "shape_dtype_of",
     "publish_text",
     "texts_under",
+    "typed_argument",
+    "typed_results",
     "unchecked_varying",
     "under_trace",
+    "upgrade_flags",
     "user_names",
     "varying_axes",
     "weakly_typed",
+    "with_constraints",
     "with_names",
     "annotated_specs",
 ]

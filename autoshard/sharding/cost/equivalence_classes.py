@@ -146,7 +146,7 @@ class OperatorClass:
     @cached_property
     def line(self) -> str:
         """The user's source line of the first operator."""
-        return _compat.source_line(self.op.eqn)
+        return self.op.line
 
 
 class RowsOfBatch:

@@ -59,6 +59,7 @@ from autoshard.sharding.cost.equivalence_classes import (
     value_classes,
 )
 from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.gathers.constraint_moves import constraint_moves, constraints
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
 from autoshard.sharding.cost.known_prices import KnownPrices, Price
@@ -119,7 +120,7 @@ class CostModel:
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
-        self.known = KnownPrices(axes, roles, fusion, target)
+        self.known, self._constraints = KnownPrices(axes, roles, fusion, target), constraints(axes.program)
         self._memo: dict[Any, Price] = {}
         self._by_distinct: dict[frozenset[int], CostModel] = {}
         self._original: CostModel | None = None  # the model that was resized to this one
@@ -175,7 +176,7 @@ class CostModel:
                         collectives.append(collective(*some, move.array))
                         if place is None and ring is None and self._rows.are_moved(each.op, move.array):
                             moved_rows_us += collectives[-1].time_us
-        collectives += self._state_moves(layout)
+        collectives += [*self._state_moves(layout), *constraint_moves(self._constraints, layout, self.target)]
         rows_us = float(self._rows.runs @ times_us) + moved_rows_us
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)

@@ -9,7 +9,6 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard import _compat
 from autoshard._units import spec_text
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
@@ -67,7 +66,7 @@ def check_constraints(name: str, constraints: Sequence[tuple[Op, NamedSharding]]
         names = [a for dim in from_partition_spec(spec, len(spec)) for a in dim]
         if missing := [a for a in names if a not in layout.mesh]:
             problems.append(
-                f"the constraint {spec} at {_compat.source_line(op.eqn)} names mesh axis {missing[0]!r}, but the "
+                f"the constraint {spec} at {op.line} names mesh axis {missing[0]!r}, but the "
                 f"plan's mesh has {dict(layout.mesh)}; give auto_shard the mesh of the constraint"
             )
     if problems:

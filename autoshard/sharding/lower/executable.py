@@ -63,7 +63,7 @@ class Executable:
 
     def constrained_program(self, mesh: Any) -> Callable[..., list[Any]]:
         """Return the program with its sharding constraints, as a function from flat inputs to flat results."""
-        return Lowering(
+        lowering = Lowering(
             self.layout,
             _compat.all_axes_auto(mesh),
             self.link_prices,
@@ -71,6 +71,7 @@ class Executable:
             early=self.early,
             overlap=self.overlap,
         )
+        return _compat.classic_scans()(lowering)
 
     def jit(self, devices: Any = None, weak: bool = False) -> Callable[..., Any]:
         """The program under `jax.jit`, for positional arguments: those of `Traced.jit_arguments`.

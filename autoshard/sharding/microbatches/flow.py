@@ -44,7 +44,17 @@ from autoshard.spmdrules.ir import program as _rules_registered  # noqa: F401
 
 # Operators that are too expensive to be computed for the whole batch before the loop, and loops.
 HEAVY = ("dot_general", "conv_general_dilated", "scan", "while", "remat2", "ragged_dot_general", "sort")
-_BODIES = ("remat2", "custom_jvp_call", "custom_vjp_call", "call", "closed_call", "core_call", "jit", "pjit")
+_BODIES = (
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "call",
+    "closed_call",
+    "core_call",
+    "eval_jaxpr",
+    "jit",
+    "pjit",
+)
 
 
 @shown

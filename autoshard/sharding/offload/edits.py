@@ -10,7 +10,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 
 # Calls that only group equations. XLA inlines them.
-_CALLS = ("call", "closed_call", "jit")
+_CALLS = ("call", "closed_call", "eval_jaxpr", "jit")
 
 
 @shown

@@ -52,3 +52,8 @@ SHOWN_ACTIVATIONS = 40
 
 # Bytes of captured arrays above which a warning and a note report them (`captured_arrays`). Source: chosen.
 LARGE_CONSTANTS_BYTES = 2**20
+
+# --- Notes on code that no plan shards well (`notes.hindrances`)
+
+# Fraction of the step that the gather of a sort's operands has to take for a note. Smaller ones do not decide a plan.
+NOTED_GATHER_SHARE = 0.01

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+
+from jax.sharding import PartitionSpec
 
 from autoshard import _compat
 from autoshard.kernels.block_choice import blocks_of
@@ -33,13 +35,15 @@ from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import captured_note
 from autoshard.sharding.planner.idle_devices import idle_notes
+from autoshard.sharding.planner.notes.explicit_types import type_notes
+from autoshard.sharding.planner.notes.hindrances import hindrance_notes
 from autoshard.sharding.planner.offload_choice import host_memory_notes, offload_notes
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.planner.search_summary import search_record
 from autoshard.sharding.search.candidate import Candidate, price
 from autoshard.sharding.search.layout_search import idle_layouts
 from autoshard.sharding.search.padding import padding_gains
-from autoshard.spmdrules.core.placement import Spec, to_partition_spec
+from autoshard.spmdrules.core.placement import Spec, from_partition_spec, to_partition_spec
 
 
 def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate]) -> BoundPlan:
@@ -52,8 +56,9 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
     """
     layout, axes, target = best.layout, problem.axes, problem.machine.target
     notes = (*_notes(problem, layout), *host_memory_notes(best), *_gather_notes(problem, best))
+    notes += (*hindrance_notes(axes, problem.roles, layout, target, best.cost.step_time_us), *type_notes(problem))
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
-    outputs = output_specs(problem.program, layout, [*state_like, *problem.state])
+    outputs = output_specs(problem.program, layout, [*state_like, *problem.state], problem.traced.result_specs)
     moved = traffic(best.cost)
     plan = ShardingPlan(
         mesh=abstract_mesh(layout.mesh),
@@ -215,8 +220,17 @@ def _estimate(candidate: Candidate, memory: MemoryModel) -> Estimate:
                     cost.host.exposed_us)  # fmt: skip
 
 
-def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]]) -> list[Spec]:
-    """The sharding of each result: state as its input is stored, the rest as it is computed."""
+def output_specs(
+    program: Any, layout: Layout, state: Sequence[tuple[int, int]], typed: Mapping[int, PartitionSpec]
+) -> list[Spec]:
+    """The sharding of each result: state as its input is stored, the rest as it is computed.
+
+    Args:
+        program: the program.
+        layout: the layout.
+        state: pairs (input, output) of the state.
+        typed: index of a result -> the sharding in its type, which other results than state have.
+    """
     stored_as = {o: i for i, o in state} | {v: v for v in program.inputs}
     batch = layout.roles.batch
 
@@ -227,7 +241,9 @@ def output_specs(program: Any, layout: Layout, state: Sequence[tuple[int, int]])
             return layout.spec(v)
         return layout.gradient_spec(v) or layout.spec(v)  # derived from state, so stored like state: gradients, moments
 
-    return [one(v) for v in program.outputs]
+    wanted = {i: from_partition_spec(spec, program.avals[program.outputs[i]].ndim) for i, spec in typed.items()}
+    possible = {i: spec for i, spec in wanted.items() if all(axis in layout.mesh for dim in spec for axis in dim)}
+    return [one(v) if v in stored_as else possible.get(i, None) or one(v) for i, v in enumerate(program.outputs)]
 
 
 def _named_pieces(assignment: DeviceAssignment) -> dict[str, tuple[tuple[str, int, int], ...]]:

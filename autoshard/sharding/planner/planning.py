@@ -63,6 +63,7 @@ PlanLike = str | Mapping[str, Sequence[str]] | ShardingPlan
 
 
 @paused()
+@_compat.classic_scans()
 def plan_traced(
     traced: Traced,
     args: Any,
@@ -250,8 +251,11 @@ def _mesh_in_use(
     if mesh is not None or target is not None:
         return mesh, {}
     existing_mesh, existing = existing_placement(jax.tree.leaves(args)) if plan is None else (None, {})
-    meshes = (existing_mesh, constraint_mesh(program_constraints(traced)), _compat.current_mesh())
-    return next((m for m in meshes if m is not None), None), existing
+    current = None if (mesh := _compat.current_mesh()) is None else _compat.all_axes_auto(mesh)
+    meshes = (existing_mesh, constraint_mesh(program_constraints(traced)), current)
+    found = next((m for m in meshes if m is not None), None)
+    # A constraint may know the axes only, where the current mesh has their devices, too.
+    return current if current is not None and found is not None and found.shape == current.shape else found, existing
 
 
 def best_of(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate], shortlist: Shortlist) -> BoundPlan:

@@ -66,6 +66,7 @@ class StrategyPrices:
     """
 
     @paused()
+    @_compat.classic_scans()
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -107,6 +108,7 @@ class StrategyPrices:
         return self.problem.machine.target.chip.host_bandwidth
 
     @paused()
+    @_compat.classic_scans()
     def searched(self) -> dict[str, StrategyPrice]:
         """Return the prices of all strategies of a search, fastest first.
 
@@ -117,11 +119,13 @@ class StrategyPrices:
         return {best.name: _price(best)} | {c.name: _price(c) for c in others if c.name != best.name}
 
     @paused()
+    @_compat.classic_scans()
     def of(self, strategies: Iterable[str]) -> dict[str, StrategyPrice]:
         """Return the prices of some strategies. Those that are not possible for this program are left out."""
         return {words: _price(chosen) for words, chosen in self._chosen(strategies)}
 
     @paused()
+    @_compat.classic_scans()
     def specified(self, strategies: Iterable[str]) -> dict[str, StrategyPrice]:
         """Return prices as `of` does, but by words that name the way of attention over a sharded sequence.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard._shown import shown
-from autoshard._tracebacks import call_users
+from autoshard._tracebacks import call_users, users_line
 from autoshard.kernels.block_choice import BlockRules, under_rules
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.sharding.program.argument_names import argument_names, named_path
@@ -59,6 +59,8 @@ class Traced:
         mismatches: arguments that the function returns with some leaves changed.
         user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         arguments: the names of the function's positional parameters.
+        explicit_mesh: the user's abstract mesh with Explicit axes; None without one. Results are put on such a mesh.
+        result_specs: result leaf -> the sharding in its type, a `PartitionSpec` that names Explicit axes.
         static_numbers: whether Python numbers are static leaves.
         offloaded: word of `offload=` -> bytes that the planner moves to the host in one step, before sharding; empty
             for the program as the user wrote it.
@@ -98,6 +100,8 @@ class Traced:
     mismatches: list[StateMismatch]
     user_names: Any
     arguments: tuple[str, ...] = ()
+    explicit_mesh: Any = None
+    result_specs: Mapping[int, Any] = field(default_factory=dict)
     static_numbers: bool = False
     offloaded: Mapping[str, float] = field(default_factory=dict)
     moved_inputs: frozenset[int] = frozenset()
@@ -165,9 +169,22 @@ TRACE_FLAGS = (
 )
 
 
+# What JAX raises where shardings in types do not agree, or where a program requests one that a mesh cannot have.
+_TYPE_ERRORS = (_compat.ShardingTypeError, ValueError, TypeError, NotImplementedError)
+
+
+# What JAX raises where a program needs the value of an array while it is traced.
+_VALUE_ERRORS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 def trace_flags() -> tuple[Any, ...]:
     """The values of the JAX settings that change the result of a trace."""
-    return tuple(getattr(jax.config, f"jax_{name}") for name in TRACE_FLAGS)
+    return (*(getattr(jax.config, f"jax_{name}") for name in TRACE_FLAGS), *_compat.upgrade_flags())
 
 
 def abstract(tree: Any) -> Any:
@@ -246,12 +263,44 @@ def trace(
         return result
 
     names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
+
+    def traced_with(mesh: Any) -> tuple[Any, Any, dict[int, Any]]:
+        """The closed jaxpr, the shapes of its results, and if there is a mesh the shardings in their types."""
+        given = [shape for _, shape in flat]
+        if mesh is not None:
+            given = [_compat.typed_argument(*each, mesh) for each in zip(given, arrays, strict=True)]
+        axes = _compat.auto_axes() if mesh is None else _compat.explicit_axes(mesh)
+        with axes, _compat.classic_scans(), planned_for(machine), under_rules(block_rules):
+            made, shapes_of_results = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(*given)
+        made = _compat.classic(made)
+        if mesh is None:
+            return made, shapes_of_results, {}
+        return _compat.with_constraints(made, mesh), shapes_of_results, _compat.typed_results(made)
+
+    arrays = jax.tree.leaves((args, kwargs))
+    mesh = _compat.explicit_mesh(arrays)
     token = OUTER_PLAN.set(True)
     try:
-        with _compat.auto_axes(), planned_for(machine), under_rules(block_rules):
-            closed, out_shapes = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(
-                *(leaf for _, leaf in flat)
-            )
+        try:
+            closed, out_shapes, result_specs = traced_with(mesh)
+        except _TYPE_ERRORS:
+            if mesh is None:
+                raise
+            # A program for one device may have no valid types under Explicit axes. It is planned without types.
+            try:
+                closed, out_shapes, result_specs = traced_with(None)
+            except _TYPE_ERRORS:
+                closed = None
+            if closed is None:
+                raise
+    except _VALUE_ERRORS as error:
+        at = f" at {line}" if (line := users_line(error)) else ""
+        error.add_note(
+            f"auto_shard({name}): the program needs a value{at} before it runs. Shapes, Python branches and loops must "
+            "not depend on values of arrays: use jnp.where, jax.lax.cond, jax.lax.while_loop, or size= of jnp.nonzero "
+            "and jnp.unique"
+        )
+        raise
     except ValueError as error:
         shown = [named_path(path, arguments or argument_names(fn)) for path in input_paths or keys]
         if mixed := mixed_memory_error(name, error, dict(zip(shown, (x for _, x in flat), strict=True))):
@@ -295,6 +344,8 @@ def trace(
         mismatches=mismatches,
         user_names=names,
         arguments=argument_names(fn) if arguments is None else tuple(arguments),
+        explicit_mesh=mesh,
+        result_specs=result_specs,
         static_numbers=static_numbers,
     )
 

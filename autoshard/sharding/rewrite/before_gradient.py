@@ -70,7 +70,9 @@ def replace_kernels(fn: Callable[..., Any], *, kernels: KernelWord = "auto") -> 
 
     @functools.wraps(fn)
     def with_kernels(*args: Any, **kwargs: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        with _compat.classic_scans():
+            closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        closed = _compat.classic(closed)
         edits, closed, records = _edits_of(closed)
         if kernels == "require":
             check_required(getattr(fn, "__name__", "function"), records)

@@ -24,7 +24,7 @@ from autoshard._shown import shown
 
 # Operators whose result is their operand.
 _SAME = ("copy", "copy_p", "name")
-_CALLS = ("call", "closed_call", "core_call", "jit", "pjit", "custom_jvp_call", "custom_vjp_call")
+_CALLS = ("call", "closed_call", "core_call", "eval_jaxpr", "jit", "pjit", "custom_jvp_call", "custom_vjp_call")
 
 
 @shown

@@ -249,6 +249,7 @@ class PureFunction:
         return self.entries.get(signature) or self.by_memory.get(signature)
 
     @paused()
+    @_compat.classic_scans()
     def make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PlannedSignature:
         """Trace and plan a new signature, with the fastest variant that fits."""
         made, errors = [], []

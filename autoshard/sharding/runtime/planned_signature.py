@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from autoshard import _compat
 from autoshard.errors import PlanError
 from autoshard.sharding.lower.executable import lower_as_planned
 from autoshard.sharding.lower.separate_arrays import memory_kinds
@@ -111,10 +112,14 @@ class PlannedSignature:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the jitted function with arguments of the planned signature, with their static leaves hidden."""
+        if self.traced.explicit_mesh is not None:
+            args, kwargs = _compat.on_mesh((args, kwargs), self.mesh.abstract_mesh)
         return self.run(*self.traced.jit_arguments(args, kwargs)) if kwargs else self.run(*args)
 
     def revealed(self, results: Any) -> Any:
-        """The results of `call` with their static leaves."""
+        """The results of `call` with their static leaves, on the user's mesh if that has Explicit axes."""
+        if self.traced.explicit_mesh is not None:
+            results = _compat.on_mesh(results, self.traced.explicit_mesh)
         return reveal_static(results) if self.traced.static_results else results
 
 

@@ -48,6 +48,7 @@ class Op:
         trips: how often it runs each time the whole program runs.
         blocks: the nested programs.
         edges: the edges that join the values of loops and branches to the outer ones.
+        around: the equations of the calls, loops and branches that it is in, the outermost first.
         name: the primitive's name.
     """
 
@@ -58,10 +59,21 @@ class Op:
     trips: float
     blocks: tuple[Block, ...] = ()
     edges: tuple[LoopEdge, ...] = ()
+    around: tuple[Any, ...] = field(default=(), repr=False)
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.eqn.primitive.name
+
+    @property
+    def line(self) -> str:
+        """The user's line that it comes from, `file.py:12 (function)`; empty if unknown.
+
+        What a library traced before has no line of its own (`jnp.sort`, which is under `jax.jit`). The line is then
+        that of the call.
+        """
+        lines = map(_compat.source_line, (self.eqn, *reversed(self.around)))
+        return next((line for line in lines if line), "")
 
 
 @shown
@@ -165,6 +177,7 @@ class _Builder:
     def __init__(self, program: Program):
         self.program = program
         self.constant_indices = ConstantIndices()
+        self.around: tuple[Any, ...] = ()  # the equations whose bodies are built now
         self.checked_rules: dict[int, Rule] = {}  # rules already checked against an equation, by id; kept alive here
 
     def new(self, aval: Any) -> int:
@@ -189,7 +202,9 @@ class _Builder:
 
         for eqn in fuse_padding(jaxpr):
             for each in self.constant_indices.rewrite(as_reduction(eqn), tuple(map(read, eqn.invars))):
+                around, self.around = self.around, (*self.around, each)
                 op = self.op(each, tuple(map(read, each.invars)), trips)
+                op.around = self.around = around
                 block.ops.append(op)
                 env.update(zip(each.outvars, op.results, strict=True))
                 self.constant_indices.add_result(each, op.operands, op.results)

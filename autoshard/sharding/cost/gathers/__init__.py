@@ -1,1 +1,1 @@
-"""Time and memory of parameters that are gathered early or one after another: `gather=`."""
+"""Time and memory of parameters that are gathered early or in order (`gather=`), and of the program's constraints."""
