@@ -228,6 +228,11 @@ class Layout:
 
         The kernel of a convolution is sharded along its input features rather than its output features. Along the
         input features, XLA:TPU reduce-scatters its gradient; along the output features, it all-reduces some shapes.
+
+        If other mesh axes shard the batch, too, dimensions that no mesh axis shards take precedence. XLA's partitioner
+        then reduce-scatters the gradient over the storage axes, and all-reduces the shards over the others. Where
+        `tp` and `fsdp` shard one dimension under `dp:2 fsdp:2 tp:2`, it all-reduces whole gradients over `dp` and
+        `fsdp` together.
         """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
@@ -248,6 +253,8 @@ class Layout:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
                 divisible = [d for d in shardable if local(d) % self.shard_count(free[:count]) == 0]
                 if divisible:
+                    if self._batch_is_sharded_apart(role):
+                        divisible = [d for d in divisible if not spec[d]] or divisible
                     if outputs in divisible:
                         least = LEAST_INPUT_FEATURES * self.shard_count(free[:count])
                         divisible = [d for d in divisible if d != outputs and local(d) >= least] or divisible
@@ -258,6 +265,13 @@ class Layout:
             else:
                 free = free[1:]
         return tuple(map(tuple, out))
+
+    def _batch_is_sharded_apart(self, role: Role) -> bool:
+        """Whether a mesh axis shards the batch, but stores no inputs of this role."""
+        stores = self.storage.get(role, ())
+        return any(
+            n > 1 and a not in stores and self.roles.batch in self.table.get(a, ()) for a, n in self.mesh.items()
+        )
 
     def gradient_spec(self, value: int) -> Spec | None:
         """The sharding of a gradient: that of the state which consumes it; None if that is stored as it is used."""
