@@ -134,6 +134,12 @@ def test_shardings(text, machine, words):
     assert parse_sharding(text, **machine).words == words
 
 
+def test_a_loss_in_parts_of_the_tokens_is_planned_in_parts_of_the_vocabulary():
+    found = stand_ins.loss(cast(Recipe, SimpleNamespace(vocab_tiles=8)))
+    assert found.changes == {"loss_chunks": 8} and "8 parts of the tokens" in found.note
+    assert stand_ins.loss(cast(Recipe, SimpleNamespace(vocab_tiles=None))) == stand_ins.StandIn()
+
+
 def test_kernel_settings_are_noted():
     blocks = {"q": 2048, "kv": 1024, "kv_compute": 512}
     recipe = SimpleNamespace(attention="splash", attention_blocks=blocks, fused_backward=True)

@@ -238,3 +238,15 @@ def test_the_estimated_peak_falls():
         plan = autoshard.plan(step, state, batch, target="v6e:4x4", plan="fsdp:16", donate_argnums=0)
         peaks.append(plan.estimate.peak_memory_bytes)
     assert peaks[0] - peaks[1] > 0.5 * 3 * 8192 * 128_256 * 2
+
+
+def test_the_estimated_peak_of_capped_logits_falls():
+    """Gemma 4 31B's widths with two layers: the logits of a device are 8.6 GB in float32."""
+    peaks = []
+    for chunks in (1, 8):
+        whole = workload("gemma4-31b")
+        work = whole.with_(batch_size=16, context=8192, kinds=whole.config.kinds[:2], loss_chunks=chunks)
+        step, state, batch = workload_step(work)
+        plan = autoshard.plan(step, state, batch, target="v6e:4x4", plan="fsdp:16", donate_argnums=0)
+        peaks.append(plan.estimate.peak_memory_bytes)
+    assert peaks[0] - peaks[1] > 0.5 * 8192 * 262_144 * 4

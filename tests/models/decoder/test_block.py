@@ -1,5 +1,7 @@
 """The end of a layer: its own vectors through a gate, and the stored factor of its result."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +23,9 @@ X, INPUTS = jax.random.normal(jax.random.key(1), (1, 3, 8)), jax.random.normal(j
 def test_vectors_are_added_through_a_gate_and_the_result_is_scaled():
     graph, state = nnx.split(Block(CONFIG, LayerKind(), jax.random.key(0)))
     state["scale"][...] = jnp.array([3.0])
+    weights: Any = state["gate"]
 
-    def result(state, inputs):
+    def result(state, inputs) -> Any:
         return nnx.merge(graph, state)(X, inputs, make_sides(CONFIG, jnp.arange(3)[None], None))
 
     # Without vectors, the gate adds nothing.
@@ -34,8 +37,8 @@ def test_vectors_are_added_through_a_gate_and_the_result_is_scaled():
         state,
     )
     x = np.asarray(before) / 3.0
-    gate = x @ state["gate"]["w_gate"][...]
-    added = (gate / (1 + np.exp(-gate)) * INPUTS) @ state["gate"]["w_up"][...]
+    gate = x @ np.asarray(weights["w_gate"][...])
+    added = (gate / (1 + np.exp(-gate)) * INPUTS) @ np.asarray(weights["w_up"][...])
     added = added / np.sqrt(np.mean(added**2, axis=-1, keepdims=True) + CONFIG.norm_eps)
     np.testing.assert_allclose(found, 3.0 * (x + added), atol=1e-4)
     assert not np.any(gradient["scale"][...]) and np.any(gradient["gate"]["w_up"][...])

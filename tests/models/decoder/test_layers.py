@@ -43,6 +43,7 @@ def expected(attention, k, v):
 @pytest.fixture(scope="module")
 def lent():
     lender = Attention(CONFIG, CONFIG.kinds[0], jax.random.key(0))
+    assert lender.wk is not None
     keys = np.einsum("bse,ehd->bshd", X, lender.wk[...])
     return lender, rotated(unit(keys)), unit(keys)
 
