@@ -29,10 +29,10 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
     """Return the figures of the corpus.
 
     `over_expert` is the compiled step of the choice over the best expert's: the worst and the geometric mean. `regret`
-    is the choice over the best compiled row of the planner, minus 1. `errors` is the predicted over the compiled step,
-    minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
+    is the choice over the best compiled row of the planner, minus 1. `errors` and `memory_errors` are the predicted over
+    the compiled step and peak, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
     """
-    over, regret, errors = [], [], {}
+    over, regret, errors, memory_errors = [], [], {}, {}
     for store in stores:
         chosen, expert, ours = chosen_row(store), best_expert(store), best([r for r in store.rows if r.side == "plan"])
         if chosen is not None and chosen.ok and expert is not None:
@@ -41,6 +41,9 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
             regret.append(chosen.seconds / ours.seconds - 1)
         for row in _judged(store):
             errors.setdefault(kind_of(row.words), []).append(row.predicted["step"] / row.seconds - 1)
+            if row.needed_bytes and row.predicted.get("memory_bytes"):
+                error = row.predicted["memory_bytes"] / row.needed_bytes - 1
+                memory_errors.setdefault(kind_of(row.words), []).append(error)
     taus = [value for store in stores if (value := tau(_judged(store))) == value]
     return {
         "programs": len(stores),
@@ -50,6 +53,7 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
         },
         "regret": {"median": median(regret), "p90": _p90(regret)} if regret else {},
         "errors": {kind: _spread(errors[kind]) for kind in KINDS if kind in errors},
+        "memory_errors": {kind: _spread(memory_errors[kind]) for kind in KINDS if kind in memory_errors},
         "tau": median(taus) if taus else None,
     }
 

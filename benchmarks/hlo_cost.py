@@ -14,7 +14,8 @@ run at half speed on a GPU (TF32). `work` includes that, `flops` does not. Eleme
 Bytes: operands plus results, of buffers in main memory only (for buffers on the chip, the copies there and back count).
 Also inside a fusion,
     dynamic-slice, slice, gather         read only the slices of the operand
-    dynamic-update-slice, scatter        write only the update into a buffer in place (scatter: read and write)
+    dynamic-update-slice, scatter        write only the update into a buffer in place (scatter: read and write), also
+                                         if the fusion shows the buffer in another tiling
     bitcasts, tuples, forwarded values   move nothing
 Bytes of the host's memory are counted separately.
 """
@@ -203,9 +204,21 @@ def _stored_bytes(module: Module, inside: Computation, root: Instruction, whole:
     if root.opcode == "fusion":
         deeper = module.computations[root.called[0]]
         return sum(size for _, size in _written(module, deeper, root.leaves)) if len(root.leaves) == 1 else whole
-    if root.opcode in UPDATES and _without_bitcasts(inside, inside.inputs(root)[0]).opcode == "parameter":
+    if root.opcode in UPDATES and _is_in_place(module, inside, inside.inputs(root)[0]):
         return _update(inside, root).bytes * (2 if root.opcode == "scatter" else 1)
     return whole
+
+
+def _is_in_place(module: Module, inside: Computation, buffer: Instruction) -> bool:
+    """Whether an update of this value in a fusion writes into a buffer that the fusion takes.
+
+    XLA:TPU may show the buffer in another tiling, as the result of a fusion that aliases its operand. The kernel then
+    writes the update in the tiling of the buffer; it does not copy the buffer.
+    """
+    buffer = _without_bitcasts(inside, buffer)
+    if "output_to_operand_aliasing" in buffer.attributes and _moves(module, buffer):
+        buffer = _without_bitcasts(inside, inside.inputs(buffer)[0])
+    return buffer.opcode == "parameter"
 
 
 def _without_bitcasts(where: Computation, value: Instruction) -> Instruction:

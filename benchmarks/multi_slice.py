@@ -3,7 +3,8 @@
     python benchmarks/multi_slice.py [CASE ...] [--words WORDS ...] [--show]
 
 `llama-*`: a Llama of 8 layers in plain JAX (`plain_models.llama`, full rematerialization, 128 rows of 1024 tokens).
-`perceptron-4`: 8 layers of 4096 x 16384 in bfloat16, 4096 rows, and no optimizer. `chosen` is the plan of the search,
+`perceptron-*`: 8 layers of 4096 x 16384 in bfloat16, 64 rows for each chip, and no optimizer. The number is that of the
+slices; `v5p` is a machine of four slices of v5p:4x4x4, with 256 rows for the Llama. `chosen` is the plan of the search,
 without any words. The other rows are the plans of `CASES`. All are compiled, and judged by `estimate.py`. `over best`
 divides a step by the fastest of the other plans: 1 means that no other plan is faster. Nothing runs. Results are stored
 in `results/multi_slice.json`.
@@ -17,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,17 +32,17 @@ from autoshard.errors import AutoshardWarning
 from autoshard.sharding.audit import missing_compiler
 
 PATH = RESULTS / "multi_slice.json"
-LAYERS, ROWS, SEQ = 8, 128, 1024
-WIDTH, HIDDEN, POINTS = 4096, 16384, 4096  # of the perceptron
+LAYERS, SEQ = 8, 1024
+WIDTH, HIDDEN, POINTS = 4096, 16384, 64  # of the perceptron; rows for each chip
 CHOSEN = "chosen"
 
 
-def llama() -> plain_models.Made:
+def llama(rows: int = 128) -> plain_models.Made:
     """The Llama's step."""
-    return plain_models.llama("full", rows=ROWS, seq=SEQ, layers=LAYERS)
+    return plain_models.llama("full", rows=rows, seq=SEQ, layers=LAYERS)
 
 
-def perceptron() -> plain_models.Made:
+def perceptron(chips: int) -> plain_models.Made:
     """The perceptron's step: gradient descent on a scan of layers with residuals."""
 
     def step(weights: Any, x: Any) -> Any:
@@ -51,7 +53,7 @@ def perceptron() -> plain_models.Made:
         value, gradients = jax.value_and_grad(loss)(weights)
         return jax.tree.map(lambda w, g: w - (0.1 * g).astype(w.dtype), weights, gradients), value
 
-    sizes = (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH), (POINTS, WIDTH)
+    sizes = (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH), (POINTS * chips, WIDTH)
     up, down, x = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes)
     return step, (up, down), (x,)
 
@@ -67,9 +69,14 @@ class Case:
 
 CASES: Mapping[str, Case] = {
     "perceptron-4": Case(
-        perceptron,
+        partial(perceptron, 64),
         "v5e:4x4*4",
         {"pp:4 fsdp:16": 8, "tp:64": 1, "dp:4 tp:16": 1, "dp:4 fsdp:16": 1, "dp:4 fsdp:4 tp:4": 1},
+    ),
+    "perceptron-v5p": Case(
+        partial(perceptron, 256),
+        "v5p:4x4x4*4",
+        {"pp:4 fsdp:64": 8, "dp:4 tp:64": 1, "dp:4 fsdp:64": 1, "dp:4 fsdp:4 tp:16": 1},
     ),
     "llama-2": Case(
         llama,
@@ -80,6 +87,11 @@ CASES: Mapping[str, Case] = {
         llama,
         "v5e:4x4*4",
         {"dp:4 fsdp:16": 1, "fsdp:64": 1, "dp:4 fsdp:4 tp:4": 1, "pp:4 fsdp:16": 8, "pp:2 dp:2 fsdp:16": 4},
+    ),
+    "llama-v5p": Case(
+        partial(llama, 256),
+        "v5p:4x4x4*4",
+        {"dp:4 fsdp:64": 1, "fsdp:256": 1, "dp:4 fsdp:16 tp:4": 1, "pp:4 fsdp:64": 8},
     ),
 }
 

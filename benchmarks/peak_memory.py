@@ -7,7 +7,9 @@ Each row is a program (one of `plain_models.py`, or a workload with few layers),
 device is needed. The columns are GiB of one device:
 
     predicted   the plan's estimate
-    compiled    the compiler's own peak, by which it decides whether the program fits; else arguments + temporaries
+    compiled    the compiler's own peak, by which it decides whether the program fits; else arguments + temporaries.
+                For a program with values on the host, the size of the device's memory space in the compiler's report:
+                its peak counts the host's memory, too
     upper       arguments + temporaries + results outside of donated memory. Not all temporaries are alive at once
 
 `--buffers` also prints the temporaries that the estimate has at the peak, and those that the compiler has.
@@ -47,6 +49,7 @@ OURS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt-1.3b": ("gpt-1.3b", 64, {"layers": 4}),
     "moe-2.4b": ("moe-2.4b", 32, {"layers": 4}),
     "vit-l16": ("vit-l16", 256, {"layers": 4}),
+    "llama2-70b": ("llama2-70b", 32, {"layers": 8, "context": 4096, "attention": "auto"}),
 }
 FSDP, TP, SEQ = "fsdp:8", "dp:4 tp:2", "tp:8 seq"
 # (program, remat, plan, targets)
@@ -68,6 +71,8 @@ CASES: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ("gpt-1.3b", "none", SEQ, ("v5e:2x4",)),
     ("moe-2.4b", "dots", FSDP, ("v5e:2x4",)),
     ("vit-l16", "none", FSDP, ("v5e:2x4", "h100:1x8")),
+    ("llama2-70b", "host:qkv", "fsdp:16", ("v6e:4x4",)),
+    ("llama2-70b", "host:mlp_in keep:context", "fsdp:16", ("v6e:4x4",)),
 )
 
 
@@ -147,17 +152,19 @@ def measured(program: str, remat: str, words: str, target: str, buffers: bool, c
         return Row(**head, kind="", compiled={}, peak=0.0)
     with tempfile.TemporaryDirectory() as folder:
         before = os.environ.get("XLA_FLAGS", "")
-        if buffers:  # the flags are a part of the cache's key
+        dumps = buffers or planned.estimate.host_traffic_bytes > 0
+        if dumps:  # the flags are a part of the cache's key
             os.environ["XLA_FLAGS"] = f"{before} --xla_dump_to={folder} --xla_dump_hlo_as_text"
         found = compile_job(
-            export_plan(bound_or_error(planned.bound).executable), cache=Path(folder) if buffers else None
+            export_plan(bound_or_error(planned.bound).executable), cache=Path(folder) if dumps else None
         )
         os.environ["XLA_FLAGS"] = before
         if buffers:
             print("compiler's buffers at the peak:\n" + _compiled(Path(folder)))
+        needed = _device_bytes(Path(folder)) if dumps else None
     kinds = ("argument", "temp", "output", "alias", "peak")
     compiled = {kind: float(found.memory[kind]) for kind in kinds} if found.memory else {}
-    return Row(**head, kind=found.kind, compiled=compiled, peak=float(found.peak_bytes or 0.0))
+    return Row(**head, kind=found.kind, compiled=compiled, peak=float(needed or found.peak_bytes or 0.0))
 
 
 def _estimated(planned: Any) -> str:
@@ -192,6 +199,14 @@ def _compiled(folder: Path) -> str:
     peak = text.split("(peak):")[-1].split("Stack trace")[0]
     lines = re.findall(r"([\w.-]+)\{[\d,]*\}: (\d+) bytes", peak)[: 2 * SHOWN]
     return "\n".join(f"{int(size) / 2**20:10.1f} MiB  {shapes.get(name, '')} {name}" for name, size in lines)
+
+
+def _device_bytes(folder: Path) -> int | None:
+    """The size of the device's memory space, from the compiler's dump; None if it wrote no report."""
+    for report in folder.glob("**/*memory-usage-report.txt"):
+        if found := re.search(r"^Memory Space: default.*\nTotal bytes: (\d+)", report.read_text(), re.MULTILINE):
+            return int(found[1])
+    return None
 
 
 def main() -> None:

@@ -1,15 +1,16 @@
 """Pipelines that the planner cuts out of a step: memory and idle time as compiled, against the schedule's table.
 
-    python benchmarks/pipelines.py [--schedules gpipe 1f1b zb ftb] [--microbatches 8 16] [--layers 4] [--seq 1024]
-                                   [--data dp:4] [--gather once] [--show]
+    python benchmarks/pipelines.py [--schedules alone gpipe 1f1b zb ftb] [--microbatches 8 16] [--layers 4]
+                                   [--seq 1024] [--data dp:4] [--gather once] [--show]
     python benchmarks/pipelines.py --schedules interleaved:2 --layers 8
 
 A Llama in plain JAX is planned for v5e:4x4 with `pp:4` and the words of `--data`, and compiled. Beside it, what one
 stage does is compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2, the same microbatches in turn.
-Its time is the ideal of a pipeline. The table says how much longer a pipeline takes. `step / table` divides the
-compiled step by the ideal times this factor. Times are the two measures of `estimate.py`. `peak` is the compiler's own.
-Nothing runs. Results are stored in `results/pipelines.json`, one row for each schedule, number of microbatches and of
-layers, words of `--data`, and word of `--gather`. With `fsdp:4`, no stage alone is compiled.
+This is the schedule `alone`, whose time is the ideal of a pipeline. It is compiled if no row of it is stored. The table
+says how much longer a pipeline takes. `step / table` divides the compiled step by the ideal times this factor. Times
+are the two measures of `estimate.py`. `peak` is the compiler's own. Nothing runs. Results are stored in
+`results/pipelines.json`, one row for each schedule, number of microbatches and of layers, words of `--data`, and word
+of `--gather`. With `fsdp:4`, no stage alone is compiled.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from autoshard.sharding.plan.gather_words import WORDS
 
 PATH = RESULTS / "pipelines.json"
 STAGES, DEVICES, VOCAB, ROWS = 4, "v5e:4x4", 32768, 4  # rows of a microbatch, one for each device of a stage
-ALONE = "v5e:2x2"
+ALONE, ALONE_WORD = "v5e:2x2", "alone"  # its target, and its name among the schedules
 # The work of the parts of a stage under full rematerialization, in forward passes: its products and their gradients.
 COSTS = {FORWARD: 1.0, RECOMPUTE: 1.0, BACKWARD: 3.0}
 SPLIT_COSTS = {FORWARD: 1.0, BACKWARD: 2.0, WEIGHTS: 1.0}
@@ -71,7 +72,7 @@ class Row(JudgedStep):
 
 def row_of(given: Any, schedule: str, count: int) -> Row:
     """Plan, compile and judge one step; `alone` is one stage without a pipeline."""
-    alone = schedule == "alone"
+    alone = schedule == ALONE_WORD
     part = STAGES if alone else 1
     step, state, batch = plain_models.llama(
         "full", rows=ROWS * count, seq=given.seq, layers=given.layers // part, vocab=VOCAB // part
@@ -90,7 +91,7 @@ def row_of(given: Any, schedule: str, count: int) -> Row:
 
 def factor_of(schedule: str, count: int) -> float:
     """The time of all ticks over that of a stage's work; 1 without a pipeline."""
-    if schedule == "alone":
+    if schedule == ALONE_WORD:
         return 1.0
     table = make_schedule(schedule, STAGES, count)
     total, _ = table.ideal(SPLIT_COSTS if WEIGHTS in table.ticks else COSTS)
@@ -106,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     stored = json.loads(PATH.read_text()) if PATH.exists() else []
     rows = {row.key: row for row in (Row(**each) for each in stored)}
     for count in [] if given.show else given.microbatches:
-        for schedule in (*(["alone"] if "fsdp" not in given.data else []), *given.schedules):
+        needed = "fsdp" not in given.data and (ALONE_WORD, count, given.layers, given.data, given.gather) not in rows
+        for schedule in (*([ALONE_WORD] if needed and ALONE_WORD not in given.schedules else []), *given.schedules):
             row = row_of(given, schedule, count)
             rows[row.key] = row
             print(line(row, [*rows.values()]), flush=True)
@@ -117,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def over_table(row: Row, rows: Sequence[Row], measure: str) -> float | None:
     """The compiled step over the ideal times the factor of the schedule's table."""
-    ideal = next((r for r in rows if r.key[1:] == row.key[1:] and r.schedule == "alone"), None)
+    ideal = next((r for r in rows if r.key[1:] == row.key[1:] and r.schedule == ALONE_WORD), None)
     if ideal is None:
         return None
     here, alone = getattr(row, measure), getattr(ideal, measure)
@@ -153,9 +155,14 @@ def table(rows: Sequence[Row]) -> Table:
     return found
 
 
+def _schedule(word: str) -> str:
+    """Read a word of `--schedules`."""
+    return word if word == ALONE_WORD else read_schedule(word)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--schedules", nargs="+", default=[*SCHEDULES], type=read_schedule)
+    parser.add_argument("--schedules", nargs="+", default=[ALONE_WORD, *SCHEDULES], type=_schedule)
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)

@@ -21,7 +21,13 @@ from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.sharding.audit.aot_compile import missing_compiler
 from autoshard.sharding.audit.export import export_plan
 from autoshard.sharding.machines.chips import CHIPS
-from autoshard.sharding.machines.options import asynchronous_kinds, keeps_gathers, reported_numerics, without_reported
+from autoshard.sharding.machines.options import (
+    asynchronous_kinds,
+    keeps_gathers,
+    keeps_reduce_scatters,
+    reported_numerics,
+    without_reported,
+)
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step, workload_variants
@@ -174,7 +180,11 @@ def _recipe_options(settings: Settings) -> Iterator[None]:
         yield
         return
     kinds = dict.fromkeys((*target.chip.hides, *asynchronous_kinds(name, options)))
-    chip = replace(target.chip, hides=tuple(kinds), keeps_gathers=keeps_gathers(name, options))
+    keeps = {
+        "keeps_gathers": keeps_gathers(name, options),
+        "keeps_reduce_scatters": keeps_reduce_scatters(name, options),
+    }
+    chip = replace(target.chip, hides=tuple(kinds), **keeps)
     with mock.patch.dict(CHIPS, {name: chip}):  # pyright: ignore[reportArgumentType]
         yield
 

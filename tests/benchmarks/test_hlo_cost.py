@@ -270,3 +270,22 @@ def test_asynchronous_computations(call):
     line = f"(({STACK}, s32[]), f32[1,16,16]{{2,1,0}}, u32[]) {call}"
     module = program(line, inside, parameter_lines(p=STACK, i="s32[]"))
     assert async_copy_cost(module, module.entry, module.entry.named["r"]).hbm_bytes == 2 * KB + 4
+
+
+@pytest.mark.parametrize(("alias", "size"), [(", output_to_operand_aliasing={{}: (0, {})}", 2), ("", 1 + 24)])
+def test_an_update_of_a_buffer_in_another_tiling_is_in_place(alias, size):
+    """XLA:TPU shows the buffer as an aliased copy in the fusion. Without the alias it is written whole."""
+    inside = f"""%retiled (p: f32[]) -> f32[] {{
+  %p = {STACK} parameter(0)
+  ROOT %c = {STACK} copy(%p)
+}}
+
+%outer (p: f32[]) -> f32[] {{
+  %p = {STACK} parameter(0)
+  %i = s32[]{{:S(6)}} parameter(1)
+  %u = f32[1,16,16]{{2,1,0}} parameter(2)
+  %q = {STACK} fusion(%p), kind=kLoop{alias}, calls=%retiled
+  ROOT %r = {STACK} dynamic-update-slice(%q, %u, %i, %i, %i)
+}}"""
+    shapes = dict(p=STACK, i="s32[]{:S(6)}", u="f32[1,16,16]{2,1,0}")
+    assert cost_of(f"{STACK} fusion(%p, %i, %u), kind=kLoop, calls=%outer", inside, **shapes).hbm_bytes == size * KB

@@ -61,6 +61,7 @@ class Roles:
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
+        within_stages: the other axes of values on stages.
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
         separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
             own, or the number of stages does not divide that of the layers.
@@ -83,6 +84,7 @@ class Roles:
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
     stages: int | None = None
+    within_stages: frozenset[int] = frozenset()
     replicas: int | None = None
     separate_layers: bool = False
     gathers_once: bool = False
@@ -140,7 +142,7 @@ def find_roles(
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
     }  # fmt: skip
-    with_batch = {c for dims in set(axes.of_value) for dim in dims for c in dim if any(batch in d for d in dims)}
+    with_batch = set() if batch is None else {batch, *_axes_beside(axes, batch)}
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
         if c not in (batch, replicas, microbatch) and c in with_batch and not use.weights[c]
@@ -164,10 +166,16 @@ def find_roles(
         ),
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
+        within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
         replicas=replicas,
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
         gathers_once=any(op.name == gather_p.name for op in program.ops()),
     )
+
+
+def _axes_beside(axes: LogicalAxes, axis: int) -> frozenset[int]:
+    """The other logical axes of the values that have an axis."""
+    return frozenset(c for dims in set(axes.of_value) if any(axis in d for d in dims) for d in dims for c in d) - {axis}
 
 
 def _head_dims(

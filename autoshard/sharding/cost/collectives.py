@@ -21,6 +21,7 @@ from autoshard.sharding.cost.constants import (
 from autoshard.sharding.cost.offload_time import HostTime
 from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.cost.stretches import StretchTimes
+from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.machines.topology import DeviceAssignment, Topology, assignments
@@ -150,6 +151,23 @@ def collective(
         devices=found.devices, box_dims=found.box_dims,
     )  # fmt: skip
     return made
+
+
+def merged_reductions(moves: tuple[Move, ...]) -> tuple[Move, ...]:
+    """Return the moves of an operator whose reduce-scatters become all-reduces.
+
+    An all-reduce of the shards follows a reduce-scatter if several mesh axes reduce an array, and not all of them shard
+    it. XLA then emits one all-reduce over all of these axes. It is requested here as a reduce-scatter over them.
+    """
+    scattered = {m.array: m for m in moves if m.kind == "reduce-scatter"}
+    rest = {m.array: m.axes for m in moves if m.kind == "all-reduce" and m.array in scattered}
+    if not rest:
+        return moves
+    return tuple(
+        replace(m, axes=(*rest.get(m.array, ()), *m.axes)) if m.kind == "reduce-scatter" else m
+        for m in moves
+        if m.kind != "all-reduce" or m.array not in rest
+    )
 
 
 def step_cost(

@@ -6,13 +6,15 @@ A value is live from the operator that makes it to the last one that takes it. A
 used inside it is live until the loop ends. Values that XLA computes inside their users are never written (`fusion`);
 their operands stay live instead. Only one shard of a value counts. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
-of a loop are updated in place, its initial value too if only the loop takes it. Some values share the buffer of another
-one (`reused_buffers`), and values that XLA merges with equal ones are kept once (`ir.merged_recomputation`). On GPUs
-some products run later than the program says (`delayed_gradients`), and stacks of parameters have a transposed copy
-(`gathers.transposed_stacks`). Values in host memory take no memory of the device (`host_bytes`); there, a loop moves
-each slice of a stack straight into the stack or out of it. Arrays that the function closes over are constants, which
-every device holds whole. On a TPU an activation is stored in tiles of 128 elements along one of its dimensions, the one
-with the least padding; the result of a declared operator, along its last one (`tiles`).
+of a loop are updated in place, its initial value too if only the loop takes it. On a TPU, a loop has two buffers for
+each value that an iteration brings from the host: the transfer for the next iteration runs beside this one. Some values
+share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
+(`ir.merged_recomputation`). On GPUs some products run later than the program says (`delayed_gradients`), and stacks of
+parameters have a transposed copy (`gathers.transposed_stacks`). Values in host memory take no memory of the device
+(`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of it. Arrays that the function
+closes over are constants, which every device holds whole. On a TPU an activation is stored in tiles of 128 elements
+along one of its dimensions, the one with the least padding; the result of a declared operator, along its last one
+(`tiles`).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from autoshard.sharding.cost.tiles import row_major_values, row_padding
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.host_memory import fetched_slices
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.placement import axes_of
 from autoshard.spmdrules.ir.merged_recomputation import merged_values
@@ -104,6 +107,13 @@ class MemoryModel:
             v: (ratio, self.point[id(a)], self.point[id(last_operator(b.blocks[-1]))])
             for v, (ratio, a, b) in casts.items()
         }
+        # Values that a loop brings from the host one iteration early, and the first and last points of the loop.
+        fetched = fetched_slices(program) if self.is_tiled else {}
+        self.fetched = [
+            (v, self.point[id(loop)], self.point[id(last_operator(loop.blocks[-1]))])
+            for v, loop in fetched.items()
+            if self.written[v]
+        ]
         tiled = row_major_values(program) if self.is_tiled else ()
         self.row_major = [v for v in temporaries.tolist() if v in tiled and program.avals[v].shape]
         self._classes: dict[frozenset[int], ValueClasses] = {}
@@ -294,6 +304,12 @@ class MemoryModel:
                 first.append(np.minimum(*ends))
                 last.append(np.maximum(*ends))
                 sizes.append(np.full(len(some.first), some.nbytes))
+        if self.fetched:
+            values, begins, ends = map(np.array, zip(*self.fetched, strict=True))
+            # From the start of an iteration to the use of what it has; until its end, what the next one needs.
+            first += [begins, begins]
+            last += [self.birth[values] - 1, ends]
+            sizes += [local[values], local[values]]
         if self.casts:
             first.append(np.array([begin for _, begin, _ in self.casts.values()]))
             last.append(np.array([end for _, _, end in self.casts.values()]))

@@ -6,6 +6,7 @@
     xs of a scan                  slices are read from the stack, except by operators that read whole arrays from memory
     casts of slices               on TPU the stack of parameters is cast once, before the loop
     dimensions of size 1 on a device  are added, removed and moved without a copy
+    stacks of layers              are split into groups, and joined again, without a copy
 
 The gradient of a loss that picks the target's logit with a gather is such a sum: its scatter is as large as the
 logits. Compiled for v5e (jaxlib 0.10.2, libtpu 0.0.42) and for h100, the step of a language model has one such array,
@@ -25,6 +26,7 @@ from autoshard.spmdrules.ir.program import Op, Program, inlined, walk
 
 _RESHAPES = ("squeeze", "reshape", "expand_dims")
 _REORDERS = ("transpose", "rev", "concatenate", "pad")
+_STACK_DIMS = 3  # of a stack of matrices
 
 
 def scattered_into_sums(program: Program, written: Set[int]) -> frozenset[int]:
@@ -205,12 +207,15 @@ def views(axes: LogicalAxes) -> frozenset[int]:
     """Return the values that are another value under another shape on each device: XLA computes and stores nothing.
 
     That holds for dimensions of size 1 that are added or removed. It also holds if the layers of a stack are split into
-    stages, or if a pipeline's dimension of stages moves: a device has one stage, so the dimension has size 1 there.
+    groups or stages, or if a pipeline's dimension of stages moves: a device has one stage, so the dimension has size 1
+    there.
     """
     return frozenset(
         op.results[0]
         for op in axes.program.ops()
-        if len(op.operands) == 1 and op.operands[0] >= 0 and (_keeps_shape(op) or _moves_stages(axes, op))
+        if len(op.operands) == 1
+        and op.operands[0] >= 0
+        and (_keeps_shape(op) or _groups_layers(op) or _moves_stages(axes, op))
     )
 
 
@@ -219,6 +224,18 @@ def _keeps_shape(op: Op) -> bool:
         return False
     before, after = op.eqn.invars[0].aval.shape, op.eqn.outvars[0].aval.shape
     return [n for n in before if n != 1] == [n for n in after if n != 1]
+
+
+def _groups_layers(op: Op) -> bool:
+    """Whether an operator splits the first dimension of a stack of matrices in two, or joins its first two dimensions.
+
+    Tiles in memory span the last two dimensions, so the elements stay where they are. Compiled for v6e (libtpu 0.0.42),
+    a scan over groups of four layers reads the parameters from the stack of all layers.
+    """
+    if op.name != "reshape":
+        return False
+    one, other = sorted((op.eqn.invars[0].aval.shape, op.eqn.outvars[0].aval.shape), key=len)
+    return len(one) >= _STACK_DIMS and one[1:] == other[2:]
 
 
 def _moves_stages(axes: LogicalAxes, op: Op) -> bool:

@@ -29,17 +29,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
-from autoshard.sharding.cost.collectives import Collective, LiveBuffers, Ring, StepCost, collective, step_cost
+from autoshard.sharding.cost.collectives import (
+    Collective,
+    LiveBuffers,
+    Ring,
+    StepCost,
+    collective,
+    merged_reductions,
+    step_cost,
+)
 from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import (
     Facts,
@@ -55,7 +62,7 @@ from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.constraint_moves import constraint_moves, constraints
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
-from autoshard.sharding.cost.known_prices import KnownPrices
+from autoshard.sharding.cost.known_prices import KnownPrices, Price
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
@@ -75,24 +82,6 @@ from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_
 from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.ir.program import Op
-
-
-@shown
-@dataclass(frozen=True)
-class Price:
-    """The cost of one run of an operator.
-
-    Attributes:
-        time_us: microseconds of its kernel.
-        moves: the collectives that it needs.
-        held_bytes: for a declared operator, the peak bytes of its own values; for a grouped product, its masked copies.
-        beside_us: on a ring, microseconds of its kernel beside which keys travel.
-    """
-
-    time_us: float
-    moves: tuple[Move, ...]
-    held_bytes: float = 0.0
-    beside_us: float = 0.0
 
 
 class CostModel:
@@ -279,13 +268,14 @@ class CostModel:
             op, specs, result_specs, facts.transfer_bytes, mesh, self.target.link_prices, sequence
         )
         rule = strategy.rule(op)
+        moves = strategy.moves if chip.keeps_reduce_scatters else merged_reductions(strategy.moves)
         if strategy.form is not None:
             costs, share = strategy.form.cost.kernels, strategy.form.cost.hidden_share
             time = sum(declared_us(cost, chip) for cost in costs)
-            return Price(time, strategy.moves, max(cost.held_bytes for cost in costs), share * time)
+            return Price(time, moves, max(cost.held_bytes for cost in costs), share * time)
         if is_declared(op) and (costs := declared_costs(op.eqn, shard_types(op, strategy.rule(op), strategy, mesh))):
             time = sum(declared_us(cost, chip) for cost in costs)
-            return Price(time, strategy.moves, max(cost.held_bytes for cost in costs))
+            return Price(time, moves, max(cost.held_bytes for cost in costs))
         if opaque := self._opaque_memory(op, strategy, mesh):
             time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
             time += sum(declared_us(cost, chip) for cost in opaque.costs)
@@ -301,7 +291,7 @@ class CostModel:
             time = max(time, busy / shards * 1e6)
         copied = self._masked_copies(op, strategy, mesh)
         time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
-        return Price(time, strategy.moves, opaque.peak_bytes if opaque else copied)
+        return Price(time, moves, opaque.peak_bytes if opaque else copied)
 
     def _masked_copies(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> float:
         """Return the bytes of the masked copies that XLA stores for a grouped product on one shard."""

@@ -22,7 +22,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
-from autoshard.sharding.program.array_sizes import is_float, nbytes
+from autoshard.sharding.program.array_sizes import is_float, itemsize, nbytes
 from autoshard.spmdrules.core.placement import Spec, axes_of
 
 
@@ -57,10 +57,14 @@ class Layout:
         self._transposed: dict[Leaves, Leaves] = {}
 
     @cached_property
+    def _stores_apart(self) -> bool:
+        """Whether the sharding of some input differs between storage and use."""
+        return any(self.storage.values()) or any(spec != self.spec(v) for v, spec in self.fixed.items())
+
+    @cached_property
     def aliased_inputs(self) -> Mapping[int, int]:
         """Value -> the input whose alias it is; empty if all inputs are stored as they are used."""
-        differs = any(self.storage.values()) or any(spec != self.spec(v) for v, spec in self.fixed.items())
-        if not differs:
+        if not self._stores_apart:
             return {}
         aliases, staged = self.axes.parameter_aliases, self.axes.layer_dims
         if self.roles.gathers_once:
@@ -68,6 +72,22 @@ class Layout:
         # The stages gather small weights of all their layers at once.
         small = {v for v in staged if v in aliases and self._layer_bytes(v) <= EARLY_GATHER_SLICE_BYTES}
         return {v: source for v, source in aliases.items() if v not in small} if small else aliases
+
+    @cached_property
+    def small_stacks(self) -> dict[int, int]:
+        """Stored stack of small layers that `pp` shards along the layers -> bytes of an element where it is gathered.
+
+        The stages gather such a stack once, before all ticks, after it is cast to the type of its layers.
+        """
+        if not self._stores_apart or self.roles.gathers_once:
+            return {}
+        avals, aliases = self.axes.program.avals, self.axes.parameter_aliases
+        found = {v: itemsize(avals[v]) for v in self.axes.layer_dims
+                 if v in self.roles.inputs and self._layer_bytes(v) <= EARLY_GATHER_SLICE_BYTES}  # fmt: skip
+        for v in self.axes.layer_dims:
+            if (source := aliases.get(v)) in found:
+                found[source] = min(found[source], itemsize(avals[v]))
+        return found
 
     def _layer_bytes(self, value: int) -> float:
         """The bytes of one layer of an alias that has the layers of the stages."""
@@ -183,6 +203,9 @@ class Layout:
 
         This holds for stacks of small slices, and for stacks that are sharded along the loop.
         """
+        source = value if value in self.roles.inputs else self.axes.parameter_aliases.get(value)
+        if source is not None and source in self.small_stacks:
+            return self.stored_spec(source) != self.spec(source)
         source = value if value in self.roles.inputs else self.aliased_inputs.get(value)
         if source is None or not self.aliased_inputs:
             return False
@@ -197,13 +220,19 @@ class Layout:
     @cached_property
     def inputs_gathered_before_loops(self) -> list[int]:
         """The program inputs that are gathered before the loops over them."""
-        return [v for v in dict.fromkeys(self.aliased_inputs.values()) if self.is_gathered_before_loop(v)]
+        sources = dict.fromkeys([*self.aliased_inputs.values(), *self.small_stacks])
+        return [v for v in sources if self.is_gathered_before_loop(v)]
 
     def with_storage(self, leaves: Leaves, shape: Sequence[int], role: Role) -> Spec:
         """The spec of a tensor of state, in which the storage axes of its role shard its largest dimensions.
 
         The kernel of a convolution is sharded along its input features rather than its output features. Along the
         input features, XLA:TPU reduce-scatters its gradient; along the output features, it all-reduces some shapes.
+
+        If other mesh axes shard the batch, too, dimensions that no mesh axis shards take precedence. XLA's partitioner
+        then reduce-scatters the gradient over the storage axes, and all-reduces the shards over the others. Where
+        `tp` and `fsdp` shard one dimension under `dp:2 fsdp:2 tp:2`, it all-reduces whole gradients over `dp` and
+        `fsdp` together.
         """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
@@ -224,6 +253,8 @@ class Layout:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
                 divisible = [d for d in shardable if local(d) % self.shard_count(free[:count]) == 0]
                 if divisible:
+                    if self._batch_is_sharded_apart(role):
+                        divisible = [d for d in divisible if not spec[d]] or divisible
                     if outputs in divisible:
                         least = LEAST_INPUT_FEATURES * self.shard_count(free[:count])
                         divisible = [d for d in divisible if d != outputs and local(d) >= least] or divisible
@@ -234,6 +265,13 @@ class Layout:
             else:
                 free = free[1:]
         return tuple(map(tuple, out))
+
+    def _batch_is_sharded_apart(self, role: Role) -> bool:
+        """Whether a mesh axis shards the batch, but stores no inputs of this role."""
+        stores = self.storage.get(role, ())
+        return any(
+            n > 1 and a not in stores and self.roles.batch in self.table.get(a, ()) for a, n in self.mesh.items()
+        )
 
     def gradient_spec(self, value: int) -> Spec | None:
         """The sharding of a gradient: that of the state which consumes it; None if that is stored as it is used."""

@@ -17,7 +17,7 @@ from autoshard.sharding.layout.layout import Layout, exchanged_spec
 from autoshard.sharding.layout.operator_strategy import Move, OperandSpecs, OperatorStrategy, choose_strategy
 from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
-from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.factor_projection import project
@@ -35,7 +35,7 @@ from autoshard.spmdrules.families.stages import (
 from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Op
 
-AFTER_UPDATE = "after the update"
+AFTER_UPDATE, BEFORE_LOOPS = "after the update", "before a loop"
 
 
 def operand_spec(layout: Layout, value: int) -> Spec:
@@ -125,7 +125,7 @@ def state_gathers(layout: Layout, updated: Iterable[int]) -> list[StateGather]:
         layout: the layout.
         updated: the inputs that the program returns updated.
     """
-    moves = [(v, layout.stored_spec(v), layout.spec(v), "before a loop") for v in layout.inputs_gathered_before_loops]
+    moves = [(v, layout.stored_spec(v), layout.spec(v), BEFORE_LOOPS) for v in layout.inputs_gathered_before_loops]
     for v in updated:
         update_spec = layout.gradient_spec(v) if layout.roles.inputs.get(v) == "parameter" else None
         if update_spec is not None:
@@ -134,7 +134,9 @@ def state_gathers(layout: Layout, updated: Iterable[int]) -> list[StateGather]:
     for v, before, after, when in moves:
         after_axes = set(axes_of(after))
         gathered = tuple(a for a in axes_of(before) if a not in after_axes)
-        local = nbytes(layout.axes.program.avals[v]) / layout.shard_count({*after_axes, *gathered})
+        aval = layout.axes.program.avals[v]
+        size = layout.small_stacks.get(v, itemsize(aval)) if when == BEFORE_LOOPS else itemsize(aval)
+        local = nbytes(aval) / itemsize(aval) * size / layout.shard_count({*after_axes, *gathered})
         if wire := bytes_sent_per_byte("all-gather", layout.shard_count(gathered)) * local:
             gathers.append(StateGather(v, gathered, wire, when))
     return gathers
@@ -222,7 +224,8 @@ def _with_shift(op: Op, chosen: OperatorStrategy, mesh: Mapping[str, int]) -> Op
     axes = tuple(axis for axis, factor in sharded_factors(chosen, mesh).items() if factor == STAGE)
     if not axes:
         return chosen
-    local = nbytes(op.eqn.invars[1].aval) / shard_count(chosen.spec(op.rule.operands[1]), mesh)
+    aval, one_stage = op.eqn.invars[0].aval, op.rule.operands[0][1:]
+    local = nbytes(aval) / aval.shape[0] / shard_count(chosen.spec(one_stage), mesh)
     return OperatorStrategy(chosen.factors, (*chosen.moves, Move("collective-permute", axes, -1, local, local)))
 
 

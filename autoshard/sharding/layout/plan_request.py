@@ -218,10 +218,15 @@ def kinds_of_replicas(roles: Roles) -> tuple[str, ...]:
 
 
 def _for_stages(roles: Roles) -> tuple[int, ...]:
-    """The logical axes that a pipeline shards: its stages, and in the head, which is on no stage, the classes."""
+    """The logical axes that a pipeline shards: its stages, and in the head, which is on no stage, the classes.
+
+    Classes that values on stages have, such as those of a router, are not among them: the stages would gather what is
+    computed before them, such as a constant of the router.
+    """
     if roles.stages is None:
         return ()
-    return (roles.stages, *dict.fromkeys((*roles.output_classes, *roles.vocabulary)))
+    classes = dict.fromkeys((*roles.output_classes, *roles.vocabulary))
+    return (roles.stages, *(c for c in classes if c not in roles.within_stages))
 
 
 def storage_for(kinds: Mapping[str, str], everything: bool, separate_layers: bool) -> dict[Role, tuple[str, ...]]:

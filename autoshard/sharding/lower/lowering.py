@@ -287,10 +287,10 @@ class Lowering:
         if op.name == "convert_element_type" and op.results[0] in layout.aliased_inputs:
             return [self.constrain(results[0], operand_spec(layout, op.results[0]))]
         if op.name in ("broadcast_in_dim", "reshape", "transpose"):
-            source, result = op.operands[0], op.results[0]
+            source, result, staged = op.operands[0], op.results[0], layout.axes.layer_dims
             if result in layout.aliased_inputs and not layout.is_gathered_before_loop(result):
                 return [self.constrain(results[0], operand_spec(layout, result))]
-            if source in layout.aliased_inputs and layout.is_gathered_before_loop(source):
+            if layout.is_gathered_before_loop(source) and (source in layout.aliased_inputs or result in staged):
                 return [self.constrain(results[0], layout.spec(op.results[0]))]
         return results
 

@@ -55,6 +55,7 @@ from autoshard.sharding.machines.options.asynchronous import (
     SYNCHRONOUS_GATHERS,
     asynchronous_kinds,
     keeps_gathers,
+    keeps_reduce_scatters,
 )
 from autoshard.sharding.machines.options.choice import default_options
 from autoshard.sharding.machines.options.option_table import Options as Options
@@ -95,6 +96,7 @@ class Chip:
         gather_dims: so are gathers over groups that are not a box of neighbours in so many dimensions of the torus.
         keeps_gathers: the compiler keeps a gather over three dimensions of the torus as it is. Then no gather is
             synchronous because of its group.
+        keeps_reduce_scatters: the compiler has reduce-scatters. Otherwise it uses all-reduces in their place.
         options: compiler options (`options.default_options`). They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.
@@ -128,6 +130,7 @@ class Chip:
     synchronous_gathers: int = 0
     gather_dims: int = 0
     keeps_gathers: bool = False
+    keeps_reduce_scatters: bool = True
     options: Options = field(default_factory=dict, hash=False)
     clock_hz: float = 0.0
     on_chip_bytes: float = 0.0
@@ -184,12 +187,12 @@ def _tpu(
     wraps_at, options = 16 if torus == 2 else 4, default_options(name)
     return Chip(
         "tpu", tflops * 1e12, tflops * 1e12, gib * GiB, hbm_gb * GB, link_gb * GB, net_gb * GB,
-        host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB,
-        torus=torus, wraps_at=wraps_at, pod=pod, tile=tile, kinds=tuple(kinds.split("|")),
-        on_chip_bytes=on_chip_mib * 2**20, vector_memory_bytes=vector_mib * 2**20,
-        vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
+        host_bandwidth=host_gb * GB, host_memory_bytes=ram_gb * GB, torus=torus, wraps_at=wraps_at,
+        pod=pod, tile=tile, kinds=tuple(kinds.split("|")), on_chip_bytes=on_chip_mib * 2**20,
+        vector_memory_bytes=vector_mib * 2**20, vector_ops=vector_units * constants.VECTOR_LANES * more["clock_hz"],
         hides=asynchronous_kinds(name, options), synchronous_gathers=SYNCHRONOUS_GATHERS.get(name, 0),
-        gather_dims=GATHER_DIMS.get(name, 0), keeps_gathers=keeps_gathers(name, options), options=options, **more,
+        gather_dims=GATHER_DIMS.get(name, 0), keeps_gathers=keeps_gathers(name, options),
+        keeps_reduce_scatters=keeps_reduce_scatters(name, options), options=options, **more,
     )  # fmt: skip
 
 

@@ -15,7 +15,11 @@ from typing import Any
 from autoshard._typed import convert, short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.machines.chips import ALIASES, CHIPS
-from autoshard.sharding.machines.options.asynchronous import asynchronous_kinds, keeps_gathers
+from autoshard.sharding.machines.options.asynchronous import (
+    asynchronous_kinds,
+    keeps_gathers,
+    keeps_reduce_scatters,
+)
 from autoshard.sharding.machines.options.choice import UnknownSetError, named_set, with_set
 from autoshard.sharding.machines.options.option_sets import ProgramFacts
 from autoshard.sharding.machines.options.option_table import Options
@@ -113,9 +117,12 @@ def with_options(target: Target, options: Options) -> Target:
     """Return a target whose chip has these options, and whose compiler hides and keeps what it does under them."""
     chip, topology, name = target.chip, target.topology, chip_word(target)
     if chip.platform == "tpu" and name in CHIPS:
-        keeps = keeps_gathers(name, options)
-        chip = replace(chip, hides=asynchronous_kinds(name, options), keeps_gathers=keeps)
-        topology = replace(topology, keeps_gathers=keeps)
+        keeps: dict[str, Any] = {
+            "keeps_gathers": keeps_gathers(name, options),
+            "keeps_reduce_scatters": keeps_reduce_scatters(name, options),
+        }
+        chip = replace(chip, hides=asynchronous_kinds(name, options), **keeps)
+        topology = replace(topology, **keeps)
     return replace(target, chip=replace(chip, options=options), topology=topology)
 
 

@@ -35,8 +35,8 @@ __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target
 
 # Attributes of a chip that a target file cannot set. They describe named targets, or the compiler.
 _NOT_IN_FILES = (
-    "kinds", "hides", "synchronous_gathers", "gather_dims", "keeps_gathers", "options", "torus", "wraps_at", "pod",
-    "domain", "cores",
+    "kinds", "hides", "synchronous_gathers", "gather_dims", "keeps_gathers", "keeps_reduce_scatters", "options",
+    "torus", "wraps_at", "pod", "domain", "cores",
 )  # fmt: skip
 _FINITE: Readers = {float: finite}
 
@@ -125,7 +125,7 @@ def find_target(name: str) -> Target:
             example = f"{key}:{'x'.join(['4'] * chip.torus)}"
             raise TargetError(f"target '{name}': {key} is a torus of {chip.torus} dimensions; write {example}")
         _check_pod(name, key, chip, shape)
-        return Target(name, chip, Topology(_torus(chip, shape, slices), chip.keeps_gathers))
+        return Target(name, chip, Topology(_torus(chip, shape, slices), chip.keeps_gathers, chip.keeps_reduce_scatters))
     if len(shape) > 2:
         devices = "GPUS" if chip.platform == "cuda" else "DEVICES"
         raise TargetError(f"target '{name}' has more than two numbers; write {key}:HOSTSx{devices}")
@@ -207,7 +207,7 @@ def target_for(devices: Sequence[Any], count: int) -> Target:
     if chip.torus:
         shape = _shape(devices, chip) if count == len(devices) else None
         if shape is not None:
-            topology = Topology(_torus(chip, shape, 1), chip.keeps_gathers)
+            topology = Topology(_torus(chip, shape, 1), chip.keeps_gathers, chip.keeps_reduce_scatters)
             return Target(f"{name}:{'x'.join(map(str, shape))}", chip, topology)
         line = Dim("device", count, "ring", chip.link_bandwidth, chip.link_latency_us)
         return Target(f"{name}:{count}", chip, Topology((line,)))
@@ -281,7 +281,7 @@ def _read(path: Path) -> Target:
         chip = Chip(**{"flops_f32": given["flops"], "network_bandwidth": machine_dims[0].bandwidth} | given)
     else:
         chip = replace(CHIPS[base], **given)
-    return Target(str(path), chip, Topology(tuple(machine_dims), chip.keeps_gathers))
+    return Target(str(path), chip, Topology(tuple(machine_dims), chip.keeps_gathers, chip.keeps_reduce_scatters))
 
 
 def _is_number(value: Any) -> bool:

@@ -9,6 +9,8 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     bytes sent per device   all-gather, reduce-scatter, all-to-all: (n - 1)/n B; all-reduce: twice that; permute: B
     bandwidth of a piece    on a ring, that of 2 links if the piece goes all the way around, else of 1 link, divided by
                             the stride, because that many groups share each link; on a switch, that of one device's link
+                            All devices of a chip share its links to a torus: groups that have one device of each chip
+                            have that part of the bandwidth
     bandwidth of a group    dimensions of one torus work in parallel: the sum over its pieces. Networks of different
                             speeds work one after the other: the outer one carries 1/(size of the inner) of the bytes
     time                    latency of all hops along the longest piece + bytes sent / bandwidth
@@ -88,10 +90,12 @@ class Topology:
     Attributes:
         dims: its dimensions, outermost first.
         keeps_gathers: whether the compiler keeps an all-gather over three dimensions of a torus as it is.
+        keeps_reduce_scatters: whether the compiler has reduce-scatters on a torus.
     """
 
     dims: tuple[Dim, ...]
     keeps_gathers: bool = False
+    keeps_reduce_scatters: bool = True
 
     @property
     def devices(self) -> int:
@@ -109,20 +113,21 @@ class Topology:
         merged = self.merged(pieces)
         if not merged:
             return 0.0
+        sharing = self._groups_of_a_chip(merged)
         whole = local_bytes * math.prod(p.size for p in merged) if kind == "all-gather" else local_bytes
         if kind == "collective-permute":
-            slowest = min(map(self._piece_bandwidth, merged))
+            slowest = min(self._piece_bandwidth(p, sharing) for p in merged)
             return sum(map(self._latency_us, merged)) + local_bytes / slowest * 1e6
         if self.has_slices and spans_both(spanned := [p.dim for p in pieces if p.size > 1]):
             if is_flat(kind, spanned):
                 return self.flat_us(kind, math.prod(p.size for p in merged), local_bytes)
             kind = "all-reduce" if kind == "reduce-scatter" else kind
         if kind == "all-to-all":
-            return sum(self._all_to_all_us(group, whole) for _, group in self._tiers(merged))
+            return sum(self._all_to_all_us(group, whole, sharing) for _, group in self._tiers(merged))
         one_pass_us, inner = 0.0, 1
         for _, group in self._tiers(merged):
             n = math.prod(p.size for p in group)
-            bandwidth = sum(map(self._piece_bandwidth, group))
+            bandwidth = sum(self._piece_bandwidth(p, sharing) for p in group)
             one_pass_us += max(map(self._latency_us, group)) + (n - 1) / n * whole / inner / bandwidth * 1e6
             inner *= n
         return one_pass_us * (2 if kind == "all-reduce" else 1)
@@ -151,19 +156,21 @@ class Topology:
             dim.latency_us * (1 if dim.kind == "switch" or self._closed(p) else (p.size - 1) * p.stride)
             for dim, p in dims
         ]
-        slowest = min(dim.bandwidth / (1 if dim.kind == "switch" else p.stride) for dim, p in dims)
+        sharing = self._groups_of_a_chip(merged)
+        slowest = min(dim.bandwidth / (1 if dim.kind == "switch" else p.stride * sharing) for dim, p in dims)
         return max(hops) + local_bytes / slowest * 1e6
 
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
         """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
         On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
-        sliced. An all-gather over three dimensions becomes an all-reduce of shards padded with zeros, unless the
-        compiler keeps it. Pieces of two devices do not count as dimensions here.
+        sliced; so does any other if the compiler has no reduce-scatters. An all-gather over three dimensions becomes an
+        all-reduce of shards padded with zeros, unless the compiler keeps it. Pieces of two devices do not count as
+        dimensions here.
         """
         rings = [p for p in self.merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
         lines = [p for p in rings if not self._closed(p)]
-        if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1):
+        if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1 or not self.keeps_reduce_scatters):
             return "all-reduce", local_bytes
         if kind == "all-gather" and len(rings) > 2 and not self.keeps_gathers:
             return "all-reduce", local_bytes * math.prod(p.size for p in pieces)
@@ -189,11 +196,18 @@ class Topology:
             tiers[dim.bandwidth, dim.kind if dim.kind == "ring" else dim.name].append(p)
         return [(speed, group) for (speed, _), group in sorted(tiers.items(), key=lambda item: -item[0][0])]
 
-    def _piece_bandwidth(self, piece: Piece) -> float:
+    def _groups_of_a_chip(self, pieces: Sequence[Piece]) -> int:
+        """The number of groups, equal up to the devices of a chip, that share the links of a torus."""
+        rings = [i for i, dim in enumerate(self.dims) if dim.kind == "ring"]
+        spanned = {p.dim: p.size for p in pieces}
+        inner = range(rings[-1] + 1, len(self.dims)) if rings else ()
+        return math.prod(self.dims[i].size // spanned.get(i, 1) for i in inner)
+
+    def _piece_bandwidth(self, piece: Piece, sharing: int) -> float:
         dim = self.dims[piece.dim]
         if dim.kind == "switch":
             return dim.bandwidth
-        return dim.bandwidth * (2 if self._closed(piece) else 1) / piece.stride
+        return dim.bandwidth * (2 if self._closed(piece) else 1) / (piece.stride * sharing)
 
     def _latency_us(self, piece: Piece) -> float:
         dim = self.dims[piece.dim]
@@ -202,7 +216,7 @@ class Topology:
         hops = piece.size // 2 if self._closed(piece) else piece.size - 1
         return dim.latency_us * hops * piece.stride
 
-    def _all_to_all_us(self, group: Sequence[Piece], local_bytes: float) -> float:
+    def _all_to_all_us(self, group: Sequence[Piece], local_bytes: float, sharing: int) -> float:
         """Microseconds of an all-to-all.
 
         On a torus, the links of a device or the bisection of the longest dimension limit it. A device sends
@@ -210,11 +224,11 @@ class Topology:
         each direction. They are carried by n / longest links, or by twice as many where the dimension is a closed ring.
         """
         n = math.prod(p.size for p in group)
-        longest = max(group, key=lambda p: p.size / self._piece_bandwidth(p))
-        bandwidth = self._piece_bandwidth(longest)
+        longest = max(group, key=lambda p: p.size / self._piece_bandwidth(p, sharing))
+        bandwidth = self._piece_bandwidth(longest, sharing)
         if self.dims[longest.dim].kind == "switch":
             return self._latency_us(longest) + (n - 1) / n * local_bytes / bandwidth * 1e6
-        sent = (n - 1) / n / sum(map(self._piece_bandwidth, group))
+        sent = (n - 1) / n / sum(self._piece_bandwidth(p, sharing) for p in group)
         return self._latency_us(longest) + max(longest.size / 4 / bandwidth, sent) * local_bytes * 1e6
 
 

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES
 from autoshard.sharding.pipeline.hoisted_casts import CAST
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.slots import layer_on_device
 from autoshard.sharding.pipeline.split_backward import Body
 from autoshard.sharding.pipeline.stage_cut import Stack, StageCut
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
+from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.rewrite.evaluation import scan_layers
 from autoshard.spmdrules.families.weight_gathers import gather_once
 
@@ -44,8 +46,13 @@ class StageLayers:
     ):
         self.cut, self.values, self.stacks = cut, values, stacks
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in residuals]
-        # If stages exchange layers, they do so once, not in each tick. Casts are made once, too.
-        once = [v for v in dict.fromkeys(given) if gathers_once or not stacks.contiguous or v in cut.made]
+        # If stages exchange layers, they do so once, not in each tick. Casts are made once, too, and small layers are
+        # gathered once.
+        small = EARLY_GATHER_SLICE_BYTES * stacks.layers
+        once = [
+            v for v in dict.fromkeys(given)
+            if gathers_once or not stacks.contiguous or v in cut.made or nbytes(v.aval) <= small
+        ]  # fmt: skip
         self.given: Env = {v: self.of_stack(v, separate) for v in once}
         if gathers_once:
             with _compat.source_of(cut.forward.eqn):

@@ -17,7 +17,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
 from autoshard.sharding.pipeline import slots
-from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING
+from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING, StageMoves
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import (
     AFTER,
@@ -36,7 +36,7 @@ from autoshard.sharding.pipeline.stage_inputs import StageInputs
 from autoshard.sharding.pipeline.stage_layers import StageLayers
 from autoshard.sharding.pipeline.stage_stacks import StageStacks
 from autoshard.sharding.pipeline.tick_tables import always_write, tick_tables
-from autoshard.spmdrules.families.stages import read_layer, read_slots, shift_stages, write_one, write_slots
+from autoshard.spmdrules.families.stages import read_layer, read_slots, write_one, write_slots
 
 State = dict[str, Any]
 
@@ -75,6 +75,7 @@ class StageLoop:
         self.reverse = cut.forward.reverse  # the first stage has the last layers
         if self.reverse:
             self.first, self.last = self.last, self.first
+        self.moves = StageMoves(schedule, self.reverse)
         self.early, self.late = bool(schedule.lead(BEFORE)), bool(schedule.lead(AFTER))
         forward_done = schedule.ticks[FORWARD][schedule.chunks - 1 :: schedule.chunks, -1:]
         self.inputs = StageInputs(cut, schedule)
@@ -232,8 +233,11 @@ class StageLoop:
             start = self.middle_part(state, row, at_end)
         if BACKWARD in parts:
             self.backward_part(state, row, start, recomputed)
-        if AFTER in parts and not self.late:
-            self.after_part(state, row)
+        at_start = self.after_part(state, row) if AFTER in parts and not self.late else []
+        if self.moves.at_end:
+            state |= {
+                name: self.moves.sent(state[name], name, at_start) for name in (FORWARD, BACKWARD) if name in parts
+            }
         if WEIGHTS in parts:
             self.weights_part(state, row)
         return state
@@ -245,8 +249,7 @@ class StageLoop:
     def forward_part(self, state: State, row: Env, first: Sequence[Any]) -> Env:
         """Run a forward part on each stage, of which the first begins with `first`; return what leaves the last one."""
         cut, stack = self.cut, self.cut.forward
-        edges = state["inlet"] if self.early else first or [self.zeros(v) for v in (*stack.carry, *cut.forth)]
-        moved = self.shifted(state["forward"], edges, row, FORWARD)
+        moved = self.moves.received(state["forward"], state["inlet"] if self.early else first, row, FORWARD)
         known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
         chunk = row.get(f"{FORWARD} chunk")
         carried, stacked = self.layers(stack, row[FORWARD], known, moved[: len(stack.carry)], {}, chunk=chunk)
@@ -295,8 +298,7 @@ class StageLoop:
     def backward_part(self, state: State, row: Env, start: Sequence[Any], recomputed: Env) -> None:
         """Run a backward part on each stage; the last one begins with `start`. `recomputed` has residuals, if any."""
         cut, stack = self.cut, self.cut.backward
-        variables = [*stack.carry, *cut.back]
-        moved = self.shifted(state["backward"], start or [self.zeros(v) for v in variables], row, BACKWARD)
+        moved = self.moves.received(state["backward"], start, row, BACKWARD)
         index = row[f"residuals {BACKWARD}"]
         waited = zip(self.waiting_residuals, state["residuals"], strict=True)
         slices = {**recomputed, **{v: slots.read(s, index) for v, s in waited}}
@@ -331,24 +333,16 @@ class StageLoop:
         stacked = self.layers(stack, row[WEIGHTS], {}, [], slices, self.halves.weights, waited, chunk)[1]
         self.add_on_stages(state, "backward_sums", dict(zip(stack.stacked, stacked, strict=True)), row, WEIGHTS)
 
-    def after_part(self, state: State, row: Env) -> None:
-        """Compute what needs the gradient of the first stage's input."""
+    def after_part(self, state: State, row: Env) -> list[Any]:
+        """Compute what needs the gradient of the first stage's input; return this gradient."""
         cut, number = self.cut, row[AFTER][0]
         at_start = [self.of_stage(x, self.first) for x in state["backward"]]
         known = self.values.inputs_of(number) | dict(zip((*cut.backward.carried, *cut.back), at_start, strict=True))
         known |= self.gathered(state, "after_stacks", cut.after_stacks, row[f"after_stacks {AFTER}"])
         self.add(state, "after", self.values.computed(cut.in_after, known), number)
+        return at_start
 
     # --- stages ---
-
-    def shifted(self, values: Sequence[Any], edges: Sequence[Any], row: Env, part: str) -> list[Any]:
-        """Move values to the next stage, where a part takes them.
-
-        With several chunks, stages are a ring. The first stage gets the edges before its first chunk, else what the
-        last one has made of the chunk before.
-        """
-        back, enters = self.reverse == (part == FORWARD), row[f"{part} enters"][0] if self.chunked else None
-        return [shift_stages(x, edge, enters, backward=back) for x, edge in zip(values, edges, strict=True)]
 
     def of_stage(self, x: Any, stage: int) -> Any:
         """Return the value of one stage: the sum over all stages after the others are set to zero."""

@@ -45,15 +45,17 @@ def _primitive(name: str, fn: Callable[..., Any], shape_of: Callable[..., tuple[
     return made
 
 
-def _shifted(x: Any, edge: Any, *enters: Any, backward: bool) -> Any:
+def _shifted(x: Any, *edge: Any, backward: bool) -> Any:
     last = x[0] if backward else x[-1]
-    new = _entering(edge, last, *enters)[None]
+    new = _entering(last, *edge)[None]
     return jnp.concatenate([x[1:], new] if backward else [new, x[:-1]])
 
 
-def _entering(edge: Any, last: Any, *enters: Any) -> Any:
-    """What the first stage gets: the edge, or with a ring perhaps what the last stage had."""
-    return jnp.where(enters[0], edge, last) if enters else edge
+def _entering(last: Any, edge: Any = None, enters: Any = None) -> Any:
+    """What the first stage gets: the edge, zeros without one, or with a ring perhaps what the last stage had."""
+    if edge is None:
+        return jnp.zeros_like(last)
+    return edge if enters is None else jnp.where(enters, edge, last)
 
 
 def _start(slots: Any, index: Any, stage: int) -> list[Any]:
@@ -151,7 +153,7 @@ def _collected(stack: Any, *, layers: int, chunks: int) -> Any:
     return jnp.concatenate([by_chunk[n, end - start - size :] for n, (start, end, size) in enumerate(windows)])
 
 
-shift_p = _primitive("shift_stages", _shifted, lambda x, edge, *enters, backward: x.shape)
+shift_p = _primitive("shift_stages", _shifted, lambda x, *edge, backward: x.shape)
 read_p = _primitive("read_slots", _read, lambda slots, index: slots.shape[1:])
 layer_p = _primitive("read_layer", _read, lambda stack, index: stack.shape[1:])
 write_p = _primitive("write_slots", _written, lambda slots, x, index, always: slots.shape)
@@ -185,12 +187,12 @@ WITH_ALL_LAYERS = frozenset({"spread_layers", "collect_layers"})
 """The names of those whose other side is a stack of all layers."""
 
 
-def shift_stages(x: Any, edge: Any, enters: Any = None, *, backward: bool = False) -> Any:
+def shift_stages(x: Any, edge: Any = None, enters: Any = None, *, backward: bool = False) -> Any:
     """Moves a value of each stage to the next one.
 
     Args:
         x: `[N, ...]`, one value for each stage.
-        edge: `[...]`, what the first stage gets; with `backward`, the last one.
+        edge: `[...]`, what the first stage gets; with `backward`, the last one. None for zeros.
         enters: for a ring, a bool: whether the first stage gets the edge. If not, it gets what the last one had.
         backward: whether values move to the stage before instead.
 
@@ -201,7 +203,7 @@ def shift_stages(x: Any, edge: Any, enters: Any = None, *, backward: bool = Fals
         >>> shift_stages(jnp.arange(3), jnp.array(9)).tolist()
         [9, 0, 1]
     """
-    return shift_p.bind(x, edge, *([] if enters is None else [enters]), backward=backward)
+    return shift_p.bind(x, *(each for each in (edge, enters) if each is not None), backward=backward)
 
 
 def read_slots(slots: Any, index: Any) -> Any:
@@ -300,28 +302,31 @@ def collect_layers(stack: Any, layers: int, chunks: int = 1) -> Any:
 
 
 @rule(shift_p)
-def _shift_rule(x: Any, edge: Any, *enters: Any, backward: bool) -> Rule:
+def _shift_rule(x: Any, *edge: Any, backward: bool) -> Rule:
     """``s a, a -> s a; linear 0 1``: the neighbouring shards exchange the values of their border stages.
 
-    In a ring, so do the last and the first shard. A third operand says what the first stage takes.
+    In a ring, so do the last and the first shard. A third operand says what the first stage takes. Without an edge, the
+    permute gives the first stage zeros.
     """
     build = RuleBuilder()
-    stage, dims = build.dim(STAGE, x.shape[0]), tuple(build.next(n) for n in edge.shape)
+    stage, dims = build.dim(STAGE, x.shape[0]), tuple(build.next(n) for n in x.shape[1:])
+    entering = [dims, ()][: len(edge)]
 
-    def body(shard: Shard, own: Any, new: Any, *enters: Any) -> Any:
+    def body(shard: Shard, own: Any, *edge: Any) -> Any:
         n = shard.count(STAGE)
         if n == 1:
-            return _shifted(own, new, *enters, backward=backward)
+            return _shifted(own, *edge, backward=backward)
         if STAGE not in shard.axes:
             raise RuleError("'shift_stages' over several mesh axes: shard the stages over one")
         axis, at = shard.axes[STAGE], shard.index[STAGE]
-        pairs = [((i + 1) % n, i) if backward else (i, (i + 1) % n) for i in range(n if enters else n - 1)]
+        pairs = [((i + 1) % n, i) if backward else (i, (i + 1) % n) for i in range(n if len(edge) == 2 else n - 1)]
         border = lax.ppermute(own[0] if backward else own[-1], axis, pairs)
-        if enters:
-            new = _entering(new, border, *enters)
-        return _shifted(own, jnp.where(at == (n - 1 if backward else 0), new, border), backward=backward)
+        if edge:
+            border = jnp.where(at == (n - 1 if backward else 0), _entering(border, *edge), border)
+        return _shifted(own, border, backward=backward)
 
-    return build.rule([(stage, *dims), dims, *[()] * len(enters)], [(stage, *dims)], linear=((0, 1),), body=body)
+    operands = [(stage, *dims), *entering]
+    return build.rule(operands, [(stage, *dims)], linear=(tuple(range(min(len(operands), 2))),), body=body)
 
 
 @rule(read_p)

@@ -1,11 +1,15 @@
 """Peak memory of a device: by kind, by shard, and by live range."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from autoshard import plan
 from autoshard.models.workloads import workload
+from autoshard.sharding.cost import peak_memory
 from autoshard.sharding.planner.bound_plan import bound_or_error
 from autoshard.train.program.build import workload_step
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state, sgd_step, whole_bytes
@@ -186,3 +190,33 @@ def test_a_loop_writes_over_its_initial_carry():
     )
     size = 4 * 1024 * 4096
     assert size <= once < 1.5 * size < 2 * size <= twice
+
+
+def test_a_loop_has_two_buffers_for_what_it_brings_from_the_host(monkeypatch):
+    """One for this iteration, from its start to the use of the value, and one for the next iteration, until the end."""
+    rows, width, hidden, layers = 65_536, 1024, 2048, 4
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    @partial(jax.checkpoint, policy=policy)
+    def layer(x, w):
+        return jnp.tanh(checkpoint_name(x, "x") @ w["up"]) @ w["down"], None
+
+    def step(w, x):
+        return jax.grad(lambda w: jnp.sum(jax.lax.scan(layer, x, w)[0]))(w)
+
+    w = {"up": (layers, width, hidden), "down": (layers, hidden, width)}
+    shapes = (
+        {k: jax.ShapeDtypeStruct(s, "bfloat16") for k, s in w.items()},
+        jax.ShapeDtypeStruct((rows, width), "bfloat16"),
+    )
+
+    def temporary_bytes(target):
+        return plan(step, *shapes, plan="dp:8", target=target).estimate.memory_bytes["temporary"]
+
+    tpu, gpu = temporary_bytes("v6e:2x4"), temporary_bytes("h100:8")
+    monkeypatch.setattr(peak_memory, "fetched_slices", lambda program: {})
+    # The peak is where the layer has its recomputed values: the iteration's own value is there in any case.
+    assert tpu - temporary_bytes("v6e:2x4") == rows * width * 2 / 8
+    assert gpu == temporary_bytes("h100:8")

@@ -127,3 +127,27 @@ def test_moved_stages_of_a_pipeline_are_no_copies(monkeypatch):
     copied = estimate()
     assert copied.compute_us > 1.1 * shared.compute_us
     assert copied.memory_bytes["temporary"] - shared.memory_bytes["temporary"] >= 2 * 2 * 4096 * 4096
+
+
+def test_layers_are_grouped_without_a_copy(monkeypatch):
+    """Scans over groups of layers, forward and backward, read the parameters from the stack of all layers."""
+
+    def step(ws, x):
+        def loss(ws):
+            @jax.checkpoint
+            def group(x, each):
+                return jnp.tanh(jnp.tanh(x @ each[0]) @ each[1]), None
+
+            return jnp.sum(jax.lax.scan(group, x, ws.reshape(-1, 2, *ws.shape[1:]))[0])
+
+        return ws - jax.grad(loss)(ws)
+
+    shapes = jax.ShapeDtypeStruct((16, 1024, 1024), "float32"), jax.ShapeDtypeStruct((8, 1024), "float32")
+
+    def temporary_bytes():
+        planned = plan(step, *shapes, plan="fsdp:8", target="v5e:2x4", donate_argnums=0)
+        return planned.estimate.memory_bytes["temporary"]
+
+    shared = temporary_bytes()
+    monkeypatch.setattr(problem, "views", lambda axes: frozenset())
+    assert temporary_bytes() - shared > 0.9 * 16 * 1024**2 * 4 / 8

@@ -137,3 +137,24 @@ def test_a_batch_in_microbatches_is_not_gathered_before_the_loop():
     planned = plan(step, params, jax.ShapeDtypeStruct((4096, 64), "float32"), plan="fsdp:8", target="h100:8")
     assert planned.inputs[1].spec == P("fsdp") and planned.bound is not None
     assert planned.bound.layout.inputs_gathered_before_loops == []
+
+
+@pytest.mark.parametrize(
+    ("words", "spec"),
+    [
+        ("dp:2 fsdp:2 tp:2", ("fsdp", "tp")),  # XLA would all-reduce gradients whose dimensions have both
+        ("fsdp:4 tp:2", (None, ("tp", "fsdp"))),  # no other axis shards the batch: the largest dimension
+        ("dp:2 fsdp:4", (None, "fsdp")),
+    ],
+)
+def test_beside_data_parallelism_storage_avoids_sharded_dimensions(words, spec):
+    def step(ws, x):
+        def loss(ws):
+            return jnp.sum((jnp.tanh(x @ ws["up"]) @ ws["down"]) ** 2)
+
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+    shapes = {"up": (1024, 8192), "down": (8192, 1024)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
+    assert tuple(plan(step, weights, x, plan=words, target="v5e:2x4").in_specs[0]["up"]) == spec

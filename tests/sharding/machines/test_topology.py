@@ -60,6 +60,18 @@ def test_part_of_a_ring_is_a_line_and_interleaved_groups_share_its_links():
     assert both == collective_us((RING,), "all-gather", (0, 16, 1))
 
 
+def test_groups_with_one_device_of_each_chip_share_the_links_of_the_chips():
+    dims = (RING, Dim("core", 2, "switch", 40.0, 1.0))
+    alone = collective_us(dims, "all-reduce", (0, 16, 1))
+    assert alone == expected_us(2 * 15 / 16 * 160, 20 / 2, latency=16)
+    both = collective_us(dims, "all-reduce", (0, 16, 1), (1, 2, 1))
+    assert both == expected_us(2 * (1 / 2 * 160 / 40 + 15 / 16 * 80 / 20), 1, latency=18)
+    exchanged = collective_us(dims, "all-to-all", (0, 16, 1))
+    assert exchanged - 8 == 2 * (collective_us((RING,), "all-to-all", (0, 16, 1)) - 8)
+    one, two = (Topology(d).shift_us((Piece(0, 16, 1),), 160.0) for d in ((RING,), dims))
+    assert two - 1 == 2 * (one - 1)
+
+
 def test_the_outer_network_carries_one_share_of_the_inner_group():
     """On 4 hosts of 8 GPUs, a device receives 3/4 of 1/8 over the network, then 7/8 of all bytes within its host."""
     whole = 32 * 160
@@ -157,6 +169,7 @@ def test_latency_grows_with_the_devices_of_one_process():
         ("v5p:4x4x4", {"a": 64}, ("a",), "all-reduce", "all-gather"),  # by an option of every plan
         ("v5p:4x4x4", {"b": 2, "a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two neighbours of a plane
         ("h100:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),
+        ("tpu7x:2x2x1", {"a": 8}, ("a",), "all-reduce", "all-gather"),  # reductions are not on the SparseCores
     ],
 )
 def test_collectives_have_the_form_that_xla_compiles(target, mesh, axes, scatter, gather):

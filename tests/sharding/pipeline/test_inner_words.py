@@ -59,6 +59,7 @@ def test_a_device_holds_the_experts_of_its_own_stage(kind):
     made = plan(fn, *args, target="cpu:8", plan="pp:2 dp:2 ep:2", microbatches=4)
     specs = {leaf.path: leaf.spec for leaf in made.inputs}
     assert tuple(specs["0/up"])[:2] == tuple(specs["0/down"])[:2] == ("pp", "ep")
+    assert not [line for move, axes, _, line in made.traffic if (move, axes) == ("all-gather", "pp")], "router"
     rows = {"dropless": {"all-gather", "reduce-scatter"}, "capacity": {"all-to-all"}}[kind]
     assert rows <= {move for move, axes, *_ in made.traffic if axes == "ep"}
     text = made.jit().lower(*args).compile().as_text()

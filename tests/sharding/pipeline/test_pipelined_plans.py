@@ -154,12 +154,34 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
 
 
-def stacked_layers(layers):
-    """Return a step whose layers are a stack of weights, and its arguments."""
+@pytest.mark.filterwarnings("ignore:.*devices")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_stages_gather_small_layers_once(dtype):
+    fn, weights, x = stacked_layers(4, dtype)
+    step = auto_shard(fn, plan="pp:2 fsdp:4", microbatches=4, gather="repeat")
+    args = weights, jnp.tile(x, (16, 1))
+    tolerance = 5e-6 if dtype == jnp.float32 else 2e-2
+    for one, other in zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other)
+    made = step.plan(*args)
+    stage = 2 * 2 * 16 * 32 * jnp.dtype(dtype).itemsize  # both weights of its two layers, of which it stores a quarter
+    assert [sent for move, axes, sent, _ in made.traffic if (move, axes) == ("all-gather", "fsdp")] == [stage * 3 / 4]
+    text = made.jit().lower(*args).compile().as_text()
+    gathers = [text.count(" all-gather("), text[text.index("\nENTRY") :].count(" all-gather(")]
+    assert gathers[0] == gathers[1] > 0, "in a loop"
+
+
+def stacked_layers(layers, dtype=jnp.float32):
+    """Return a step whose layers are a stack of weights, and its arguments. Layers compute in `dtype`."""
 
     def step(weights, x):
         def loss(weights):
-            return (jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w[0]) @ w[1], None), x, weights)[0] ** 2).mean()
+            def layer(y, w):
+                up, down = w[0].astype(dtype), w[1].astype(dtype)
+                return y + jnp.tanh(y @ up) @ down, None
+
+            y = jax.lax.scan(layer, x.astype(dtype), weights)[0].astype(x.dtype)
+            return (y**2).mean()
 
         value, gradients = jax.value_and_grad(loss)(weights)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
@@ -261,6 +283,36 @@ def test_memory_is_flat_in_the_number_of_microbatches():
         return made.estimate.memory_bytes["temporary"] * count  # the rows of a microbatch shrink with their number
 
     assert growing("1f1b", 8) < growing("gpipe", 8)
+
+
+@pytest.mark.slow
+def test_compiled_memory_by_schedule():
+    """`1f1b` holds 2 N - 1 of the M residuals that `gpipe` holds, and `ftb` one input a microbatch."""
+    layers, stages, rows, width = 8, 4, 512, 16
+
+    def step(weights, tokens):
+        def loss(weights):
+            body = jax.checkpoint(lambda y, w: (y + jnp.tanh(y @ w[0]) @ w[1], None))
+            return (jax.lax.scan(body, weights[2][tokens], weights[:2])[0] ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    shapes = (layers, width, 32), (layers, 32, width), (64, width)
+    weights = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+    def inputs_of_a_stage(schedule, count):
+        args = weights, jax.ShapeDtypeStruct((rows * count,), jnp.int32)
+        made = plan(step, *args, target=f"cpu:{stages}", plan=f"pp:{stages}", microbatches=count, schedule=schedule)
+        temporaries = made.jit().lower(*args).compile().memory_analysis().temp_size_in_bytes
+        return (temporaries - rows * count * 4) / (rows * width * 4)  # without the tokens in the order of microbatches
+
+    gpipe, one, inputs = ([inputs_of_a_stage(word, m) for m in (16, 32)] for word in ("gpipe", "1f1b", "ftb"))
+    of_microbatch = (gpipe[1] - gpipe[0]) / 16
+    held = one[1] - (gpipe[1] - 32 * of_microbatch)
+    assert one[1] - one[0] < 0.5, "1f1b grows with the number of microbatches"
+    assert held <= 1.1 * (2 * stages - 1) * of_microbatch
+    assert (inputs[1] - inputs[0]) / 16 == pytest.approx(1, rel=0.05) and of_microbatch > 2.9
 
 
 def planned_on_two(schedule, **options):

@@ -67,6 +67,36 @@ def test_checkpointed_layers_are_split_for_zero_bubble():
     check("tied", True, 2, 2, "zb")
 
 
+def in_ticks(jaxpr):
+    """Yield for each loop over ticks what it does, in order: `product`, `barrier` and `shift`. Products are merged."""
+    names = {"dot_general": "product", "optimization_barrier": "barrier", "shift_stages": "shift"}
+    for eqn in jaxpr.eqns:
+        bodies = [_compat.open_jaxpr(eqn.params["jaxpr"])] if eqn.primitive.name in ("scan", "jit") else []
+        for body in bodies:
+            found = [names[each.primitive.name] for each in body.eqns if each.primitive.name in names]
+            if "shift" in found:
+                yield [
+                    name for name, before in zip(found, ["", *found], strict=False) if name != before or name == "shift"
+                ]
+            yield from in_ticks(body)
+
+
+def test_values_move_while_gradients_of_weights_are_computed():
+    """There they wait for the last sum over the stages, which takes the same links."""
+    ticks = {
+        schedule: [*in_ticks(with_stages(traced("plain", False, "scan"), 8, stages=4, schedule=schedule).closed.jaxpr)]
+        for schedule in ("1f1b", "zb")
+    }
+    assert [found[0] for found in ticks["1f1b"]] == ["shift"] * 3
+    wait = ["barrier", "shift"]
+    assert ticks["zb"] == [
+        ["product", "shift"],  # forward
+        ["product", "shift", "shift"],  # and backward
+        ["product", *wait, *wait, "product"],  # and the gradients of weights
+        ["product", *wait, "product"],
+    ]
+
+
 @pytest.mark.parametrize("kind", ["auxiliary", "shared"])
 def test_layers_one_after_another(kind):
     check(kind, False, 4, 2, "1f1b", "list")

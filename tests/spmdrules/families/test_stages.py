@@ -36,6 +36,17 @@ ROWS = [
     *(
         Row(
             "shift_stages",
+            lambda x, backward=backward: shift_stages(x, backward=backward),
+            (X,),
+            "s a -> s a; linear 0",
+            f"no edge {backward}",
+            unpartitioned=ON_SHARDS,
+        )
+        for backward in (False, True)
+    ),
+    *(
+        Row(
+            "shift_stages",
             lambda x, y, enters, backward=backward: shift_stages(x, y, enters, backward=backward),
             (X, f32(8), np.array(enters)),
             "s a, a, [] -> s a; linear 0 1",
@@ -72,6 +83,8 @@ def test_values_move_to_the_next_stage():
     x, edge = jnp.arange(4.0), jnp.float32(9)
     assert shift_stages(x, edge).tolist() == [9, 0, 1, 2]
     assert shift_stages(x, edge, backward=True).tolist() == [1, 2, 3, 9]
+    assert shift_stages(x).tolist() == [0, 0, 1, 2]
+    assert shift_stages(x, backward=True).tolist() == [1, 2, 3, 0]
 
 
 @pytest.mark.parametrize(("enters", "first"), [(True, 9), (False, 3)])

@@ -4,7 +4,11 @@
 which collectives compute can hide under them.
 """
 
-from autoshard.sharding.machines.options.asynchronous import asynchronous_kinds, keeps_gathers
+from autoshard.sharding.machines.options.asynchronous import (
+    asynchronous_kinds,
+    keeps_gathers,
+    keeps_reduce_scatters,
+)
 from autoshard.sharding.machines.options.choice import (
     UnknownSetError,
     applicable_sets,
@@ -35,6 +39,7 @@ __all__ = [
     "conflicts",
     "default_options",
     "keeps_gathers",
+    "keeps_reduce_scatters",
     "named_set",
     "off_by_numerics",
     "reported_numerics",

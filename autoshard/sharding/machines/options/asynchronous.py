@@ -11,6 +11,9 @@ neighbours or not. Otherwise only those over boxes of more than 4 neighbouring d
 A gather over three dimensions of a torus becomes an all-reduce of shards padded with zeros, which is synchronous and
 sends twice the bytes. On v5p and tpu7x, `prefer_async_allgather_to_allreduce` keeps it as an asynchronous gather if
 gathers run on the SparseCores; without them the option changes nothing (v5p:4x4x4, tpu7x:4x4x4).
+
+On tpu7x, every reduce-scatter that does not run on the SparseCores becomes an all-reduce, over 8 devices of
+tpu7x:2x2x1, too (`benchmarks/option_limits.py reductions`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _KEEPING = ("v5p", "tpu7x")
 _GATHERING = ("v5e", "v5p", "v6e", "tpu7x")
 _SPARSE_CORES = ("v5p", "v6e", "tpu7x")
 _REDUCING_BY_DEFAULT = ("tpu7x",)
+_SCATTERING_ON_SPARSE_CORES = ("tpu7x",)
 SYNCHRONOUS_GATHERS: Mapping[str, int] = {"v5p": 4}
 """Chip -> the size of the largest group of devices whose gathers are synchronous if gathers are not kept. Source: see
 above."""
@@ -70,6 +74,18 @@ def keeps_gathers(chip: str, options: Options) -> bool:
     """
     needed = (f"{_OFFLOAD}all_gather", "xla_tpu_prefer_async_allgather_to_allreduce")
     return chip in _KEEPING and all(_is_on(options, option) for option in needed)
+
+
+def keeps_reduce_scatters(chip: str, options: Options) -> bool:
+    """Return whether the compiler for a TPU has reduce-scatters. Otherwise it uses all-reduces in their place.
+
+    >>> keeps_reduce_scatters("v6e", {}), keeps_reduce_scatters("tpu7x", {})
+    (True, True)
+    >>> keeps_reduce_scatters("tpu7x", {"xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "false"})
+    False
+    """
+    option = _REDUCTIONS["reduce-scatter"]
+    return chip not in _SCATTERING_ON_SPARSE_CORES or _is_on(options, option, chip in _REDUCING_BY_DEFAULT)
 
 
 def _is_on(options: Options, name: str, default: bool = False) -> bool:

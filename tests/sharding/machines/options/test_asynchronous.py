@@ -11,6 +11,7 @@ from autoshard.sharding.machines.options import (
     asynchronous_kinds,
     default_options,
     keeps_gathers,
+    keeps_reduce_scatters,
     with_set,
 )
 from tests.sharding.autotune.test_compiled_options import step
@@ -51,6 +52,14 @@ def test_gathers_over_three_dimensions_are_kept_by_default():
         options = default_options(name)
         assert CHIPS[name].keeps_gathers == keeps_gathers(name, options) == (name != "v4")
         assert not keeps_gathers(name, {**options, KEEP: "false"})
+
+
+def test_on_tpu7x_only_the_sparse_cores_have_reduce_scatters():
+    for name in ("v4", "v5e", "v5p", "v6e", "tpu7x"):
+        assert (
+            CHIPS[name].keeps_reduce_scatters == keeps_reduce_scatters(name, CHIPS[name].options) == (name != "tpu7x")
+        )
+        assert keeps_reduce_scatters(name, {**CHIPS[name].options, **OFFLOADED})
 
 
 @pytest.mark.tpu_compile

@@ -1,0 +1,148 @@
+"""The collectives that sum gradients, as compiled: reduce-scatters and all-reduces, and over how many devices.
+
+    python benchmarks/reductions.py                     # all rows; they are stored
+    python benchmarks/reductions.py tpu7x:2x2x1         # the rows of a target
+    python benchmarks/reductions.py --show              # the stored rows, without compiling
+
+The program is a step of gradient descent of four scanned layers of two products. A gradient is summed over the mesh
+axes that shard the batch, and each device keeps the shard that it stores. `parts` has the kind of each collective that
+moves more than `LEAST_BYTES`, the number of devices of a group, and megabytes before a reduction and after a gather.
+A row under `own` has the chip's default options; one under `sparse cores` leaves reductions on the SparseCores, where
+the compiler for tpu7x runs them by default.
+
+Nothing runs. Rows are stored in `results/reductions.json`. For a GPU the folder of the CUDA plugin is in `PYTHONPATH`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from common import RESULTS
+from estimate import estimate
+from estimate_result import Traffic
+
+from autoshard import plan
+from autoshard.errors import AutoshardWarning
+from autoshard.sharding.audit import compile_job
+from autoshard.sharding.audit.export import export_plan
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.planner.bound_plan import bound_or_error
+
+PATH = RESULTS / "reductions.json"
+LAYERS, WIDTH, HIDDEN, ROWS = 4, 2048, 8192, 32768
+LEAST_BYTES = 1e6  # chosen: less than a weight, more than a norm
+KINDS = ("all-reduce", "reduce-scatter")
+OWN, SPARSE = "own", "sparse cores"
+CASES: Sequence[tuple[str, str, str]] = (
+    ("v6e:4x4", "dp:2 fsdp:8", OWN),
+    ("v5p:2x2x4", "dp:2 fsdp:8", OWN),
+    ("tpu7x:2x2x1", "fsdp:8", OWN),
+    ("tpu7x:2x2x1", "fsdp:8", SPARSE),
+    ("tpu7x:2x2x1", "dp:2 fsdp:4", OWN),
+    ("h100:2x8", "dp:2 fsdp:8", OWN),
+    ("h100:1x8", "dp:2 fsdp:2 tp:2", OWN),
+)
+_REDUCTIONS = [f"xla_tpu_enable_sparse_core_collective_offload_{k}" for k in ("reduce_scatter", "nd_reduce_scatter")]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A compiled program.
+
+    Attributes:
+        target: the machine.
+        words: the plan.
+        options: `own` or `sparse cores`.
+        kind: the compiler's result: `ok`, `error`, ...
+        parts: `reduce-scatter of 33.6 MB over 8` -> number of such collectives in the program.
+        exposed: the exposed milliseconds of these collectives, by the compiler's cycles or, on a GPU, the roofline.
+    """
+
+    target: str
+    words: str
+    options: str
+    kind: str
+    parts: Mapping[str, int]
+    exposed: float
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{count} x {part}" for part, count in self.parts.items())
+        return f"{self.target} {self.words}, {self.options}: {parts or self.kind}; {self.exposed:.2f} ms exposed"
+
+
+def gradient_descent() -> tuple[Any, ...]:
+    """The step, and the shapes of its weights and its rows."""
+
+    def step(weights: Any, x: jax.Array) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+                inner = jnp.tanh(x @ w["up"].astype(x.dtype))
+                return x + inner @ w["down"].astype(x.dtype), None
+
+            return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype("float32") ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    sizes = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH)}
+    weights = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
+    return step, weights, jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
+
+
+def parts_of(traffic: Sequence[Traffic], kinds: Sequence[str] = KINDS) -> dict[str, int]:
+    """The collectives of some kinds that move more than `LEAST_BYTES`, each with its number."""
+    large = [each.collective for each in traffic if each.collective.payload_bytes > LEAST_BYTES]
+    found = [f"{c.kind} of {c.payload_bytes / 1e6:.1f} MB over {c.size}" for c in large if c.kind in kinds]
+    return dict(sorted(Counter(found).items()))
+
+
+def compiled(target: str, words: str, options: str) -> Row:
+    """Compile the step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AutoshardWarning)
+        made = plan(*gradient_descent(), target=target, plan=words, donate_argnums=0)
+    given = dict(made.compiler_options.get(find_target(target).platform, {}))
+    if options == SPARSE:
+        given = {name: value for name, value in given.items() if name not in _REDUCTIONS}
+    result = compile_job(export_plan(bound_or_error(made.bound).executable, given))
+    if result.kind != "ok":
+        return Row(target, words, options, f"{result.kind} {result.message[:80]}", {}, 0.0)
+    found = estimate(result.text, target, result.coordinates or None, result.memory).traffic
+    reductions = [each for each in found if each.collective.kind in KINDS]
+    exposed = sum(each.exposed.get("cycles", each.exposed["roofline"]) for each in reductions)
+    return Row(target, words, options, "ok", parts_of(found), round(exposed * 1e3, 2))
+
+
+def stored() -> list[Row]:
+    """Read the stored rows."""
+    return [Row(**row) for row in json.loads(PATH.read_text())] if PATH.exists() else []
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compile, store and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", help="default: all")
+    parser.add_argument("--show", action="store_true", help="print the stored rows and compile nothing")
+    given = parser.parse_args(arguments)
+    if given.show:
+        print(*stored(), sep="\n")
+        return
+    for case in CASES:
+        if given.targets and case[0] not in given.targets:
+            continue
+        new = compiled(*case)
+        rows = [row for row in stored() if (row.target, row.words, row.options) != case]
+        PATH.write_text(json.dumps([asdict(row) for row in [*rows, new]], indent=1) + "\n")
+        print(new, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
