@@ -29,8 +29,9 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
     """Return the figures of the corpus.
 
     `over_expert` is the compiled step of the choice over the best expert's: the worst and the geometric mean. `regret`
-    is the choice over the best compiled row of the planner, minus 1. `errors` and `memory_errors` are the predicted over
-    the compiled step and peak, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and compiled steps.
+    is the choice over the best compiled row of the planner, minus 1. `errors` and `memory_errors` are the predicted
+    over the compiled step and peak, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and
+    compiled steps.
     """
     over, regret, errors, memory_errors = [], [], {}, {}
     for store in stores:

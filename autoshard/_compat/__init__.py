@@ -77,6 +77,7 @@ from autoshard._compat.traces.classic_operators import (
 )
 from autoshard._compat.traces.explicit_types import (
     ShardingTypeError,
+    changed_types,
     explicit_axes,
     explicit_mesh,
     on_mesh,
@@ -101,6 +102,7 @@ __all__ = [
     "bind",
     "bind_primitive",
     "call_when_lowered",
+    "changed_types",
     "check_jaxpr",
     "classic",
     "classic_scans",

@@ -62,7 +62,7 @@ def test_our_own_file_is_read_and_its_words_are_understood():
         assert parse_sharding(recipe.sharding, **machine).sizes
         parse_remat(recipe.remat)
     available = [each for each in entries if each.recipe and each.recipe.model in WORKLOADS]
-    assert len(available) == 20
+    assert len(available) == 23
     assert all(settings_of(each).work.batch_size == each.recipe.batch for each in available if each.recipe)
 
 

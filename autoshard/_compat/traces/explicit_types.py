@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,29 @@ def typed_results(closed: Any) -> dict[int, PartitionSpec]:
     avals = (getattr(atom, "aval", None) for atom in open_jaxpr(closed).outvars)
     specs = {i: aval.sharding.spec for i, aval in enumerate(avals) if isinstance(aval, core.ShapedArray)}
     return {i: spec for i, spec in specs.items() if any(entry is not None for entry in spec)}
+
+
+def changed_types(
+    results: Mapping[int, PartitionSpec], arguments: Sequence[Any], state: Iterable[tuple[int, int]]
+) -> dict[int, PartitionSpec]:
+    """Returns the shardings in the types of results, without those of state that keeps the sharding of its argument.
+
+    Args:
+        results: index of a result -> the sharding in its type, as of `typed_results`.
+        arguments: the shapes of the arguments, as of `typed_argument`.
+        state: pairs of an argument and a result with its leaves.
+    """
+    found = dict(results)
+    for i, o in state:
+        own = getattr(arguments[i], "sharding", None)
+        if o in found and isinstance(own, NamedSharding) and _same_spec(own.spec, found[o]):
+            del found[o]
+    return found
+
+
+def _same_spec(one: PartitionSpec, other: PartitionSpec) -> bool:
+    longest = max(len(one), len(other))
+    return [*one, *[None] * (longest - len(one))] == [*other, *[None] * (longest - len(other))]
 
 
 def on_mesh(tree: Any, mesh: AbstractMesh) -> Any:

@@ -224,7 +224,8 @@ def plan(
             and 50 %, if they are estimated to be faster. XLA rematerializes what does not fit. With "auto",
             compiles the fastest plans of different kinds (fsdp, tp, cp, ep, hybrids) while the error of the estimate
             leaves one of them a chance against the best compiled one. What was compiled is kept for the next plan of
-            `fn`. If the compiler of the target is not installed, a warning says so, and the estimate decides.
+            `fn`. If the compiler of the target is not installed, or rejects the target, a warning says so, and the
+            estimate decides.
         verify_timeout_s: seconds for all compilations of `verify="auto"`, by default 600. After them, the best plan so
             far is kept; the plan's notes name what is not settled.
         measure: number of best plans to run for some steps on the attached devices; the fastest is kept. Inputs have

@@ -1,8 +1,9 @@
 """What compiled plans of a program have taught: the step time and memory of each, kept in a file for the next plan.
 
 A file has the plans of one traced program on one target, under one version of the compilers. It is in `lessons` in the
-folder of compiled programs (`$AUTOSHARD_CACHE`). A lesson counts only for a plan with the same name and the same
-estimate. So after a change of the planner that changes a price, the plan is compiled again.
+folder of compiled programs (`$AUTOSHARD_CACHE`). Two programs are the same if their jaxprs and donated arguments are. A
+lesson counts only for a plan with the same name, the same shardings and the same estimate. So after a change of the
+planner that changes a price, the plan is compiled again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,10 +21,15 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.audit import Audit
 from autoshard.sharding.audit.aot_compile import cache_folder, environment_key
+from autoshard.sharding.plan.serialization import plan_data
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import variant_name
+from autoshard.sharding.program.tracing import Traced
 
 SAME_ESTIMATE = 1e-9  # relative difference of estimates of one plan, by the order of floating-point sums; chosen
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function among the parameters of a jaxpr; differs in each process
+_SHARDINGS = ("mesh", "axis_rules", "storage", "inputs", "outputs", "placing", "overlap")  # fields of a plan
 
 
 @shown
@@ -56,10 +63,9 @@ def lesson_of(plan: ShardingPlan, audit: Audit) -> Lesson:
 class Lessons:
     """The lessons of one program on one target. A file that cannot be read or written is as good as none."""
 
-    def __init__(self, plan: ShardingPlan):
-        parts = (plan.fingerprint, plan.target, sorted(environment_key().items()))
-        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-        self.path = cache_folder() / "lessons" / f"{digest}.json"
+    def __init__(self, bound: BoundPlan):
+        parts = (_program(bound.traced), bound.plan.target, sorted(environment_key().items()))
+        self.path = cache_folder() / "lessons" / f"{_digest(parts)}.json"
         self.known: dict[str, Lesson] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):
             rows: Mapping[str, Any] = json.loads(self.path.read_text())
@@ -84,8 +90,18 @@ class Lessons:
             scratch.replace(self.path)
 
 
+def _digest(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, default=repr).encode()).hexdigest()[:32]
+
+
+def _program(traced: Traced) -> tuple[str, ...]:
+    """Return texts that differ between programs that compile differently."""
+    return traced.fingerprint, _ADDRESS.sub("", str(traced.closed)), repr(sorted(traced.donated))
+
+
 def _name(plan: ShardingPlan) -> str:
-    """All words of a plan that the same program may have with the same estimate."""
+    """Return a digest of a plan's shardings, and all words that plans with the same estimate may differ in."""
+    data = plan_data(plan)
     words = {
         "plan": variant_name(plan),
         "microbatches": plan.microbatches,
@@ -94,5 +110,6 @@ def _name(plan: ShardingPlan) -> str:
         "gather": plan.gather,
         "kernels": plan.kernels_word,
         "options": ",".join(f"{k}={v}" for k, v in sorted(plan.requested_options.items())),
+        "shardings": _digest([data.get(name) for name in _SHARDINGS]),
     }
     return "; ".join(f"{name} {value}" for name, value in words.items() if value)

@@ -40,6 +40,11 @@ class Selection:
         """The shortlist that applies within the search of each program."""
         return None if self.variants else self.shortlist
 
+    @property
+    def discards(self) -> bool:
+        """Whether plans of `choose` may lose against others, so that their warnings wait for the choice."""
+        return self.variants or self.settling_s > 0
+
     def choose(self, made: Sequence[PlannedVariant], replan: Callable[[BoundPlan, str], BoundPlan | None]) -> BoundPlan:
         """Return the plan of the best variant.
 

@@ -143,15 +143,16 @@ class Settling:
         if found is None:
             return False
         found = variant_table(found, choice, self.made)
-        lessons = Lessons(found.plan)
+        lessons = Lessons(found)
         lesson = lessons.of(found.plan)
         if lesson is None:
             audit = verify(found.executable, timeout_s=max(self.left, 1.0))
             lesson = lesson_of(found.plan, audit)
             lessons.add(found.plan, lesson)
             self.audits[len(self.compiled)] = audit
-            if not lesson.fits(self.limit) and contender.kind != OVER:
-                self.failed.append(f"{variant_name(found.plan)}: {_failure(audit, self.limit)}")
+        if not lesson.fits(self.limit) and contender.kind != OVER:
+            failure = _failure(lesson, self.audits.get(len(self.compiled)), self.limit)
+            self.failed.append(f"{variant_name(found.plan)}: {failure}")
         self.compiled.append((contender, found, lesson))
         return lesson.fits(self.limit)
 
@@ -219,16 +220,11 @@ def settled(made: Sequence[PlannedVariant], replan: Replan, seconds: float, atta
         attached: whether the plan is for the attached devices. Then process 0 decides for all processes, because clocks
             and files of processes differ.
     """
-    if reason := _not_compilable(made[0][1]):
-        bound = fastest(made)
-        warnings.warn(f"auto_shard({bound.plan.function}): the plan is not verified: {reason}", AutoshardWarning,
-                      stacklevel=users_stacklevel())  # fmt: skip
-        return bound.where(notes=(*bound.plan.notes, f"not verified: {reason}"))
     if not attached or jax.process_count() == 1:
-        return Settling(made, replan, seconds).plan()
+        return _settled_here(made, replan, seconds)
     text = ""
     if jax.process_index() == 0:
-        chosen = Settling(made, replan, seconds).plan().plan
+        chosen = _settled_here(made, replan, seconds).plan
         text = json.dumps([chosen.variant, chosen.chosen, chosen.compiler_options, chosen.notes], default=str)
     texts = exchange("verify='auto'", text, DEADLINE_S + 2 * seconds)
     variant, strategy, options, notes = json.loads(texts[0])
@@ -240,28 +236,36 @@ def settled(made: Sequence[PlannedVariant], replan: Replan, seconds: float, atta
     return variant_table(found, choice, made).where(compiler_options=options, notes=tuple(notes))
 
 
-def _not_compilable(bound: BoundPlan) -> str | None:
-    """Return why no compiler can be asked; None if there is one."""
+def _settled_here(made: Sequence[PlannedVariant], replan: Replan, seconds: float) -> BoundPlan:
+    """Return the plan that this process chooses; the fastest by the estimate if no compiler supports the target."""
+    bound = made[0][1]
     try:
-        return missing_compiler(compile_target(bound.plan.target).platform)
+        reason = missing_compiler(compile_target(bound.plan.target).platform)
+        if reason is None:
+            return Settling(made, replan, seconds).plan()
     except AuditError as error:
-        return str(error)
+        reason = str(error)
+    warnings.warn(f"auto_shard({bound.plan.function}): the plan is not verified: {reason}", AutoshardWarning,
+                  stacklevel=users_stacklevel())  # fmt: skip
+    bound = fastest(made)
+    return bound.where(notes=(*bound.plan.notes, f"not verified: {reason}"))
 
 
-def _failure(audit: Audit, limit: float) -> str:
-    if audit.ok:
-        return f"needs {bytes_text(audit.peak_bytes or 0.0)} of {bytes_text(limit)}"
-    return f"{audit.kind}{audit.message and ': ' + audit.message[:COMPILER_MESSAGE_CHARS]}"
+def _failure(lesson: Lesson, audit: Audit | None, limit: float) -> str:
+    """Return why a compiled plan was not chosen. There is no audit if the lesson is from an earlier plan."""
+    if lesson.kind == "ok":
+        return f"needs {bytes_text(lesson.peak_bytes)} of {bytes_text(limit)}"
+    return f"{lesson.kind}: {audit.message[:COMPILER_MESSAGE_CHARS]}" if audit and audit.message else lesson.kind
 
 
 def _alone(ahead: BoundPlan, heads: Sequence[Contender]) -> BoundPlan:
-    """Return the plan with a note that says why nothing was compiled, if there are other kinds."""
+    """Return the plan with a note that says why nothing was compiled."""
     here = ahead.plan.estimate.step_time_us
     others = [each for each in heads if each.step_us > here and each.kind != kind_of(ahead.plan.chosen)]
-    if not others:
-        return ahead
-    nearest = min(others, key=lambda each: each.step_us)
-    ratio, error = ratio_text(nearest.step_us, here), percent_text(MOST_KIND_ERROR, 1.0)
-    note = (f"verify='auto' compiled nothing: the next kind, {nearest.kind}, takes {ratio} of the time, and 9 of 10 "
-            f"estimates of such ratios are within {error}")  # fmt: skip
-    return ahead.where(notes=(*ahead.plan.notes, note))
+    reason = "there is no plan of another kind that fits. verify=1 compiles this plan"
+    if others:
+        nearest = min(others, key=lambda each: each.step_us)
+        ratio, error = ratio_text(nearest.step_us, here), percent_text(MOST_KIND_ERROR, 1.0)
+        reason = (f"by the estimate, the next kind, {nearest.kind}, takes {ratio} the time of this plan, and 9 of 10 "
+                  f"such ratios are within {error} of the compiled ones")  # fmt: skip
+    return ahead.where(notes=(*ahead.plan.notes, f"verify='auto' compiled nothing: {reason}"))

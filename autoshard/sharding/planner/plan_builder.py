@@ -35,7 +35,7 @@ from autoshard.sharding.planner.activations import activations
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.captured_arrays import captured_note
 from autoshard.sharding.planner.idle_devices import idle_notes
-from autoshard.sharding.planner.notes.explicit_types import type_notes
+from autoshard.sharding.planner.notes.explicit_types import followed_types, type_notes
 from autoshard.sharding.planner.notes.hindrances import hindrance_notes
 from autoshard.sharding.planner.offload_choice import host_memory_notes, offload_notes
 from autoshard.sharding.planner.problem import PlanningProblem
@@ -58,7 +58,7 @@ def build_plan(problem: PlanningProblem, best: Candidate, others: Sequence[Candi
     notes = (*_notes(problem, layout), *host_memory_notes(best), *_gather_notes(problem, best))
     notes += (*hindrance_notes(axes, problem.roles, layout, target, best.cost.step_time_us), *type_notes(problem))
     state_like = [(problem.program.inputs[i], problem.program.outputs[o]) for i, o in problem.traced.state_like]
-    outputs = output_specs(problem.program, layout, [*state_like, *problem.state], problem.traced.result_specs)
+    outputs = output_specs(problem.program, layout, [*state_like, *problem.state], followed_types(problem))
     moved = traffic(best.cost)
     plan = ShardingPlan(
         mesh=abstract_mesh(layout.mesh),
@@ -229,7 +229,7 @@ def output_specs(
         program: the program.
         layout: the layout.
         state: pairs (input, output) of the state.
-        typed: index of a result -> the sharding in its type, which other results than state have.
+        typed: index of a result -> the sharding in its type, which it gets (`followed_types`).
     """
     stored_as = {o: i for i, o in state} | {v: v for v in program.inputs}
     batch = layout.roles.batch
@@ -243,7 +243,7 @@ def output_specs(
 
     wanted = {i: from_partition_spec(spec, program.avals[program.outputs[i]].ndim) for i, spec in typed.items()}
     possible = {i: spec for i, spec in wanted.items() if all(axis in layout.mesh for dim in spec for axis in dim)}
-    return [one(v) if v in stored_as else possible.get(i, None) or one(v) for i, v in enumerate(program.outputs)]
+    return [possible.get(i) or one(v) for i, v in enumerate(program.outputs)]
 
 
 def _named_pieces(assignment: DeviceAssignment) -> dict[str, tuple[tuple[str, int, int], ...]]:

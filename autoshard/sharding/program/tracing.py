@@ -60,7 +60,8 @@ class Traced:
         user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         arguments: the names of the function's positional parameters.
         explicit_mesh: the user's abstract mesh with Explicit axes; None without one. Results are put on such a mesh.
-        result_specs: result leaf -> the sharding in its type, a `PartitionSpec` that names Explicit axes.
+        result_specs: result leaf -> the sharding in its type, a `PartitionSpec` that names Explicit axes. Results that
+            have the type of the argument whose leaves they have are not among them.
         static_numbers: whether Python numbers are static leaves.
         offloaded: word of `offload=` -> bytes that the planner moves to the host in one step, before sharding; empty
             for the program as the user wrote it.
@@ -264,8 +265,8 @@ def trace(
 
     names = _compat.user_names(fn, shapes[0], shapes[1], input_paths)
 
-    def traced_with(mesh: Any) -> tuple[Any, Any, dict[int, Any]]:
-        """The closed jaxpr, the shapes of its results, and if there is a mesh the shardings in their types."""
+    def traced_with(mesh: Any) -> tuple[Any, Any, Any, dict[int, Any]]:
+        """The closed jaxpr, the shapes of its arguments and results, and with a mesh the results' types."""
         given = [shape for _, shape in flat]
         if mesh is not None:
             given = [_compat.typed_argument(*each, mesh) for each in zip(given, arrays, strict=True)]
@@ -274,21 +275,21 @@ def trace(
             made, shapes_of_results = jax.make_jaxpr(_compat.with_names(run, names), return_shape=True)(*given)
         made = _compat.classic(made)
         if mesh is None:
-            return made, shapes_of_results, {}
-        return _compat.with_constraints(made, mesh), shapes_of_results, _compat.typed_results(made)
+            return made, given, shapes_of_results, {}
+        return _compat.with_constraints(made, mesh), given, shapes_of_results, _compat.typed_results(made)
 
     arrays = jax.tree.leaves((args, kwargs))
     mesh = _compat.explicit_mesh(arrays)
     token = OUTER_PLAN.set(True)
     try:
         try:
-            closed, out_shapes, result_specs = traced_with(mesh)
+            closed, typed, out_shapes, result_specs = traced_with(mesh)
         except _TYPE_ERRORS:
             if mesh is None:
                 raise
             # A program for one device may have no valid types under Explicit axes. It is planned without types.
             try:
-                closed, out_shapes, result_specs = traced_with(None)
+                closed, typed, out_shapes, result_specs = traced_with(None)
             except _TYPE_ERRORS:
                 closed = None
             if closed is None:
@@ -345,7 +346,7 @@ def trace(
         user_names=names,
         arguments=argument_names(fn) if arguments is None else tuple(arguments),
         explicit_mesh=mesh,
-        result_specs=result_specs,
+        result_specs=_compat.changed_types(result_specs, typed, [*found.state, *found.state_like]),
         static_numbers=static_numbers,
     )
 

@@ -270,7 +270,7 @@ class PureFunction:
         for choice in itertools.chain.from_iterable(variant_rounds(self.variants, attempts)):
             fn = functools.partial(self.fn, **choice) if choice else self.fn
             traced = trace_for_offload(options["offload"], fn, args, kwargs, *trace_options)
-            with warnings.catch_warnings(record=bool(self.variants)) as caught:
+            with warnings.catch_warnings(record=selection.discards) as caught:
                 try:
                     bound = plan_traced(traced, (args, kwargs), **options, shortlist=selection.within)
                 except (PlanError, PlanRequestError) as error:

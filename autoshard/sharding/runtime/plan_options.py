@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +69,7 @@ def checked_options(
         raise PlanError(f"verify is {verify} and measure is {measure}; both choose among the best plans: give only one")
     if verify_timeout_s is not None and verify != "auto":
         raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}, but it is a limit of verify='auto' alone")
-    if verify_timeout_s is not None and not _is_positive(verify_timeout_s):
+    if verify_timeout_s is not None and not (_is_positive(verify_timeout_s) and math.isfinite(verify_timeout_s)):
         raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}; give a positive number of seconds")
     request, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]
     if target is not None:

@@ -7,9 +7,10 @@ A word adds something to a mesh axis or removes it (`plan_edits.Change`):
     dp+optimizer, fsdp-parameter    a mesh axis stores this part of the state, or does not
 
 From each start, the best change is made until none gains enough (`LEAST_CHANGE_GAIN`), or until the gains of all
-changes together are too small (`GAINS_TOGETHER`). The gain is in time, or in memory while the plan does not fit. A changed plan may compute and communicate only a little more than its start
-(`MOST_EXTRA_WORK`). So it cannot repeat work to save communication, or send more and rely on overlap. It must gain
-`LEAST_GAIN_OVER_KNOWN` over every known plan. The comments of these constants give the measurements.
+changes together are too small (`GAINS_TOGETHER`). The gain is in time, or in memory while the plan does not fit. A
+changed plan may compute and communicate only a little more than its start (`MOST_EXTRA_WORK`). So it cannot repeat work
+to save communication, or send more and rely on overlap. It must gain `LEAST_GAIN_OVER_KNOWN` over every known plan. The
+comments of these constants give the measurements.
 """
 
 from __future__ import annotations

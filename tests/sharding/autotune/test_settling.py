@@ -1,6 +1,7 @@
 """`verify="auto"`: which plans are compiled, which one wins, and what is said. The compiler is faked."""
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.audit import Audit
+from autoshard.sharding.audit.audit import AuditError
 from autoshard.sharding.autotune import settling
 from autoshard.sharding.search.constants import MOST_KIND_ERROR
 from autoshard.sharding.search.strategy_kinds import kind_of
+from tests.sharding.runtime.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -99,7 +102,7 @@ def test_the_estimate_is_corrected_by_what_was_compiled(compiler: Compiler) -> N
 def test_a_kind_far_ahead_is_not_compiled(compiler: Compiler) -> None:
     made = plan(step, SHAPES[0], jax.ShapeDtypeStruct((256, 2048), "bfloat16"), target="v5e:2x4", verify="auto")
     assert not compiler.compiled and not made.audits
-    assert made.notes[-1].startswith("verify='auto' compiled nothing: the next kind, fsdp, takes 1.")
+    assert made.notes[-1].startswith("verify='auto' compiled nothing: by the estimate, the next kind, fsdp, takes 1.")
 
 
 def test_a_plan_that_may_not_fit_is_compiled_though_it_is_far_ahead(compiler: Compiler) -> None:
@@ -152,6 +155,45 @@ def test_a_plan_with_another_estimate_is_compiled_again(compiler: Compiler, tmp_
     assert compiler.compiled == before
 
 
+def test_what_did_not_fit_is_named_in_the_next_plan_too(compiler: Compiler) -> None:
+    compiler.kinds = {"tp": "oom"}
+    first, again = planned(), planned()
+    assert [note for note in first.notes if "but not chosen" in note] == list(again.notes[1:]) != []
+
+
+def step_with_sine(w: Any, x: Any) -> Any:
+    return step(w, jnp.sin(x))
+
+
+def step_with_cosine(w: Any, x: Any) -> Any:
+    return step(w, jnp.cos(x))
+
+
+@pytest.mark.parametrize(
+    ("other", "options"), [(step_with_sine, {"donate_argnums": 0}), (step_with_cosine, {})], ids=["donated", "operator"]
+)
+def test_a_program_with_the_same_shapes_and_estimates_is_compiled(
+    compiler: Compiler, other: Any, options: dict[str, Any]
+) -> None:
+    compiler.kinds = {"tp": "oom"}
+    assert kind_of(plan(step_with_sine, *SHAPES, target="v5e:2x4", verify="auto").chosen) == "fsdp"
+    compiler.kinds = {}
+    made = plan(other, *SHAPES, target="v5e:2x4", verify="auto", **options)
+    assert kind_of(made.chosen) == "tp" and made.audits[0].ok
+
+
+def test_warnings_of_the_chosen_plan_are_shown_once(compiler: Compiler) -> None:
+    def with_callback(w: Any, x: Any) -> Any:
+        new = step(w, x)
+        return jax.tree.map(lambda a: jax.pure_callback(lambda a: a, a, a), new)
+
+    compiler.ratios = {"tp": 1.5}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = plan(with_callback, *SHAPES, target="v5e:2x4", verify="auto")
+    assert kind_of(made.chosen) == "fsdp" and len(caught) == 1
+
+
 def test_a_damaged_file_of_lessons_counts_as_none(compiler: Compiler, tmp_path: Any) -> None:
     planned()
     before, compiler.compiled[:] = list(compiler.compiled), []
@@ -175,7 +217,10 @@ def test_all_variants_compete(compiler: Compiler) -> None:
 
 def test_a_requested_plan_has_no_rivals(compiler: Compiler) -> None:
     made = planned(plan="fsdp:8")
-    assert not compiler.compiled and made.chosen == "fsdp:8" and not made.notes
+    assert not compiler.compiled and made.chosen == "fsdp:8"
+    assert made.notes == (
+        "verify='auto' compiled nothing: there is no plan of another kind that fits. verify=1 compiles this plan",
+    )
 
 
 def test_without_a_compiler_the_estimate_decides(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,12 +230,56 @@ def test_without_a_compiler_the_estimate_decides(compiler: Compiler, monkeypatch
     assert not compiler.compiled and made.notes[-1] == "not verified: the compiler is missing: pip install it"
 
 
+def test_a_target_that_the_compiler_rejects(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rejected(*_: Any, **__: Any) -> Audit:
+        raise AuditError("the compiler does not support the topology")
+
+    monkeypatch.setattr(settling, "verify", rejected)
+    with pytest.warns(AutoshardWarning, match="is not verified: the compiler does not support the topology"):
+        made = planned()
+    assert made.chosen == planned(verify=0).chosen and made.notes[-1].startswith("not verified: the compiler does not")
+
+
+CODE = """
+import jax, jax.numpy as jnp, sys
+from autoshard import auto_shard
+from autoshard.sharding.audit import Audit
+from autoshard.sharding.autotune import settling
+from autoshard.sharding.search.strategy_kinds import kind_of
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+def verify(executable, *, timeout_s):
+    return Audit("ok", step_time_us=1.0 if kind_of(executable.plan.chosen) == "fsdp" else 9.0, peak_bytes=1.0)
+def fastest_options(bound, audit, limit, until):
+    return bound.where(compiler_options={"cpu": {"xla_cpu_enable_fast_math": False}}), audit
+settling.verify, settling.fastest_options, settling.MOST_KIND_ERROR = verify, fastest_options, 99.0
+# Process 1 has no compiler: process 0 decides for it.
+settling.missing_compiler = lambda platform: "missing" if jax.process_index() else None
+def step(w, x):
+    loss = lambda w: jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w))
+w, x = {"a": jnp.ones((16, 8)), "b": jnp.ones((8, 16))}, jnp.ones((32, 16))
+planned = auto_shard(step, verify="auto")
+out = planned(w, x)
+made = planned.plan(w, x)
+print("chosen", kind_of(made.chosen), *made.compiler_options["cpu"], made.notes[-1][:12])
+"""
+
+
+@pytest.mark.whole
+@pytest.mark.multiprocess
+def test_process_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path))
+    for printed, errors in run_in_two_processes(CODE):
+        assert "chosen fsdp xla_cpu_enable_fast_math compiled for" in printed, errors
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"verify": "all"}, "verify is 'all'; give the number of plans to compile for the target, 0 for none, or auto"),
         ({"verify": 2, "verify_timeout_s": 9}, "verify_timeout_s is 9, but it is a limit of verify='auto' alone"),
         ({"verify_timeout_s": 0}, "verify_timeout_s is 0; give a positive number of seconds"),
+        ({"verify_timeout_s": float("inf")}, "verify_timeout_s is inf; give a positive number of seconds"),
         ({"verify_timeout_s": "9"}, "verify_timeout_s is '9'; give a positive number of seconds"),
     ],
 )

@@ -77,7 +77,7 @@ def test_no_device_gathers_a_sequence_in_a_stage(way, kind):
     assert not [shape for shape in gathered if str(SEQ) in shape.split(",")], "a whole sequence"
 
 
-@pytest.mark.parametrize(("kind", "words"), [("dropless", {"pp:2 dp:2 ep:2"}), ("window", {"pp:2 ring:4 state"})])
+@pytest.mark.parametrize(("kind", "words"), [("dropless", {"pp:4 ep:2"}), ("window", {"pp:2 ring:4 state"})])
 def test_they_compete_in_searches_of_pipelines(kind, words, monkeypatch):
     monkeypatch.setattr(time_floors, "KEPT_CANDIDATES", 10**6)  # else those that are too slow are not priced
     fn, *args = step_and_arguments(kind)

@@ -10,8 +10,15 @@ from autoshard import Plan, auto_shard, plan
 from autoshard.errors import PlanError
 from autoshard.sharding.hlo.collectives import Collectives
 from autoshard.sharding.hlo.parser import parse_program
+from autoshard.sharding.layout import layout
 from autoshard.sharding.pipeline.choice import plan_with_gathers
 from tests.sharding.pipeline.test_pipelined_plans import F32, make_step, separate_layers, shapes, stacked_layers, state
+
+
+@pytest.fixture(autouse=True)
+def no_layer_is_small(monkeypatch):
+    """The layers of these tests count as large: small ones are gathered once a step under both words."""
+    monkeypatch.setattr(layout, "EARLY_GATHER_SLICE_BYTES", 0)
 
 
 def collectives(made, args, size):
@@ -112,10 +119,10 @@ def test_a_plan_keeps_its_gathers():
 def test_nothing_is_compared_without_shards():
     made = plan(*separate_layers(), target="cpu:4", plan="pp:2 dp:2", microbatches=4, gather="once")
     assert not [kind for kind, *_ in made.traffic if kind == "all-gather"]
-    layout = SimpleNamespace(storage={"parameter": ("pp",)}, roles=SimpleNamespace(stages=3), table={"pp": (3, 5)})
-    first = SimpleNamespace(plan=SimpleNamespace(fits=True), layout=layout)
+    of_stages = SimpleNamespace(storage={"parameter": ("pp",)}, roles=SimpleNamespace(stages=3), table={"pp": (3, 5)})
+    first = SimpleNamespace(plan=SimpleNamespace(fits=True), layout=of_stages)
     assert plan_with_gathers(first, lambda: pytest.fail("made a second plan")) is first
-    layout.storage["parameter"] = ("fsdp", "pp")
+    of_stages.storage["parameter"] = ("fsdp", "pp")
 
     def refused():
         raise PlanError("auto_shard(step): no rows")

@@ -127,6 +127,35 @@ def test_results_have_the_requested_shardings(name):
     assert result.sharding.is_equivalent_to(NamedSharding(mesh_of(TYPES["explicit"]), spec), result.ndim)
 
 
+def test_state_on_the_mesh_gets_the_requested_sharding():
+    def fn(x):
+        return reshard(x * 2, P("data", None)), reshard(x, P("model", None))
+
+    with jax.set_mesh(mesh_of(TYPES["explicit"])):
+        planned = auto_shard(fn)
+        results, notes = planned(rows()), planned.plan(rows()).notes
+    assert [result.sharding.spec for result in results] == [P("data"), P("model")]
+    assert not [note for note in notes if "requests other shardings" in note]
+    np.testing.assert_allclose(results[0], 2 * np.asarray(rows()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_state_without_a_sharding_has_one_for_argument_and_result(requested):
+    """So that a step takes its own results. A note says which requests the plan does not follow."""
+
+    def fn(params, x):
+        params = jax.tree.map(lambda p, g: p - g, params, jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params))
+        return (reshard(params, P(None, "data")) if requested else params), jnp.mean(x)
+
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    with jax.set_mesh(mesh_of(TYPES["explicit"])):
+        planned = plan(fn, *shapes)
+    assert planned.out_specs[0] == planned.in_specs[0] != P(None, "data")
+    assert ["requests other shardings of the results for 'params'" in note for note in planned.notes] == (
+        [True] if requested else []
+    )
+
+
 def test_a_requested_sharding_is_priced_and_compiled():
     def fn(x, w):
         return reshard(x, P(None, "model")) @ w

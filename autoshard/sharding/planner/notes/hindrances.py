@@ -39,11 +39,13 @@ def _callbacks(ops: Iterable[Op], axes: LogicalAxes) -> Iterator[str]:
     for op in ops:
         if op.name not in _CALLBACKS or op.trips <= 1 or op.eqn.params.get("partitioned"):
             continue
-        moved = sum(nbytes(axes.program.avals[v]) for v in (*op.operands, *op.results) if v >= 0)
+        avals = [axes.program.avals[v] for v in (*op.operands, *op.results) if v >= 0]
+        gathered = f" Each time, whole arrays ({bytes_text(sum(map(nbytes, avals)))}) are gathered for it."
+        is_small = not any(aval.ndim for aval in avals)
         yield (
-            f"{op.name}{_at(op)} runs Python on the host in a loop, {op.trips:g} times a step. Each time, whole arrays "
-            f"({bytes_text(moved)}) are gathered for it. The estimate does not include this time. Call it after the "
-            "loop, or give it a small array, such as a mean"
+            f"{op.name}{_at(op)} runs Python on the host in a loop, {op.trips:g} times a step."
+            f"{'' if is_small else gathered} The estimate does not include this time. Call it after the "
+            f"loop{'' if is_small else ', or give it a small array, such as a mean'}"
         )
 
 

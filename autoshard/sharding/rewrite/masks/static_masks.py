@@ -88,7 +88,8 @@ def _used_dims(value: Value, known: dict[Value, frozenset[int]]) -> Iterable[int
 
 
 # Layers that are written out share the arrays of their masks, because equal computations are one value.
-_known: WeakKeyDictionary[Value, dict[Dims, StaticArray | Refused]] = WeakKeyDictionary()
+# A refusal is kept as its text, because an exception holds the frames that it passed, and these hold the value.
+_known: WeakKeyDictionary[Value, dict[Dims, StaticArray | str]] = WeakKeyDictionary()
 
 
 def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> StaticArray:
@@ -107,10 +108,10 @@ def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> St
         try:
             known[query_dim, key_dim] = _evaluated(value, query_dim, key_dim)
         except Refused as refused:
-            known[query_dim, key_dim] = refused
+            known[query_dim, key_dim] = str(refused)
     found = known[query_dim, key_dim]
-    if isinstance(found, Refused):
-        raise found
+    if isinstance(found, str):
+        raise Refused(found)
     return found
 
 

@@ -44,6 +44,11 @@ def test_a_callback_in_a_loop_has_a_note_with_its_line_and_number_of_calls():
     assert "in a loop, 3 times a step" in note and "32.0 KiB" in note
 
 
+def test_a_callback_with_a_number_in_a_loop_is_not_said_to_gather_arrays():
+    (note,) = notes_of(in_a_loop(lambda x: printed(x.mean())))
+    assert note.endswith("in a loop, 3 times a step. The estimate does not include this time. Call it after the loop")
+
+
 def test_a_callback_without_a_rule_has_a_warning_and_a_note():
     with pytest.warns(AutoshardWarning, match="pure_callback' at .*test_hindrances.py"):
         (note,) = notes_of(in_a_loop(lambda x: jax.pure_callback(np.asarray, x, x)))
