@@ -287,5 +287,6 @@ def test_an_update_of_a_buffer_in_another_tiling_is_in_place(alias, size):
   %q = {STACK} fusion(%p), kind=kLoop{alias}, calls=%retiled
   ROOT %r = {STACK} dynamic-update-slice(%q, %u, %i, %i, %i)
 }}"""
-    shapes = dict(p=STACK, i="s32[]{:S(6)}", u="f32[1,16,16]{2,1,0}")
-    assert cost_of(f"{STACK} fusion(%p, %i, %u), kind=kLoop, calls=%outer", inside, **shapes).hbm_bytes == size * KB
+    line = f"{STACK} fusion(%p, %i, %u), kind=kLoop, calls=%outer"
+    found = cost_of(line, inside, p=STACK, i="s32[]{:S(6)}", u="f32[1,16,16]{2,1,0}")
+    assert found.hbm_bytes == size * KB
