@@ -29,7 +29,7 @@ def test_vectors_are_added_through_a_gate_and_the_result_is_scaled():
     def total(state) -> Any:
         # In the second row there are no vectors: the gate adds nothing.
         inputs = jnp.concatenate([INPUTS, jnp.zeros_like(INPUTS)])
-        found = nnx.merge(graph, state)(jnp.concatenate([X, X]), inputs, SIDES)
+        found: Any = nnx.merge(graph, state)(jnp.concatenate([X, X]), inputs, SIDES)
         return jnp.sum(found), found
 
     (_, (found, before)), gradient = quickly(jax.value_and_grad(total, has_aux=True), state)
