@@ -22,7 +22,8 @@ from autoshard.sharding.search.strategy_kinds import kind_of
 
 TOLERANCE = 5e-6  # relative norm of a leaf in float64; JAX's softmax and Flax's norms are still in float32
 ZERO = 1e-11  # norm of a gradient that is nothing but rounding: of the bias of keys, of a bias before a norm
-FAST = ("gpt-1.3b-fused", "moe-8-one-hot")  # these cover a loop, a scan, a tied head and experts
+FAST = ("moe-8-one-hot",)  # a scan, experts and a capacity
+LONG = ("bert-large-linen", "gpt-shampoo-nnx")  # their modules take seconds to trace
 
 
 @contextlib.contextmanager
@@ -103,7 +104,7 @@ def test_an_expert_equals_one_device(name):
             check(jax.device_get(jax.tree.unflatten(jax.tree.structure(want), flat)), want)
 
 
-@pytest.mark.parametrize("name", CORPUS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CORPUS])
 def test_a_step_returns_its_state_and_a_loss(name):
     formulation = CORPUS[name]
     for target in formulation.targets:
