@@ -45,7 +45,12 @@ def single(dispatch):
 
 @pytest.mark.parametrize(
     ("dispatch", "words"),
-    [("capacity", "ep:8"), ("capacity", "fsdp:2 ep:2 tp:2"), ("dropless", "ep:8"), ("dropless", "dp:2 ep:4")],
+    [
+        ("capacity", "fsdp:2 ep:2 tp:2"),
+        ("dropless", "ep:8"),
+        pytest.param("capacity", "ep:8", marks=pytest.mark.slow),
+        pytest.param("dropless", "dp:2 ep:4", marks=pytest.mark.slow),
+    ],
 )
 def test_results_and_gradients_equal_one_device(dispatch, words):
     step, args = program(dispatch)

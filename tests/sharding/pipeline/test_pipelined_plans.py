@@ -31,7 +31,7 @@ def shapes():
     [
         ("pp:2 fsdp:2 tp:2", "1f1b"),
         ("pp:4 dp:2", "zb"),
-        ("pp:2 fsdp:4", "ftb"),
+        pytest.param("pp:2 fsdp:4", "ftb", marks=pytest.mark.slow),
         pytest.param("pp:2 fsdp:4", "interleaved:2", marks=pytest.mark.slow),
         pytest.param("pp:2 dp:2 tp:2", "interleaved:2", marks=pytest.mark.slow),
         pytest.param("pp:2 dp:4", "gpipe", marks=pytest.mark.slow),

@@ -104,7 +104,7 @@ def test_layers_one_after_another(kind):
     check(kind, False, 4, 2, "1f1b", "list")
 
 
-@pytest.mark.parametrize("kind", ["encoder", "dropout"])
+@pytest.mark.parametrize("kind", ["encoder", pytest.param("dropout", marks=pytest.mark.slow)])
 def test_layers_one_after_another_that_index_a_stack(kind):
     check(kind, True, 4, 4, "zb", "index")
 
@@ -138,9 +138,9 @@ def layer(x, w):
     ("kind", "schedule", "layers"),
     [
         ("auxiliary", "gpipe", "scan"),
-        ("dropout", "1f1b", "scan"),
+        pytest.param("dropout", "1f1b", "scan", marks=pytest.mark.slow),
         ("shared", "zb", "list"),
-        ("dropout", "ftb", "list"),
+        pytest.param("dropout", "ftb", "list", marks=pytest.mark.slow),
         pytest.param("plain", "1f1b", "scan", marks=pytest.mark.slow),
         pytest.param("tied", "zb", "scan", marks=pytest.mark.slow),
         pytest.param("frozen", "zb", "scan", marks=pytest.mark.slow),

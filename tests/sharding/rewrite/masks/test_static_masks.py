@@ -10,7 +10,9 @@ from autoshard import plan
 from autoshard.sharding.rewrite.masks import static_masks
 
 
-@pytest.mark.parametrize(("name", "replaced"), [("causal", True), ("irregular", False)])
+@pytest.mark.parametrize(
+    ("name", "replaced"), [("irregular", False), pytest.param("causal", True, marks=pytest.mark.slow)]
+)
 def test_what_is_known_of_masks_ends_with_the_program(name, replaced):
     def attention(q, k, v):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
