@@ -37,9 +37,17 @@ class BestOfKind:
 
 
 def best_of_kinds(plan: ShardingPlan) -> dict[str, BestOfKind]:
-    """Return the fastest plan of each kind that fits, by kind, the fastest first; see `strategy_kinds`."""
+    """Return the fastest plan of each kind that fits, by kind, the fastest first; see `strategy_kinds`.
+
+    Plans that local search changed are left out, except the chosen one: the search does not trust small gains of them.
+    """
     limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
-    rows = [(tried, record.variant) for record in history_of(plan) for tried in record.tried]
+    rows = [
+        (tried, record.variant)
+        for record in history_of(plan)
+        for tried in record.tried
+        if not tried.changed or tried.strategy == plan.chosen
+    ]
     found: dict[str, BestOfKind] = {}
     for tried, variant in sorted(rows, key=lambda row: row[0].step_time_us):
         if tried.peak_bytes <= limit and (kind := kind_of(tried.strategy)):
