@@ -17,7 +17,7 @@ def open_tokenizer(file: Path) -> Tokenizer:
     """
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no narrower type for a file that it cannot parse
+    except Exception as error:  # the Rust code of tokenizers raises `Exception` itself, no subclass
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -6,6 +6,7 @@ it returned.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -60,6 +61,8 @@ class Traced:
         user_names: what JAX's errors call the function and its input leaves, see `_compat.user_names`.
         arguments: the names of the function's positional parameters.
         explicit_mesh: the user's abstract mesh with Explicit axes; None without one. Results are put on such a mesh.
+        untyped: JAX's message, if the types of a program for this mesh do not agree. The program is then planned as
+            without Explicit axes.
         result_specs: result leaf -> the sharding in its type, a `PartitionSpec` that names Explicit axes. Results that
             have the type of the argument whose leaves they have are not among them.
         static_numbers: whether Python numbers are static leaves.
@@ -102,6 +105,7 @@ class Traced:
     user_names: Any
     arguments: tuple[str, ...] = ()
     explicit_mesh: Any = None
+    untyped: str = ""
     result_specs: Mapping[int, Any] = field(default_factory=dict)
     static_numbers: bool = False
     offloaded: Mapping[str, float] = field(default_factory=dict)
@@ -170,8 +174,12 @@ TRACE_FLAGS = (
 )
 
 
-# What JAX raises where shardings in types do not agree, or where a program requests one that a mesh cannot have.
-_TYPE_ERRORS = (_compat.ShardingTypeError, ValueError, TypeError, NotImplementedError)
+# What JAX raises where the types of a program over Explicit axes do not agree.
+_TYPE_ERRORS = (
+    _compat.ShardingTypeError,  # the operands of an operator
+    TypeError,  # branches, or the carry of a loop
+    NotImplementedError,  # JAX derives no type for an operator, such as `ragged_dot`
+)
 
 
 # What JAX raises where a program needs the value of an array while it is traced.
@@ -278,22 +286,22 @@ def trace(
             return made, given, shapes_of_results, {}
         return _compat.with_constraints(made, mesh), given, shapes_of_results, _compat.typed_results(made)
 
+    def traced_once() -> tuple[Any, str]:
+        """The results of `traced_with`; and JAX's message, if the program is traced without types because of it."""
+        try:
+            return traced_with(mesh), ""
+        except _TYPE_ERRORS as error:
+            if mesh is not None:
+                # A program that requests shardings is a ValueError without types.
+                with contextlib.suppress(*_TYPE_ERRORS, ValueError):
+                    return traced_with(None), str(error).strip().split("\n")[0]
+            raise
+
     arrays = jax.tree.leaves((args, kwargs))
     mesh = _compat.explicit_mesh(arrays)
     token = OUTER_PLAN.set(True)
     try:
-        try:
-            closed, typed, out_shapes, result_specs = traced_with(mesh)
-        except _TYPE_ERRORS:
-            if mesh is None:
-                raise
-            # A program for one device may have no valid types under Explicit axes. It is planned without types.
-            try:
-                closed, typed, out_shapes, result_specs = traced_with(None)
-            except _TYPE_ERRORS:
-                closed = None
-            if closed is None:
-                raise
+        (closed, typed, out_shapes, result_specs), untyped = traced_once()
     except _VALUE_ERRORS as error:
         at = f" at {line}" if (line := users_line(error)) else ""
         error.add_note(
@@ -346,6 +354,7 @@ def trace(
         user_names=names,
         arguments=argument_names(fn) if arguments is None else tuple(arguments),
         explicit_mesh=mesh,
+        untyped=untyped,
         result_specs=_compat.changed_types(result_specs, typed, [*found.state, *found.state_like]),
         static_numbers=static_numbers,
     )

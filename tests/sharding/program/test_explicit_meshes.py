@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard, plan
+from autoshard._compat import ShardingTypeError
 from autoshard.errors import PlanError
 from tests.sharding.programs import assert_close, mlp_state, sgd_step
 
@@ -193,5 +194,15 @@ def test_a_plan_for_another_mesh_names_the_request():
 
 
 def test_shardings_that_do_not_agree_are_the_error_of_jax():
-    with jax.set_mesh(mesh_of(TYPES["explicit"])), pytest.raises(Exception, match="incompatible shardings"):
+    with jax.set_mesh(mesh_of(TYPES["explicit"])), pytest.raises(ShardingTypeError, match="incompatible"):
         auto_shard(lambda x: reshard(x, P("data", None)) + reshard(x, P("model", None)))(rows())
+
+
+def test_a_program_whose_types_do_not_agree_is_planned_without_them():
+    mesh = mesh_of(TYPES["explicit"])
+    x, y = (jax.device_put(rows(), NamedSharding(mesh, P(axis))) for axis in mesh.axis_names)
+    step = auto_shard(lambda x, y: x + y)
+    with jax.set_mesh(mesh):
+        assert_close(step(x, y), 2 * rows())
+        (note,) = [note for note in step.plan(x, y).notes if "do not agree" in note]
+    assert "incompatible shardings for broadcasting" in note and "use jax.sharding.reshard" in note

@@ -1,4 +1,4 @@
-"""Which results get the shardings of their types, and notes on state whose sharding its type does not decide."""
+"""Shardings in the types of Explicit axes: the results that get them, and notes on those that are not followed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def followed_types(problem: PlanningProblem) -> Mapping[int, PartitionSpec]:
 
 
 def type_notes(problem: PlanningProblem) -> list[str]:
-    """Return notes on the types of state: replicated arguments, and results whose types the plan does not follow.
+    """Return notes on replicated state, types that do not agree, and results whose types the plan does not follow.
 
     An array that is made while a mesh with Explicit axes is set is replicated by its type, unless it gets another
     sharding. A plan keeps the types of its arguments.
@@ -39,6 +39,11 @@ def type_notes(problem: PlanningProblem) -> list[str]:
         notes.append(
             f"{first_few(map(repr, kept))} {'is' if len(kept) == 1 else 'are'} replicated by type, over Explicit axes, "
             "and the plan keeps that. To let the plan shard state, give auto_shard mesh= or plan=, or pass shapes"
+        )
+    if traced.untyped:
+        notes.append(
+            f"the types of Explicit axes are not used, because they do not agree: {traced.untyped}. The plan chooses "
+            "all shardings but those of arguments. To request one, use jax.sharding.reshard or out_sharding="
         )
     if dropped := _dropped(problem):
         names = first_few(repr(traced.in_names[i]) for i in dropped.values())
