@@ -37,7 +37,7 @@ from autoshard.sharding.audit.export import export
 from autoshard.sharding.machines.device_mesh import traced_machine
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
-from autoshard.sharding.search.strategy_kinds import KINDS, fastest_of_kinds, kind_of
+from autoshard.sharding.search.strategy_kinds import KINDS, kind_of
 
 FOLDER = common.RESULTS / "formulations"
 Options = Mapping[str, str]
@@ -79,13 +79,12 @@ def _made(formulation: Formulation, target: str, words: str | None = None) -> Pl
 
 def _planned(formulation: Formulation, target: str, made: Plan) -> list[Planned]:
     """Return the planner's choice and the fastest of each other kind."""
-    limit = find_target(target).chip.memory_bytes
-    chosen = next(each for each in made.candidates if each[0] == made.chosen)
-    found = fastest_of_kinds(made.candidates, limit) | {kind_of(made.chosen): chosen}
+    estimates = {each.strategy: (each.step_time_us, each.peak_bytes) for each in made.best_of_kinds().values()}
+    estimates[made.chosen] = made.estimate.step_time_us, made.estimate.peak_memory_bytes
     return [
         Planned("plan", words, words, "own", 1, partial(_export_ours, formulation, target, words),
                 {"step": time_us / 1e6, "memory_bytes": peak})
-        for words, time_us, peak in found.values()
+        for words, (time_us, peak) in estimates.items()
     ]  # fmt: skip
 
 

@@ -6,14 +6,10 @@ hidden units and heads, sequences, experts, and layers. A `hybrid` has two or mo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from autoshard.sharding.layout.plan_request import CONTEXT, STORING, is_request, parse_request
 
 INNER = ("tp", "cp", "ep", "pp")
 KINDS = ("dp", "fsdp", *INNER, "hybrid")
-
-Priced = tuple[str, float, float]  # strategy, step time in microseconds, peak bytes of a device
 
 
 def kind_of(strategy: str) -> str:
@@ -30,16 +26,3 @@ def kind_of(strategy: str) -> str:
     if inner:
         return inner[0] if len(inner) == 1 else "hybrid"
     return "fsdp" if used.intersection(STORING) or "state" in found.flags else "dp"
-
-
-def fastest_of_kinds(priced: Iterable[Priced], limit: float) -> dict[str, Priced]:
-    """Return the fastest plan of each kind that fits the memory limit, in bytes of one device; the fastest kind first.
-
-    >>> fastest_of_kinds([("fsdp:8", 9.0, 1.0), ("tp:8", 8.0, 9.0), ("dp:4 fsdp:2", 8.5, 1.0)], 4.0)
-    {'fsdp': ('dp:4 fsdp:2', 8.5, 1.0)}
-    """
-    found: dict[str, Priced] = {}
-    for each in sorted(priced, key=lambda each: each[1]):
-        if each[2] <= limit and (kind := kind_of(each[0])):
-            found.setdefault(kind, each)
-    return found

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autoshard.sharding.search.strategy_kinds import fastest_of_kinds, kind_of
+from autoshard.sharding.search.strategy_kinds import kind_of
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,3 @@ from autoshard.sharding.search.strategy_kinds import fastest_of_kinds, kind_of
 )
 def test_the_kind_of_a_strategy(kind: str, strategies: list[str]) -> None:
     assert [kind_of(strategy) for strategy in strategies] == [kind] * len(strategies)
-
-
-def test_the_fastest_of_each_kind_that_fits() -> None:
-    priced = [("tp:8", 3.0, 9.0), ("fsdp:8", 2.0, 1.0), ("tp:4 dp:2", 4.0, 2.0), ("dp:2 fsdp:4", 1.0, 8.0)]
-    assert list(fastest_of_kinds(priced, 8.0).values()) == [priced[3], priced[2]]

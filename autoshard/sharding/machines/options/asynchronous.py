@@ -13,7 +13,7 @@ sends twice the bytes. On v5p and tpu7x, `prefer_async_allgather_to_allreduce` k
 gathers run on the SparseCores; without them the option changes nothing (v5p:4x4x4, tpu7x:4x4x4).
 
 On tpu7x, every reduce-scatter that does not run on the SparseCores becomes an all-reduce, over 8 devices of
-tpu7x:2x2x1, too (`benchmarks/option_limits.py reductions`).
+tpu7x:2x2x1, too (`benchmarks/reductions.py tpu7x:2x2x1`).
 """
 
 from __future__ import annotations
