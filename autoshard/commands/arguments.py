@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+
+AUTO = "auto"
 
 
 @shown
@@ -53,6 +55,20 @@ def parser(command: str, summary: str, example: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+
+def auto_or_number(text: str) -> int | Literal["auto"]:
+    """Parse the value of an option that is a number or `auto`.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is neither.
+    """
+    if text == AUTO:
+        return AUTO
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
 
 
 def check_writable(option: str, path: Path | None) -> None:

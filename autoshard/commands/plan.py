@@ -37,9 +37,9 @@ class PlanCommand(TrainConfig):
     html: Path | None = None
     """Write the plan as an HTML page to this file."""
     verify: int | Literal["auto"] | None = None
-    """Number of best plans to compile for the target, or auto: the fewest that settle which kind of plan is the
-    fastest. The best is shown with the compiler's findings. By default auto for TPUs and GPUs whose compiler is
-    installed, else 0."""
+    """Number of best plans to compile for the target, or auto: as few as it takes to find the fastest kind of plan.
+    The best is shown with the compiler's findings. The default is auto for TPUs and GPUs whose compiler is installed,
+    else 0."""
     verify_timeout_s: float | None = None
     """Seconds for all compilations of --verify auto; by default 600."""
     show: Literal["program"] | None = None

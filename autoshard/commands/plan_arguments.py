@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autoshard.commands.arguments import parser
-from autoshard.commands.plan_verification import parse_verify
+from autoshard.commands.arguments import AUTO, auto_or_number, parser
 from autoshard.errors import ConfigError
 
 
@@ -59,12 +58,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 def parse_microbatches(text: str) -> int | None:
     """Parse a value of `--microbatches`: a number, or None for `auto`."""
-    if text == "auto":
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
+    found = auto_or_number(text)
+    return None if found == AUTO else found
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -113,14 +108,15 @@ def plan_parser() -> argparse.ArgumentParser:
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="set another field of the model's config"
     )
     options.add_argument(
-        "--verify", type=parse_verify, nargs="?", const=1, metavar="K|auto",
-        help="compile the K best plans (1 without a number) for the target and show the compiler's findings. auto: "
-        "compile the fewest plans that settle which kind of plan is the fastest. Default: auto for TPUs and GPUs whose "
-        "compiler is installed, else 0",
+        "--verify", type=auto_or_number, nargs="?", const=1, metavar="K|auto",
+        help="compile the K best plans (without a number, one plan) for the target and show the compiler's findings. "
+        "auto: compile as few plans as it takes to find the fastest kind of plan. Default: auto for TPUs and GPUs "
+        "whose compiler is installed, else 0",
     )  # fmt: skip
     options.add_argument(
         "--verify-timeout-s", type=float, metavar="SECONDS",
-        help="time for all compilations of --verify auto (default: 600); then the best plan so far is shown",
+        help="time limit for all compilations of --verify auto together (default: 600); then the best plan so far is "
+        "shown",
     )  # fmt: skip
     options.add_argument(
         "--measure", type=int, default=0, metavar="K",

@@ -1,36 +1,24 @@
-"""`--verify` of `autoshard plan`: how many plans are compiled, and the default."""
+"""The number of plans that `autoshard plan` compiles: `--verify`, or its default."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Verify = int | Literal["auto"]
-AUTO = "auto"
-
-
-def parse_verify(text: str) -> Verify:
-    """Parse a value of `--verify`: a number, or `auto`."""
-    if text == AUTO:
-        return AUTO
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number") from None
+from autoshard.commands.arguments import AUTO
 
 
 def verification(
-    verify: Verify | None, timeout_s: float | None, options: Mapping[str, Any], measure: int = 0
+    verify: int | Literal["auto"] | None, timeout_s: float | None, options: Mapping[str, Any], measure: int = 0
 ) -> dict[str, Any]:
     """Return the options `verify` and `verify_timeout_s` of a plan.
 
-    Where nothing is given, TPUs and GPUs have `verify="auto"` if their compiler is installed; else one line on standard
-    error says what to install. Plans for CPUs, and plans that are measured, are then not compiled.
+    The default is `verify="auto"` for TPUs and GPUs. If their compiler is missing, nothing is compiled, and a line on
+    standard error says what to install. By default, plans for CPUs and plans that are measured are not compiled.
 
     Args:
-        verify: the number of plans to compile, `auto`, or None if nothing is given.
+        verify: the number of plans to compile, `auto`, or None for the default.
         timeout_s: seconds for all compilations of `auto`.
         options: the other options of the plan.
         measure: the number of plans to run.
