@@ -5,8 +5,8 @@
 For each program of `formulations/` on each of its machines, these are compiled and judged by `estimate.py`:
 
     expert   of the grid `expert_plans.style_grid`, the first `--few` programs by the planner's estimate of the same
-             strategies, and the fastest of each kind: data, fsdp, tensor, experts. An expert has the kernels
-             that the planner replaces
+             strategies, and the fastest of each kind: data, fsdp, tensor, experts. An expert's program has
+             the kernels that the planner inserts
     plan     the planner's choice, and the fastest of each other kind that it priced
 
 The rows are stored in `results/formulations/NAME@TARGET.json`. A program in the compiler's cache is not compiled again.
@@ -120,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", help="one machine only")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
     half = parser.add_mutually_exclusive_group()
-    half.add_argument("--held-out", action="store_true", help="only programs that did not serve to develop the planner")
-    half.add_argument("--open", action="store_true", help="only the other ones")
+    half.add_argument("--held-out", action="store_true", help="only programs that were not used to develop the planner")
+    half.add_argument("--open", action="store_true", help="only programs that were used to develop the planner")
     parser.add_argument("--show", action="store_true", help="print the stored rows only")
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.names if name not in CORPUS]:

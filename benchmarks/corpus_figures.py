@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import exp, log
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
-from cost_model import tau
+from cost_model import p90, tau
 from plan_rows import Row, Store, best
 from rich.console import Console
 from rich.table import Table
@@ -28,10 +28,10 @@ def best_expert(store: Store) -> Row | None:
 def figures(stores: Sequence[Store]) -> dict[str, Any]:
     """Return the figures of the corpus.
 
-    `over_expert` is the compiled step of the choice over the best expert's: the worst and the geometric mean. `regret`
-    is the choice over the best compiled row of the planner, minus 1. `errors` and `memory_errors` are the predicted
-    over the compiled step and peak, minus 1, by kind of plan. `tau` is the median rank correlation of predicted and
-    compiled steps.
+    `over_expert` divides the compiled step of the chosen plan by that of the best expert: the worst and the geometric
+    mean. `regret` divides it by that of the planner's fastest compiled plan, minus 1. `errors` are predicted over
+    compiled steps, minus 1, by kind of plan; `memory_errors` are the same for peak memory. `tau` is the median rank
+    correlation of predicted and compiled steps.
     """
     over, regret, errors, memory_errors = [], [], {}, {}
     for store in stores:
@@ -52,7 +52,7 @@ def figures(stores: Sequence[Store]) -> dict[str, Any]:
             "worst": max(over, default=None),
             "mean": exp(sum(map(log, over)) / len(over)) if over else None,
         },
-        "regret": {"median": median(regret), "p90": _p90(regret)} if regret else {},
+        "regret": {"median": median(regret), "p90": p90(regret)} if regret else {},
         "errors": {kind: _spread(errors[kind]) for kind in KINDS if kind in errors},
         "memory_errors": {kind: _spread(memory_errors[kind]) for kind in KINDS if kind in memory_errors},
         "tau": median(taus) if taus else None,
@@ -63,13 +63,9 @@ def _judged(store: Store) -> list[Row]:
     return [row for row in store.rows if row.kind == "ok" and row.predicted.get("step")]
 
 
-def _p90(values: Sequence[float]) -> float:
-    return quantiles(values, n=10)[-1] if len(values) > 1 else values[0]
-
-
 def _spread(errors: Sequence[float]) -> Mapping[str, float]:
     sizes = [abs(error) for error in errors]
-    return {"rows": len(errors), "median": median(sizes), "p90": _p90(sizes), "lowest": min(errors)}
+    return {"rows": len(errors), "median": median(sizes), "p90": p90(sizes), "lowest": min(errors)}
 
 
 def show(stores: Sequence[Store]) -> None:

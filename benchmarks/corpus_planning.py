@@ -4,8 +4,9 @@
     python benchmarks/corpus_planning.py --profile NAME  where the time of one program goes, by room of the package
 
 Everything is planned from shapes. Times are CPU seconds of all threads. A program is traced and lowered for one device
-first, then planned, which traces it again; so what JAX caches serves planning, as it does in use. The figure is
-planning / (tracing + lowering), with kernels in the place of attention as in `bench_formulations.py`, and without.
+first. Planning then traces it again and profits from JAX's caches, as it does in use. The figure is
+planning / (tracing + lowering), once with kernels in the place of attention, as in `bench_formulations.py`, and once
+without.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from rich.table import Table
 import autoshard
 
 RESULT = common.RESULTS / "corpus_planning.json"
-BARS = {"median": 3.0, "worst": 8.0}  # times tracing and lowering
-SHOWN_ROOMS = 12
+# Both chosen, not measured.
+BARS = {"median": 3.0, "worst": 8.0}  # largest planning / (tracing + lowering)
+SHOWN_ROOMS = 12  # rows of a profile
 PACKAGE = Path(autoshard.__file__).parent
 
 
@@ -49,7 +51,7 @@ def measure(name: str) -> dict[str, float | str]:
     traced.lower()
     times.append(time.process_time())
     for kernels in ("off", "auto"):
-        fresh = formulation.program(target)  # a new function, so that no plan is known
+        fresh = formulation.program(target)  # a new function, whose plan is not cached
         autoshard.plan(fresh.step, state, *batch, target=target, donate_argnums=0, kernels=kernels)
         times.append(time.process_time())
     trace_s, lower_s, plan_s, kernels_s = (b - a for a, b in zip(times, times[1:], strict=False))
@@ -67,7 +69,10 @@ def _import_all(target: str) -> None:
 
 
 def profile(name: str) -> Table:
-    """Tabulate the seconds that planning a program spends in each room of the package, callees outside included."""
+    """Tabulate the seconds that planning a program spends in each room of the package.
+
+    A room's seconds include its direct calls of other packages.
+    """
     formulation = CORPUS[name]
     target = next(iter(formulation.targets))
     program = formulation.program(target)
@@ -86,7 +91,10 @@ def profile(name: str) -> Table:
 
 
 def _by_room(stats: pstats.Stats) -> Counter[str]:
-    """Add up the own time of functions by room; that of other packages counts for the rooms that call them directly."""
+    """Sum the time of functions, without their callees, by room.
+
+    Functions of other packages count for the rooms that call them directly.
+    """
     found: Counter[str] = Counter()
     for (file, _, _), (_, _, own, _, callers) in stats.stats.items():  # pyright: ignore[reportAttributeAccessIssue]
         if room := _room(file):
@@ -121,7 +129,7 @@ def show(rows: Sequence[dict[str, float | str]]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the requested programs and store their rows if they are all."""
+    """Measure the requested programs. Rows are stored only if all programs are measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs; default: all")
     parser.add_argument("--profile", action="store_true", help="print where the time of each program goes")

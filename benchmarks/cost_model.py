@@ -11,9 +11,9 @@ compares the order of step times over three sets:
     plans   one row for each plan and variant, with the compiler options that are fastest for it
     kept    the plans that the compiler followed: bytes sent are within 10 % of the plan's
 
-`pairs` compares two plans of different kinds (`strategy_kinds`) for one program: how far the ratio of their estimated
-steps is from that of the compiled ones. `memory` is compiled over estimated memory - 1. `search/constants.py` has
-their percentiles.
+`pairs` compares plans of different kinds (`strategy_kinds`) for one program, two at a time: how far the ratio of their
+estimated steps is from the ratio of the compiled ones. `memory` is compiled / estimated memory - 1.
+`search/constants.py` contains the percentiles of both.
 
 The estimate does not include unplanned traffic that the compiler adds. Some compilers accept programs that do not fit
 (XLA:GPU then recomputes much of them). Such programs are among the rows; those that fit have a line of their own.
@@ -100,7 +100,7 @@ def tau(rows: Sequence[Row]) -> float:
 
 
 def pair_errors(stores: Sequence[Store]) -> list[float]:
-    """Return, for each two plans of different kinds for one program, |log(ratio of estimates / ratio of compiled)|."""
+    """Return |log(ratio of estimates / ratio of compiled steps)| of all pairs of plans that differ in kind."""
     return [
         abs(log(one.predicted["step"] / other.predicted["step"]) - log(one.seconds / other.seconds))
         for store in stores
@@ -115,9 +115,14 @@ def memory_errors(stores: Sequence[Store]) -> list[float]:
     return [peak / row.predicted["memory_bytes"] - 1 for row in rows if (peak := row.needed_bytes)]
 
 
+def p90(values: Sequence[float]) -> float:
+    """Return the 90th percentile; of one value, the value."""
+    return quantiles(values, n=10)[-1] if len(values) > 1 else values[0]
+
+
 def spread(errors: Sequence[float]) -> dict[str, float]:
     """Return the number of errors, their median and their 90th percentile."""
-    return {"count": len(errors), "median": round(median(errors), 3), "p90": round(quantiles(errors, n=10)[-1], 3)}
+    return {"count": len(errors), "median": round(median(errors), 3), "p90": round(p90(errors), 3)}
 
 
 def every_row(store: Store) -> Table:

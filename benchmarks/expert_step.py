@@ -96,7 +96,10 @@ class Annotator:
         return (None,) * len(shape) if names is None else self.spec(names, shape, stored=stored)
 
     def names_of(self, path: str, rank: int) -> tuple[str | None, ...] | None:
-        """Return the names of a parameter's dimensions; None if the table lacks it. A stack has one dimension more."""
+        """Return the names of a parameter's dimensions; None if the table lacks it.
+
+        A stack of parameters has one more dimension in front, without a name.
+        """
         for pattern, names in self.parameters:
             if re.search(rf"(^|/)({pattern})$", path) and rank - len(names) in (0, 1):
                 return (None,) * (rank - len(names)) + names

@@ -14,8 +14,8 @@ run at half speed on a GPU (TF32). `work` includes that, `flops` does not. Eleme
 Bytes: operands plus results, of buffers in main memory only (for buffers on the chip, the copies there and back count).
 Also inside a fusion,
     dynamic-slice, slice, gather         read only the slices of the operand
-    dynamic-update-slice, scatter        write only the update into a buffer in place (scatter: read and write), also
-                                         if the fusion shows the buffer in another tiling
+    dynamic-update-slice, scatter        write only the update into a buffer in place (scatter: read and write), even
+                                         if the fusion first changes the tiling of the buffer
     bitcasts, tuples, forwarded values   move nothing
 Bytes of the host's memory are counted separately.
 """
@@ -210,10 +210,10 @@ def _stored_bytes(module: Module, inside: Computation, root: Instruction, whole:
 
 
 def _is_in_place(module: Module, inside: Computation, buffer: Instruction) -> bool:
-    """Whether an update of this value in a fusion writes into a buffer that the fusion takes.
+    """Return whether an update of `buffer` inside a fusion writes in place into an operand of the fusion.
 
-    XLA:TPU may show the buffer in another tiling, as the result of a fusion that aliases its operand. The kernel then
-    writes the update in the tiling of the buffer; it does not copy the buffer.
+    XLA:TPU may first change the tiling of the operand, by an inner fusion whose result aliases it. The kernel then
+    writes the update in the operand's own tiling; it does not copy the operand.
     """
     buffer = _without_bitcasts(inside, buffer)
     if "output_to_operand_aliasing" in buffer.attributes and _moves(module, buffer):

@@ -3,11 +3,11 @@
     python benchmarks/multi_slice.py [CASE ...] [--words WORDS ...] [--show]
 
 `llama-*`: a Llama of 8 layers in plain JAX (`plain_models.llama`, full rematerialization, 128 rows of 1024 tokens).
-`perceptron-*`: 8 layers of 4096 x 16384 in bfloat16, 64 rows for each chip, and no optimizer. The number is that of the
-slices; `v5p` is a machine of four slices of v5p:4x4x4, with 256 rows for the Llama. `chosen` is the plan of the search,
-without any words. The other rows are the plans of `CASES`. All are compiled, and judged by `estimate.py`. `over best`
-divides a step by the fastest of the other plans: 1 means that no other plan is faster. Nothing runs. Results are stored
-in `results/multi_slice.json`.
+`perceptron-*`: 8 layers of 4096 x 16384 in bfloat16, 64 rows for each chip, and no optimizer. A number in a name is the
+number of slices of v5e:4x4. `v5p` means four slices of v5p:4x4x4, where the Llama has 256 rows. `chosen` is the plan of
+the search, without any words. The other rows are the plans of `CASES`. All are compiled, and judged by `estimate.py`.
+`over best` divides a step by the fastest of the other plans: 1 means that no other plan is faster. Nothing runs.
+Results are stored in `results/multi_slice.json`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autoshard.sharding.audit import missing_compiler
 
 PATH = RESULTS / "multi_slice.json"
 LAYERS, SEQ = 8, 1024
-WIDTH, HIDDEN, POINTS = 4096, 16384, 64  # of the perceptron; rows for each chip
+WIDTH, HIDDEN, POINTS = 4096, 16384, 64  # of the perceptron; POINTS: rows for each chip
 CHOSEN = "chosen"
 
 

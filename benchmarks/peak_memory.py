@@ -8,11 +8,11 @@ device is needed. The columns are GiB of one device:
 
     predicted   the plan's estimate
     compiled    the compiler's own peak, by which it decides whether the program fits; else arguments + temporaries.
-                For a program with values on the host, the size of the device's memory space in the compiler's report:
-                its peak counts the host's memory, too
+                For a program with values on the host, the size of the device's memory space in the compiler's report,
+                because the compiler's peak also counts the host's memory
     upper       arguments + temporaries + results outside of donated memory. Not all temporaries are alive at once
 
-`--buffers` also prints the temporaries that the estimate has at the peak, and those that the compiler has.
+`--buffers` also prints the temporaries at the peak, by the estimate and by the compiler.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _compiled(folder: Path) -> str:
 
 
 def _device_bytes(folder: Path) -> int | None:
-    """The size of the device's memory space, from the compiler's dump; None if it wrote no report."""
+    """Return the size of the device's memory space from the compiler's dump; None if the dump contains no report."""
     for report in folder.glob("**/*memory-usage-report.txt"):
         if found := re.search(r"^Memory Space: default.*\nTotal bytes: (\d+)", report.read_text(), re.MULTILINE):
             return int(found[1])

@@ -4,13 +4,13 @@
                                    [--seq 1024] [--data dp:4] [--gather once] [--show]
     python benchmarks/pipelines.py --schedules interleaved:2 --layers 8
 
-A Llama in plain JAX is planned for v5e:4x4 with `pp:4` and the words of `--data`, and compiled. Beside it, what one
-stage does is compiled alone: a quarter of the layers and of the vocabulary on v5e:2x2, the same microbatches in turn.
-This is the schedule `alone`, whose time is the ideal of a pipeline. It is compiled if no row of it is stored. The table
-says how much longer a pipeline takes. `step / table` divides the compiled step by the ideal times this factor. Times
-are the two measures of `estimate.py`. `peak` is the compiler's own. Nothing runs. Results are stored in
-`results/pipelines.json`, one row for each schedule, number of microbatches and of layers, words of `--data`, and word
-of `--gather`. With `fsdp:4`, no stage alone is compiled.
+A Llama in plain JAX is planned for v5e:4x4 with `pp:4` and the words of `--data`, and compiled. The work of one stage
+is also compiled without a pipeline: a quarter of the layers and of the vocabulary on v5e:2x2, the same microbatches in
+turn. This is the schedule `alone`; its time is the ideal time of a pipeline. It is compiled if its row is not stored.
+The schedule's table says how much longer a pipeline takes. `step / table` divides the compiled step by the ideal time
+multiplied by this factor. Times are the two measures of `estimate.py`. `peak` is the compiler's own. Nothing runs.
+Results are stored in `results/pipelines.json`, one row for each schedule, number of microbatches and of layers, words
+of `--data`, and word of `--gather`. With `fsdp:4`, no stage alone is compiled.
 """
 
 from __future__ import annotations

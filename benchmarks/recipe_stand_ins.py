@@ -70,7 +70,7 @@ def embedding(recipe: Recipe) -> StandIn:
 
 
 def loss(recipe: Recipe) -> StandIn:
-    """The loss in as many parts of the vocabulary as the recipe's has of the tokens."""
+    """The loss, split over the vocabulary into as many parts as the recipe splits it over the tokens."""
     if (recipe.vocab_tiles or 1) == 1:
         return StandIn()
     note = f"a loss in {recipe.vocab_tiles} parts of the tokens is planned in as many parts of the vocabulary"

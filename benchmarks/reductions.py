@@ -5,12 +5,13 @@
     python benchmarks/reductions.py --show              # the stored rows, without compiling
 
 The program is a step of gradient descent of four scanned layers of two products. A gradient is summed over the mesh
-axes that shard the batch, and each device keeps the shard that it stores. `parts` has the kind of each collective that
-moves more than `LEAST_BYTES`, the number of devices of a group, and megabytes before a reduction and after a gather.
-A row under `own` has the chip's default options; one under `sparse cores` leaves reductions on the SparseCores, where
-the compiler for tpu7x runs them by default.
+axes that shard the batch, and each device keeps the shard that it stores. `parts` counts the reductions that move more
+than `LEAST_BYTES`, by kind, megabytes before the reduction, and number of devices of a group. A row under `own` has the
+chip's default options; one under `sparse cores` leaves reductions on the SparseCores, where the compiler for tpu7x runs
+them by default.
 
-Nothing runs. Rows are stored in `results/reductions.json`. For a GPU the folder of the CUDA plugin is in `PYTHONPATH`.
+Nothing runs. Rows are stored in `results/reductions.json`. For GPUs, `PYTHONPATH` must contain the folder of the CUDA
+plugin.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Row:
 
 
 def gradient_descent() -> tuple[Any, ...]:
-    """The step, and the shapes of its weights and its rows."""
+    """Return the step, and the shapes of its weights and its rows."""
 
     def step(weights: Any, x: jax.Array) -> Any:
         def loss(weights: Any) -> jax.Array:
@@ -97,15 +98,15 @@ def gradient_descent() -> tuple[Any, ...]:
     return step, weights, jax.ShapeDtypeStruct((ROWS, WIDTH), "bfloat16")
 
 
-def parts_of(traffic: Sequence[Traffic], kinds: Sequence[str] = KINDS) -> dict[str, int]:
-    """The collectives of some kinds that move more than `LEAST_BYTES`, each with its number."""
+def parts_of(traffic: Sequence[Traffic]) -> dict[str, int]:
+    """Count the reductions that move more than `LEAST_BYTES`, by kind, megabytes and size of the group."""
     large = [each.collective for each in traffic if each.collective.payload_bytes > LEAST_BYTES]
-    found = [f"{c.kind} of {c.payload_bytes / 1e6:.1f} MB over {c.size}" for c in large if c.kind in kinds]
+    found = [f"{c.kind} of {c.payload_bytes / 1e6:.1f} MB over {c.size}" for c in large if c.kind in KINDS]
     return dict(sorted(Counter(found).items()))
 
 
 def compiled(target: str, words: str, options: str) -> Row:
-    """Compile the step."""
+    """Compile the step for a target, and return its row."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(*gradient_descent(), target=target, plan=words, donate_argnums=0)
@@ -127,7 +128,7 @@ def stored() -> list[Row]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compile, store and print."""
+    """Compile the requested rows, store them and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", help="default: all")
     parser.add_argument("--show", action="store_true", help="print the stored rows and compile nothing")

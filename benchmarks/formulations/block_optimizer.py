@@ -65,7 +65,7 @@ def muon(notes: Notes, *, rows: int, seq: int, layers: int, width: int, heads: i
         return leaf.ndim == 2 and "layers" in jax.tree_util.keystr(path)
 
     def split(tree: Any) -> tuple[Any, Any]:
-        """Return two trees: the matrices that Muon updates, and the other leaves. Missing leaves are None."""
+        """Return two trees: the matrices that Muon updates, and the other leaves. None stands for missing leaves."""
         mask = jax.tree_util.tree_map_with_path(is_block, tree)
         blocks = jax.tree.map(lambda x, block: x if block else None, tree, mask)
         return blocks, jax.tree.map(lambda x, block: None if block else x, tree, mask)

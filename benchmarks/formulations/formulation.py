@@ -12,7 +12,7 @@ Sizes = Mapping[str, int]
 
 
 class Notes(Protocol):
-    """The places where an expert constrains a program. `Unannotated` leaves them as they are.
+    """The sharding constraints that an expert adds to a program. `Unannotated` adds none.
 
     The dimensions of an array are words, one for each dimension; `.` is a dimension that stays whole:
 
