@@ -34,8 +34,8 @@ class Folder:
 
     Attributes:
         path: the folder.
-        config: the content of its `config.json`; of a model with towers, the config of its text model.
-        text_of: the architecture of the model with towers; empty if the folder is that of a whole model.
+        config: the content of its `config.json`; for a model with towers, the config of its text model.
+        text_of: the architecture of the model with towers of which only the text model is read; else empty.
     """
 
     path: Path

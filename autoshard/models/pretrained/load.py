@@ -157,7 +157,7 @@ class Described:
         if folder.text_of:
             warnings.warn(
                 f"{str(folder.path)!r} is a {folder.text_of}: its text model alone is read, as a {origin.family}. The "
-                "tensors of its towers are left out, also when it is written. This is the only form that is built",
+                "tensors of its towers are neither loaded nor saved, because these towers are not built",
                 AutoshardWarning,
                 stacklevel=4,
             )

@@ -21,8 +21,8 @@ class Origin:
         family: the name of its architecture.
         config: the content of its `config.json`, as text.
         spelling: how its tensors' names are spelled; see `Family.spelled`.
-        text_of: the architecture of the model with towers whose text model this is; empty for others. The text model is
-            written as a model of its own.
+        text_of: the architecture of the model with towers whose text model this is; empty for other models. The text
+            model is saved as a model of its own.
         quantized: the folder, if its tensors are quantized: they are written back with its scales.
     """
 
@@ -37,13 +37,13 @@ class Origin:
         """Return the origin of a folder's model."""
         config = folder.config
         name = next(name for name in config["architectures"] if name in family.architectures)
-        # Codes and scales of a text model have other names in the folder of the whole model.
+        # A text model is saved under other names than those of its codes and scales in the whole model's folder.
         quantized = str(folder.path.absolute()) if config.get(QUANTIZATION) and not folder.text_of else None
         return cls(name, json.dumps(config), text_of=folder.text_of, quantized=quantized)
 
     @property
     def written_spelling(self) -> int:
-        """How the names of tensors are spelled in a folder that is written."""
+        """The spelling of the tensors' names in a saved folder; see `Family.spelled`."""
         return 0 if self.text_of else self.spelling
 
     def values(self) -> dict[str, Any]:

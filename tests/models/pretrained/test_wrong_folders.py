@@ -79,12 +79,12 @@ def test_pickled_files_are_refused(folder):
         ({"architectures": ["LlamaForCausalML"]}, "'LlamaForCausalML' is not known. Near ones: LlamaForCausalLM"),
         ({"architectures": []}, "names no architectures; the known ones are DeepseekV2ForCausalLM"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'; the activations that are built are silu"),
-        ({"hidden_size": "16"}, "hidden_size is '16'; it must be a number"),
+        ({"hidden_size": "16"}, "hidden_size is '16'; it must be a finite number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number of at least 1"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "of type 'longrope' are not built"),
         ({"num_key_value_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
         ({"pretraining_tp": 2}, "pretraining_tp is 2; only 1 is built"),
-        ({"vocab_size": None}, "vocab_size is None; it must be a number"),
+        ({"vocab_size": None}, "vocab_size is None; it must be a finite number"),
     ],
 )
 def test_configs(folder, changes, message):
@@ -116,8 +116,8 @@ def test_configs(folder, changes, message):
         (LLAMA4, {"moe_layers": [4]}, "moe_layers is [4]; it must be numbers of layers, below 4"),
         (LLAMA4, {"attn_temperature_tuning": "no"}, "attn_temperature_tuning is 'no'; it must be true or false"),
         (LLAMA4, {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be a table"),
-        (LLAMA4, {"rope_theta": "1e4"}, "rope_theta is '1e4'; it must be a number"),
-        (LLAMA4, {"attn_scale": float("nan")}, "attn_scale is nan; it must be a number"),
+        (LLAMA4, {"rope_theta": "1e4"}, "rope_theta is '1e4'; it must be a finite number"),
+        (LLAMA4, {"attn_scale": float("nan")}, "attn_scale is nan; it must be a finite number"),
         (
             GEMMA4,
             {"num_kv_shared_layers": 5},

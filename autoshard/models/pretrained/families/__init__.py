@@ -31,7 +31,7 @@ BUILT_IN = (
 )  # fmt: skip
 
 SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version")
-"""Keys of the config of a whole model that hold for its text model too, if that has none of its own."""
+"""Keys of a whole model's config that its text model inherits unless the text model's config has them."""
 
 __all__ = ["Family", "family_of", "known_families", "text_config"]
 

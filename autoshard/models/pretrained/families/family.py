@@ -18,6 +18,8 @@ from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.pretrained.tables import Stacks, Stored, Table
 
+ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq",)
+"""Names of tensors, as regular expressions, that folders of old releases contain and no model needs."""
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -63,8 +65,8 @@ class Family:
         stacks: the stacks of layers of a model with this config.
         unneeded: further names that a folder may have with this config, as regular expressions.
         batch: the shapes of a batch to plan for, from the config and the rows and positions, or None.
-        text_of: architectures of models with towers, for images or sound, whose text model belongs to this family. Of
-            their folders, the text model alone is read.
+        text_of: architectures of models with towers, for images or sound, whose text model belongs to this family. Only
+            the text model of their folders is read.
         spellings: other spellings of the tensors' names: start of a name in the table -> what folders have in its
             place. A folder is read, and written back, in the spelling that fits it best.
     """
@@ -73,7 +75,7 @@ class Family:
     architectures: tuple[str, ...]
     config: Callable[[Config], Any]
     table: Callable[[Any], Table]
-    ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
+    ignored: tuple[str, ...] = ROTARY_BUFFERS
     model: Callable[..., nnx.Module] = Decoder
     stacks: Callable[[Any], Stacks] = decoder_stacks
     unneeded: Callable[[Any], tuple[str, ...]] = decoder_unneeded
@@ -118,7 +120,7 @@ class Config:
         if value is None and default is not ...:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.refuse(f"{name} is {value!r}; it must be a number")
+            raise self.refuse(f"{name} is {value!r}; it must be a finite number")
         return value
 
     def positive(self, name: str, default: Any = ...) -> Any:
@@ -151,7 +153,7 @@ class Config:
         return value
 
     def activation(self, *names: str) -> Any:
-        """Return the activation of the first of these names that is there."""
+        """Return the activation that the config gives under the first of these names that it contains."""
         name = next((name for name in names if self.values.get(name) is not None), names[-1])
         value = self.values.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
@@ -202,7 +204,7 @@ class Config:
             factor = float(own.number("factor", 1.0))
             return Rotary(base, "none" if factor == 1.0 else "linear", factor, fraction=part)
         if part != 1.0:
-            raise self.refuse(f"partial_rotary_factor is {part}; it is built with the rope_type 'proportional' alone")
+            raise self.refuse(f"partial_rotary_factor is {part}; it is built for the rope_type 'proportional' only")
         if kind in ("default", None):
             return Rotary(base)
         factor = float(own.number("factor", 1.0))

@@ -12,7 +12,7 @@ from autoshard.models.pretrained.tables import Table, stored
 
 
 def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
-    """Read what the configs of Gemma 2 to 4 share. `switches` are further fields, or others."""
+    """Read the fields that the configs of Gemma 2 to 4 share. `switches` are added to them, or replace them."""
     width = config.size("hidden_size")
     bias = config.flag("attention_bias")
     shared = {

@@ -14,20 +14,20 @@ from autoshard.models.pretrained.families.constants import (
     GEMMA4_TOKENS,
     GEMMA4_WHOLE_HEAD_DIM,
 )
-from autoshard.models.pretrained.families.family import Config, Family, decoder_unneeded
+from autoshard.models.pretrained.families.family import ROTARY_BUFFERS, Config, Family, decoder_unneeded
 from autoshard.models.pretrained.families.gemma import gemma_config, gemma_table
 from autoshard.models.pretrained.families.llama import LAYER
 from autoshard.models.pretrained.tables import Table, stored
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
-# The names in folders of the whole model, with its towers.
+# Start of a tensor's name in the text model -> its start in folders of the whole model, with its towers.
 NESTED = {"model.": "model.language_model."}
 TOWERS = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
 
 def _config(config: Config) -> DecoderConfig:
     config.refuse_values(enable_moe_block=False)
-    # `vision` concerns the tokens of images alone.
+    # `vision` affects tokens of images only.
     later = config.values.get("use_bidirectional_attention")
     if later not in (None, False, "vision"):
         raise config.refuse(
@@ -80,7 +80,8 @@ def _keys_as_values(config: Config, type_: str) -> bool:
 def _heads(config: Config, number: int, type_: str) -> dict[str, int]:
     """Return the sizes of a layer's heads that differ from those of the model.
 
-    Published configs have them for all whole layers, those that transformers writes for each layer.
+    Published configs give these sizes once, for all global layers. Configs that transformers writes give them for each
+    layer.
     """
     given = config.values.get("per_layer_config")
     if given is None:
@@ -90,7 +91,7 @@ def _heads(config: Config, number: int, type_: str) -> dict[str, int]:
         if _keys_as_values(config, type_) and config.values.get("num_global_key_value_heads") is not None:
             found["kv_heads"] = config.size("num_global_key_value_heads")
         return found
-    # transformers fills the numbers up with zeros, so that they sort.
+    # transformers pads the numbers of layers with zeros, so that they sort.
     own = {key.lstrip("0") or "0": value for key, value in given.items()} if isinstance(given, Mapping) else None
     own = None if own is None else own.get(str(number), {})
     names = {"head_dim": "head_dim", "num_key_value_heads": "kv_heads"}
@@ -114,7 +115,10 @@ def _table(cfg: DecoderConfig) -> Table:
 
 
 def _unneeded(cfg: DecoderConfig) -> tuple[str, ...]:
-    """Return also the names of keys and values of layers that borrow them: published folders have them."""
+    """Return the patterns of tensors that the model does not need.
+
+    Published folders contain weights for keys and values of layers that borrow these.
+    """
     borrowing = "|".join(str(number) for number, kind in enumerate(cfg.kinds) if kind.borrows)
     name = rf"model\.(language_model\.)?layers\.({borrowing})\.self_attn\.[kv]_(proj|norm)\.weight"
     return (*decoder_unneeded(cfg), *((name,) if borrowing else ()))
@@ -125,7 +129,7 @@ GEMMA4 = Family(
     ("Gemma4ForCausalLM",),
     _config,
     _table,
-    ignored=(r".*rotary_emb\.inv_freq", *TOWERS),
+    ignored=(*ROTARY_BUFFERS, *TOWERS),
     unneeded=_unneeded,
     spellings=(NESTED,),
     text_of=("Gemma4ForConditionalGeneration",),

@@ -15,11 +15,11 @@ from autoshard.models.pretrained.families.constants import (
     LLAMA4_STEP,
     LLAMA4_WITHOUT_ROTARY,
 )
-from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.family import ROTARY_BUFFERS, Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table
 from autoshard.models.pretrained.tables import Table, stored
 
-# The names in folders of the whole model, with its vision tower.
+# Start of a tensor's name in the text model -> its start in folders of the whole model, with its vision tower.
 NESTED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 
 
@@ -41,11 +41,9 @@ def _config(config: Config) -> DecoderConfig:
 
 def _kinds(config: Config) -> tuple[LayerKind, ...]:
     layers = config.size("num_hidden_layers")
-    interval, step = (
-        config.size("no_rope_layer_interval", LLAMA4_WITHOUT_ROTARY),
-        config.size("interleave_moe_layer_step", 1),
-    )
-    # 1 is a layer *with* rotary positions.
+    interval = config.size("no_rope_layer_interval", LLAMA4_WITHOUT_ROTARY)
+    step = config.size("interleave_moe_layer_step", 1)
+    # In `no_rope_layers`, 1 marks a layer *with* rotary positions.
     rotated = _numbers(config, "no_rope_layers") or [int((n + 1) % interval != 0) for n in range(layers)]
     if len(rotated) != layers:
         raise config.refuse(f"no_rope_layers has {len(rotated)} entries; it must have one for each of {layers} layers")
@@ -66,7 +64,7 @@ def _kinds(config: Config) -> tuple[LayerKind, ...]:
 
 
 def _temperature(config: Config) -> Temperature | None:
-    # Early configs have a number in place of true.
+    # Early configs contain a number instead of true.
     wanted = config.values.get("attn_temperature_tuning", True)
     if not isinstance(wanted, bool | int | None):
         raise config.refuse(f"attn_temperature_tuning is {wanted!r}; it must be true or false")
@@ -76,14 +74,14 @@ def _temperature(config: Config) -> Temperature | None:
 
 
 def _chunked(config: Config, rotated: list[int], chunk: int | None) -> list[bool]:
-    """Return whether each layer cuts documents into chunks: by default, those with rotary positions."""
+    """Return for each layer whether it has chunked attention. By default, layers with rotary positions have it."""
     types, known = config.values.get("layer_types"), ("chunked_attention", "full_attention")
     if types is None:
         return [bool(turned) and chunk is not None for turned in rotated]
     if not isinstance(types, list) or len(types) != len(rotated) or any(each not in known for each in types):
         raise config.refuse(f"layer_types must be one of {', '.join(known)} for each of {len(rotated)} layers")
     if chunk is None and known[0] in types:
-        raise config.refuse("layer_types has chunked_attention, but attention_chunk_size is null: give it")
+        raise config.refuse("layer_types has chunked_attention, but attention_chunk_size is null: set it")
     return [each == known[0] for each in types]
 
 
@@ -115,7 +113,7 @@ LLAMA4 = Family(
     ("Llama4ForCausalLM",),
     _config,
     _table,
-    ignored=(r".*rotary_emb\.inv_freq", r"vision_model\..*", r"multi_modal_projector\..*"),
+    ignored=(*ROTARY_BUFFERS, r"vision_model\..*", r"multi_modal_projector\..*"),
     spellings=(NESTED,),
     text_of=("Llama4ForConditionalGeneration",),
 )
