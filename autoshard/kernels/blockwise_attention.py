@@ -48,7 +48,7 @@ class Pairs(NamedTuple):
 
 
 def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """Return `cap * tanh(x / cap)`, which lies between `-cap` and `cap`; `x` itself without a cap.
+    """Return `cap * tanh(x / cap)`, which lies between `-cap` and `cap`. If `cap` is None, return `x`.
 
     >>> [round(float(each), 2) for each in soft_capped(jnp.array([0.0, 1.0, 100.0]), 2.0)]
     [0.0, 0.92, 2.0]

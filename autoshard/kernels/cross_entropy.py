@@ -43,7 +43,8 @@ def linear_cross_entropy(
 ) -> jax.Array:
     """Compute `log sum_v exp(z[v]) - z[target]` of each token, for logits `z = x @ head` that are never stored in full.
 
-    Logits are float32 for any dtype of `x` but float64, which they keep. A product `x @ head` in bfloat16 rounds them.
+    Logits are float64 for `x` in float64, and float32 for other dtypes. A product `x @ head` in bfloat16 would round
+    them.
 
     Args:
         x: `[..., width]`.
@@ -75,7 +76,7 @@ def linear_cross_entropy(
 
 @shown
 class _Split(NamedTuple):
-    """How the head is split, and what becomes of its products.
+    """How the head is split into chunks, and how its products become logits.
 
     Attributes:
         vocab: size of the vocabulary.
@@ -163,7 +164,8 @@ def _backward(split: _Split, saved, d_loss: jax.Array):
         logits = split.logits(x, chunk)
         weights = jnp.exp(split.without_padding(logits, classes) - log_total[..., None])
         d_logits = (weights - (classes == targets[..., None]).astype(weights.dtype)) * d_loss[..., None]
-        # The slope is that at the logits of padding, 0. That at INVISIBLE would overflow, and 0 times it give NaN.
+        # The slope is computed from the unmasked logits, which are 0 for padding. At INVISIBLE it would overflow, and
+        # its product with a gradient of 0 would be NaN.
         d_products = split.d_products(d_logits, logits).astype(x.dtype)
         # A sum over the devices of a sharded vocabulary is in the dtype of `x`, as for the whole loss.
         d_x = d_x + jnp.tensordot(d_products, chunk, (x.ndim - 1, split.axis)).astype(d_x.dtype)

@@ -1,8 +1,8 @@
 """Runs a sequence of layers: a list, or one module whose parameters are stacked and which runs in a scan.
 
 A layer is an `nnx.Module` whose only state is parameters and whose call is `(carry, key, *sides) -> carry`. The carry
-is an array or a tuple of arrays. The key is the layer's own random key, or another array of its own, or None. `sides`
-are the same for all layers.
+is an array or a tuple of arrays. The key is a random key or another array for this layer alone, or None. `sides` are
+the same for all layers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def run_layers(
     Args:
         layers: the result of `make_layers`.
         carry: the first layer's input.
-        keys: a key for each layer, `[layers]`, or another array with an entry for each, `[layers, ...]`, or None.
+        keys: a random key for each layer, `[layers]`; another array with an entry for each layer, `[layers, ...]`; or
+            None.
         remat: a policy of `remat.policies`, or several, separated by commas, that alternate over the layers. With n
             policies, stacked layers are scanned in groups of n. `remat_problems` checks it.
         sides: further arguments of each layer.

@@ -46,7 +46,7 @@ def error(found, expected):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [64, 50, 7])  # 50 and 7 are padded; with 7 a chunk has one class
-@pytest.mark.parametrize("cap", [None, 2.0])  # half of the typical size of a product
+@pytest.mark.parametrize("cap", [None, 2.0])  # 2 is half of the typical size of a product
 def test_equals_the_whole_loss(vocab, tied, cap):
     args = X, head_of(vocab, tied), targets_of(vocab), MASK, tied, cap
     value, gradients = jax.value_and_grad(in_chunks, (0, 1))(*args)

@@ -35,13 +35,13 @@ class Block(nnx.Module):
         self.attention_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
         self.mlp_post_norm = Norm(cfg, cfg.width) if cfg.post_norms else None
         self.gate = None if cfg.layer_inputs is None else LayerGate(cfg, jax.random.fold_in(mlp_key, 1))
-        # It has no gradient: it is stored, and not trained.
+        # The factor is stored but not trained: its gradient is 0.
         self.scale = nnx.Variable(jnp.ones((1,), jnp.dtype(cfg.param_dtype))) if cfg.layer_scale else None
 
     def __call__(self, carry: Carry, inputs: jax.Array | None, sides: Sides) -> Carry:
-        """Apply the layer to `[batch, seq, width]`, or to this and the load of the experts so far.
+        """Apply the layer to `[batch, seq, width]`, or to that array and the load of the experts so far.
 
-        `inputs [batch, seq, ...]` are the layer's own inputs, if the model has some.
+        `inputs [batch, seq, ...]` are the vectors of `LayerInputs` for this layer; None in a model without them.
         """
         return self.with_keys(carry, inputs, sides)[0]
 
@@ -60,7 +60,7 @@ class Block(nnx.Module):
         return (x if load is None else (x, load)), keys
 
     def _ended(self, x: jax.Array, inputs: jax.Array | None) -> jax.Array:
-        """Add the layer's own inputs, and scale the result."""
+        """Add the layer's vectors `inputs` through its gate, and scale the result."""
         if self.gate is not None:
             assert inputs is not None
             x = self.gate(x, inputs)
@@ -93,7 +93,8 @@ class Group(nnx.Module):
     def __call__(self, x: Carry, inputs: jax.Array | None, sides: Sides) -> Carry:
         """Apply the layers to `[batch, seq, width]`, with the load of the experts if it is given.
 
-        If there are several, each is rematerialized on its own. Then `inputs [layers, batch, seq, ...]` are of all.
+        Several layers are rematerialized one by one, and `inputs` is `[layers, batch, seq, ...]`. For one layer, it is
+        `[batch, seq, ...]`.
         """
         if len(self.layers) == 1:
             return self.layers[0](x, inputs, sides)

@@ -2,8 +2,7 @@
 
 Each row of a batch has its own length. A layer that sees all earlier positions keeps position p in slot p. A layer
 with a window or chunks keeps the last positions only: position p in slot `p % slots`, so a new position replaces the
-oldest one.
-Which position a slot holds follows from the row's length.
+oldest one. Which position a slot holds follows from the row's length.
 """
 
 from __future__ import annotations
@@ -84,8 +83,8 @@ def visible(queries: jax.Array, keys: jax.Array, kind: LayerKind) -> jax.Array:
 
     Args:
         queries: positions `[batch, queries]`.
-        keys: positions `[batch, keys]`; negative ones are seen by none.
-        kind: the layer, with its window and its chunk.
+        keys: positions `[batch, keys]`; no query sees negative ones.
+        kind: the kind of the layer, with its window and the size of its chunks.
     """
     q, k = queries[:, None, :, None], keys[:, None, None, :]
     seen = (k >= 0) & (k <= q)
@@ -95,7 +94,7 @@ def visible(queries: jax.Array, keys: jax.Array, kind: LayerKind) -> jax.Array:
 
 
 def seen_parts(rows: Rows, seq: int, slots: int, kind: LayerKind) -> tuple[jax.Array, jax.Array]:
-    """Return which kept positions and which new ones each of `seq` new positions sees in a layer.
+    """Return two masks: which kept positions, and which new ones, each of `seq` new positions sees in a layer.
 
     Returns:
         Booleans `[batch, 1, seq, slots]` and `[batch, 1, seq, seq]`.

@@ -50,8 +50,9 @@ class DecoderConfig:
         post_norms: whether the results of attention and MLP are normalised, too, before they are added (Gemma).
         query_norm: whether each head's queries and keys are normalised before they are rotated (Qwen3, Gemma 3).
         value_norm: whether each head's values are divided by their root mean square (Gemma 4).
-        layer_scale: whether a layer's result is multiplied by a stored number. It has no gradient (Gemma 4).
-        layer_inputs: a vector of each token for each layer, which the layer adds through a gate; None means none.
+        layer_scale: whether a layer's result is multiplied by a stored number, which is not trained (Gemma 4).
+        layer_inputs: sizes of the vectors that each layer looks up by token and adds through a gate (Gemma 4); None
+            for a model without them.
         qkv_bias: whether queries, keys and values have biases.
         output_bias: whether attention's output has a bias.
         mlp_bias: whether the MLP's products have biases.
@@ -165,7 +166,7 @@ class DecoderConfig:
             raise ValueError("DecoderConfig: " + "; ".join(problems))
 
     def rotary_dims(self, kind: LayerKind) -> int:
-        """Return the elements of each head of queries and keys that are rotated in a layer."""
+        """Return the size of the part of each query and key head to which a layer applies rotary positions."""
         return kind.head_dim or self.head_dim if self.latent is None else self.latent.rotary_dim
 
     @property

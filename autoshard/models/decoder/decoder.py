@@ -132,7 +132,7 @@ class Decoder(nnx.Module):
         embedded: jax.Array | None = None,
         load: Load | None = None,
     ) -> Any:
-        """Compute the features. With `load`, the load before the first layer, also return that after the last."""
+        """Compute the features. Given the experts' load before the first layer, also return that after the last."""
         self._check(tokens)
         chunks = chunks_of(self.cfg, tokens, positions, segment_ids)
         if positions is None:
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
         else:
             following = _following(positions, counts, cache.following)
         x = self._placed(self.embedded(tokens) if embedded is None else embedded, positions)
-        # Chunks count the cached positions, of which there are none where these are used.
+        # Ids of chunks count positions from the start of a row, so only fresh rows use them.
         sides = make_sides(self.cfg, positions, None, chunks=chunks_of(self.cfg, tokens, None, None) if fresh else None)
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         after = []

@@ -2,7 +2,8 @@
 
 Sources: softmax over the chosen experts, Mixtral (arXiv:2401.04088); groups of experts and shared experts, DeepSeek-V2
 (arXiv:2405.04434); sigmoid scores and a bias of the choice, DeepSeek-V3 (arXiv:2412.19437); limited gated units with
-biases, gpt-oss (arXiv:2508.10925); gates of inputs, Llama 4 (https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E).
+biases, gpt-oss (arXiv:2508.10925); gates that multiply the experts' inputs, Llama 4
+(https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E).
 """
 
 from __future__ import annotations

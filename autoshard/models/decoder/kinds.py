@@ -20,17 +20,17 @@ class LayerKind:
         experts: whether experts take the place of the MLP.
         scope: what a position sees at most: its `document`, or its `region`, a part of the document such as a window
             of an image's patches.
-        chunk: documents are cut into chunks of this many positions, and a position sees those of its own chunk only
-            (Llama 4); None means that they are not cut.
+        chunk: size of the chunks into which each document is divided, in positions. A position sees its own chunk only
+            (Llama 4). None means that documents are not divided.
         unit_norm: whether each head's queries and keys are divided by their root mean square after they are rotated.
-        temperature: factor of the queries that depends on the position; None means none.
+        temperature: factor of the queries that depends on the position; None for no factor.
         head_dim: size of one head; None means that of the config.
         kv_heads: key and value heads; None means those of the config.
         ffn: hidden size of the MLP; None means that of the config.
-        keys_as_values: whether the values are the keys, before these are normalised and rotated (Gemma 4).
-        lends: the name under which later layers use this layer's keys and values; empty for other layers. One layer
-            alone is of such a kind.
-        borrows: the name of the keys and values that take the place of the layer's own; empty for other layers.
+        keys_as_values: whether the values equal the keys before normalization and rotation (Gemma 4).
+        lends: the name by which later layers borrow this layer's keys and values; empty if no layer borrows them. Only
+            one layer of a model may lend under a name.
+        borrows: the name of the keys and values that the layer borrows; empty if it computes its own.
     """
 
     window: int | None = None
@@ -49,7 +49,7 @@ class LayerKind:
 
     @property
     def reach(self) -> int | None:
-        """The largest number of positions that a position sees, which end at its own; None for all earlier ones."""
+        """The largest number of positions that a position sees, counted back from its own; None for no limit."""
         return min((each for each in (self.window, self.chunk) if each is not None), default=None)
 
 
@@ -120,10 +120,10 @@ class LatentConfig:
 @shown
 @dataclasses.dataclass(frozen=True)
 class LayerInputsConfig:
-    """Vectors of each token for each layer, besides the embedding (Gemma 4, as in Gemma 3n).
+    """Sizes of a table with a vector for each token and layer, besides the embedding (Gemma 4, as in Gemma 3n).
 
     Args:
-        vocab: number of distinct tokens that have such vectors.
+        vocab: number of tokens in the table.
         width: size of a vector.
     """
 
@@ -132,7 +132,7 @@ class LayerInputsConfig:
 
 
 def lending_problems(kinds: tuple[LayerKind, ...]) -> list[str]:
-    """Return what is wrong with the keys and values that layers lend to later ones."""
+    """Return the problems with keys and values that layers lend to later layers."""
     problems, lent = [], {}
     for number, kind in enumerate(kinds):
         if kind.borrows:
@@ -141,19 +141,24 @@ def lending_problems(kinds: tuple[LayerKind, ...]) -> list[str]:
                 problems.append(f"layer {number} borrows {kind.borrows!r}, but no layer before it lends that")
             elif (lender.head_dim, lender.kv_heads, lender.reach) != (kind.head_dim, kind.kv_heads, kind.reach):
                 problems.append(
-                    f"layer {number} borrows {kind.borrows!r} of a layer with other heads or another window"
+                    f"layer {number} borrows {kind.borrows!r} from a layer with other heads or another window"
                 )
             if kind.lends or kind.keys_as_values:
                 problems.append(f"layer {number} borrows keys and values, so it cannot lend them or use keys as values")
         if kind.lends:
             if kinds.count(kind) > 1 or kind.lends in lent:
-                problems.append(f"several layers lend {kind.lends!r}; one layer may")
+                problems.append(f"several layers lend {kind.lends!r}; only one may")
             lent[kind.lends] = kind
     return problems
 
 
 def kind_problems(kinds: tuple[LayerKind, ...], head_dim: int) -> list[str]:
-    """Return what is wrong with the kinds of the layers; `head_dim` elements of a head are rotated by default."""
+    """Return the problems with kinds of layers.
+
+    Args:
+        kinds: the kind of each layer.
+        head_dim: number of rotated elements of a head, unless the kind has its own size of heads.
+    """
     problems = lending_problems(kinds)
     if any(kind.chunk or kind.temperature for kind in kinds) and any(k.rotary and k.rotary.sections for k in kinds):
         problems.append("chunks and temperatures are not built with rotary positions of several axes")
@@ -171,7 +176,7 @@ def kind_problems(kinds: tuple[LayerKind, ...], head_dim: int) -> list[str]:
             continue
         if rotary_dims % 2:
             problems.append(
-                f"{rotary_dims} elements of a head are rotated, and they are rotated in pairs: make it even"
+                f"{rotary_dims} elements of a head are rotated, but rotation needs pairs: make the number even"
             )
         if not 0 < rotary.fraction <= 1:
             problems.append(f"the rotary fraction is {rotary.fraction}; it must be above 0 and at most 1")
@@ -204,7 +209,7 @@ def expert_problems(cfg: ExpertsConfig) -> list[str]:
     elif not small and cfg.top_k > cfg.top_groups * (cfg.experts // cfg.groups):
         problems.append(f"top_k is {cfg.top_k}, but {cfg.top_groups} of {cfg.groups} groups have fewer experts")
     if cfg.gated_input and cfg.top_k != 1:
-        problems.append(f"gated_input is True and top_k is {cfg.top_k}; gates of inputs are built with top_k=1")
+        problems.append(f"gated_input is True and top_k is {cfg.top_k}; gates of inputs are built for top_k=1 only")
     if cfg.top_k > cfg.experts:
         problems.append(f"top_k is {cfg.top_k}; it must be at most the number of experts, {cfg.experts}")
     return problems

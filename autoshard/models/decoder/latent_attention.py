@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, sides: Sides) -> jax.Array:
         """Return the result of each head, `[batch, seq, heads, value_dim]`."""
-        # One size for all heads: the kernels take no other. Zeros change neither scores nor results.
+        # The kernels need one size for queries, keys and values. Zeros change neither scores nor results.
         size = max(q.shape[-1], v.shape[-1])
         padded = (jnp.pad(each, ((0, 0), (0, 0), (0, 0), (0, size - each.shape[-1]))) for each in (q, k, v))
         y = attention(

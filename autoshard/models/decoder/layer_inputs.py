@@ -1,10 +1,10 @@
-"""A vector of each token for each layer, which the layer adds to the residual stream through a gate (Gemma 4).
+"""Vectors that each layer looks up by token and adds to the residual stream through a gate (Gemma 4).
 
     inputs[l] = (embed[token, l] sqrt(w) + norm(x embedding . projection[l] / sqrt(width))) / sqrt(2)
     x         = x + norm(activation(x gate) * inputs[l] . up)            at the end of layer l
 
-with w the size of a vector. All vectors of a token are one row of a table, so they are looked up once, before the
-layers.
+where w is the size of a vector. The vectors of a token for all layers are one row of a table, so they are looked up
+once, before the layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoshard.models.decoder.layers import ACTIVATIONS, Norm, normal, project
 
 
 class LayerInputs(nnx.Module):
-    """Makes the vectors of all layers.
+    """Computes the vectors of all layers.
 
     Parameters: `embed [vocab, layers, w]`, `projection [width, layers, w]`, and the scale of a norm, `[w]`.
     """
@@ -41,7 +41,7 @@ class LayerInputs(nnx.Module):
 
 
 class LayerGate(nnx.Module):
-    """Adds a layer's vectors.
+    """Adds a layer's vectors to the residual stream.
 
     Parameters: `w_gate [width, w]`, `w_up [w, width]`, and the scale of a norm, `[width]`.
     """

@@ -42,16 +42,16 @@ ACTIVATIONS = {
 @shown
 @jax.tree_util.register_pytree_node_class
 class Sides(NamedTuple):
-    """What all layers take besides the residual stream.
+    """Inputs that all layers share, besides the residual stream.
 
     Attributes:
-        tables: cosine and sine of each kind of rotary positions, for each number of elements that are rotated.
+        tables: (rotary positions, number of rotated elements) -> cosine and sine.
         segments: the document of each position, `[batch, seq]`, or None.
         regions: the region of each position, `[batch, seq]`, or None; see `LayerKind.scope`.
-        factors: the factor of each position's queries, `[batch or 1, seq]`, for each temperature.
-        chunks: the documents, cut into chunks, for each size of chunks; see `chunks.chunk_segments`.
-        lent: the keys and values that earlier layers lend, by name.
-        lent_kept: those of earlier positions, in generation.
+        factors: temperature -> the factor of each position's queries, `[batch or 1, seq]`.
+        chunks: size of chunks -> the chunk of each position, `[batch, seq]`; see `chunks.chunk_segments`.
+        lent: name -> the keys and values that an earlier layer lends.
+        lent_kept: name -> the same for earlier positions, in generation.
     """
 
     tables: Mapping[tuple[Rotary, int], Table]
@@ -75,16 +75,17 @@ class Sides(NamedTuple):
         return cls(tables, *parts[-2:], *others)
 
     def lending(self, name: str, lent: Kept, kept: Kept | None = None) -> Sides:
-        """Return these with the keys and values that a layer lends under a name."""
+        """Return a copy with the keys and values that a layer lends under `name`; `self` if the name is empty."""
         if not name:
             return self
         more = self._replace(lent={**self.lent, name: lent})
         return more if kept is None else more._replace(lent_kept={**self.lent_kept, name: kept})
 
     def seen_by(self, kind: LayerKind) -> dict[str, Any]:
-        """Return the keywords of `attention` that say which positions a position sees in a layer."""
+        """Return the arguments of `attention` that restrict which positions a position sees in a layer."""
         if kind.chunk is not None and kind.chunk in self.chunks:
-            # Positions of one chunk are less than `chunk` apart. Kernels skip the blocks outside of the window.
+            # Positions of one chunk are less than `chunk` apart, so a window of `chunk` hides none of them. With it,
+            # kernels skip the blocks outside.
             return {"window": kind.reach, "segment_ids": self.chunks[kind.chunk]}
         return {"window": kind.window, "segment_ids": self.regions if kind.scope == "region" else self.segments}
 
@@ -139,8 +140,8 @@ class Attention(nnx.Module):
     """Self-attention, causal or not.
 
     Parameters: `wq [width, heads, head_dim]`, `wk` and `wv [width, kv_heads, head_dim]`, `wo [heads, head_dim, width]`,
-    their biases, and the scales of the norms of queries and keys, `[head_dim]`. There are none for keys and values that
-    the layer takes from elsewhere.
+    their biases, and the scales of the norms of queries and keys, `[head_dim]`. A layer that borrows keys and values
+    has no parameters for them, and a layer that uses its keys as values has none for values.
     """
 
     def __init__(self, cfg: DecoderConfig, kind: LayerKind, key: jax.Array):
@@ -176,7 +177,7 @@ class Attention(nnx.Module):
         return named(project("bshd,hde->bse", y, self.wo, self.bo), "out_proj"), (k, v)
 
     def kept(self, batch: int, length: int) -> Kept:
-        """Return empty slots for the layer's own keys and values, each `[batch, slots, kv_heads, head_dim]`."""
+        """Return empty slots for keys and values, each `[batch, slots, kv_heads, head_dim]`; `()` if borrowed."""
         if self.kind.borrows:
             return ()
         shape = (batch, slots_for(length, self.kind), self.kv_heads, self.head_dim)
@@ -186,7 +187,7 @@ class Attention(nnx.Module):
         """Apply attention to new positions `[batch, seq, width]`, using the kept keys and values.
 
         Returns:
-            The result, and the keys and values of the new positions, if they are the layer's own.
+            The result, and the keys and values of the new positions; `()` in their place if the layer borrows them.
         """
         q, k, v = self._project(x, sides)
         if rows.fresh:

@@ -34,14 +34,14 @@ def make_segments(cfg: DecoderConfig, key: jax.Array) -> nnx.List:
 
 
 def run_segments(cfg: DecoderConfig, segments: nnx.List, x: Any, sides: Sides, inputs: jax.Array | None = None) -> Any:
-    """Apply all layers to `[batch, seq, width]`, or to this and the load of the experts so far.
+    """Apply all layers to `[batch, seq, width]`, or to that array and the load of the experts so far.
 
-    `inputs [layers, batch, seq, ...]` are the layers' own inputs, if the model has some.
+    `inputs [layers, batch, seq, ...]` are the vectors of `LayerInputs`; None in a model without them.
     """
     for segment, layers in zip(segments_of(cfg.kinds), segments, strict=True):
         own = segment_inputs(segment, inputs)
         if name := segment.pattern[0].lends:
-            # The kind of such a layer occurs once, so that it is alone in its segment.
+            # The kind of a layer that lends occurs once, so the layer is alone in its segment.
             x, lent = run_layers(nnx.List([Lender(layers[0].layers[0])]), (x, ()), own, remat=cfg.remat, sides=(sides,))
             sides = sides.lending(name, lent)
             continue
@@ -51,7 +51,7 @@ def run_segments(cfg: DecoderConfig, segments: nnx.List, x: Any, sides: Sides, i
 
 
 class Lender(nnx.Module):
-    """A layer whose carry ends with its keys and values."""
+    """Wraps a layer to return its keys and values as the second part of the carry."""
 
     def __init__(self, layer: Block):
         self.layer = layer
@@ -62,7 +62,7 @@ class Lender(nnx.Module):
 
 
 def segment_inputs(segment: Segment, inputs: jax.Array | None) -> jax.Array | None:
-    """Return the inputs of a segment's layers, `[repeats, ...]`, or `[repeats, pattern, ...]` of longer patterns."""
+    """Return the inputs of a segment's layers: `[repeats, ...]`, or `[repeats, layers, ...]` for a longer pattern."""
     if inputs is None:
         return None
     count = len(segment.pattern)
@@ -77,7 +77,7 @@ def make_sides(
     region_ids: jax.Array | None = None,
     chunks: Mapping[int, jax.Array] | None = None,
 ) -> Sides:
-    """Return what all layers take besides the residual stream."""
+    """Return the inputs that all layers share, besides the residual stream."""
     kinds = dict.fromkeys((kind.rotary, cfg.rotary_dims(kind)) for kind in cfg.kinds if kind.rotary is not None)
     tables = {(rotary, dims): rotary.table(dims, positions) for rotary, dims in kinds}
     temperatures = dict.fromkeys(kind.temperature for kind in cfg.kinds if kind.temperature is not None)
@@ -88,6 +88,6 @@ def make_sides(
 def chunks_of(
     cfg: DecoderConfig, tokens: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None
 ) -> dict[int, jax.Array]:
-    """Return the chunks of rows of tokens `[batch, seq]` for the layers that have them; see `chunk_segments`."""
+    """Return the chunks of tokens `[batch, seq]`, for each size of chunks of the layers; see `chunk_segments`."""
     sizes = [kind.chunk for kind in cfg.kinds if kind.chunk is not None]
     return chunk_segments(sizes, (tokens.shape[0], tokens.shape[1]), positions, segment_ids, cfg.context)

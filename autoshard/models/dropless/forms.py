@@ -8,7 +8,7 @@ A grouped product on TPUs is a kernel, and XLA copies a layer of stacked weights
 the weights from the stack in place. Generating text for few rows takes as long as reading the weights, so these forms
 are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
-All arguments are those of one shard: the term of its experts and of its hidden units is computed.
+All arguments belong to one shard. The result is the sum over its own experts and hidden units.
 
 Source: MegaBlocks (arXiv:2211.15841) for products by sorting.
 """
@@ -39,7 +39,7 @@ def apply_experts(
         gates: `[batch, seq, top_k]`.
         chosen: numbers of the chosen experts, int32 `[batch, seq, top_k]`.
         own_experts: consecutive numbers of experts, int32 `[own]`.
-        *weights: matrices `[own, embed, ffn]`, their biases `[own, ffn]` if they have some, and at last the matrices
+        *weights: matrices `[own, embed, ffn]`, their biases `[own, ffn]` if they have some, and finally the matrices
             `[own, ffn, embed]`.
         count: the number of all experts.
         call: the implementation of grouped products.

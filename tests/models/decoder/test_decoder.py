@@ -89,7 +89,7 @@ def test_the_bias_of_the_choice_does_not_change_the_gate():
     [
         ({"kinds": ()}, "kinds is empty"),
         ({"kv_heads": 3}, "heads 2 is not a multiple of kv_heads 3"),
-        ({"head_dim": 3}, "3 elements of a head are rotated, and they are rotated in pairs"),
+        ({"head_dim": 3}, "3 elements of a head are rotated, but rotation needs pairs"),
         ({"kinds": (LayerKind(experts=True),)}, "layers have experts, but experts is None"),
         ({"kinds": (LayerKind(window=0),)}, "a layer's window is 0"),
         ({"kinds": (LayerKind(rotary=Rotary(scaling="yarn")),)}, "original_context is 0; yarn needs at least 1"),
@@ -105,7 +105,7 @@ def test_the_bias_of_the_choice_does_not_change_the_gate():
         ({"kinds": (LayerKind(rotary=Rotary(fraction=0.0)),)}, "the rotary fraction is 0"),
         ({"kinds": (LayerKind(borrows="a"),)}, "layer 0 borrows 'a', but no layer before it lends that"),
         ({"kinds": (LayerKind(lends="a"),) * 2}, "several layers lend 'a'"),
-        ({"kinds": (LayerKind(lends="a"), LayerKind(3, borrows="a"))}, "'a' of a layer with other heads or another wi"),
+        ({"kinds": (LayerKind(lends="a"), LayerKind(3, borrows="a"))}, "'a' from a layer with other heads or another"),
         ({"layer_inputs": LayerInputsConfig(16, 0)}, "layer_inputs is .*; its sizes must be at least 1"),
         ({"logit_cap": 0.0}, "logit_cap is 0.0; it must be a finite number above 0, or None for no cap"),
         ({"loss_chunks": 17}, "loss_chunks is 17; it must be at most vocab, 16"),

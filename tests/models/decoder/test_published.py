@@ -11,8 +11,8 @@ from autoshard.models.decoder.published import DECODERS
 
 # Billions of parameters. gpt-oss: arXiv:2508.10925, table 1. DeepSeek-V3: arXiv:2412.19437, without the layer that
 # predicts a second token. Qwen3: the names of the models in arXiv:2505.09388. Gemma 3: arXiv:2503.19786, table 1,
-# embedding and other parameters. Llama 4 and Gemma 4: the models' cards; Gemma 4 2B has 2.3 besides its vectors of each
-# token for each layer.
+# embedding and other parameters. Llama 4 and Gemma 4: the models' cards. That of Gemma 4 2B counts 2.3 without the
+# table of vectors for each token and layer, which is added here.
 BILLIONS = {
     "gemma3-4b": (0.675 + 3.209, 0.01),
     "gemma3-12b": (1.012 + 10.759, 0.01),

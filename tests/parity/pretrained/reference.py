@@ -65,7 +65,7 @@ def make_reference(name: str, folder: Path, **changes: Any) -> Reference:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        if kind == "Gemma4TextConfig":  # its scores have no factor: without small norms, they amplify rounding errors
+        if kind == "Gemma4TextConfig":  # its scores are not scaled down, so large queries would amplify rounding errors
             for path, parameter in model.named_parameters():
                 if "q_norm" in path:
                     parameter.mul_(parameter.numel() ** -0.5)

@@ -1,1 +1,1 @@
-"""What layers take from positions: rotary angles, factors of the queries, and chunks of attention."""
+"""The parts of a layer that depend on positions: rotary angles, factors of the queries, and chunks of attention."""

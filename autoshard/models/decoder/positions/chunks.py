@@ -1,4 +1,4 @@
-"""Documents cut into chunks, so that a position attends to those of its own chunk only (Llama 4)."""
+"""Divides documents into chunks, so that a position attends to its own chunk only (Llama 4)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def chunk_segments(
     segment_ids: jax.Array | None,
     context: int,
 ) -> dict[int, jax.Array]:
-    """Return the documents of positions when each document is cut into chunks, for each size of chunks.
+    """Return segment ids that number the chunks of all documents, for each size of chunks.
 
     Args:
         chunks: the sizes.
-        shape: batch and positions of the rows.
-        positions: below `context`, `[batch or 1, seq]`; None if they are counted from 0.
+        shape: `(batch, seq)`.
+        positions: the position of each token, `[batch or 1, seq]`, below `context`; None if each row counts from 0.
         segment_ids: the document of each position, `[batch, seq]`, or None.
         context: largest number of positions of a document.
 
     Returns:
-        size -> int32 `[batch, seq]`. There is no entry if each row is known to be one chunk.
+        size -> int32 `[batch, seq]`. A size is left out if each row is known to lie within one chunk.
     """
     counted = jnp.arange(shape[1], dtype=jnp.int32)[None]
     found = {}

@@ -48,9 +48,9 @@ class Rotary:
         truncate: whether `yarn` rounds the two indices of its ramp to whole numbers.
         interleaved: whether the pairs are `(x[2 i], x[2 i + 1])` instead of `(x[i], x[i + dims / 2])`.
         attention_factor: factor of cosine and sine under `yarn`; None means `0.1 log(factor) + 1`.
-        sections: number of pairs that turn by each axis of the positions; empty means one axis.
+        sections: number of pairs that each axis of the positions rotates; empty means one axis.
         restart: whether the frequencies start anew in each section.
-        fraction: share of the pairs that turn, those with the highest frequencies (Gemma 4).
+        fraction: fraction of the pairs that are rotated: those with the highest frequencies (Gemma 4).
     """
 
     base: float = 10_000.0

@@ -2,8 +2,8 @@
 
 Sources: the `config.json` of the releases, https://huggingface.co/google/gemma-3-12b-it,
 https://huggingface.co/google/gemma-4-E2B and https://huggingface.co/google/gemma-4-31B; the report of Gemma 3 is
-arXiv:2503.19786. Rotary frequencies of the extended contexts are those of the releases. Gemma 4 E2B is named after the
-2 billion parameters besides its tables of tokens.
+arXiv:2503.19786. Rotary frequencies of the extended contexts are those of the releases. The name E2B counts the
+parameters of Gemma 4 E2B without its table of vectors for each token and layer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerInputsConfig, LayerKind
 from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.decoder.published.training import trained
+
+LOCAL, WHOLE = "local", "whole"  # names of lent keys and values
 
 
 def _gemma3(width: int, layers: int, heads: int, kv_heads: int, ffn: int) -> DecoderConfig:
@@ -40,11 +42,8 @@ def _gemma3(width: int, layers: int, heads: int, kv_heads: int, ffn: int) -> Dec
     )
 
 
-LOCAL, WHOLE = "local", "whole"
-
-
 def _gemma4(width: int, heads: int, kv_heads: int, ffn: int, **fields: Any) -> DecoderConfig:
-    """Return what the models of Gemma 4 share with these sizes, and further fields."""
+    """Make a config from these sizes, the fields that all models of Gemma 4 share, and further fields."""
     return trained(
         vocab=262_144,
         width=width,
@@ -66,14 +65,17 @@ def _gemma4(width: int, heads: int, kv_heads: int, ffn: int, **fields: Any) -> D
 
 
 def _gemma4_kinds(layers: int, period: int, window: int, **whole: Any) -> list[LayerKind]:
-    """Return local layers, and one that sees all in every `period`, with larger heads of which a quarter turns."""
+    """Return local layers and, at the end of each `period`, one global layer.
+
+    Global layers have larger heads and rotate a quarter of each. `whole` are further fields of their kind.
+    """
     local = LayerKind(window=window, rotary=Rotary(10_000.0))
     all_ = LayerKind(rotary=Rotary(1_000_000.0, fraction=0.25), head_dim=512, **whole)
     return [all_ if n % period == period - 1 else local for n in range(layers)]
 
 
 def _gemma4_e2b() -> DecoderConfig:
-    """The last 20 of 35 layers use the keys and values of the layers 13 and 14, and have MLPs of twice the size."""
+    """The last 20 of 35 layers borrow the keys and values of layers 13 and 14. Their MLPs are twice as wide."""
     kinds = _gemma4_kinds(35, period=5, window=512)
     names = [WHOLE if kind.window is None else LOCAL for kind in kinds]
     kinds[15:] = [replace(kind, borrows=name, ffn=12_288) for kind, name in zip(kinds[15:], names[15:], strict=True)]

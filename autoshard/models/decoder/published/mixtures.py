@@ -4,8 +4,7 @@ Sources: the `config.json` of the releases, https://huggingface.co/openai/gpt-os
 https://huggingface.co/Qwen/Qwen3-235B-A22B, https://huggingface.co/deepseek-ai/DeepSeek-V3 and
 https://huggingface.co/meta-llama/Llama-4-Maverick-17B-128E (its text part); the reports are arXiv:2508.10925,
 arXiv:2505.09388 and arXiv:2412.19437. Rotary frequencies of the extended contexts are those of the releases. The extra
-layer that predicts a second token of DeepSeek-V3 is left out, as the published weights' own configuration for inference
-does.
+layer of DeepSeek-V3, which predicts a second token, is left out, as in the release's own configuration for inference.
 """
 
 from __future__ import annotations
@@ -79,7 +78,10 @@ def _deepseek_v3() -> DecoderConfig:
 
 
 def _llama4_maverick() -> DecoderConfig:
-    """Dense layers and layers of 128 experts in turn. Every fourth layer has no rotary positions and sees all."""
+    """Dense layers alternate with layers of 128 experts.
+
+    Every fourth layer has no rotary positions and attends to all earlier positions.
+    """
     chunked = LayerKind(rotary=Rotary(500_000.0, interleaved=True), chunk=8192)
     whole = LayerKind(rotary=None, experts=True, temperature=Temperature(0.1, 8192))
     return trained(

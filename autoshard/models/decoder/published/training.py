@@ -1,4 +1,4 @@
-"""How the published models are trained: the fields of their configs that are not of the release."""
+"""Training settings of the published models, which their releases do not give."""
 
 from __future__ import annotations
 

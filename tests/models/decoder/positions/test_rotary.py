@@ -79,7 +79,7 @@ def test_frequencies_start_anew_in_each_section():
     assert np.array_equal(rotary.frequencies(DIMS), np.concatenate([one, one]))
 
 
-def test_a_fraction_of_the_pairs_turns():
+def test_a_fraction_of_the_pairs_is_rotated():
     found, whole = Rotary(fraction=0.25).frequencies(16), Rotary().frequencies(16)
     assert found[:2].tolist() == whole[:2].tolist() and not found[2:].any()
 
