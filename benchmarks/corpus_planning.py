@@ -26,6 +26,7 @@ from statistics import median
 import common  # sets up the path and the devices first
 import jax
 from formulations.corpus import CORPUS
+from formulations.formulation import Program
 from rich.console import Console
 from rich.table import Table
 
@@ -40,9 +41,7 @@ PACKAGE = Path(autoshard.__file__).parent
 
 def measure(name: str) -> dict[str, float | str]:
     """Return the CPU seconds of tracing, lowering and planning a program."""
-    formulation = CORPUS[name]
-    target = next(iter(formulation.targets))
-    program = formulation.program(target)
+    target, program = _first_program(name)
     state, batch = program.shapes()
     _import_all(target)
     times = [time.process_time()]
@@ -51,13 +50,19 @@ def measure(name: str) -> dict[str, float | str]:
     traced.lower()
     times.append(time.process_time())
     for kernels in ("off", "auto"):
-        fresh = formulation.program(target)  # a new function, whose plan is not cached
+        _, fresh = _first_program(name)  # a new function, whose plan is not cached
         autoshard.plan(fresh.step, state, *batch, target=target, donate_argnums=0, kernels=kernels)
         times.append(time.process_time())
     trace_s, lower_s, plan_s, kernels_s = (b - a for a, b in zip(times, times[1:], strict=False))
     row = {"trace_s": trace_s, "lower_s": lower_s, "plan_s": plan_s, "with_kernels_s": kernels_s}
     ratios = {"ratio": plan_s / (trace_s + lower_s), "with_kernels": kernels_s / (trace_s + lower_s)}
     return {"name": name, "target": target} | {k: round(v, 2) for k, v in (row | ratios).items()}
+
+
+def _first_program(name: str) -> tuple[str, Program]:
+    """Return the first machine of a program of the corpus, and the program for it."""
+    target = next(iter(CORPUS[name].targets))
+    return target, CORPUS[name].program(target)
 
 
 def _import_all(target: str) -> None:
@@ -73,9 +78,7 @@ def profile(name: str) -> Table:
 
     A room's seconds include its direct calls of other packages.
     """
-    formulation = CORPUS[name]
-    target = next(iter(formulation.targets))
-    program = formulation.program(target)
+    target, program = _first_program(name)
     state, batch = program.shapes()
     _import_all(target)
     profiler = cProfile.Profile()
