@@ -247,7 +247,7 @@ class StageLoop:
         return self.values.computed([*self.cut.forward.carry, *self.cut.forth], self.values.inputs_of(row[BEFORE][0]))
 
     def forward_part(self, state: State, row: Env, first: Sequence[Any]) -> Env:
-        """Run a forward part on each stage, of which the first begins with `first`; return what leaves the last one."""
+        """Run a forward part on each stage; the first one begins with `first`. Return the results of the last one."""
         cut, stack = self.cut, self.cut.forward
         moved = self.moves.received(state["forward"], state["inlet"] if self.early else first, row, FORWARD)
         known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
@@ -296,7 +296,7 @@ class StageLoop:
         return made[:starts]
 
     def backward_part(self, state: State, row: Env, start: Sequence[Any], recomputed: Env) -> None:
-        """Run a backward part on each stage; the last one begins with `start`. `recomputed` has residuals, if any."""
+        """Run a backward part on each stage; the last one begins with `start`. `recomputed` contains residuals."""
         cut, stack = self.cut, self.cut.backward
         moved = self.moves.received(state["backward"], start, row, BACKWARD)
         index = row[f"residuals {BACKWARD}"]
