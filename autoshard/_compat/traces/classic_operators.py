@@ -26,7 +26,7 @@ import jax
 from jax._src import ad_checkpoint, config, core, hijax
 from jax._src.lax import lax as lax_internal
 
-from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, constants, is_jaxpr, open_jaxpr, source_of
+from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, constants, is_jaxpr, is_recomputed, open_jaxpr, source_of
 
 # The flags that change a trace. `jax_scan3` is not one of them, because `classic_scans` switches it off.
 UPGRADE_FLAGS = tuple(
@@ -34,7 +34,6 @@ UPGRADE_FLAGS = tuple(
     for name in ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_remat_barrier_no_cotangents")
     if name in jax.config.values
 )
-_RECOMPUTED = "rematted_computation"  # the name scope of what `jax.checkpoint` recomputes
 _NAMES = ("CheckpointName", "CheckpointNameFwd")
 
 
@@ -94,7 +93,7 @@ class _Rewriting:
 
     def _equation(self, eqn: Any, same: dict[Any, Any], recomputed: bool) -> list[Any]:
         operator = hijax_operator(eqn)
-        recomputed = recomputed or _is_recomputed(eqn) or eqn.primitive is ad_checkpoint.remat_p
+        recomputed = recomputed or is_recomputed(eqn) or eqn.primitive is ad_checkpoint.remat_p
         if operator == "PrimalLeftTangentRight":
             same[eqn.outvars[0]] = eqn.invars[0]
             return []
@@ -149,10 +148,6 @@ def _read(same: Mapping[Any, Any], atom: Any) -> Any:
     return atom if isinstance(atom, core.Literal) else same.get(atom, atom)
 
 
-def _is_recomputed(eqn: Any) -> bool:
-    return any(part.name == _RECOMPUTED for part in eqn.source_info.name_stack.stack)
-
-
 def _inlined(inner: Any, call: Any) -> list[Any]:
     """The equations of a called jaxpr, with the operands and results of the call, in its name scope."""
     names: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
@@ -192,7 +187,7 @@ def _as_checkpoints(eqns: Sequence[Any], debug_info: Any) -> list[Any]:
     its gathers, casts and slices.
     """
     written: list[Any] = []
-    runs = itertools.groupby(eqns, key=_is_recomputed)
+    runs = itertools.groupby(eqns, key=is_recomputed)
     for recomputed, run in runs:
         if not recomputed:
             written += run
@@ -203,7 +198,7 @@ def _as_checkpoints(eqns: Sequence[Any], debug_info: Any) -> list[Any]:
 
 
 def _as_checkpoint(barrier: Any | None, recomputed: Sequence[Any], debug_info: Any) -> Any:
-    """Returns one `remat2` that replaces a barrier, if there is one, and the equations that recompute values after it."""
+    """Returns one `remat2` in place of a barrier, if there is one, and of the equations that recompute values."""
     operands, passed = (barrier.invars, barrier.outvars) if barrier is not None else ([], [])
     names = {var: type(var)(var.aval) for var in passed}
     inputs = [names[var] for var in passed]

@@ -17,9 +17,9 @@ import jax
 from jax._src import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, is_jaxpr, is_transposed, open_jaxpr
+from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, is_jaxpr, is_recomputed, is_transposed, open_jaxpr
 from autoshard._compat.memory_spaces import is_on_host
-from autoshard._compat.meshes import under_trace
+from autoshard._compat.meshes import under_trace, with_axis_types
 
 ShardingTypeError = core.ShardingTypeError
 
@@ -128,16 +128,14 @@ def on_mesh(tree: Any, mesh: AbstractMesh) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
+_typed = functools.lru_cache(maxsize=16)(with_axis_types)  # each call of a planned function needs the same mesh
+
+
 def _differs_in_types(x: Any, mesh: AbstractMesh) -> bool:
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return False
     own = x.sharding.mesh
     return own.axis_types != mesh.axis_types and own.shape == mesh.shape
-
-
-@functools.lru_cache(maxsize=16)
-def _typed(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
 def _of_explicit_axes(entry: Any, mesh: AbstractMesh) -> Any:
@@ -153,13 +151,11 @@ def _without_explicit(mesh: Any) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return mesh
     types = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
-    if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return with_axis_types(mesh, types)
 
 
 class _Untyping:
-    """Removes shardings from the types of jaxprs. Each one is rewritten at most twice: for backward passes and others."""
+    """Removes shardings from the types of jaxprs. Each one is rewritten once in and once outside backward passes."""
 
     def __init__(self, mesh: AbstractMesh):
         self.auto = _without_explicit(mesh)
@@ -207,8 +203,7 @@ class _Untyping:
 
     def _equation(self, eqn: Any, same: dict[Any, Any], backward: bool) -> list[Any]:
         name = eqn.primitive.name
-        scopes = [part.name for part in eqn.source_info.name_stack.stack]
-        backward = (backward or is_transposed(eqn)) and "rematted_computation" not in scopes
+        backward = (backward or is_transposed(eqn)) and not is_recomputed(eqn)
         invars = [self.read(same, atom) for atom in eqn.invars]
         requested = None if backward else self._requested(eqn)
         if requested is not None and name in _MOVES:

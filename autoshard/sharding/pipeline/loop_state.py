@@ -89,5 +89,9 @@ class StageMoves:
 
     def _entered(self, x: Any, edge: Any, part: str) -> Any:
         first = self.stages - 1 if self._backward(part) else 0
-        mine = (jnp.arange(self.stages) == first).reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(mine, edge, x)
+        return jnp.where(at_stage(x, first), edge, x)
+
+
+def at_stage(x: Any, stage: int) -> Any:
+    """Return a mask of one stage for values `[N, ...]` of all stages: `[N, 1, ...]`."""
+    return (jnp.arange(x.shape[0]) == stage).reshape(-1, *[1] * (x.ndim - 1))

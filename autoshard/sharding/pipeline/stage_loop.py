@@ -17,7 +17,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
 from autoshard.sharding.pipeline import slots
-from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING, StageMoves
+from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING, StageMoves, at_stage
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import (
     AFTER,
@@ -346,7 +346,7 @@ class StageLoop:
 
     def of_stage(self, x: Any, stage: int) -> Any:
         """Return the value of one stage: the sum over all stages after the others are set to zero."""
-        mine = (jnp.arange(self.stages) == stage).reshape(-1, *[1] * (x.ndim - 1))
+        mine = at_stage(x, stage)
         if x.dtype == jnp.bool_:
             return (x & mine).any(axis=0)
         return jnp.where(mine, x, jnp.zeros_like(x)).sum(axis=0, dtype=x.dtype)
