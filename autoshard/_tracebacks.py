@@ -73,7 +73,7 @@ def _is_between(frame: FrameType) -> bool:
 
 
 def users_line(error: BaseException) -> str:
-    """The innermost line of the user's code that an error passed, `file.py:12 (function)`; empty if there is none."""
+    """The innermost line of user code in an error's traceback, `file.py:12 (function)`; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     hidden = (*_HIDDEN, _JAX)
     own = (f for f in reversed(frames) if not f.filename.startswith(hidden) and "site-packages" not in f.filename)

@@ -392,7 +392,7 @@ def test_the_plan_of_a_named_model(tmp_path: Path) -> None:
         ("gpt-tiny --microbatches some", "--microbatches: 'some' is neither auto nor a number"),
         ("gpt-tiny --verify -1", "verify is -1"),
         ("gpt-tiny --verify all", "--verify: 'all' is neither auto nor a number"),
-        ("gpt-tiny --verify 2 --verify-timeout-s 60", "it is a limit of verify='auto' alone"),
+        ("gpt-tiny --verify 2 --verify-timeout-s 60", "it applies only to verify='auto'"),
     ],
 )
 def test_a_named_model_that_cannot_be_planned(arguments: str, message: str, capsys: pytest.CaptureFixture) -> None:

@@ -127,6 +127,11 @@ def is_transposed(eqn: Any) -> bool:
     return "transpose" in names and "jvp" in names[names.index("transpose") :]
 
 
+def is_recomputed(eqn: Any) -> bool:
+    """Returns whether an equation recomputes a value of a function under `jax.checkpoint`."""
+    return any(part.name == "rematted_computation" for part in eqn.source_info.name_stack.stack)
+
+
 def _transforms(eqn: Any) -> list[str]:
     """The transformations that made an equation, the outermost first."""
     stack = eqn.source_info.name_stack.stack

@@ -14,10 +14,14 @@ from jax._src import mesh as mesh_lib
 
 def all_axes_auto(mesh: Any) -> Any:
     """Returns the mesh with all axis types set to Auto."""
-    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    return with_axis_types(mesh, (jax.sharding.AxisType.Auto,) * len(mesh.axis_names))
+
+
+def with_axis_types(mesh: Any, types: tuple[jax.sharding.AxisType, ...]) -> Any:
+    """Returns the mesh, abstract or with devices, with other types of its axes."""
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        return mesh.update(axis_types=auto)  # also keeps the kind of device
-    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+        return mesh.update(axis_types=types)  # also keeps the kind of device
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def current_mesh() -> Any:

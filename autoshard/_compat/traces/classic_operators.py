@@ -4,15 +4,15 @@
 
     flag             operator                                 written as
     jax_remat3       `RematTraced`                            `remat2`
-                     barrier and recomputation, in gradients  one `remat2` that recomputes and passes the rest on
+                     barrier and recomputation, in gradients  one `remat2` that also returns the saved values
                      `CheckpointName`, `CheckpointNameFwd`    `name`
                      `PrimalLeftTangentRight`                 its first operand
     jax_custom_jvp3  `CustomJVPTraced`                        `custom_jvp_call`
-    jax_custom_vjp3  `CustomVJPTraced`                        itself: it is a call with a derivative of its own
+    jax_custom_vjp3  `CustomVJPTraced`                        unchanged: it is a call with its own derivative
     jax_scan3        `Scan3`                                  not traced: `classic_scans` switches the flag off
 
-Values, source lines and what is recomputed stay the same. `Scan3` has no reverse mode in JAX 0.12, and it ignores
-`reverse=True`.
+The rewritten program computes the same values, recomputes the same operators, and keeps the source lines. In JAX 0.12,
+`Scan3` has no reverse-mode derivative, and it ignores `reverse=True`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ import jax
 from jax._src import ad_checkpoint, config, core, hijax
 from jax._src.lax import lax as lax_internal
 
-from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, constants, is_jaxpr, open_jaxpr, source_of
+from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, constants, is_jaxpr, is_recomputed, open_jaxpr, source_of
 
-# The flags that change a trace; `jax_scan3` does not, because it is switched off.
+# The flags that change a trace. `jax_scan3` is not one of them, because `classic_scans` switches it off.
 UPGRADE_FLAGS = tuple(
     name
     for name in ("jax_remat3", "jax_custom_jvp3", "jax_custom_vjp3", "jax_remat_barrier_no_cotangents")
     if name in jax.config.values
 )
-_RECOMPUTED = "rematted_computation"  # the name scope of what `jax.checkpoint` recomputes
 _NAMES = ("CheckpointName", "CheckpointNameFwd")
 
 
@@ -51,10 +50,10 @@ def classic_scans() -> Iterator[None]:
 
 
 def classic(closed: Any) -> Any:
-    """Returns a closed jaxpr with the operators of the upgrade flags written as classic ones, in nested jaxprs too.
+    """Replaces the operators of the upgrade flags by classic ones, in a closed jaxpr and its nested jaxprs.
 
     Args:
-        closed: the result of `jax.make_jaxpr`. It is returned as it is if it has no such operator.
+        closed: the result of `jax.make_jaxpr`. It is returned unchanged if it contains no such operator.
     """
     return _Rewriting().jaxpr(closed)
 
@@ -65,7 +64,7 @@ def hijax_operator(eqn: Any) -> str:
 
 
 class _Rewriting:
-    """Rewrites jaxprs; each one once for each place: inside or outside of a recomputation."""
+    """Rewrites jaxprs. Each one is rewritten at most twice: as recomputed code, and as other code."""
 
     def __init__(self) -> None:
         # (id of a jaxpr, whether it is recomputed) -> the jaxpr, which keeps the id, and the new one
@@ -94,7 +93,7 @@ class _Rewriting:
 
     def _equation(self, eqn: Any, same: dict[Any, Any], recomputed: bool) -> list[Any]:
         operator = hijax_operator(eqn)
-        recomputed = recomputed or _is_recomputed(eqn) or eqn.primitive is ad_checkpoint.remat_p
+        recomputed = recomputed or is_recomputed(eqn) or eqn.primitive is ad_checkpoint.remat_p
         if operator == "PrimalLeftTangentRight":
             same[eqn.outvars[0]] = eqn.invars[0]
             return []
@@ -149,10 +148,6 @@ def _read(same: Mapping[Any, Any], atom: Any) -> Any:
     return atom if isinstance(atom, core.Literal) else same.get(atom, atom)
 
 
-def _is_recomputed(eqn: Any) -> bool:
-    return any(part.name == _RECOMPUTED for part in eqn.source_info.name_stack.stack)
-
-
 def _inlined(inner: Any, call: Any) -> list[Any]:
     """The equations of a called jaxpr, with the operands and results of the call, in its name scope."""
     names: dict[Any, Any] = dict(zip(inner.invars, call.invars, strict=True))
@@ -187,12 +182,12 @@ def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
 def _as_checkpoints(eqns: Sequence[Any], debug_info: Any) -> list[Any]:
     """Writes each run of recomputed equations as one `remat2`, with the barrier before it, if there is one.
 
-    The barrier has the saved values and, in most versions, the cotangents. The `remat2` puts a barrier on its operands
-    itself, and returns them. So a parameter stays the same value in the program, and its gathers, casts and slices are
-    recognised.
+    The operands of the barrier are the saved values and, in most versions of JAX, the cotangents. The `remat2` adds a
+    barrier to its operands and returns them. So a parameter stays one value of the program, and autoshard recognizes
+    its gathers, casts and slices.
     """
     written: list[Any] = []
-    runs = itertools.groupby(eqns, key=_is_recomputed)
+    runs = itertools.groupby(eqns, key=is_recomputed)
     for recomputed, run in runs:
         if not recomputed:
             written += run
@@ -203,7 +198,7 @@ def _as_checkpoints(eqns: Sequence[Any], debug_info: Any) -> list[Any]:
 
 
 def _as_checkpoint(barrier: Any | None, recomputed: Sequence[Any], debug_info: Any) -> Any:
-    """Returns one `remat2` of the operands of a barrier and of what is recomputed from its results."""
+    """Returns one `remat2` in place of a barrier, if there is one, and of the equations that recompute values."""
     operands, passed = (barrier.invars, barrier.outvars) if barrier is not None else ([], [])
     names = {var: type(var)(var.aval) for var in passed}
     inputs = [names[var] for var in passed]

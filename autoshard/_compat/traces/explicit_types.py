@@ -1,9 +1,9 @@
 """Programs for meshes with Explicit axes: traced with the shardings in their types, then written without types.
 
-Under Explicit axes the sharding of each value is a part of its type, and a program may request shardings: with
-`jax.sharding.reshard`, `out_sharding=`, and by the shardings of its arguments. `with_constraints` writes what the
-program requests as sharding constraints over Auto axes, and takes the types of all values away. What JAX derives from
-the types is not requested: the shardings in backward passes, and those of broadcasts and iotas.
+Under Explicit axes, the type of each value includes its sharding. A program requests shardings with
+`jax.sharding.reshard`, with `out_sharding=`, and by the shardings of its arguments. `with_constraints` replaces these
+requests by sharding constraints over Auto axes, and removes the shardings from all types. Shardings that JAX derives
+from types are not requests: those in backward passes, and those of broadcasts and iotas.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import jax
 from jax._src import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, is_jaxpr, is_transposed, open_jaxpr
+from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, is_jaxpr, is_recomputed, is_transposed, open_jaxpr
 from autoshard._compat.memory_spaces import is_on_host
-from autoshard._compat.meshes import under_trace
+from autoshard._compat.meshes import under_trace, with_axis_types
 
 ShardingTypeError = core.ShardingTypeError
 
@@ -32,7 +32,7 @@ _CASTS = ("mesh_cast",)
 def explicit_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
     """Returns the mesh with Explicit axes for which a program is traced; None if there is none, or under a trace.
 
-    It is the current mesh, or else that of the arrays among `leaves`.
+    It is the current mesh if that has Explicit axes, otherwise the first such mesh of the arrays in `leaves`.
     """
     if under_trace():
         return None
@@ -53,8 +53,8 @@ def typed_argument(shape: Any, array: Any, mesh: AbstractMesh) -> Any:
     """Returns the shape of an array with its sharding over the Explicit axes of the mesh, for `jax.make_jaxpr`.
 
     Args:
-        shape: the shape and dtype of the array, or a number of Python.
-        array: the array; if it is on another mesh, it is replicated over the Explicit axes.
+        shape: the shape and dtype of the array, or a Python number.
+        array: the array. An array on another mesh counts as replicated over the Explicit axes.
         mesh: the mesh.
     """
     sharding = getattr(array, "sharding", None)
@@ -66,7 +66,7 @@ def typed_argument(shape: Any, array: Any, mesh: AbstractMesh) -> Any:
 
 
 def with_constraints(closed: Any, mesh: AbstractMesh) -> Any:
-    """Returns a closed jaxpr that was traced for Explicit axes as one for Auto axes, with sharding constraints.
+    """Rewrites a closed jaxpr that was traced for Explicit axes: for Auto axes, with sharding constraints.
 
     Args:
         closed: the result of `jax.make_jaxpr`.
@@ -77,7 +77,7 @@ def with_constraints(closed: Any, mesh: AbstractMesh) -> Any:
 
 
 def typed_results(closed: Any) -> dict[int, PartitionSpec]:
-    """Returns the shardings in the types of a closed jaxpr's results: index -> spec, where it names a mesh axis."""
+    """Returns the specs in the types of a closed jaxpr's results, by index; those without a mesh axis are left out."""
     avals = (getattr(atom, "aval", None) for atom in open_jaxpr(closed).outvars)
     specs = {i: aval.sharding.spec for i, aval in enumerate(avals) if isinstance(aval, core.ShapedArray)}
     return {i: spec for i, spec in specs.items() if any(entry is not None for entry in spec)}
@@ -86,12 +86,12 @@ def typed_results(closed: Any) -> dict[int, PartitionSpec]:
 def changed_types(
     results: Mapping[int, PartitionSpec], arguments: Sequence[Any], state: Iterable[tuple[int, int]]
 ) -> dict[int, PartitionSpec]:
-    """Returns the shardings in the types of results, without those of state that keeps the sharding of its argument.
+    """Returns the shardings in the types of results, except for state that has the sharding of its argument.
 
     Args:
-        results: index of a result -> the sharding in its type, as of `typed_results`.
-        arguments: the shapes of the arguments, as of `typed_argument`.
-        state: pairs of an argument and a result with its leaves.
+        results: index of a result -> the sharding in its type, as returned by `typed_results`.
+        arguments: the shapes of the arguments, as returned by `typed_argument`.
+        state: pairs (argument, result) of the leaves of state.
     """
     found = dict(results)
     for i, o in state:
@@ -107,11 +107,13 @@ def _same_spec(one: PartitionSpec, other: PartitionSpec) -> bool:
 
 
 def on_mesh(tree: Any, mesh: AbstractMesh) -> Any:
-    """Returns a tree with its arrays on a mesh with other axis types, where they are on one with its axes. No copies.
+    """Returns a tree whose arrays are on meshes with the axis types of another mesh. No array is copied.
+
+    Arrays on a mesh with other axes or sizes stay where they are.
 
     Args:
         tree: a pytree of arrays.
-        mesh: the mesh; its devices do not matter.
+        mesh: the mesh with the new axis types; its devices do not matter.
     """
     leaves, structure = jax.tree.flatten(tree)
     moved = {i: x.sharding for i, x in enumerate(leaves) if _differs_in_types(x, mesh)}
@@ -126,16 +128,14 @@ def on_mesh(tree: Any, mesh: AbstractMesh) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
+_typed = functools.lru_cache(maxsize=16)(with_axis_types)  # each call of a planned function needs the same mesh
+
+
 def _differs_in_types(x: Any, mesh: AbstractMesh) -> bool:
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return False
     own = x.sharding.mesh
     return own.axis_types != mesh.axis_types and own.shape == mesh.shape
-
-
-@functools.lru_cache(maxsize=16)
-def _typed(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 
 
 def _of_explicit_axes(entry: Any, mesh: AbstractMesh) -> Any:
@@ -147,21 +147,19 @@ def _of_explicit_axes(entry: Any, mesh: AbstractMesh) -> Any:
 
 
 def _without_explicit(mesh: Any) -> Any:
-    """The mesh with Auto axes in place of Explicit ones; those of shards, Manual ones, stay."""
+    """The mesh with Auto axes in place of Explicit ones. Manual axes, those of `shard_map`, stay."""
     if AxisType.Explicit not in mesh.axis_types:
         return mesh
     types = tuple(AxisType.Auto if kind is AxisType.Explicit else kind for kind in mesh.axis_types)
-    if isinstance(mesh, AbstractMesh):
-        return mesh.update(axis_types=types)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return with_axis_types(mesh, types)
 
 
 class _Untyping:
-    """Writes jaxprs without the types of one mesh; each one once for each kind of pass."""
+    """Removes shardings from the types of jaxprs. Each one is rewritten once in and once outside backward passes."""
 
     def __init__(self, mesh: AbstractMesh):
         self.auto = _without_explicit(mesh)
-        # The planner may shard a dimension that no Explicit axis shards over the Auto axes.
+        # If no Explicit axis shards a dimension, the planner may shard it over the Auto axes.
         self.free = PartitionSpec.UNCONSTRAINED if AxisType.Auto in mesh.axis_types else None
         self.done: dict[tuple[int, bool], tuple[Any, Any]] = {}  # as in `classic_operators`
         self.variables: dict[Any, Any] = {}
@@ -205,8 +203,7 @@ class _Untyping:
 
     def _equation(self, eqn: Any, same: dict[Any, Any], backward: bool) -> list[Any]:
         name = eqn.primitive.name
-        scopes = [part.name for part in eqn.source_info.name_stack.stack]
-        backward = (backward or is_transposed(eqn)) and "rematted_computation" not in scopes
+        backward = (backward or is_transposed(eqn)) and not is_recomputed(eqn)
         invars = [self.read(same, atom) for atom in eqn.invars]
         requested = None if backward else self._requested(eqn)
         if requested is not None and name in _MOVES:

@@ -150,8 +150,8 @@ class Plan(ShardingPlan):
     def best_of_kinds(self) -> dict[str, BestOfKind]:
         """Return the fastest plan of each kind that the search priced and that fits the memory.
 
-        Kinds are `dp`, `fsdp`, `tp`, `cp`, `ep`, `pp`, and `hybrid` for two or more of the last four. The fastest kind
-        comes first. `plan(..., plan=best.strategy)` makes such a plan.
+        The kinds are `dp`, `fsdp`, `tp`, `cp`, `ep`, `pp`, and `hybrid`, which combines two or more of the last four.
+        The fastest kind comes first. `plan(..., plan=best.strategy)` makes such a plan.
 
         Example:
             >>> import jax, autoshard

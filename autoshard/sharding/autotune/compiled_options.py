@@ -44,14 +44,14 @@ class _Trial:
 def fastest_options(bound: BoundPlan, own: Audit, limit: float, until: float = math.inf) -> tuple[BoundPlan, Audit]:
     """Compile a plan under each option set that may pay for it, and keep the fastest program that fits.
 
-    The plan's notes say which set was chosen, what each was worth, which the compiler does not know, and which change
-    nothing in the compiled program.
+    The plan's notes name the chosen set and the step time under each set. They also name the sets that the compiler
+    does not know, and those that leave the compiled program unchanged.
 
     Args:
         bound: a plan with its function.
         own: its audit under its own options; it compiles and fits.
         limit: bytes of one device.
-        until: time of `time.monotonic` after which no program is compiled.
+        until: the value of `time.monotonic()` after which no program is compiled.
 
     Returns:
         The plan with the chosen options, and its audit under them.

@@ -23,11 +23,14 @@ COMPILER_MESSAGE_CHARS = 120
 # Seconds for all compilations, unless the user gives a number.
 SETTLING_S = 600.0
 
-# Number of plans of one kind that are compiled until one fits.
+# Most plans of one kind that are compiled in search of one that fits.
 MOST_TRIES = 3
 
-# Number of plans of one kind of one variant that are considered.
+# Number of plans of one kind that are considered.
 POOL_OF_KIND = 12
+
+# Relative difference up to which two estimates of a plan count as the same: floating-point sums vary in their order.
+SAME_ESTIMATE = 1e-9
 
 # --- Measured plans (`measured_time`).
 

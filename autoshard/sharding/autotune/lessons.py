@@ -1,9 +1,9 @@
-"""What compiled plans of a program have taught: the step time and memory of each, kept in a file for the next plan.
+"""Lessons: the step time and memory of the compiled plans of a program, kept in a file for the next plan.
 
-A file has the plans of one traced program on one target, under one version of the compilers. It is in `lessons` in the
-folder of compiled programs (`$AUTOSHARD_CACHE`). Two programs are the same if their jaxprs and donated arguments are. A
-lesson counts only for a plan with the same name, the same shardings and the same estimate. So after a change of the
-planner that changes a price, the plan is compiled again.
+A file contains the lessons of one traced program on one target, under one version of the compilers. It is in the folder
+`lessons` of the cache of compiled programs (`$AUTOSHARD_CACHE`). Two programs count as the same if their jaxprs and
+their donated arguments are equal. A lesson is used only for a plan with the same options, shardings and estimate. So if
+a change of the planner changes the price of a plan, the plan is compiled again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.audit import Audit
 from autoshard.sharding.audit.aot_compile import cache_folder, environment_key
+from autoshard.sharding.autotune.constants import SAME_ESTIMATE
 from autoshard.sharding.plan.serialization import plan_data
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.variants import variant_name
 from autoshard.sharding.program.tracing import Traced
 
-SAME_ESTIMATE = 1e-9  # relative difference of estimates of one plan, by the order of floating-point sums; chosen
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function among the parameters of a jaxpr; differs in each process
 _SHARDINGS = ("mesh", "axis_rules", "storage", "inputs", "outputs", "placing", "overlap")  # fields of a plan
 
@@ -35,7 +35,7 @@ _SHARDINGS = ("mesh", "axis_rules", "storage", "inputs", "outputs", "placing", "
 @shown
 @dataclass(frozen=True)
 class Lesson:
-    """A plan as compiled.
+    """The result of compiling a plan.
 
     Attributes:
         kind: the compiler's result: `ok` or `oom`.
@@ -55,19 +55,19 @@ class Lesson:
 
 
 def lesson_of(plan: ShardingPlan, audit: Audit) -> Lesson:
-    """Return what an audit says of a plan."""
+    """Return the lesson that the audit of a plan gives."""
     step_us = audit.step_time_us if audit.ok and audit.step_time_us else math.inf
     return Lesson(audit.kind, plan.estimate.step_time_us, step_us, audit.peak_bytes or 0.0)
 
 
 class Lessons:
-    """The lessons of one program on one target. A file that cannot be read or written is as good as none."""
+    """The lessons of one program on one target. Without a readable and writable file, plans are compiled again."""
 
     def __init__(self, bound: BoundPlan):
         parts = (_program(bound.traced), bound.plan.target, sorted(environment_key().items()))
         self.path = cache_folder() / "lessons" / f"{_digest(parts)}.json"
         self.known: dict[str, Lesson] = {}
-        with suppress(OSError, ValueError, TypeError, AttributeError):
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # there is no file, or it is damaged
             rows: Mapping[str, Any] = json.loads(self.path.read_text())
             self.known = {name: Lesson(**row) for name, row in rows.items()}
 
@@ -83,7 +83,7 @@ class Lessons:
             return
         self.known[_name(plan)] = lesson
         rows = json.dumps({name: asdict(each) for name, each in self.known.items()}, indent=1)
-        with suppress(OSError):
+        with suppress(OSError):  # the folder is read-only, or the disk is full
             self.path.parent.mkdir(parents=True, exist_ok=True)
             scratch = self.path.with_suffix(f".{os.getpid()}")
             scratch.write_text(rows + "\n")
@@ -100,7 +100,7 @@ def _program(traced: Traced) -> tuple[str, ...]:
 
 
 def _name(plan: ShardingPlan) -> str:
-    """Return a digest of a plan's shardings, and all words that plans with the same estimate may differ in."""
+    """Return the key of a plan: the options in which plans with one estimate may differ, and a digest of shardings."""
     data = plan_data(plan)
     words = {
         "plan": variant_name(plan),

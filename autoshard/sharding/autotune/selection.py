@@ -25,9 +25,9 @@ class Selection:
 
     Attributes:
         shortlist: how the best candidates are compared; None to choose by the estimate, or to settle the kinds.
-        settling_s: seconds for settling which kind of plan is the fastest; 0 not to do that.
+        settling_s: seconds for the compilations that settle which kind is the fastest; 0 for no such comparison.
         attached: whether the plan is for the attached devices.
-        variants: whether the program has variants. Else the shortlist applies within the search of the one program.
+        variants: whether the program has variants. Without variants, the shortlist applies within its search.
     """
 
     shortlist: Shortlist | None = None
@@ -42,7 +42,7 @@ class Selection:
 
     @property
     def discards(self) -> bool:
-        """Whether plans of `choose` may lose against others, so that their warnings wait for the choice."""
+        """Whether `choose` may discard plans. The warnings of plans then wait for the choice."""
         return self.variants or self.settling_s > 0
 
     def choose(self, made: Sequence[PlannedVariant], replan: Callable[[BoundPlan, str], BoundPlan | None]) -> BoundPlan:
@@ -60,7 +60,7 @@ class Selection:
 
 
 def requested_selection(options: Mapping[str, Any], variants: bool) -> Selection:
-    """Return how the options `verify=`, `verify_timeout_s=` and `measure=` choose a plan.
+    """Return the selection that the options `verify=`, `verify_timeout_s=` and `measure=` request.
 
     Args:
         options: the checked options of a plan.

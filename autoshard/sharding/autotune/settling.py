@@ -1,17 +1,18 @@
 """`verify="auto"`: compiles the fewest plans that settle which kind of plan is the fastest.
 
 The estimate compares plans of one kind well, and plans of different kinds less well (`search.constants`). So the
-fastest plan of each kind is a contender, if the error of the estimate leaves it a chance. They are compiled in turn:
+fastest plan of each kind is a contender if, within the error of the estimate, it may be the fastest of all. Contenders
+are compiled one after another:
 
-    first    the fastest by the estimate, unless no other kind has a chance and its memory certainly fits
-    next     the fastest one that may still be faster than the best compiled one. Its expected time is its estimate,
-             times compiled / estimated of those compiled so far
+    first    the fastest by the estimate, unless there is no other contender and its memory certainly fits
+    next     the fastest of those that may still be faster than the best compiled plan. The expected time of a contender
+             is its estimate, times the mean ratio of compiled to estimated time so far
     end      no contender may be faster, or the time is over
 
 A contender that does not compile or fit is replaced by the next plan of its kind that needs less memory. One more
 contender is the fastest plan that exceeds the memory by the estimate, because XLA rematerializes what does not fit. The
-winner is also compiled under other compiler options. What was compiled is kept (`lessons`), so planning the same
-program again compiles only what is new.
+winner is also compiled under other compiler options. The results are kept (`lessons`), so planning the same program
+again compiles only new plans.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Contender:
     Attributes:
         step_us: estimated step time, in microseconds.
         peak_bytes: estimated peak of a device.
-        variant: number of its variant among those that were planned.
+        variant: index of its variant among those that were planned.
         strategy: its strategy; None for the plan that was chosen for the variant.
         kind: its kind, see `strategy_kinds`.
     """
@@ -76,7 +77,10 @@ class Settling:
         made: the variants, each with its plan.
         replan: plans the program of a plan again under another strategy; returns None if that raises an error.
         seconds: time for all compilations.
-        compiled: the plans that were compiled and their lessons, in this order.
+        started: the value of `time.monotonic()` at the start.
+        compiled: the plans with their lessons, in the order of compilation. Plans with a known lesson are among them.
+        audits: index in `compiled` -> the audit, unless the lesson was known.
+        failed: for each plan that does not compile or fit, its name and the reason.
     """
 
     made: Sequence[PlannedVariant]
@@ -94,7 +98,7 @@ class Settling:
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
+        """Seconds that are left for compilations."""
         return self.seconds - (time.monotonic() - self.started)
 
     @property
@@ -137,7 +141,7 @@ class Settling:
         return sum(each.kind == kind for each, *_ in self.compiled)
 
     def _compile(self, contender: Contender) -> bool:
-        """Compile a contender, or take what is known of it; return whether it compiles and fits."""
+        """Compile a contender, unless its lesson is known. Return whether it compiles and fits."""
         choice, bound = self.made[contender.variant]
         found = bound if contender.strategy is None else self.replan(bound, contender.strategy)
         if found is None:
@@ -163,7 +167,7 @@ class Settling:
             open_kinds = ", ".join(each.kind for each in rest if self._may_win(each))
             notes.append(f"the {self.seconds:g} s for compilations are over; not settled: {open_kinds}")
         if self.best is None:
-            notes.append("no plan was compiled that fits; this one is chosen by the estimate")
+            notes.append("no compiled plan fits; this one is chosen by the estimate")
             return ahead.where(notes=(*ahead.plan.notes, *notes), audits=tuple(self.audits.values()))
         _, bound, lesson = self.best
         rows = [(variant_name(b.plan), seen.step_us) for _, b, seen in self.compiled if seen.fits(self.limit)]
@@ -172,7 +176,7 @@ class Settling:
         if lesson.peak_bytes > bound.plan.estimate.peak_memory_bytes > self.limit:
             notes.append(f"takes {bytes_text(bound.plan.estimate.peak_memory_bytes)} per device by the estimate and "
                          f"{bytes_text(lesson.peak_bytes)} compiled: XLA rematerializes what does not fit")  # fmt: skip
-        own = next((n for n, each in enumerate(self.compiled) if each[1] is bound))
+        own = next(n for n, each in enumerate(self.compiled) if each[1] is bound)
         audit = self.audits.get(own) or verify(bound.executable, timeout_s=max(self.left, 1.0))
         found = bound.where(notes=(*bound.plan.notes, *notes))
         if audit.ok:
@@ -181,10 +185,10 @@ class Settling:
 
 
 def contenders(made: Sequence[PlannedVariant], limit: float) -> Iterator[tuple[str, list[Contender]]]:
-    """Yield each kind of plan and its plans that fit, the fastest first; near duplicates come last.
+    """Yield each kind of plan with its plans that fit, the fastest first. Near duplicates come last.
 
-    The last kind is `OVER`, the fastest plan whose memory exceeds the limit by at most the first multiple of
-    `OVER_LIMIT`, if it is faster than all that fit.
+    The last kind is `OVER`: the fastest plan whose memory is over the limit, but at most `OVER_LIMIT[0]` times the
+    limit. It is a contender only if it is faster than all plans that fit.
     """
     every: list[Contender] = []
     for n, (_, bound) in enumerate(made):
@@ -232,7 +236,9 @@ def settled(made: Sequence[PlannedVariant], replan: Replan, seconds: float, atta
     choice, bound = made[n]
     found = bound if bound.plan.chosen == strategy else replan(bound, strategy)
     if found is None:
-        raise AutoshardError(f"process 0 chose {strategy}, which cannot be planned in this process; see its log")
+        raise AutoshardError(
+            f"process 0 chose {strategy}, which this process cannot plan; give all processes the same program"
+        )
     return variant_table(found, choice, made).where(compiler_options=options, notes=tuple(notes))
 
 

@@ -19,8 +19,8 @@ def dispatched_rows(
     """Return the dispatched values, and the axes of their rows.
 
     Such a value descends from a contraction of two values of the batch over the batch, and a value of the batch
-    descends from it. It has an axis that no parameter has: the rows. Gradients have none, and neither have parameters
-    that a step uses again after it has updated them.
+    descends from it. It has an axis that no parameter has: the rows. Gradients have no such axis, and neither have
+    updated parameters that the step uses again.
 
     Args:
         program: the program.

@@ -61,7 +61,7 @@ class Roles:
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
-        within_stages: the other axes of values on stages.
+        within_stages: the other axes of the values that have the axis of the stages.
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
         separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
             own, or the number of stages does not divide that of the layers.
@@ -174,7 +174,7 @@ def find_roles(
 
 
 def _axes_beside(axes: LogicalAxes, axis: int) -> frozenset[int]:
-    """The other logical axes of the values that have an axis."""
+    """The logical axes that are beside an axis in some value."""
     return frozenset(c for dims in set(axes.of_value) if any(axis in d for d in dims) for d in dims for c in d) - {axis}
 
 

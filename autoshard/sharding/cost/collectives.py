@@ -154,10 +154,11 @@ def collective(
 
 
 def merged_reductions(moves: tuple[Move, ...]) -> tuple[Move, ...]:
-    """Return the moves of an operator whose reduce-scatters become all-reduces.
+    """Merge the reductions of an operator as a compiler without reduce-scatters does.
 
-    An all-reduce of the shards follows a reduce-scatter if several mesh axes reduce an array, and not all of them shard
-    it. XLA then emits one all-reduce over all of these axes. It is requested here as a reduce-scatter over them.
+    If several mesh axes reduce an array, and only some of them shard the result, an all-reduce of the shards follows
+    the reduce-scatter. Such a compiler emits one all-reduce over all of these axes instead. The merged move is a
+    reduce-scatter over all of them, for which `Topology.compiled` returns this all-reduce.
     """
     scattered = {m.array: m for m in moves if m.kind == "reduce-scatter"}
     rest = {m.array: m.axes for m in moves if m.kind == "all-reduce" and m.array in scattered}

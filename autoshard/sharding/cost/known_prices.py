@@ -33,7 +33,7 @@ class Price:
         time_us: microseconds of its kernel.
         moves: the collectives that it needs.
         held_bytes: for a declared operator, the peak bytes of its own values; for a grouped product, its masked copies.
-        beside_us: on a ring, microseconds of its kernel beside which keys travel.
+        beside_us: on a ring, the microseconds of its kernel during which keys are sent.
     """
 
     time_us: float

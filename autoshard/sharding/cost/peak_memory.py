@@ -7,8 +7,8 @@ used inside it is live until the loop ends. Values that XLA computes inside thei
 their operands stay live instead. Only one shard of a value counts. A result that will be scattered counts while its
 operator runs. A gathered value is kept from the first operator that needs it to the last. Donated state and the carry
 of a loop are updated in place, its initial value too if only the loop takes it. On a TPU, a loop has two buffers for
-each value that an iteration brings from the host: the transfer for the next iteration runs beside this one. Some values
-share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
+each value that an iteration copies from the host, because the copy for the next iteration runs at the same time. Some
+values share the buffer of another one (`reused_buffers`), and values that XLA merges with equal ones are kept once
 (`ir.merged_recomputation`). On GPUs some products run later than the program says (`delayed_gradients`), and stacks of
 parameters have a transposed copy (`gathers.transposed_stacks`). Values in host memory take no memory of the device
 (`host_bytes`); there, a loop moves each slice of a stack straight into the stack or out of it. Arrays that the function
@@ -107,7 +107,7 @@ class MemoryModel:
             v: (ratio, self.point[id(a)], self.point[id(last_operator(b.blocks[-1]))])
             for v, (ratio, a, b) in casts.items()
         }
-        # Values that a loop brings from the host one iteration early, and the first and last points of the loop.
+        # Values that a loop copies from the host one iteration early, and the first and last points of the loop.
         fetched = fetched_slices(program) if self.is_tiled else {}
         self.fetched = [
             (v, self.point[id(loop)], self.point[id(last_operator(loop.blocks[-1]))])
@@ -306,7 +306,7 @@ class MemoryModel:
                 sizes.append(np.full(len(some.first), some.nbytes))
         if self.fetched:
             values, begins, ends = map(np.array, zip(*self.fetched, strict=True))
-            # From the start of an iteration to the use of what it has; until its end, what the next one needs.
+            # The buffer of this iteration is live until its value is used, that of the next one until the end.
             first += [begins, begins]
             last += [self.birth[values] - 1, ends]
             sizes += [local[values], local[values]]

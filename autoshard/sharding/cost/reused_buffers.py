@@ -26,7 +26,7 @@ from autoshard.spmdrules.ir.program import Op, Program, inlined, walk
 
 _RESHAPES = ("squeeze", "reshape", "expand_dims")
 _REORDERS = ("transpose", "rev", "concatenate", "pad")
-_STACK_DIMS = 3  # of a stack of matrices
+_STACK_DIMS = 3  # number of dimensions of a stack of matrices
 
 
 def scattered_into_sums(program: Program, written: Set[int]) -> frozenset[int]:

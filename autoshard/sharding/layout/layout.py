@@ -75,7 +75,7 @@ class Layout:
 
     @cached_property
     def small_stacks(self) -> dict[int, int]:
-        """Stored stack of small layers that `pp` shards along the layers -> bytes of an element where it is gathered.
+        """Input: a stack of small layers that `pp` shards along the layers -> bytes of an element when it is gathered.
 
         The stages gather such a stack once, before all ticks, after it is cast to the type of its layers.
         """
@@ -229,10 +229,10 @@ class Layout:
         The kernel of a convolution is sharded along its input features rather than its output features. Along the
         input features, XLA:TPU reduce-scatters its gradient; along the output features, it all-reduces some shapes.
 
-        If other mesh axes shard the batch, too, dimensions that no mesh axis shards take precedence. XLA's partitioner
-        then reduce-scatters the gradient over the storage axes, and all-reduces the shards over the others. Where
-        `tp` and `fsdp` shard one dimension under `dp:2 fsdp:2 tp:2`, it all-reduces whole gradients over `dp` and
-        `fsdp` together.
+        If other mesh axes also shard the batch, dimensions that are not sharded yet take precedence. XLA's partitioner
+        then reduce-scatters the gradient over the storage axes, and all-reduces the shards over the others. But if
+        `tp` and `fsdp` shard the same dimension under `dp:2 fsdp:2 tp:2`, it all-reduces the whole gradient over `dp`
+        and `fsdp` together.
         """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
@@ -267,7 +267,7 @@ class Layout:
         return tuple(map(tuple, out))
 
     def _batch_is_sharded_apart(self, role: Role) -> bool:
-        """Whether a mesh axis shards the batch, but stores no inputs of this role."""
+        """Whether some mesh axis shards the batch, but not the stored inputs of this role."""
         stores = self.storage.get(role, ())
         return any(
             n > 1 and a not in stores and self.roles.batch in self.table.get(a, ()) for a, n in self.mesh.items()

@@ -218,10 +218,10 @@ def kinds_of_replicas(roles: Roles) -> tuple[str, ...]:
 
 
 def _for_stages(roles: Roles) -> tuple[int, ...]:
-    """The logical axes that a pipeline shards: its stages, and in the head, which is on no stage, the classes.
+    """The logical axes that a pipeline shards: its stages, and the classes of the head, which is on no stage.
 
-    Classes that values on stages have, such as those of a router, are not among them: the stages would gather what is
-    computed before them, such as a constant of the router.
+    Classes that values on stages have, such as the experts of a router, are left out. Otherwise the stages would gather
+    values that are computed before them, such as a constant of the router.
     """
     if roles.stages is None:
         return ()

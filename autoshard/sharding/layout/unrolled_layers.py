@@ -16,9 +16,8 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.loop_gathers import operators, parameters_of
+from autoshard.sharding.program.operator_kinds import INLINED_CALLS
 from autoshard.spmdrules.ir.program import Block, Op
-
-INLINED = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})  # their operators are lowered where the call is
 
 
 @shown
@@ -73,7 +72,7 @@ def stages_of(axes: LogicalAxes, roles: Roles) -> list[Stage]:
 
 def _sites(block: Block, axes: LogicalAxes, roles: Roles) -> Iterator[Site]:
     for op in block.ops:
-        if op.name in INLINED:
+        if op.name in INLINED_CALLS:
             yield from _sites(op.blocks[0], axes, roles)
         elif not op.blocks or op.name == "remat2":
             within = [op] if not op.blocks else [each for each, is_open in operators(op.blocks[0]) if is_open]

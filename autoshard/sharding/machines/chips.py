@@ -96,7 +96,7 @@ class Chip:
         gather_dims: so are gathers over groups that are not a box of neighbours in so many dimensions of the torus.
         keeps_gathers: the compiler keeps a gather over three dimensions of the torus as it is. Then no gather is
             synchronous because of its group.
-        keeps_reduce_scatters: the compiler has reduce-scatters. Otherwise it uses all-reduces in their place.
+        keeps_reduce_scatters: the compiler emits reduce-scatters. Otherwise it emits all-reduces instead.
         options: compiler options (`options.default_options`). They are part of every plan for this chip.
         clock_hz: cycles per second of the compiler's cycle estimates; 0 if the compiler gives none.
         on_chip_bytes: bytes of on-chip memory in which the compiler keeps whole arrays; 0 if it keeps none there.

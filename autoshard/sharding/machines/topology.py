@@ -9,8 +9,8 @@ A collective runs over a group of n devices. B is the bytes of one device: after
     bytes sent per device   all-gather, reduce-scatter, all-to-all: (n - 1)/n B; all-reduce: twice that; permute: B
     bandwidth of a piece    on a ring, that of 2 links if the piece goes all the way around, else of 1 link, divided by
                             the stride, because that many groups share each link; on a switch, that of one device's link
-                            All devices of a chip share its links to a torus: groups that have one device of each chip
-                            have that part of the bandwidth
+                            The devices of a chip share its links to a torus: if each group has one device of a chip,
+                            a group gets 1/(devices of the chip) of the bandwidth
     bandwidth of a group    dimensions of one torus work in parallel: the sum over its pieces. Networks of different
                             speeds work one after the other: the outer one carries 1/(size of the inner) of the bytes
     time                    latency of all hops along the longest piece + bytes sent / bandwidth
@@ -90,7 +90,7 @@ class Topology:
     Attributes:
         dims: its dimensions, outermost first.
         keeps_gathers: whether the compiler keeps an all-gather over three dimensions of a torus as it is.
-        keeps_reduce_scatters: whether the compiler has reduce-scatters on a torus.
+        keeps_reduce_scatters: whether the compiler emits reduce-scatters on a torus.
     """
 
     dims: tuple[Dim, ...]
@@ -164,9 +164,9 @@ class Topology:
         """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
         On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
-        sliced; so does any other if the compiler has no reduce-scatters. An all-gather over three dimensions becomes an
-        all-reduce of shards padded with zeros, unless the compiler keeps it. Pieces of two devices do not count as
-        dimensions here.
+        sliced. This holds for all reduce-scatters if the compiler emits none. An all-gather over three dimensions
+        becomes an all-reduce of shards padded with zeros, unless the compiler keeps it. Pieces of two devices do not
+        count as dimensions here.
         """
         rings = [p for p in self.merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
         lines = [p for p in rings if not self._closed(p)]
@@ -197,7 +197,7 @@ class Topology:
         return [(speed, group) for (speed, _), group in sorted(tiers.items(), key=lambda item: -item[0][0])]
 
     def _groups_of_a_chip(self, pieces: Sequence[Piece]) -> int:
-        """The number of groups, equal up to the devices of a chip, that share the links of a torus."""
+        """The number of groups that use the same links of a torus, through different devices of the same chips."""
         rings = [i for i, dim in enumerate(self.dims) if dim.kind == "ring"]
         spanned = {p.dim: p.size for p in pieces}
         inner = range(rings[-1] + 1, len(self.dims)) if rings else ()

@@ -65,7 +65,7 @@ def plan_in_microbatches(
 
 
 def _cut_from(traced: Traced, cut: Callable[[Traced, int], Traced], least: int) -> tuple[int, Traced]:
-    """Return the smallest possible number of microbatches that is at least `least`, and the cut step."""
+    """Return the smallest possible number of microbatches from `least` on, and the step with these microbatches."""
     try:
         return least, cut(traced, least)
     except RowsNotDivided as error:

@@ -8,9 +8,7 @@ from typing import Any
 
 from autoshard import _compat
 from autoshard._shown import shown
-
-# Calls that only group equations. XLA inlines them.
-_CALLS = ("call", "closed_call", "eval_jaxpr", "jit")
+from autoshard.sharding.program.operator_kinds import INLINED_CALLS
 
 
 @shown
@@ -43,7 +41,7 @@ class Edits:
 
 def call_of(eqn: Any) -> Any | None:
     """The jaxpr of a call that only groups equations, without shardings of its own; None for other equations."""
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in INLINED_CALLS:
         return None
     placed = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     if any(hasattr(sharding, "spec") for sharding in placed):

@@ -38,10 +38,10 @@ USED_BY = {
 
 
 class StageMoves:
-    """Moves what stages make to the next stages.
+    """Moves the results of stages to the next stages.
 
-    A part that takes values moves them first. If gradients of weights are computed apart, values move at the end of the
-    tick instead, while the stages compute these gradients, which do not depend on them.
+    A part first moves the values that it takes. If gradients of weights are computed in a part of their own, values
+    move at the end of the tick instead, while the stages compute these gradients, which do not depend on the move.
 
     Args:
         schedule: the ticks.
@@ -53,15 +53,15 @@ class StageMoves:
         self.at_end = WEIGHTS in schedule.ticks
 
     def received(self, values: Sequence[Any], edges: Sequence[Any], row: dict[str, Any], part: str) -> list[Any]:
-        """Return what each stage takes for a part.
+        """Return the inputs of each stage for a part.
 
-        With several chunks, stages are a ring. The first stage gets the edges before its first chunk, else what the
-        last one has made of the chunk before.
+        With several chunks, the stages form a ring. The first stage takes the edges for its first chunk. For a later
+        chunk, it takes the result of the last stage for the chunk before.
 
         Args:
-            values: what each stage has made, `[N, ...]`; what has moved already, if values move at the end of a tick.
-            edges: what the first stage takes, `[...]`; empty if nothing enters. Stages in a ring then take zeros.
-            row: the tick's numbers.
+            values: the results of each stage, `[N, ...]`. If values move at the end of a tick, they have moved already.
+            edges: what the first stage takes, `[...]`; empty for zeros.
+            row: the numbers of the tick.
             part: the part.
         """
         if self.at_end:
@@ -73,12 +73,12 @@ class StageMoves:
         return [shift_stages(x, edge, enters, backward=self._backward(part)) for x, edge in pairs]
 
     def sent(self, values: Sequence[Any], part: str, after: Sequence[Any]) -> list[Any]:
-        """Return what stages have made, `[N, ...]`, at the next stages.
+        """Return the results of stages after they have moved to the next stages, `[N, ...]`.
 
         Args:
-            values: what each stage has made.
-            part: the part that has made it.
-            after: values that are computed first. Collectives that run at once share the links.
+            values: the results of each stage, `[N, ...]`.
+            part: the part that has computed them.
+            after: values that are computed before the move, because collectives that run at the same time share links.
         """
         if after:
             values = lax.optimization_barrier(([*values], [*after]))[0]
@@ -89,5 +89,9 @@ class StageMoves:
 
     def _entered(self, x: Any, edge: Any, part: str) -> Any:
         first = self.stages - 1 if self._backward(part) else 0
-        mine = (jnp.arange(self.stages) == first).reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(mine, edge, x)
+        return jnp.where(at_stage(x, first), edge, x)
+
+
+def at_stage(x: Any, stage: int) -> Any:
+    """Return a mask of one stage for values `[N, ...]` of all stages: `[N, 1, ...]`."""
+    return (jnp.arange(x.shape[0]) == stage).reshape(-1, *[1] * (x.ndim - 1))

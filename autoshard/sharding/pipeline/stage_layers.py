@@ -46,8 +46,7 @@ class StageLayers:
     ):
         self.cut, self.values, self.stacks = cut, values, stacks
         given = [v for stack in (cut.forward, cut.backward) for v in stack.slices if v not in residuals]
-        # If stages exchange layers, they do so once, not in each tick. Casts are made once, too, and small layers are
-        # gathered once.
+        # These are done once, not in each tick: exchanges of layers between stages, casts, and gathers of small layers.
         small = EARLY_GATHER_SLICE_BYTES * stacks.layers
         once = [
             v for v in dict.fromkeys(given)

@@ -17,7 +17,7 @@ from jax import lax
 from autoshard import _compat
 from autoshard.sharding.microbatches.accumulation import COMBINE, neutral, wide
 from autoshard.sharding.pipeline import slots
-from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING, StageMoves
+from autoshard.sharding.pipeline.loop_state import USED_BY, WAITING, StageMoves, at_stage
 from autoshard.sharding.pipeline.microbatch_values import Env, MicrobatchValues
 from autoshard.sharding.pipeline.schedules import (
     AFTER,
@@ -247,7 +247,7 @@ class StageLoop:
         return self.values.computed([*self.cut.forward.carry, *self.cut.forth], self.values.inputs_of(row[BEFORE][0]))
 
     def forward_part(self, state: State, row: Env, first: Sequence[Any]) -> Env:
-        """Run a forward part on each stage, of which the first begins with `first`; return what leaves the last one."""
+        """Run a forward part on each stage; the first one begins with `first`. Return the results of the last one."""
         cut, stack = self.cut, self.cut.forward
         moved = self.moves.received(state["forward"], state["inlet"] if self.early else first, row, FORWARD)
         known = dict(zip(cut.forth, moved[len(stack.carry) :], strict=True))
@@ -296,7 +296,7 @@ class StageLoop:
         return made[:starts]
 
     def backward_part(self, state: State, row: Env, start: Sequence[Any], recomputed: Env) -> None:
-        """Run a backward part on each stage; the last one begins with `start`. `recomputed` has residuals, if any."""
+        """Run a backward part on each stage; the last one begins with `start`. `recomputed` contains residuals."""
         cut, stack = self.cut, self.cut.backward
         moved = self.moves.received(state["backward"], start, row, BACKWARD)
         index = row[f"residuals {BACKWARD}"]
@@ -346,7 +346,7 @@ class StageLoop:
 
     def of_stage(self, x: Any, stage: int) -> Any:
         """Return the value of one stage: the sum over all stages after the others are set to zero."""
-        mine = (jnp.arange(self.stages) == stage).reshape(-1, *[1] * (x.ndim - 1))
+        mine = at_stage(x, stage)
         if x.dtype == jnp.bool_:
             return (x & mine).any(axis=0)
         return jnp.where(mine, x, jnp.zeros_like(x)).sum(axis=0, dtype=x.dtype)

@@ -55,5 +55,5 @@ LARGE_CONSTANTS_BYTES = 2**20
 
 # --- Notes on code that no plan shards well (`notes.hindrances`)
 
-# Fraction of the step that the gather of a sort's operands has to take for a note. Smaller ones do not decide a plan.
+# Least fraction of the step time that the gather of a sort's operands takes for a note. Faster ones decide no plan.
 NOTED_GATHER_SHARE = 0.01

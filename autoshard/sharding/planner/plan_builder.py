@@ -229,7 +229,7 @@ def output_specs(
         program: the program.
         layout: the layout.
         state: pairs (input, output) of the state.
-        typed: index of a result -> the sharding in its type, which it gets (`followed_types`).
+        typed: index of a result -> the sharding in its type, which the plan follows (`followed_types`).
     """
     stored_as = {o: i for i, o in state} | {v: v for v in program.inputs}
     batch = layout.roles.batch

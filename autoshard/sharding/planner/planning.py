@@ -151,7 +151,7 @@ def plan_traced(
     def searched(
         rewritten: Traced, number: int, schedule: str | None, count: int | str, most_us: float = math.inf
     ) -> BoundPlan:
-        """The plan of a pipeline that the user did not request. A step of `most_us` or more is not needed."""
+        """Return the plan of a pipeline that the user did not request; a step of `most_us` or more is not needed."""
         within = partial(planned, most_us=most_us)
         if count != 1:
             return staged(rewritten, number, schedule, count)
@@ -254,7 +254,7 @@ def _mesh_in_use(
     current = None if (mesh := _compat.current_mesh()) is None else _compat.all_axes_auto(mesh)
     meshes = (existing_mesh, constraint_mesh(program_constraints(traced)), current)
     found = next((m for m in meshes if m is not None), None)
-    # A constraint may know the axes only, where the current mesh has their devices, too.
+    # The mesh of a constraint may be abstract. A current mesh with the same axes also has the devices.
     return current if current is not None and found is not None and found.shape == current.shape else found, existing
 
 

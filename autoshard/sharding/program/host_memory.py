@@ -25,7 +25,7 @@ def is_host_transfer(op: Op) -> bool:
 
 
 def fetched_slices(program: Program) -> dict[int, Op]:
-    """Return the values that each iteration of a scan brings from a stack in host memory.
+    """Return the values that each iteration of a scan copies to the device from a stack in host memory.
 
     Returns:
         Value in device memory -> its scan.

@@ -1,4 +1,4 @@
-"""Kinds of operators that planning treats in the same way: contractions, reductions, indexed and opaque operators."""
+"""Kinds of operators that planning treats in the same way: contractions, reductions, indexed ones, inlined calls."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "sc
 # Operators whose operands must be gathered, although XLA does not gather them by itself. With sharded operands, the
 # compiled program fails, or adds an initial value once per shard.
 NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
+# Calls that only group operators. XLA inlines them, so their operators are lowered where the call is.
+INLINED_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 
 _CONSTRAINED = frozenset(
     (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *REDUCTIONS, *KERNELS, *LAYER_STACKS, gather_p.name)

@@ -39,7 +39,7 @@ class BestOfKind:
 def best_of_kinds(plan: ShardingPlan) -> dict[str, BestOfKind]:
     """Return the fastest plan of each kind that fits, by kind, the fastest first; see `strategy_kinds`.
 
-    Plans that local search changed are left out, except the chosen one: the search does not trust small gains of them.
+    Plans that local search changed are left out, except the chosen one: the search rejects those with small gains.
     """
     limit, here = plan.limit_bytes or math.inf, plan.estimate.step_time_us
     rows = [
@@ -57,7 +57,7 @@ def best_of_kinds(plan: ShardingPlan) -> dict[str, BestOfKind]:
 
 
 def kind_lines(plan: ShardingPlan) -> list[str]:
-    """Return lines on the best plan of each kind but the chosen one, and on those too close to call."""
+    """Return lines on the best plan of each other kind, and on the kinds that the estimate cannot tell apart."""
     chosen = kind_of(plan.chosen)
     others = {kind: best for kind, best in best_of_kinds(plan).items() if kind != chosen}
     if not others:

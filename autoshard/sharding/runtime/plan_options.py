@@ -68,7 +68,7 @@ def checked_options(
     if verify and measure:
         raise PlanError(f"verify is {verify} and measure is {measure}; both choose among the best plans: give only one")
     if verify_timeout_s is not None and verify != "auto":
-        raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}, but it is a limit of verify='auto' alone")
+        raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}, but it applies only to verify='auto'")
     if verify_timeout_s is not None and not (_is_positive(verify_timeout_s) and math.isfinite(verify_timeout_s)):
         raise PlanError(f"verify_timeout_s is {short_repr(verify_timeout_s)}; give a positive number of seconds")
     request, limit, target = options["plan"], options["memory_limit_bytes"], options["target"]
@@ -124,8 +124,8 @@ def checked_options(
                 "microbatches": None if microbatches is None and count == 1 else count, "schedule": chosen,
                 "allow_numerics": bool(allow_numerics)}  # fmt: skip
     within = verify_timeout_s and float(verify_timeout_s)
-    asked = {"verify": verify, "verify_timeout_s": within, "measure": measure}
-    return options | {name: n for name, n in asked.items() if n}
+    requested = {"verify": verify, "verify_timeout_s": within, "measure": measure}
+    return options | {name: n for name, n in requested.items() if n}
 
 
 def _check_word(name: str, given: Any, word: Any, kept: Any, chosen: str) -> None:

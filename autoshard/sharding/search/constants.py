@@ -44,8 +44,8 @@ CLIMB_STARTS = 2
 # Least relative gain for which one change of a plan is made. Source: chosen, not measured.
 LEAST_CHANGE_GAIN = 2e-3
 
-# The search from a start ends if the gains of all its single changes, taken this many times together, would not reach
-# `LEAST_GAIN_OVER_KNOWN`: single changes can make room for others. Source: chosen.
+# The search from a start ends if the sum of the gains of all single changes, times this factor, is less than
+# `LEAST_GAIN_OVER_KNOWN`. The factor is above 1 because one change can make others possible. Source: chosen.
 GAINS_TOGETHER = 2.0
 
 # Most that a changed plan may compute, communicate and send, relative to the known plan from which it started. XLA
@@ -87,10 +87,10 @@ LEAST_PADDING_GAIN = 0.005
 
 # --- Kinds of plans (`strategy_kinds`)
 
-# For two plans of different kinds for one program, the ratio of estimated step times differs from the ratio of compiled
-# ones by at most this fraction in half of all pairs, and in 9 of 10. Source: `benchmarks/cost_model.py` (`pairs`). Most
-# of its 162 pairs are plans of Llama-3 8B on an h100; the 23 pairs on TPUs, recipes included, give 0.14 and 0.24. Only
-# reports and `verify="auto"` depend on them.
+# The ratio of the step times of two plans of different kinds for one program: the estimated ratio differs from the
+# compiled one by at most `KIND_ERROR` in half of all pairs, and by at most `MOST_KIND_ERROR` in 9 of 10. Source:
+# `benchmarks/cost_model.py` (`pairs`). Most of its 162 pairs are plans of Llama-3 8B on an h100; the 23 pairs on TPUs,
+# recipes included, give 0.14 and 0.24. Only reports and `verify="auto"` depend on them.
 KIND_ERROR, MOST_KIND_ERROR = 0.11, 0.23
 
 # In 9 of 10 cases, a compiled program takes at most this fraction more memory than estimated. Source:

@@ -65,7 +65,7 @@ def search(
         mesh: mesh axis -> size, if the mesh is given. It is never split.
         pin: writes the fixed shardings into layouts and returns those in which they are possible.
         counts: is filled with the counts of this search.
-        most_us: an upper bound of the step time in microseconds. Slower plans are not needed, nor priced.
+        most_us: an upper bound of the step time in microseconds. Slower plans need not be priced.
 
     Returns:
         The best candidate, or the one with the smallest peak if none fits; and all candidates, fastest first.

@@ -82,7 +82,7 @@ def _changes(
 
 
 def _may_pay(better: Sequence[Candidate], now: Candidate, known: Candidate, limit: float) -> bool:
-    """Whether changes may gain enough over the best known plan, if their gains add up `GAINS_TOGETHER` times."""
+    """Whether changes may gain enough over the best known plan: their gains together, times `GAINS_TOGETHER`."""
     if not (now.fits(limit) and known.fits(limit)):
         return True
     gain = sum(candidate_time(now) - candidate_time(c) for c in better)

@@ -1,7 +1,7 @@
 """Kinds of plans: what a plan shards besides the batch and the state.
 
-`dp` shards the batch alone (and optimizer state, with `zero1`), `fsdp` also parameters. `tp`, `cp`, `ep` and `pp` shard
-hidden units and heads, sequences, experts, and layers. A `hybrid` has two or more of these four.
+`dp` shards only the batch and, with `zero1`, the optimizer state. `fsdp` also shards parameters. `tp` shards hidden
+units and heads, `cp` sequences, `ep` experts, and `pp` layers. A `hybrid` combines two or more of these four.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ KINDS = ("dp", "fsdp", *INNER, "hybrid")
 
 
 def kind_of(strategy: str) -> str:
-    """Return the kind of a strategy; empty if the text is no strategy, such as that of a table.
+    """Return the kind of a strategy; empty for other texts, such as that of a table.
 
     >>> kind_of("dp:2 fsdp:8"), kind_of("fsdp:4 ring:2"), kind_of("ep:4 tp:2 seq"), kind_of("zero1:8")
     ('fsdp', 'cp', 'hybrid', 'dp')

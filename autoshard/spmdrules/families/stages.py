@@ -52,7 +52,7 @@ def _shifted(x: Any, *edge: Any, backward: bool) -> Any:
 
 
 def _entering(last: Any, edge: Any = None, enters: Any = None) -> Any:
-    """What the first stage gets: the edge, zeros without one, or with a ring perhaps what the last stage had."""
+    """The value that the first stage gets: zeros without an edge; in a ring, `last` if `enters` is false."""
     if edge is None:
         return jnp.zeros_like(last)
     return edge if enters is None else jnp.where(enters, edge, last)
@@ -305,8 +305,8 @@ def collect_layers(stack: Any, layers: int, chunks: int = 1) -> Any:
 def _shift_rule(x: Any, *edge: Any, backward: bool) -> Rule:
     """``s a, a -> s a; linear 0 1``: the neighbouring shards exchange the values of their border stages.
 
-    In a ring, so do the last and the first shard. A third operand says what the first stage takes. Without an edge, the
-    permute gives the first stage zeros.
+    In a ring, so do the last and the first shard; the third operand selects what the first stage gets. Without an edge,
+    it gets zeros from the permute.
     """
     build = RuleBuilder()
     stage, dims = build.dim(STAGE, x.shape[0]), tuple(build.next(n) for n in x.shape[1:])

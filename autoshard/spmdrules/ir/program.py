@@ -48,7 +48,7 @@ class Op:
         trips: how often it runs each time the whole program runs.
         blocks: the nested programs.
         edges: the edges that join the values of loops and branches to the outer ones.
-        around: the equations of the calls, loops and branches that it is in, the outermost first.
+        around: the equations of the calls, loops and branches that contain it, the outermost first.
         name: the primitive's name.
     """
 
@@ -69,8 +69,8 @@ class Op:
     def line(self) -> str:
         """The user's line that it comes from, `file.py:12 (function)`; empty if unknown.
 
-        What a library traced before has no line of its own (`jnp.sort`, which is under `jax.jit`). The line is then
-        that of the call.
+        Operators of a function that a library puts under `jax.jit`, such as `jnp.sort`, may have no line of their own.
+        The line is then that of the call.
         """
         lines = map(_compat.source_line, (self.eqn, *reversed(self.around)))
         return next((line for line in lines if line), "")

@@ -1,4 +1,4 @@
-"""`verify="auto"`: which plans are compiled, which one wins, and what is said. The compiler is faked."""
+"""`verify="auto"`: which plans are compiled, which one is chosen, and its notes. The compiler is faked."""
 
 import json
 import warnings
@@ -91,11 +91,11 @@ def test_the_fastest_compiled_plan_is_chosen(compiler: Compiler) -> None:
 
 
 def test_the_estimate_is_corrected_by_what_was_compiled(compiler: Compiler) -> None:
-    """All programs take twice their estimate. So the ratio of the others is what was estimated, and none is added."""
+    """All programs take twice their estimate. So the ratios are as estimated, and no other plan is compiled."""
     planned()
     before = list(compiler.compiled)
     compiler.ratios, compiler.compiled[:] = dict.fromkeys(("dp", "fsdp", "tp", "cp", "hybrid"), 2.0), []
-    planned(variants={"scale": [2.0]})  # another program, of which nothing is known
+    planned(variants={"scale": [2.0]})  # another program, without lessons
     assert compiler.compiled == before
 
 
@@ -134,14 +134,14 @@ def test_nothing_that_fits(compiler: Compiler) -> None:
     compiler.kinds = dict.fromkeys(("dp", "fsdp", "tp", "cp", "hybrid"), "error")
     made = planned()
     assert made.chosen == planned(verify=0).chosen
-    assert made.notes[-1] == "no plan was compiled that fits; this one is chosen by the estimate"
+    assert made.notes[-1] == "no compiled plan fits; this one is chosen by the estimate"
 
 
 def test_what_was_compiled_is_kept_for_the_next_plan(compiler: Compiler) -> None:
     first = planned()
     compiler.compiled.clear()
     again = planned()
-    assert compiler.compiled == [first.chosen] and again.chosen == first.chosen  # its audit, from the cache
+    assert compiler.compiled == [first.chosen] and again.chosen == first.chosen  # for its audit
     assert again.notes[-1] == first.notes[-1]
 
 
@@ -277,7 +277,7 @@ def test_process_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: An
     ("options", "message"),
     [
         ({"verify": "all"}, "verify is 'all'; give the number of plans to compile for the target, 0 for none, or auto"),
-        ({"verify": 2, "verify_timeout_s": 9}, "verify_timeout_s is 9, but it is a limit of verify='auto' alone"),
+        ({"verify": 2, "verify_timeout_s": 9}, "verify_timeout_s is 9, but it applies only to verify='auto'"),
         ({"verify_timeout_s": 0}, "verify_timeout_s is 0; give a positive number of seconds"),
         ({"verify_timeout_s": float("inf")}, "verify_timeout_s is inf; give a positive number of seconds"),
         ({"verify_timeout_s": "9"}, "verify_timeout_s is '9'; give a positive number of seconds"),

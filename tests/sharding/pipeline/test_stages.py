@@ -84,7 +84,7 @@ def in_ticks(jaxpr):
 
 
 def test_values_move_while_gradients_of_weights_are_computed():
-    """There they wait for the last sum over the stages, which takes the same links."""
+    """They move after the last sum over the stages, which uses the same links."""
     ticks = {
         schedule: [*in_ticks(with_stages(traced("plain", False, "scan"), 8, stages=4, schedule=schedule).closed.jaxpr)]
         for schedule in ("1f1b", "zb")

@@ -56,7 +56,7 @@ def test_a_step_with_reshards_equals_that_of_one_device(types):
         for _ in range(2):
             state, value = planned(state, rows())
         assert_close((expected, loss), (state, value))
-        # Results are values of the user's mesh, so that the program can go on with them.
+        # Results are on the user's mesh, so that other operators can take them.
         assert value.sharding.mesh.axis_types == types
         assert float(value + 1) == pytest.approx(float(loss) + 1)
         assert dict(planned.plan(state, rows()).mesh.shape) == dict(mesh_of(types).shape)
@@ -93,8 +93,8 @@ def test_parameters_keep_the_shardings_that_they_were_created_with():
         assert_close(expected, results)
         for name, x_of in results[0].items():
             assert x_of.sharding.is_equivalent_to(params[name].sharding, x_of.ndim), name
-        # Its types do not agree, so JAX refuses this one. It is planned like any program for one device.
-        with pytest.raises(Exception, match="ontracting"):
+        # JAX rejects `sgd_step`, because its types do not agree. auto_shard plans it without types.
+        with pytest.raises(ShardingTypeError, match="ontracting"):
             jax.jit(sgd_step)(params, x)
         assert_close(expected, auto_shard(sgd_step)(params, x))
 

@@ -93,7 +93,7 @@ def test_the_result_is_never_slower_than_a_known_plan():
 
 
 def test_the_search_ends_where_all_changes_together_gain_too_little(monkeypatch):
-    """It still makes the first round of changes, and finds no less than a search that goes on."""
+    """It still makes the first round of changes, and finds the same plan as a search that goes on."""
 
     def search(gains):
         monkeypatch.setattr(local_search, "GAINS_TOGETHER", gains)

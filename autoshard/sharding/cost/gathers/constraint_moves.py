@@ -1,7 +1,7 @@
 """The collectives that the program's own sharding constraints need.
 
-A constraint moves its value from the sharding of the plan to that of the constraint, and from there to the sharding in
-which the plan has the result. An axis that stays on its dimension costs nothing, and neither does one that is added.
+A constraint moves its operand from the plan's sharding to that of the constraint, and from there to the plan's sharding
+of the result. A mesh axis that stays on its dimension costs nothing, and neither does a mesh axis that is added.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def constraint_moves(requested: Sequence[tuple[Op, PartitionSpec]], layout: Layo
 
     Args:
         requested: the constraints (`constraints`).
-        layout: the layout. Mesh axes that it does not have count as not requested: such a layout is only compared.
+        layout: the layout. Requested mesh axes that it lacks are ignored, because `check_constraints` rejects such a
+            layout if it is chosen.
         target: the machine.
     """
     if not requested:

@@ -12,8 +12,8 @@ A gather over three dimensions of a torus becomes an all-reduce of shards padded
 sends twice the bytes. On v5p and tpu7x, `prefer_async_allgather_to_allreduce` keeps it as an asynchronous gather if
 gathers run on the SparseCores; without them the option changes nothing (v5p:4x4x4, tpu7x:4x4x4).
 
-On tpu7x, every reduce-scatter that does not run on the SparseCores becomes an all-reduce, over 8 devices of
-tpu7x:2x2x1, too (`benchmarks/reductions.py tpu7x:2x2x1`).
+On tpu7x, every reduce-scatter that does not run on the SparseCores becomes an all-reduce, even over the 8 devices of
+tpu7x:2x2x1 (`benchmarks/reductions.py tpu7x:2x2x1`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def keeps_gathers(chip: str, options: Options) -> bool:
 
 
 def keeps_reduce_scatters(chip: str, options: Options) -> bool:
-    """Return whether the compiler for a TPU has reduce-scatters. Otherwise it uses all-reduces in their place.
+    """Return whether the compiler for a TPU emits reduce-scatters. Otherwise it emits all-reduces instead.
 
     >>> keeps_reduce_scatters("v6e", {}), keeps_reduce_scatters("tpu7x", {})
     (True, True)

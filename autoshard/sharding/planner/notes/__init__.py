@@ -1,1 +1,1 @@
-"""Notes of a plan on what in the program keeps it from a better plan, with the source line."""
+"""Notes of a plan on code that prevents a better plan, with the source line."""

@@ -54,8 +54,8 @@ def _open_loops(ops: Iterable[Op]) -> Iterator[str]:
     for op in ops:
         if op.name == "while" and any(each.name in CONTRACTIONS for block in op.blocks for each in walk(block)):
             yield (
-                f"the loop{_at(op)} runs as often as its values say, and the estimate counts one iteration. Use "
-                "jax.lax.scan or a fixed number of iterations, so that plans are compared by the time they take"
+                f"the loop{_at(op)} has a number of iterations that depends on values, and the estimate counts one "
+                "iteration. Use jax.lax.scan or a fixed number of iterations, so that the estimate counts all of them"
             )
 
 

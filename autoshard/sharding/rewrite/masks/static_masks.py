@@ -87,13 +87,13 @@ def _used_dims(value: Value, known: dict[Value, frozenset[int]]) -> Iterable[int
     return range(rank)
 
 
-# Layers that are written out share the arrays of their masks, because equal computations are one value.
-# A refusal is kept as its text, because an exception holds the frames that it passed, and these hold the value.
+# Unrolled layers share the arrays of their masks, because equal computations are one value. A refusal is kept as text,
+# because an exception holds its frames, and these hold the value.
 _known: WeakKeyDictionary[Value, dict[Dims, StaticArray | str]] = WeakKeyDictionary()
 
 
 def static_array(value: Value, query_dim: int | None, key_dim: int | None) -> StaticArray:
-    """Return what a static array is. Each array is evaluated once.
+    """Return the values of a static array, and which keys a query sees. Each array is evaluated once.
 
     Args:
         value: the array.

@@ -13,7 +13,7 @@ from autoshard.sharding.rewrite.masks import static_masks
 @pytest.mark.parametrize(
     ("name", "replaced"), [("irregular", False), pytest.param("causal", True, marks=pytest.mark.slow)]
 )
-def test_what_is_known_of_masks_ends_with_the_program(name, replaced):
+def test_evaluated_masks_are_freed_with_the_program(name, replaced):
     def attention(q, k, v):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
         rows, columns = jnp.arange(scores.shape[-2])[:, None], jnp.arange(scores.shape[-1])
