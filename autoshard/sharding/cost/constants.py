@@ -56,7 +56,8 @@ WRITTEN_SOURCES = 2
 # Source: chosen, not measured.
 BROADCAST_GROWTH = 16
 
-# Largest number of prices of operators that a process keeps (`known_prices`). It bounds memory: one takes about 1 KiB.
+# Largest number of prices of operators that a process keeps (`prices.known_prices`). It bounds memory: one takes about
+# 1 KiB.
 # Only speed depends on it. Source: chosen; a search over the variants of Llama-3 70B for 256 chips computes 40,000.
 MOST_KNOWN_PRICES = 200_000
 
@@ -67,3 +68,7 @@ TPU_LANES = 128
 
 # Number of entries of the cache of opaque operators' memory. Only speed depends on it.
 MEMORY_CACHE_ENTRIES = 512
+
+# Number of operator classes that are priced between two lower bounds of the time of rows (`rows_time`). Only speed
+# depends on it. Source: chosen, not measured.
+CLASSES_PER_BOUND = 4

@@ -16,9 +16,7 @@ matrix unit's tiles that a shard fills: a dimension of 64 fills half of a tile o
 and writes (for a declared operator, `opaque_memory`), without values that stay in on-chip memory (`Fusion.on_chip`).
 An operator with a declared cost is priced by that (`machines.kernel_time`).
 
-Decision points need the collectives of `operator_strategy.choose_strategy`. At other operators, an activation is
-gathered over each mesh axis that no longer shards the same logical axis. The collective is an all-to-all if the mesh
-axis then shards another logical axis of the same tensor.
+`prices.operator_price` says which collectives an operator needs.
 
 Times are those of the device. TPU compilers estimate cycles, too. For kernels that only read and write memory, their
 estimates are two to five times as long, by an irregular factor (`benchmarks/compiler_cycles.py`).
@@ -26,30 +24,26 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.cost.canonical_layout import CanonicalLayout, Names, SpecQueries
 from autoshard.sharding.cost.collectives import (
     Collective,
     LiveBuffers,
     Ring,
     StepCost,
     collective,
-    merged_reductions,
     step_cost,
 )
-from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import (
-    Facts,
     OperatorClass,
     RowsOfBatch,
     SharedOperands,
@@ -62,25 +56,20 @@ from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.constraint_moves import constraint_moves, constraints
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
-from autoshard.sharding.cost.known_prices import KnownPrices, Price
 from autoshard.sharding.cost.offload_time import HostTraffic
-from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
 from autoshard.sharding.cost.overlap import Place
+from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names, SpecQueries
+from autoshard.sharding.cost.prices.known_prices import KnownPrices, Price
+from autoshard.sharding.cost.prices.operator_price import OperatorPrices
+from autoshard.sharding.cost.rows_time import RowsTime
 from autoshard.sharding.cost.stretches import Stretches
-from autoshard.sharding.cost.tiles import filled_tile_fraction, is_row_product
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers, strategy_for_specs
-from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
-from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
-from autoshard.sharding.machines.kernel_time import declared_us
+from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers
+from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
-from autoshard.sharding.program.array_sizes import nbytes
-from autoshard.sharding.program.flops import masked_groups, matmul_flops
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
-from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
-from autoshard.spmdrules.core.rule_builder import GROUPS
-from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_declared
+from autoshard.spmdrules.core.placement import bytes_sent_per_byte
 from autoshard.spmdrules.ir.program import Op
 
 
@@ -121,7 +110,10 @@ class CostModel:
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
         self.known, self._constraints = KnownPrices(axes, roles, fusion, target), constraints(axes.program)
+        self.prices = OperatorPrices(axes, roles, target, fusion)
         self._memo: dict[Any, Price] = {}
+        self._canonical: WeakKeyDictionary[Layout, CanonicalLayout] = WeakKeyDictionary()
+        self._rows_time = self._new_rows_time()
         self._by_distinct: dict[frozenset[int], CostModel] = {}
         self._original: CostModel | None = None  # the model that was resized to this one
 
@@ -133,8 +125,15 @@ class CostModel:
         resized.stretches = Stretches(axes.program, [each.numbers for each in resized.classes])
         resized.host_traffic = HostTraffic(axes, self.roles, resized.stretches, self.distinct)
         resized.known = KnownPrices(axes, self.roles, self.fusion, self.target)
-        resized._memo, resized._by_distinct = {}, {}
+        resized.prices = OperatorPrices(axes, self.roles, self.target, self.fusion)
+        resized._memo, resized._by_distinct, resized._canonical = {}, {}, WeakKeyDictionary()
+        resized._rows_time = resized._new_rows_time()
         return resized
+
+    def _new_rows_time(self) -> RowsTime:
+        least_us = partial(self.prices.least_us, devices=self.target.devices)
+        common = self.classes, self._rows, self.stretches.trips
+        return RowsTime(*common, self._price, self._is_prefetchable, least_us)
 
     def __call__(self, layout: Layout) -> StepCost:
         """Return the cost of one step under `layout`."""
@@ -146,7 +145,9 @@ class CostModel:
         gathered: dict[Any, Gathered] = {}
         sequential = self.gather == SEQUENTIAL
         in_order: list[LiveBuffers] = []  # of sequential gathers: each serves one operator
-        canonical, assignment = CanonicalLayout(layout, self.queries), self.target.assign(layout.mesh)
+        canonical, assignment = self._canonical.pop(layout, None), self.target.assign(layout.mesh)
+        if canonical is None:
+            canonical = CanonicalLayout(layout, self.queries)
         for number, each in enumerate(self.classes):
             price, names = self._price(number, each, canonical)
             compute += price.time_us * each.runs
@@ -191,6 +192,17 @@ class CostModel:
             return replace(found, rows_us=rows_us)
         ahead = gathered_one_ahead(in_order, self.stretches.number)
         return replace(cost, live_buffers=(*buffers.values(), *ahead), rows_us=rows_us)
+
+    def rows_us(self, layout: Layout) -> Iterator[float]:
+        """Yield lower bounds of `StepCost.rows_us` under a layout, from low to high. The last one is the time itself.
+
+        Where compute can hide only some collectives of parameters (`synchronous`), the last one is a bound, too.
+        """
+        distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
+        if distinct != self.distinct:
+            return self._distinguishing(distinct).rows_us(layout)
+        canonical = self._canonical[layout] = CanonicalLayout(layout, self.queries)  # kept until the layout is priced
+        return self._rows_time(canonical, self.target.assign(layout.mesh))
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""
@@ -248,116 +260,9 @@ class CostModel:
         key = number, found.key
         price = self._memo.get(key)
         if price is None:
-            compute = partial(self._price_new, op_class, found.sizes, found.specs, found.sequence)
+            compute = partial(self.prices, op_class, found.sizes, found.specs, found.sequence)
             price = self._memo[key] = self.known(op_class, found, compute)
         return price, found.names
-
-    def _price_new(
-        self,
-        op_class: OperatorClass,
-        mesh: Mapping[str, int],
-        every: Sequence[Spec],
-        sequence: Mapping[str, str],
-    ) -> Price:
-        op, chip, facts = op_class.op, self.target.chip, op_class.facts(self.axes, self.fusion)
-        operands, arrays = len(op.operands), len(op.operands) + len(op.results)
-        specs, result_specs, memory = every[:operands], every[operands:arrays], every[arrays:]
-        if not is_decision_point(op):
-            return Price(self._memory_us(facts, mesh, memory, {}), self._plain_moves(op, mesh, specs, result_specs))
-        strategy = strategy_for_specs(
-            op, specs, result_specs, facts.transfer_bytes, mesh, self.target.link_prices, sequence
-        )
-        rule = strategy.rule(op)
-        moves = strategy.moves if chip.keeps_reduce_scatters else merged_reductions(strategy.moves)
-        if strategy.form is not None:
-            costs, share = strategy.form.cost.kernels, strategy.form.cost.hidden_share
-            time = sum(declared_us(cost, chip) for cost in costs)
-            return Price(time, moves, max(cost.held_bytes for cost in costs), share * time)
-        if is_declared(op) and (costs := declared_costs(op.eqn, shard_types(op, strategy.rule(op), strategy, mesh))):
-            time = sum(declared_us(cost, chip) for cost in costs)
-            return Price(time, moves, max(cost.held_bytes for cost in costs))
-        if opaque := self._opaque_memory(op, strategy, mesh):
-            time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
-            time += sum(declared_us(cost, chip) for cost in opaque.costs)
-        else:
-            dims_of = zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True)
-            time = self._memory_us(facts, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
-        flops_by_type = matmul_flops(op, self.target.platform)
-        if flops_by_type and not (op.name in CONTRACTIONS and chip.tile > 1 and is_row_product(rule)):
-            shards = math.prod(mesh[a] for a, f in strategy.factors.items() if f is not None)
-            if op.name in CONTRACTIONS:
-                shards *= filled_tile_fraction(rule, strategy, mesh, chip.tile)
-            busy = sum(flops / chip.reached(size, integer=integer) for (size, integer), flops in flops_by_type.items())
-            time = max(time, busy / shards * 1e6)
-        copied = self._masked_copies(op, strategy, mesh)
-        time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
-        return Price(time, moves, opaque.peak_bytes if opaque else copied)
-
-    def _masked_copies(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> float:
-        """Return the bytes of the masked copies that XLA stores for a grouped product on one shard."""
-        groups, operands = masked_groups(op, self.target.platform)
-        if not operands:
-            return 0.0
-        own = groups / math.prod(mesh[a] for a, f in strategy.factors.items() if f == GROUPS)
-        return own * sum(nbytes(x) for x in shard_types(op, strategy.rule(op), strategy, mesh)[:operands])
-
-    def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
-        """Return the memory of a declared operator on one shard; None for other operators."""
-        if not is_declared(op):
-            return None
-        shapes = tuple((x.shape, x.dtype) for x in shard_types(op, strategy.rule(op), strategy, mesh))
-        return trace_opaque_memory(op.eqn.params["fn"], shapes, self.target.platform)
-
-    def _memory_us(
-        self, facts: Facts, mesh: Mapping[str, int], memory: Sequence[Spec], resharded: Mapping[int, Spec]
-    ) -> float:
-        """Return the microseconds of a kernel's reads and writes.
-
-        Args:
-            facts: what is known of the kernel.
-            mesh: mesh axis -> size.
-            memory: the specs of what it reads and writes.
-            resharded: value -> the spec in which the operator takes or returns it instead.
-        """
-        total, on_chip_bytes = 0.0, self.target.chip.on_chip_bytes * ON_CHIP_SHARE
-        for (v, whole, narrow, on_chip), spec in zip(facts.memory, memory, strict=True):
-            size = whole / shard_count(resharded.get(v, spec), mesh) * narrow
-            total += 0.0 if size <= on_chip_bytes * on_chip else size
-        return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
-
-    def _plain_moves(
-        self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], result_specs: Sequence[Spec]
-    ) -> tuple[Move, ...]:
-        """Return the reshards of activations at an operator that is not a decision point."""
-        batch, moves = self.roles.batch, []
-        if not op.results or not any(batch in dim for v in op.results for dim in self.axes.of_value[v]):
-            return ()
-        after = self._class_of_axis(mesh, op.results[0], result_specs[0])
-        for i, (v, spec) in enumerate(zip(op.operands, specs, strict=True)):
-            if v < 0 or not spec:
-                continue
-            local = nbytes(self.axes.program.avals[v]) / shard_count(spec, mesh)
-            own = {c for dim in self.axes.of_value[v] for c in dim}
-            for axis, cls in self._class_of_axis(mesh, v, spec).items():
-                n, to = mesh[axis], after.get(axis)
-                if to != cls and cls in own:
-                    kind = "all-to-all" if to in own else "all-gather"
-                    moves.append(Move(kind, (axis,), i, local, local * bytes_sent_per_byte(kind, n)))
-        return tuple(moves)
-
-    def _class_of_axis(self, mesh: Mapping[str, int], value: int, spec: Spec) -> dict[str, int]:
-        """Return the logical axis that each mesh axis of a spec shards."""
-        found: dict[str, int] = {}
-        for dim, axes in zip(self.axes.of_value[value], spec, strict=True):
-            parts = list(dim)
-            room = [self.axes.sizes[c] for c in dim]
-            for axis in axes:
-                while len(parts) > 1 and room[0] == 1:
-                    del parts[0], room[0]
-                if parts:
-                    found[axis] = parts[0]
-                    room[0] = max(room[0] // mesh[axis], 1)
-        return found
 
     @cached_property
     def _updated(self) -> ValueClasses:

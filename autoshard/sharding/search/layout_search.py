@@ -76,7 +76,7 @@ def search(
     sharding_count = len(layouts)
     if mesh is None:
         layouts = distinct_layouts(layouts)
-    promising = price_promising(layouts, partial(price, cost=cost, memory=memory), limit, most_us)
+    promising = price_promising(layouts, partial(price, cost=cost, memory=memory), cost.rows_us, limit, most_us)
     priced = _without_idle(promising, limit)
     counts = counts or SearchCounts()
     counts.proposed, counts.duplicates = proposed, sharding_count - len(layouts)

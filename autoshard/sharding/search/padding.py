@@ -21,7 +21,7 @@ import jax
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
-from autoshard.sharding.layout.divisibility import multiple, undivided, undivided_in_storage
+from autoshard.sharding.layout.divisibility import Undivided, multiple, undivided, undivided_in_storage
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.plan.tensors import Padding
 from autoshard.sharding.search.candidate import Candidate, best_assigned, price
@@ -89,16 +89,26 @@ def _cases(chosen: Candidate, rivals: Sequence[tuple[str, Layout, float]]) -> di
     by_ways: dict[int, dict[int, list[Case]]] = {}
     for words, layout, time in sorted(rivals, key=lambda rival: rival[2]):
         for one in undivided(layout):
-            could_gain = time * one.shards / one.wanted_shards < chosen.cost.step_time_us
-            padded_little = multiple(sizes[one.cls], one.wanted_shards) <= MOST_RIVAL_PADDING * sizes[one.cls]
             fastest = by_ways.setdefault(one.cls, {}).setdefault(one.wanted_shards, [])
-            if could_gain and padded_little and len(fastest) < PADDED_RIVALS:
+            if _may_gain(one, sizes[one.cls], time, chosen.cost.step_time_us) and len(fastest) < PADDED_RIVALS:
                 fastest.append((words, layout, one.wanted_shards))
     for cls, ways in by_ways.items():
         if fastest := [case for some in ways.values() for case in some]:
             size = multiple(sizes[cls], math.lcm(*(case[2] for case in fastest)))
             cases.setdefault((cls, size), []).extend(fastest)
     return dict(list(cases.items())[:PADDED_PROGRAMS])
+
+
+def may_gain_padded(layout: Layout, least_us: float, best_us: float) -> bool:
+    """Whether a layout that takes at least `least_us` may be faster than `best_us` if one of its axes is padded."""
+    sizes = layout.axes.sizes
+    return any(_may_gain(one, sizes[one.cls], least_us, best_us) for one in undivided(layout))
+
+
+def _may_gain(one: Undivided, size: int, time_us: float, best_us: float) -> bool:
+    """Whether padding an axis of this size a little may make a layout of `time_us` faster than `best_us`."""
+    could_gain = time_us * one.shards / one.wanted_shards < best_us
+    return could_gain and multiple(size, one.wanted_shards) <= MOST_RIVAL_PADDING * size
 
 
 def _on(axes: LogicalAxes, layout: Layout) -> Layout:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from autoshard.models.workloads import workload
-from autoshard.sharding.cost.canonical_layout import CanonicalLayout
 from autoshard.sharding.cost.equivalence_classes import ops_with_scopes
+from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
 from autoshard.sharding.layout import layout as layout_module
 from autoshard.sharding.layout.layout import typical_inputs
 from autoshard.sharding.layout.operator_sharding import operand_spec, result_spec
@@ -94,7 +94,7 @@ def test_operators_that_are_not_priced_move_nothing(strategy):
         assert not is_decision_point(op)
         specs = [operand_spec(chosen_layout, v) if v >= 0 else () for v in op.operands]
         assert (
-            planning.cost._plain_moves(
+            planning.cost.prices.plain_moves(
                 op, chosen_layout.mesh, specs, [result_spec(chosen_layout, op, v) for v in op.results]
             )
             == ()

@@ -14,6 +14,7 @@ from autoshard.sharding.search.candidate import candidate_time, price
 from autoshard.sharding.search.constants import ASSIGNED_CANDIDATES, FLOOR_ERROR, KEPT_CANDIDATES
 from autoshard.sharding.search.known_plans import known_plans
 from autoshard.sharding.search.layout_search import distinct_layouts
+from autoshard.sharding.search.strategy_kinds import kind_of
 from autoshard.sharding.search.time_floors import groups_of, price_promising
 from autoshard.train.program.build import workload_step
 
@@ -26,16 +27,25 @@ def known(request):
     problem = PlanningProblem(trace(step, (state, batch), {}, (0,)), find_machine(None, target), None)
     axes, roles = problem.axes, problem.roles
     layouts = distinct_layouts((str(each), layout_of(axes, roles, each)) for each in known_plans(roles, devices))
-    return layouts, [price(name, layout, problem.cost, problem.memory) for name, layout in layouts]
+    return layouts, [price(name, layout, problem.cost, problem.memory) for name, layout in layouts], problem.cost
 
 
 def test_no_plan_is_faster_than_the_least_time_of_its_group(known):
-    layouts, candidates = known
+    layouts, candidates, _ = known
     for members in groups_of(layouts):
         least_us = candidates[members[0]].cost.rows_us
         for n in members:
             assert candidates[n].cost.step_time_us >= candidates[n].cost.rows_us > 0
             assert candidates[n].cost.rows_us >= least_us * (1 - FLOOR_ERROR), layouts[n][0]
+
+
+def test_the_bounds_of_rows_rise_to_their_time(known):
+    layouts, candidates, cost = known
+    for (name, layout), candidate in zip(layouts, candidates, strict=True):
+        bounds = list(cost.rows_us(layout))
+        assert bounds == pytest.approx(sorted(bounds)), name
+        assert bounds[-1] == pytest.approx(candidate.cost.rows_us), name
+        assert len(bounds) > 2 and bounds[0] < bounds[-1]
 
 
 @dataclass(frozen=True)
@@ -55,38 +65,79 @@ class Times:
         return self.fit
 
 
-def made_up(layouts, fit):
-    """Candidates whose groups take 1, 2, 3, ... times 100 microseconds; the members of a group up to 90 more."""
-    found = {}
-    for number, members in enumerate(groups_of(layouts), 1):
-        for place, n in enumerate(members):
-            name = layouts[n][0]
-            found[name] = Times(name, 100.0 * number + 10.0 * place, 100.0 * number, fit(len(found)))
-    return found
+class MadeUp:
+    """Candidates whose groups take 1, 2, 3, ... times 100 microseconds; the members of a group up to 90 more.
+
+    Attributes:
+        times: strategy -> its candidate.
+        priced: the strategies that were priced, in order.
+        bounds: the lower bounds of groups that were asked for, with the times of the groups.
+    """
+
+    def __init__(self, layouts, fit=lambda n: True):
+        self.layouts, self.times, self.priced, self.bounds, self.of_layout = layouts, {}, [], [], {}
+        for number, members in enumerate(groups_of(layouts), 1):
+            for place, n in enumerate(members):
+                name, layout = layouts[n]
+                least = 100.0 * number
+                self.times[name] = Times(name, least + 10.0 * place, least, fit(len(self.times)))
+                self.of_layout[id(layout)] = least
+
+    def price(self, name, layout):
+        self.priced.append(name)
+        return self.times[name]
+
+    def rows_us(self, layout):
+        least = self.of_layout[id(layout)]
+        for bound in (least / 2, least):
+            self.bounds.append((bound, least))
+            yield bound
+
+    def promising(self, most_us=math.inf):
+        return price_promising(self.layouts, self.price, self.rows_us, 0.0, most_us)
 
 
 @pytest.mark.parametrize("every", [1, 3])  # of every so many plans one fits
 def test_the_plans_that_matter_are_priced_once(known, every):
-    layouts, _ = known
-    times, asked = made_up(layouts, lambda n: n % every == 0), []
-    found = price_promising(layouts, lambda name, _: (asked.append(name), times[name])[1], 0.0, math.inf)
-    assert [c.name for c in found] == [name for name, _ in layouts if name in asked], "their order stays"
-    assert len(asked) == len(set(asked)) < len(layouts)
+    layouts, *_ = known
+    made = MadeUp(layouts, lambda n: n % every == 0)
+    found, times = made.promising(), made.times
+    assert [c.name for c in found] == [name for name, _ in layouts if name in made.priced], "their order stays"
+    assert len(made.priced) == len(set(made.priced)) < len(layouts)
     by_time, priced = sorted(times.values(), key=candidate_time), sorted(found, key=candidate_time)
     assert priced[:KEPT_CANDIDATES] == by_time[:KEPT_CANDIDATES]
     fitting = [c for c in by_time if c.fit and c.step_time_us <= by_time[KEPT_CANDIDATES].step_time_us]
-    assert {c.name for c in fitting[:ASSIGNED_CANDIDATES]} <= {*asked}
+    assert {c.name for c in fitting[:ASSIGNED_CANDIDATES]} <= {*made.priced}
+
+
+def test_the_best_of_each_kind_is_priced(known):
+    layouts, *_ = known
+    made = MadeUp(layouts)
+    found = made.promising(150.0)
+    kinds = {kind_of(name) for name, _ in layouts}
+    for kind in kinds:
+        best = min((c for c in made.times.values() if kind_of(c.name) == kind), key=candidate_time)
+        assert best in found, kind
 
 
 def test_plans_beyond_a_given_time_are_left_out(known):
-    layouts, _ = known
-    times = made_up(layouts, lambda n: True)
-    found = price_promising(layouts, lambda name, _: times[name], 0.0, 250.0)
-    assert {c.name for c in found} >= {c.name for c in times.values() if c.rows_us < 250}
-    assert sum(c.cost.rows_us > 260 for c in found) == len(groups_of(layouts)) - 2, "one of each other group"
+    layouts, *_ = known
+    made = MadeUp(layouts)
+    found = made.promising(250.0)
+    assert {c.name for c in found} >= {c.name for c in made.times.values() if c.rows_us < 250}
+    slow = [c for c in found if c.rows_us > 260]
+    assert len(slow) < len(groups_of(layouts)) - 2, "not even one of each other group"
+    assert len({c.rows_us for c in slow}) == len(slow), "at most one of a group"
+
+
+def test_bounds_rise_only_as_far_as_they_matter(known):
+    layouts, *_ = known
+    made = MadeUp(layouts)
+    made.promising(150.0)
+    complete = [least for bound, least in made.bounds if bound == least]
+    assert len(complete) < len(groups_of(layouts)) - 2
 
 
 def test_all_plans_are_priced_if_none_fits(known):
-    layouts, _ = known
-    times = made_up(layouts, lambda n: False)
-    assert len(price_promising(layouts, lambda name, _: times[name], 0.0, 250.0)) == len(layouts)
+    layouts, *_ = known
+    assert len(MadeUp(layouts, lambda n: False).promising(250.0)) == len(layouts)

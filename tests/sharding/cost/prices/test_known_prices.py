@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard import plan
-from autoshard.sharding.cost import known_prices
-from autoshard.sharding.cost.step_time import CostModel
+from autoshard.sharding.cost.prices import known_prices
+from autoshard.sharding.cost.prices.operator_price import OperatorPrices
 
 ROWS, WIDTH = 64, 128
 
@@ -20,13 +20,13 @@ def nothing_known(monkeypatch):
 @pytest.fixture
 def computed(monkeypatch):
     """The operators whose prices were computed."""
-    names, compute = [], CostModel._price_new
+    names, compute = [], OperatorPrices.__call__
 
-    def counted(model, op_class, *args):
+    def counted(prices, op_class, *args):
         names.append(op_class.op.name)
-        return compute(model, op_class, *args)
+        return compute(prices, op_class, *args)
 
-    monkeypatch.setattr(CostModel, "_price_new", counted)
+    monkeypatch.setattr(OperatorPrices, "__call__", counted)
     return names
 
 

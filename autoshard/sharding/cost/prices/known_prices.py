@@ -15,10 +15,10 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
-from autoshard.sharding.cost.canonical_layout import CanonicalSpecs
 from autoshard.sharding.cost.constants import MOST_KNOWN_PRICES
 from autoshard.sharding.cost.equivalence_classes import OperatorClass
 from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.prices.canonical_layout import CanonicalSpecs
 from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.operator_kinds import is_decision_point

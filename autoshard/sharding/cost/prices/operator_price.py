@@ -1,0 +1,229 @@
+"""The price of one run of an operator: the time of its kernel, and the collectives that it needs.
+
+    time_us = max(flops / (efficiency x peak x tiles), bytes / bandwidth) on one shard
+
+`step_time` explains the terms. Decision points need the collectives of `operator_strategy.choose_strategy`. At other
+operators, an activation is gathered over each mesh axis that no longer shards the same logical axis. The collective is
+an all-to-all if the mesh axis then shards another logical axis of the same tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from autoshard._shown import shown
+from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.cost.collectives import merged_reductions
+from autoshard.sharding.cost.constants import ON_CHIP_SHARE
+from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass
+from autoshard.sharding.cost.fusion import Fusion
+from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
+from autoshard.sharding.cost.prices.known_prices import Price
+from autoshard.sharding.cost.tiles import filled_tile_fraction, is_row_product
+from autoshard.sharding.layout.operator_sharding import strategy_for_specs
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types
+from autoshard.sharding.machines.chips import BANDWIDTH_REACHED
+from autoshard.sharding.machines.kernel_time import declared_us
+from autoshard.sharding.machines.targets import Target
+from autoshard.sharding.program.array_sizes import nbytes
+from autoshard.sharding.program.flops import masked_groups, matmul_flops
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
+from autoshard.spmdrules.core.placement import Spec, bytes_sent_per_byte, shard_count
+from autoshard.spmdrules.core.rule_builder import GROUPS
+from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
+from autoshard.spmdrules.ir.program import Op
+
+
+@shown
+class _Known(NamedTuple):
+    """What is known of an operator on a machine without its sharding.
+
+    Attributes:
+        is_decision_point: see `operator_kinds.is_decision_point`.
+        is_declared: see `operator_kinds.is_declared`.
+        busy_s: seconds that the whole operator keeps the matrix unit busy; 0 if it does not use it.
+        tile: the size of the tiles that its product fills; 1 if it fills all.
+        masked: see `flops.masked_groups`.
+        moves_rows: whether it returns rows of the batch.
+    """
+
+    is_decision_point: bool
+    is_declared: bool
+    busy_s: float
+    tile: int
+    masked: tuple[int, int]
+    moves_rows: bool
+
+
+class OperatorPrices:
+    """Prices one run of the operators of a program on a machine.
+
+    Args:
+        axes: the logical axes of the program.
+        roles: the roles of its inputs and axes.
+        target: the machine.
+        fusion: the program's kernels.
+    """
+
+    def __init__(self, axes: LogicalAxes, roles: Roles, target: Target, fusion: Fusion):
+        self.axes, self.roles, self.target, self.fusion = axes, roles, target, fusion
+        self._known: dict[Op, _Known] = {}
+
+    def __call__(
+        self, op_class: OperatorClass, mesh: Mapping[str, int], specs: Sequence[Spec], sequence: Mapping[str, str]
+    ) -> Price:
+        """Return the price of a class's operator.
+
+        Args:
+            op_class: the class, one of the program's.
+            mesh: mesh axis -> size.
+            specs: the shardings of its operands, of its results, and of what its kernel reads and writes.
+            sequence: see `Layout.sequence`.
+        """
+        op, chip, facts = op_class.op, self.target.chip, op_class.facts(self.axes, self.fusion)
+        known = self._known_of(op)
+        count, arrays = len(op.operands), len(op.operands) + len(op.results)
+        operands, results, memory = specs[:count], specs[count:arrays], specs[arrays:]
+        if not known.is_decision_point:
+            return Price(self._memory_us(facts, mesh, memory, {}), self.plain_moves(op, mesh, operands, results))
+        strategy = strategy_for_specs(
+            op, operands, results, facts.transfer_bytes, mesh, self.target.link_prices, sequence
+        )
+        rule = strategy.rule(op)
+        moves = strategy.moves if chip.keeps_reduce_scatters else merged_reductions(strategy.moves)
+        if strategy.form is not None:
+            costs, share = strategy.form.cost.kernels, strategy.form.cost.hidden_share
+            time = sum(declared_us(cost, chip) for cost in costs)
+            return Price(time, moves, max(cost.held_bytes for cost in costs), share * time)
+        if known.is_declared and (costs := declared_costs(op.eqn, shard_types(op, rule, strategy, mesh))):
+            time = sum(declared_us(cost, chip) for cost in costs)
+            return Price(time, moves, max(cost.held_bytes for cost in costs))
+        opaque = self._opaque_memory(op, strategy, mesh) if known.is_declared else None
+        if opaque:
+            time = opaque.moved_bytes / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+            time += sum(declared_us(cost, chip) for cost in opaque.costs)
+        else:
+            dims_of = zip((*op.operands, *op.results), (*rule.operands, *rule.results), strict=True)
+            time = self._memory_us(facts, mesh, memory, {v: strategy.spec(dims) for v, dims in dims_of})
+        if known.busy_s:
+            shards = math.prod([mesh[a] for a, f in strategy.factors.items() if f is not None])
+            if known.tile > 1:
+                shards *= filled_tile_fraction(rule, strategy, mesh, known.tile)
+            time = max(time, known.busy_s / shards * 1e6)
+        copied = self._masked_copies(op, known.masked, strategy, mesh)
+        time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
+        return Price(time, moves, opaque.peak_bytes if opaque else copied)
+
+    def least_us(self, op_class: OperatorClass, devices: int) -> float:
+        """Return the least microseconds of one run of a class's kernel under any layout.
+
+        Its work is divided over all devices. Declared operators count as 0, because the cost of a shard is theirs.
+        """
+        known, facts = self._known_of(op_class.op), op_class.facts(self.axes, self.fusion)
+        if known.is_declared:
+            return 0.0
+        shards = [(whole / devices * narrow, on_chip) for _, whole, narrow, on_chip in facts.memory]
+        return max(self._transfer_us(shards), known.busy_s / devices * 1e6)
+
+    def _known_of(self, op: Op) -> _Known:
+        if op not in self._known:
+            self._known[op] = self._find_out(op)
+        return self._known[op]
+
+    def _find_out(self, op: Op) -> _Known:
+        chip, batch, is_product = self.target.chip, self.roles.batch, op.name in CONTRACTIONS
+        flops_by_type = matmul_flops(op, self.target.platform)
+        if is_product and chip.tile > 1 and op.rule is not None and is_row_product(op.rule):
+            flops_by_type = {}
+        busy_s = sum(flops / chip.reached(size, integer=integer) for (size, integer), flops in flops_by_type.items())
+        moves_rows = bool(op.results) and any(batch in dim for v in op.results for dim in self.axes.of_value[v])
+        return _Known(
+            is_decision_point(op),
+            is_declared(op),
+            busy_s,
+            chip.tile if is_product else 1,
+            masked_groups(op, self.target.platform),
+            moves_rows,
+        )
+
+    def _masked_copies(
+        self, op: Op, masked: tuple[int, int], strategy: OperatorStrategy, mesh: Mapping[str, int]
+    ) -> float:
+        """Return the bytes of the masked copies that XLA stores for a grouped product on one shard."""
+        groups, operands = masked
+        if not operands:
+            return 0.0
+        own = groups / math.prod(mesh[a] for a, f in strategy.factors.items() if f == GROUPS)
+        return own * sum(nbytes(x) for x in shard_types(op, strategy.rule(op), strategy, mesh)[:operands])
+
+    def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
+        """Return the memory of a declared operator on one shard."""
+        shapes = tuple((x.shape, x.dtype) for x in shard_types(op, strategy.rule(op), strategy, mesh))
+        return trace_opaque_memory(op.eqn.params["fn"], shapes, self.target.platform)
+
+    def _memory_us(
+        self, facts: Facts, mesh: Mapping[str, int], memory: Sequence[Spec], resharded: Mapping[int, Spec]
+    ) -> float:
+        """Return the microseconds of a kernel's reads and writes.
+
+        Args:
+            facts: what is known of the kernel.
+            mesh: mesh axis -> size.
+            memory: the specs of what it reads and writes.
+            resharded: value -> the spec in which the operator takes or returns it instead.
+        """
+        shards = [
+            (whole / shard_count(resharded.get(v, spec), mesh) * narrow, on_chip)
+            for (v, whole, narrow, on_chip), spec in zip(facts.memory, memory, strict=True)
+        ]
+        return self._transfer_us(shards)
+
+    def _transfer_us(self, shards: Sequence[tuple[float, float]]) -> float:
+        """Return the microseconds in which these shards, as (bytes, `Fusion.on_chip`), are read or written."""
+        on_chip_bytes = self.target.chip.on_chip_bytes * ON_CHIP_SHARE
+        total = sum([size for size, on_chip in shards if size > on_chip_bytes * on_chip])
+        return total / (self.target.chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6
+
+    def plain_moves(
+        self, op: Op, mesh: Mapping[str, int], specs: Sequence[Spec], result_specs: Sequence[Spec]
+    ) -> tuple[Move, ...]:
+        """Return the reshards of activations at an operator that is not a decision point.
+
+        Args:
+            op: the operator.
+            mesh: mesh axis -> size.
+            specs: the shardings of its operands.
+            result_specs: the wanted shardings of its results.
+        """
+        if not self._known_of(op).moves_rows:
+            return ()
+        moves: list[Move] = []
+        after = self._class_of_axis(mesh, op.results[0], result_specs[0])
+        for i, (v, spec) in enumerate(zip(op.operands, specs, strict=True)):
+            if v < 0 or not spec:
+                continue
+            local = nbytes(self.axes.program.avals[v]) / shard_count(spec, mesh)
+            own = {c for dim in self.axes.of_value[v] for c in dim}
+            for axis, cls in self._class_of_axis(mesh, v, spec).items():
+                n, to = mesh[axis], after.get(axis)
+                if to != cls and cls in own:
+                    kind = "all-to-all" if to in own else "all-gather"
+                    moves.append(Move(kind, (axis,), i, local, local * bytes_sent_per_byte(kind, n)))
+        return tuple(moves)
+
+    def _class_of_axis(self, mesh: Mapping[str, int], value: int, spec: Spec) -> dict[str, int]:
+        """Return the logical axis that each mesh axis of a spec shards."""
+        found: dict[str, int] = {}
+        for dim, axes in zip(self.axes.of_value[value], spec, strict=True):
+            parts = list(dim)
+            room = [self.axes.sizes[c] for c in dim]
+            for axis in axes:
+                while len(parts) > 1 and room[0] == 1:
+                    del parts[0], room[0]
+                if parts:
+                    found[axis] = parts[0]
+                    room[0] = max(room[0] // mesh[axis], 1)
+        return found

@@ -1,0 +1,99 @@
+"""Lower bounds of the time that rows of the batch take in a step, without pricing the whole step.
+
+    rows_us = kernels that take or return rows of the batch, and collectives that move rows (`StepCost.rows_us`)
+
+It is a sum over operator classes. At first, each class counts with the least time that its kernel takes if its work is
+divided over all devices (`OperatorPrices.least_us`). Then one class after another is priced, those first that took the
+most time beyond that under other layouts. So the prices of a few classes show that a layout is slower than others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from autoshard.sharding.cost.constants import CLASSES_PER_BOUND
+from autoshard.sharding.cost.equivalence_classes import OperatorClass, RowsOfBatch, SharedOperands
+from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names
+from autoshard.sharding.cost.prices.known_prices import Price
+from autoshard.sharding.layout.operator_strategy import Move
+from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.spmdrules.ir.program import Op
+
+Pricer = Callable[[int, OperatorClass, CanonicalLayout], tuple[Price, Names]]
+
+
+class RowsTime:
+    """The time that rows of the batch take in the steps of one program.
+
+    Args:
+        classes: the operator classes of the program.
+        rows: which of them work on rows.
+        trips: for each operator, how often it runs in a step.
+        price: prices one run of the operator of a class, given the number of the class and the class.
+        can_hide: whether compute may hide a collective of an operator. Such collectives are not counted.
+        least_us: the least microseconds of one run of a class's kernel under any layout.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[OperatorClass],
+        rows: RowsOfBatch,
+        trips: np.ndarray,
+        price: Pricer,
+        can_hide: Callable[[Op, Move], bool],
+        least_us: Callable[[OperatorClass], float],
+    ):
+        self._classes, self._rows, self._trips, self._price, self._can_hide = classes, rows, trips, price, can_hide
+        self._numbers = [n for n, runs in enumerate(rows.runs) if runs]
+        self._least = {n: least_us(classes[n]) * classes[n].runs for n in self._numbers}
+        # Class -> the sum of its excess over the least time under the layouts so far, and the number of these layouts.
+        self._excess = {n: (us, 1) for n, us in self._least.items()}
+
+    def __call__(self, canonical: CanonicalLayout, assignment: DeviceAssignment) -> Iterator[float]:
+        """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators."""
+        total, moved = sum(self._least.values()), set()
+        left = set(self._numbers)
+        while left:
+            yield total
+            for number in heapq.nsmallest(CLASSES_PER_BOUND, left, key=self._rank):
+                left.remove(number)
+                excess = self._class_us(number, canonical, assignment, moved) - self._least[number]
+                total += excess
+                known, count = self._excess[number]
+                self._excess[number] = known + excess, count + 1
+        yield total
+
+    def _rank(self, number: int) -> tuple[float, int]:
+        excess, count = self._excess[number]
+        return -excess / count, number
+
+    def _class_us(
+        self, number: int, canonical: CanonicalLayout, assignment: DeviceAssignment, moved: set[object]
+    ) -> float:
+        """Return the microseconds of one class in a step. `moved` has the operands that other classes moved before."""
+        each = self._classes[number]
+        price, names = self._price(number, each, canonical)
+        found = price.time_us * each.runs
+        for move in price.moves:
+            if move.hops or not self._rows.are_moved(each.op, move.array) or self._can_hide(each.op, move):
+                continue
+            axes = tuple([a for name in move.axes for a in names[name]])
+            runs = each.runs if move.array < 0 else self._new_runs(move, axes, each.shared[move.array], moved)
+            if runs:
+                links = assignment.links(move.kind, axes)
+                found += links.time_us(move.local_bytes * links.factor) * runs
+        return found
+
+    def _new_runs(
+        self, move: Move, axes: tuple[str, ...], operands: Sequence[SharedOperands], moved: set[object]
+    ) -> float:
+        """Return how often the operands run that no other class moved before."""
+        runs = 0.0
+        for some in operands:
+            if (key := (move.kind, axes, some.number)) not in moved:
+                moved.add(key)
+                runs += float(self._trips[some.first].sum())
+        return runs
