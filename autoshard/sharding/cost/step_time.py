@@ -24,7 +24,7 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -111,7 +111,7 @@ class CostModel:
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
         self.known, self._constraints = KnownPrices(axes, roles, fusion, target), constraints(axes.program)
         self.prices = OperatorPrices(axes, roles, target, fusion)
-        self._memo: dict[Any, Price] = {}
+        self._memo: list[dict[int, Price]] = [{} for _ in self.classes]  # for each class: number of specs -> price
         self._canonical: WeakKeyDictionary[Layout, CanonicalLayout] = WeakKeyDictionary()
         self._rows_time = self._new_rows_time()
         self._by_distinct: dict[frozenset[int], CostModel] = {}
@@ -126,7 +126,8 @@ class CostModel:
         resized.host_traffic = HostTraffic(axes, self.roles, resized.stretches, self.distinct)
         resized.known = KnownPrices(axes, self.roles, self.fusion, self.target)
         resized.prices = OperatorPrices(axes, self.roles, self.target, self.fusion)
-        resized._memo, resized._by_distinct, resized._canonical = {}, {}, WeakKeyDictionary()
+        resized._memo, resized._by_distinct = [{} for _ in resized.classes], {}
+        resized._canonical = WeakKeyDictionary()
         resized._rows_time = resized._new_rows_time()
         return resized
 
@@ -193,6 +194,25 @@ class CostModel:
         ahead = gathered_one_ahead(in_order, self.stretches.number)
         return replace(cost, live_buffers=(*buffers.values(), *ahead), rows_us=rows_us)
 
+    def is_alike(self, layout: Layout) -> Callable[[Layout], bool]:
+        """Return a function that says whether another layout without fixed shardings takes the same time as this one.
+
+        It is True if the other layout has the same mesh and shards all values alike that the time depends on.
+        """
+
+        def specs(each: Layout, canonical: CanonicalLayout) -> list[Any]:
+            state = [(each.stored_spec(v), each.spec(v)) for v in self._updated.examples]
+            return [each.mesh, each.sequence, canonical.spec_of, state]
+
+        def alike(other: Layout) -> bool:
+            if layout.fixed or self._constraints or not self.host_traffic.is_empty:
+                return False
+            canonical = self._canonical[other] = CanonicalLayout(other, self.queries)
+            return specs(other, canonical) == own
+
+        own = specs(layout, CanonicalLayout(layout, self.queries))
+        return alike
+
     def rows_us(self, layout: Layout) -> Iterator[float]:
         """Yield lower bounds of `StepCost.rows_us` under a layout, from low to high. The last one is the time itself.
 
@@ -256,12 +276,11 @@ class CostModel:
 
     def _price(self, number: int, op_class: OperatorClass, canonical: CanonicalLayout) -> tuple[Price, Names]:
         """Return the cost of one run of a class's operator, and the mesh axes that its moves name by number."""
-        found = canonical(self.queries.of_class[number])
-        key = number, found.key
-        price = self._memo.get(key)
+        found, known = canonical(number), self._memo[number]
+        price = known.get(found.number)
         if price is None:
             compute = partial(self.prices, op_class, found.sizes, found.specs, found.sequence)
-            price = self._memo[key] = self.known(op_class, found, compute)
+            price = known[found.number] = self.known(op_class, found, compute)
         return price, found.names
 
     @cached_property

@@ -40,6 +40,7 @@ class Layout:
         fixed: value -> spec that the user fixed.
         sequence: mesh axis -> how attention runs over the sequence that it shards: `gather`, `ulysses` or `ring`
             (`sequence_strategy`). Over other mesh axes keys are gathered as the rule of attention says.
+        known_specs: the results of `spec_of` so far.
     """
 
     axes: LogicalAxes
@@ -51,7 +52,7 @@ class Layout:
     sequence: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
-        self._specs: dict[Leaves, Spec] = {}
+        self.known_specs: dict[Leaves, Spec] = {}
         self._input_specs: dict[tuple[Leaves, tuple[int, ...], Role], Spec] = {}
         self._gradient_specs: dict[Leaves, Spec] | None = None
         self._transposed: dict[Leaves, Leaves] = {}
@@ -100,9 +101,9 @@ class Layout:
 
     def spec_of(self, leaves: Leaves) -> Spec:
         """The sharding of any tensor whose dimensions have these logical axes."""
-        spec = self._specs.get(leaves)
+        spec = self.known_specs.get(leaves)
         if spec is None:
-            spec = self._specs[leaves] = self._derive_spec(leaves)
+            spec = self.known_specs[leaves] = self._derive_spec(leaves)
         return spec
 
     def _derive_spec(self, leaves: Leaves) -> Spec:

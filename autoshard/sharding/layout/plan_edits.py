@@ -67,7 +67,10 @@ def changed(layout: Layout, change: Change) -> Layout:
         table[axis] = (
             (*listed, names[change.what]) if change.added else tuple(c for c in listed if c != names[change.what])
         )
-    return Layout(layout.axes, layout.roles, layout.mesh, table, storage, sequence=layout.sequence)
+    new = Layout(layout.axes, layout.roles, layout.mesh, table, storage, sequence=layout.sequence)
+    moved = None if role else names[change.what]
+    new.known_specs.update((k, spec) for k, spec in layout.known_specs.items() if all(moved not in dim for dim in k))
+    return new
 
 
 def usable_devices(axes: LogicalAxes, classes: Sequence[int], size: int) -> list[int]:

@@ -105,7 +105,8 @@ def search(
         priced = [*priced, *spread]
         known = sorted(priced, key=order)
     climbs = not known[0].fits(limit) or _may_gain(known, most_us)
-    return _best_fitting(known, priced, hill_climb(known, price_changed, limit) if climbs else [], cost, limit)
+    better = hill_climb(known, price_changed, limit, cost.is_alike) if climbs else []
+    return _best_fitting(known, priced, better, cost, limit)
 
 
 def _may_gain(known: Sequence[Candidate], most_us: float) -> bool:

@@ -31,7 +31,10 @@ from autoshard.sharding.search.constants import (
 
 
 def hill_climb(
-    known: Sequence[Candidate], price: Callable[[str, Layout], Candidate | None], limit: float
+    known: Sequence[Candidate],
+    price: Callable[[str, Layout], Candidate | None],
+    limit: float,
+    is_alike: Callable[[Layout], Callable[[Layout], bool]] = lambda _: lambda _: False,
 ) -> list[Candidate]:
     """Changed plans that are better than every known plan, best first.
 
@@ -39,6 +42,8 @@ def hill_climb(
         known: the known plans, best first.
         price: prices a layout with this strategy; returns None if the layout is not allowed.
         limit: memory of one device, in bytes.
+        is_alike: returns a function that says whether another layout takes the same time as a layout. Such changes are
+            not priced if the plan fits, because they gain nothing.
     """
     seen = {_key(c.layout) for c in known}
     best_of_mesh: dict[tuple[tuple[str, int], ...], Candidate] = {}
@@ -48,7 +53,7 @@ def hill_climb(
     for start in list(best_of_mesh.values())[:CLIMB_STARTS]:
         now = start
         most = [MOST_EXTRA_WORK * each for each in _work(start)]
-        while (tried := _changes(now, price, limit, most, seen)) and _may_pay(tried, now, known[0], limit):
+        while (tried := _changes(now, price, limit, most, seen, is_alike)) and _may_pay(tried, now, known[0], limit):
             now = min(tried, key=lambda c: _objective(c, limit))
         better += [now] if _gains(now, known[0], limit, LEAST_GAIN_OVER_KNOWN) else []
     return sorted(better, key=lambda c: _objective(c, limit))
@@ -60,6 +65,7 @@ def _changes(
     limit: float,
     most: Sequence[float],
     seen: set[object],
+    is_alike: Callable[[Layout], Callable[[Layout], bool]],
 ) -> list[Candidate]:
     """The plans with a single change that gain enough.
 
@@ -68,15 +74,18 @@ def _changes(
         price: see `hill_climb`.
         limit: memory of one device, in bytes.
         most: upper bounds of `_work`.
-        seen: keys of layouts that were priced; is extended.
+        seen: keys of layouts that were tried; is extended.
+        is_alike: see `hill_climb`.
     """
     tried = []
+    changes_nothing = is_alike(now.layout) if now.fits(limit) else lambda _: False
     for change in single_changes(now.layout):
         layout = changed(now.layout, change)
         key = _key(layout)
         if key not in seen:
             seen.add(key)
-            tried += [c for c in [price(f"{now.name} {change}", layout)] if c is not None]
+            if not changes_nothing(layout):
+                tried += [c for c in [price(f"{now.name} {change}", layout)] if c is not None]
     allowed = [c for c in tried if all(work <= bound for work, bound in zip(_work(c), most, strict=True))]
     return [c for c in allowed if _gains(c, now, limit, LEAST_CHANGE_GAIN)]
 
