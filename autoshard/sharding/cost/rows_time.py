@@ -9,7 +9,6 @@ most time beyond that under other layouts. So the prices of a few classes show t
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -55,20 +54,23 @@ class RowsTime:
     def __call__(self, canonical: CanonicalLayout, assignment: DeviceAssignment) -> Iterator[float]:
         """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators."""
         total, moved = sum(self._least.values()), set()
-        left = set(self._numbers)
+        left, done, ranked = self._numbers, 0, 0
         while left:
             yield total
-            for number in heapq.nsmallest(CLASSES_PER_BOUND, left, key=self._rank):
-                left.remove(number)
+            if done >= 2 * ranked:  # other layouts may have shown meanwhile which classes matter
+                left, ranked = sorted(left, key=self._rank), max(done, 1)
+            some, left = left[:CLASSES_PER_BOUND], left[CLASSES_PER_BOUND:]
+            for number in some:
                 excess = self._class_us(number, canonical, assignment, moved) - self._least[number]
                 total += excess
                 known, count = self._excess[number]
                 self._excess[number] = known + excess, count + 1
+            done += len(some)
         yield total
 
-    def _rank(self, number: int) -> tuple[float, int]:
+    def _rank(self, number: int) -> float:
         excess, count = self._excess[number]
-        return -excess / count, number
+        return -excess / count
 
     def _class_us(
         self, number: int, canonical: CanonicalLayout, assignment: DeviceAssignment, moved: set[object]

@@ -24,7 +24,7 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -193,25 +193,6 @@ class CostModel:
             return replace(found, rows_us=rows_us)
         ahead = gathered_one_ahead(in_order, self.stretches.number)
         return replace(cost, live_buffers=(*buffers.values(), *ahead), rows_us=rows_us)
-
-    def is_alike(self, layout: Layout) -> Callable[[Layout], bool]:
-        """Return a function that says whether another layout without fixed shardings takes the same time as this one.
-
-        It is True if the other layout has the same mesh and shards all values alike that the time depends on.
-        """
-
-        def specs(each: Layout, canonical: CanonicalLayout) -> list[Any]:
-            state = [(each.stored_spec(v), each.spec(v)) for v in self._updated.examples]
-            return [each.mesh, each.sequence, canonical.spec_of, state]
-
-        def alike(other: Layout) -> bool:
-            if layout.fixed or self._constraints or not self.host_traffic.is_empty:
-                return False
-            canonical = self._canonical[other] = CanonicalLayout(other, self.queries)
-            return specs(other, canonical) == own
-
-        own = specs(layout, CanonicalLayout(layout, self.queries))
-        return alike
 
     def rows_us(self, layout: Layout) -> Iterator[float]:
         """Yield lower bounds of `StepCost.rows_us` under a layout, from low to high. The last one is the time itself.

@@ -83,12 +83,12 @@ def search(
     counts.slow = len(layouts) - len(promising)
     counts.idle = proposed - counts.duplicates - counts.slow - len(priced)
 
-    def price_changed(name: str, layout: Layout) -> Candidate | None:
+    def price_changed(name: str, layout: Layout, most_us: float = math.inf) -> Candidate | None:
         try:
             useful = layout.sharded_classes() and not layout.idle_axes() and pin([(name, layout)])
         except FixedError:  # fixed shardings are not possible there
             return None
-        if not useful:
+        if not useful or (math.isfinite(most_us) and any(least_us > most_us for least_us in cost.rows_us(layout))):
             return None
         counts.changed.append(price(name, layout, cost, memory))
         return counts.changed[-1]
@@ -105,8 +105,7 @@ def search(
         priced = [*priced, *spread]
         known = sorted(priced, key=order)
     climbs = not known[0].fits(limit) or _may_gain(known, most_us)
-    better = hill_climb(known, price_changed, limit, cost.is_alike) if climbs else []
-    return _best_fitting(known, priced, better, cost, limit)
+    return _best_fitting(known, priced, hill_climb(known, price_changed, limit) if climbs else [], cost, limit)
 
 
 def _may_gain(known: Sequence[Candidate], most_us: float) -> bool:

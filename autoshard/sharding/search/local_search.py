@@ -15,8 +15,9 @@ comments of these constants give the measurements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from autoshard.sharding.axes.logical_axes import Leaves
 from autoshard.sharding.axes.roles import STATE
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, changed
@@ -28,13 +29,11 @@ from autoshard.sharding.search.constants import (
     LEAST_GAIN_OVER_KNOWN,
     MOST_EXTRA_WORK,
 )
+from autoshard.spmdrules.core.placement import Spec
 
 
 def hill_climb(
-    known: Sequence[Candidate],
-    price: Callable[[str, Layout], Candidate | None],
-    limit: float,
-    is_alike: Callable[[Layout], Callable[[Layout], bool]] = lambda _: lambda _: False,
+    known: Sequence[Candidate], price: Callable[[str, Layout], Candidate | None], limit: float
 ) -> list[Candidate]:
     """Changed plans that are better than every known plan, best first.
 
@@ -42,8 +41,6 @@ def hill_climb(
         known: the known plans, best first.
         price: prices a layout with this strategy; returns None if the layout is not allowed.
         limit: memory of one device, in bytes.
-        is_alike: returns a function that says whether another layout takes the same time as a layout. Such changes are
-            not priced if the plan fits, because they gain nothing.
     """
     seen = {_key(c.layout) for c in known}
     best_of_mesh: dict[tuple[tuple[str, int], ...], Candidate] = {}
@@ -53,7 +50,7 @@ def hill_climb(
     for start in list(best_of_mesh.values())[:CLIMB_STARTS]:
         now = start
         most = [MOST_EXTRA_WORK * each for each in _work(start)]
-        while (tried := _changes(now, price, limit, most, seen, is_alike)) and _may_pay(tried, now, known[0], limit):
+        while (tried := _changes(now, price, limit, most, seen)) and _may_pay(tried, now, known[0], limit):
             now = min(tried, key=lambda c: _objective(c, limit))
         better += [now] if _gains(now, known[0], limit, LEAST_GAIN_OVER_KNOWN) else []
     return sorted(better, key=lambda c: _objective(c, limit))
@@ -65,7 +62,6 @@ def _changes(
     limit: float,
     most: Sequence[float],
     seen: set[object],
-    is_alike: Callable[[Layout], Callable[[Layout], bool]],
 ) -> list[Candidate]:
     """The plans with a single change that gain enough.
 
@@ -75,19 +71,40 @@ def _changes(
         limit: memory of one device, in bytes.
         most: upper bounds of `_work`.
         seen: keys of layouts that were tried; is extended.
-        is_alike: see `hill_climb`.
     """
     tried = []
-    changes_nothing = is_alike(now.layout) if now.fits(limit) else lambda _: False
+    specs = specs_of_values(now.layout)
     for change in single_changes(now.layout):
         layout = changed(now.layout, change)
         key = _key(layout)
         if key not in seen:
             seen.add(key)
-            if not changes_nothing(layout):
+            if not shards_alike(now.layout, layout, specs):
                 tried += [c for c in [price(f"{now.name} {change}", layout)] if c is not None]
     allowed = [c for c in tried if all(work <= bound for work, bound in zip(_work(c), most, strict=True))]
     return [c for c in allowed if _gains(c, now, limit, LEAST_CHANGE_GAIN)]
+
+
+def specs_of_values(priced: Layout) -> dict[Leaves, Spec]:
+    """The specs of all values whose shardings the price of a layout depends on, by their logical axes."""
+    return {leaves: priced.known_specs[leaves] for leaves in {*priced.axes.of_value} & priced.known_specs.keys()}
+
+
+def shards_alike(priced: Layout, other: Layout, specs: Mapping[Leaves, Spec]) -> bool:
+    """Whether another layout shards all values like a layout that was priced, so that it has the same price.
+
+    All other shardings follow from these specs, from the storage and from the mesh axes of the batch.
+
+    Args:
+        priced: the layout that was priced.
+        other: the other layout.
+        specs: `specs_of_values(priced)`.
+    """
+    same = (priced.mesh, priced.storage, priced.sequence) == (other.mesh, other.storage, other.sequence)
+    if priced.fixed or not same:
+        return False
+    of_batch = ([a for a in each.mesh if each.roles.batch in each.table.get(a, ())] for each in (priced, other))
+    return next(of_batch) == next(of_batch) and all(other.spec_of(leaves) == spec for leaves, spec in specs.items())
 
 
 def _may_pay(better: Sequence[Candidate], now: Candidate, known: Candidate, limit: float) -> bool:

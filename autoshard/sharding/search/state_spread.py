@@ -13,6 +13,7 @@ updated parameter is gathered over fewer, at the price of an all-reduce of the s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 
@@ -53,13 +54,14 @@ def state_spreads(plan: Request, storing: Collection[str] = ()) -> Iterator[Requ
 
 
 def spread_better(
-    known: Sequence[Candidate], price: Callable[[str, Layout], Candidate | None], limit: float
+    known: Sequence[Candidate], price: Callable[[str, Layout, float], Candidate | None], limit: float
 ) -> list[Candidate]:
     """The plans with other spreads of state that gain enough over every known plan.
 
     Args:
         known: the known plans, best first.
-        price: prices a layout with this strategy; returns None if the layout is not allowed.
+        price: prices a layout with this strategy; returns None if the layout is not allowed, or takes more than the
+            given number of microseconds in any case.
         limit: memory of one device, in bytes.
     """
     seen = {c.layout.sharding_key() for c in known}
@@ -67,6 +69,7 @@ def spread_better(
     for c in known:
         starts.setdefault(_inner(c.name), c)
     best = known[0]
+    most_us = _most_us(best) if best.fits(limit) else math.inf
     found = []
     for start in list(starts.values())[:SPREAD_STARTS]:
         for plan in state_spreads(parse_request(start.name), start.layout.storage.get("optimizer", ())):
@@ -74,7 +77,7 @@ def spread_better(
             if layout.sharding_key() in seen:
                 continue
             seen.add(layout.sharding_key())
-            candidate = price(str(plan), layout)
+            candidate = price(str(plan), layout, most_us)
             if candidate is not None and _gains(candidate, best, limit):
                 found.append(candidate)
     alike = {(candidate_time(c), c.peak_bytes): c for c in reversed(found)}  # where an axis has nothing left to store
@@ -86,7 +89,12 @@ def _gains(candidate: Candidate, best: Candidate, limit: float) -> bool:
         return candidate.fits(limit)
     if not best.fits(limit):
         return candidate.peak_bytes < best.peak_bytes
-    return candidate_time(candidate) < candidate_time(best) * (1 - LEAST_SPREAD_GAIN)
+    return candidate_time(candidate) < _most_us(best)
+
+
+def _most_us(best: Candidate) -> float:
+    """The step time of a plan that gains just enough over the best known plan."""
+    return candidate_time(best) * (1 - LEAST_SPREAD_GAIN)
 
 
 def _inner(words: str) -> object:

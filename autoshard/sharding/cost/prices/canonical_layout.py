@@ -6,9 +6,9 @@ reused across layouts.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class SpecQueries:
         self, axes: LogicalAxes, roles: Roles, classes: Sequence[OperatorClass], distinct: Collection[int] = ()
     ):
         self.queries: list[tuple[_SpecOf, int]] = []
-        self.of_class: list[Callable[[Sequence[int]], tuple[int, ...]]] = []
+        self.of_class: list[Callable[[Mapping[int, int]], tuple[int, ...]]] = []
         self.numbers: dict[Spec, int] = {}
         self.specs: list[Spec] = []
         self.renamed: dict[Any, dict[tuple[int, ...], tuple[Names, Mapping[str, str], tuple[Spec, ...], int]]] = {}
@@ -63,11 +63,11 @@ class SpecQueries:
             self.of_class.append(_picker([numbers[spec_of, class_of[v]] for spec_of, v in some]))
 
 
-def _picker(numbers: Sequence[int]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    """A function that returns the elements of a sequence with these numbers, as a tuple."""
-    if len(numbers) > 1:
-        return operator.itemgetter(*numbers)  # twice as fast as a list comprehension, and a search makes many calls
-    return lambda answers: tuple([answers[n] for n in numbers])
+def _picker(queries: Sequence[int]) -> Callable[[Mapping[int, int]], tuple[int, ...]]:
+    """A function that picks the answers to these queries, as a tuple."""
+    if len(queries) > 1:
+        return operator.itemgetter(*queries)  # twice as fast as a list comprehension, and a search makes many calls
+    return lambda answers: tuple([answers[query] for query in queries])
 
 
 def _needed_specs(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> list[tuple[_SpecOf, int]]:
@@ -102,22 +102,37 @@ class CanonicalSpecs(NamedTuple):
     number: int
 
 
+class _Answers(dict[int, int]):
+    """Number of a query -> number of the spec that a layout answers. Specs are derived when they are first needed."""
+
+    def __init__(self, layout: Layout, queries: SpecQueries):
+        super().__init__()
+        self._layout, self._queries = weakref.ref(layout), queries
+
+    def __missing__(self, query: int) -> int:
+        spec_of, value = self._queries.queries[query]
+        layout, specs = self._layout(), self._queries.specs
+        assert layout is not None
+        spec = spec_of(layout, value)
+        number = self[query] = self._queries.numbers.setdefault(spec, len(specs))
+        if number == len(specs):
+            specs.append(spec)
+        return number
+
+
 class CanonicalLayout:
-    """The answers of one layout to the queries."""
+    """The answers of one layout to the queries. It does not keep the layout."""
 
     def __init__(self, layout: Layout, queries: SpecQueries):
         self.mesh, self.sequence = layout.mesh, layout.sequence
-        numbers = queries.numbers
-        self.spec_of = [numbers.setdefault(spec_of(layout, v), len(numbers)) for spec_of, v in queries.queries]
-        self.specs = queries.specs
-        self.specs += itertools.islice(numbers, len(self.specs), None)
+        self._answers, self.specs = _Answers(layout, queries), queries.specs
         self._renamed = queries.renamed.setdefault((*self.mesh, None, *self.sequence.items()), {})
         self._known: dict[tuple[int, ...], CanonicalSpecs] = {}
         self._forms, self._keys, self._of_class = queries.forms, queries.keys, queries.of_class
 
     def __call__(self, number_of_class: int) -> CanonicalSpecs:
         """Return the specs of an operator class, in canonical form."""
-        specs = self._of_class[number_of_class](self.spec_of)
+        specs = self._of_class[number_of_class](self._answers)
         found = self._known.get(specs)
         if found is None:
             if specs not in self._renamed:
