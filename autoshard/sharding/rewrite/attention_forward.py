@@ -115,10 +115,11 @@ def _candidate(product: Value, side: int) -> Candidate | None:
     if not products or not ops & {*_EXPONENTIALS} or not any(sums):
         return None
     for scores in products:
-        if not _descends(weights, scores, inner):
+        reached = _descendants(scores, inner)
+        if weights not in reached:
             continue
         # Only operators on the path of the scores join dimensions here. Those of a bias from outside must not.
-        flow = [v for v in inner if _descends(v, scores, inner)]
+        flow = [v for v in inner if v in reached]
         shapes = _shapes([scores, *flow, product])
         if shapes is None:
             continue
@@ -154,12 +155,13 @@ def _upstream(weights: Value) -> tuple[list[Value], list[Value]]:
     return inner, sorted(products, key=lambda v: v.number)
 
 
-def _descends(value: Value, source: Value, inner: list[Value]) -> bool:
+def _descendants(source: Value, inner: list[Value]) -> set[Value]:
+    """Return a value and those of `inner`, in the order of the program, that are computed from it."""
     reached = {source}
     for one in inner:
         if any(v in reached for v in one.operands):
             reached.add(one)
-    return value in reached
+    return reached
 
 
 def _shapes(inner: list[Value]) -> SmallShapes | None:
