@@ -19,7 +19,7 @@ along one of its dimensions, the one with the least padding; the result of a dec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 
 import numpy as np
@@ -36,11 +36,11 @@ from autoshard.sharding.cost.gathers.transposed_stacks import stack_uses, transp
 from autoshard.sharding.cost.reused_buffers import cast_stacks, overwritten, parts_of_stacks, scattered_into_sums
 from autoshard.sharding.cost.tiles import row_major_values, row_padding
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import operand_spec
+from autoshard.sharding.layout.operator_sharding import operand_spec, spec_function
 from autoshard.sharding.program.array_sizes import nbytes
 from autoshard.sharding.program.host_memory import fetched_slices
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
-from autoshard.spmdrules.core.placement import axes_of
+from autoshard.spmdrules.core.placement import Spec, axes_of, shard_count
 from autoshard.spmdrules.ir.merged_recomputation import merged_values
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
@@ -117,6 +117,7 @@ class MemoryModel:
         tiled = row_major_values(program) if self.is_tiled else ()
         self.row_major = [v for v in temporaries.tolist() if v in tiled and program.avals[v].shape]
         self._classes: dict[frozenset[int], ValueClasses] = {}
+        self._spec_functions: dict[int, Callable[[Layout, int], Spec]] = {}
         self._row_major: dict[int, list[tuple[int, np.ndarray]]] = {}  # by the `id` of the classes
 
     def _free_overwritten(self, program: Program, fusion: Fusion) -> None:
@@ -277,10 +278,15 @@ class MemoryModel:
             found = self._row_major[id(classes)] = [(vs[0], np.array(vs)) for vs in alike.values()]
         return found
 
+    def _spec_function(self, value: int) -> Callable[[Layout, int], Spec]:
+        if value not in self._spec_functions:
+            self._spec_functions[value] = spec_function(self.axes, self.roles, value)
+        return self._spec_functions[value]
+
     def _fraction(self, layout: Layout, value: int) -> float:
         """Return the bytes of a value on one device as a fraction of the whole, with padding."""
-        spec, shape = operand_spec(layout, value), self.axes.program.avals[value].shape
-        fraction = 1 / layout.shard_count(axes_of(spec))
+        spec, shape = self._spec_function(value)(layout, value), self.axes.program.avals[value].shape
+        fraction = 1 / shard_count(spec, layout.mesh)
         if not self.is_tiled or not any(self.roles.batch in dim for dim in self.axes.of_value[value]):
             return fraction  # XLA may merge the dimensions of weights
         if any(not axes and n % TPU_LANES == 0 for n, axes in zip(shape, spec, strict=True)):

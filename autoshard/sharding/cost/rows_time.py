@@ -16,7 +16,7 @@ import numpy as np
 from autoshard.sharding.cost.constants import CLASSES_PER_BOUND
 from autoshard.sharding.cost.equivalence_classes import OperatorClass, RowsOfBatch, SharedOperands
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names
-from autoshard.sharding.cost.prices.known_prices import Price
+from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.spmdrules.ir.program import Op

@@ -59,8 +59,9 @@ from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahea
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.overlap import Place
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names, SpecQueries
-from autoshard.sharding.cost.prices.known_prices import KnownPrices, Price
+from autoshard.sharding.cost.prices.known_prices import KnownPrices
 from autoshard.sharding.cost.prices.operator_price import OperatorPrices
+from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.cost.rows_time import RowsTime
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.layout.layout import Layout
@@ -150,7 +151,7 @@ class CostModel:
         if canonical is None:
             canonical = CanonicalLayout(layout, self.queries)
         for number, each in enumerate(self.classes):
-            price, names = self._price(number, each, canonical)
+            price, names = canonical.priced.get(number) or self._price(number, each, canonical)
             compute += price.time_us * each.runs
             times_us.append(price.time_us)
             if price.held_bytes:
@@ -262,7 +263,8 @@ class CostModel:
         if price is None:
             compute = partial(self.prices, op_class, found.sizes, found.specs, found.sequence)
             price = known[found.number] = self.known(op_class, found, compute)
-        return price, found.names
+        made = canonical.priced[number] = price, found.names
+        return made
 
     @cached_property
     def _updated(self) -> ValueClasses:

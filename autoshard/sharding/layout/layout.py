@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.roles import Role, Roles
+from autoshard.sharding.axes.typical_inputs import typical_inputs
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
 from autoshard.sharding.program.array_sizes import is_float, itemsize, nbytes
 from autoshard.spmdrules.core.placement import Spec, axes_of
@@ -107,11 +107,13 @@ class Layout:
         return spec
 
     def _derive_spec(self, leaves: Leaves) -> Spec:
+        present = {c for dim in leaves for c in dim}
+        if present.isdisjoint(self._listed):
+            return ((),) * len(leaves)
         assigned: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]  # for each dimension: part -> mesh axes
         local = [[self.axes.sizes[c] for c in dim] for dim in leaves]  # size of each part in a shard, so far
-        if any(0 in dim for dim in local):  # nothing to save; some XLA versions give empty shards the whole shape
+        if any([0 in dim for dim in local]):  # nothing to save; some XLA versions give empty shards the whole shape
             return ((),) * len(leaves)
-        present = {c for dim in leaves for c in dim}
         for axis, size in self.mesh.items():
             for cls in self.table.get(axis, ()):
                 position = self._shardable_part(leaves, local, cls, size) if cls in present else None
@@ -120,7 +122,12 @@ class Layout:
                     assigned[dim][part] = (*assigned[dim].get(part, ()), axis)
                     local[dim][part] //= size
                     break
-        return tuple(tuple(a for part in sorted(parts) for a in parts[part]) for parts in assigned)
+        return tuple([tuple([a for part in sorted(parts) for a in parts[part]]) if parts else () for parts in assigned])
+
+    @cached_property
+    def _listed(self) -> set[int]:
+        """The logical axes in the table."""
+        return {c for classes in self.table.values() for c in classes}
 
     def _shardable_part(self, leaves: Leaves, local: list[list[int]], cls: int, size: int) -> tuple[int, int] | None:
         """The dimension, and the part of it, in which a mesh axis of `size` can shard the logical axis `cls`.
@@ -378,23 +385,3 @@ def exchanged_spec(of_layers: Spec, of_stages: Spec) -> Spec:
     """
     moved = {*axes_of(of_stages)}
     return tuple((*own, *(a for a in part if a not in moved)) for own, part in zip(of_stages, of_layers, strict=True))
-
-
-_typical: WeakKeyDictionary[Roles, tuple[int, ...]] = WeakKeyDictionary()
-
-
-def typical_inputs(axes: LogicalAxes, roles: Roles) -> tuple[int, ...]:
-    """The first and the last of all program inputs that have the same role, shape and logical axes, in order.
-
-    If nothing is fixed, a layout stores equal inputs alike, such as those of equal layers.
-    """
-    if roles not in _typical:
-        first: dict[Any, int] = {}
-        last: dict[Any, int] = {}
-        for v, role in roles.inputs.items():
-            key = axes.of_value[v], axes.program.avals[v].shape, role
-            first.setdefault(key, v)
-            last[key] = v
-        kept = {*first.values(), *last.values()}
-        _typical[roles] = tuple(v for v in roles.inputs if v in kept)
-    return _typical[roles]

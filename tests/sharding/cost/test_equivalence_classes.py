@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from autoshard.models.workloads import workload
+from autoshard.sharding.axes.typical_inputs import typical_inputs
 from autoshard.sharding.cost.equivalence_classes import ops_with_scopes
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
 from autoshard.sharding.layout import layout as layout_module
-from autoshard.sharding.layout.layout import typical_inputs
 from autoshard.sharding.layout.operator_sharding import operand_spec, result_spec
 from autoshard.sharding.machines.device_mesh import find_machine
 from autoshard.sharding.planner.planning import PlanningProblem

@@ -16,8 +16,9 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_classes
+from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import operand_spec, wanted_spec_of
+from autoshard.sharding.layout.operator_sharding import spec_function, wanted_spec_of
 from autoshard.spmdrules.core.placement import Spec
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
@@ -55,12 +56,14 @@ class SpecQueries:
         values = dict.fromkeys(v for some in needed for _, v in some if v >= 0)
         found = value_classes(axes, roles, values, distinct)
         class_of = dict(zip(values, found.numbers.tolist(), strict=True)) | {-1: -1}
-        numbers: dict[tuple[_SpecOf, int], int] = {}
+        numbers: dict[Any, int] = {}
         for some in needed:
-            for spec_of, v in some:
-                if numbers.setdefault((spec_of, class_of[v]), len(numbers)) == len(self.queries):
-                    self.queries.append((spec_of, v))
-            self.of_class.append(_picker([numbers[spec_of, class_of[v]] for spec_of, v in some]))
+            # Values of the same logical axes are computed and used in the same sharding.
+            keys = [(f, axes.of_value[v]) if f is Layout.spec else (f, class_of[v]) for f, v in some]
+            for key, query in zip(keys, some, strict=True):
+                if numbers.setdefault(key, len(numbers)) == len(self.queries):
+                    self.queries.append(query)
+            self.of_class.append(_picker([numbers[key] for key in keys]))
 
 
 def _picker(queries: Sequence[int]) -> Callable[[Mapping[int, int]], tuple[int, ...]]:
@@ -74,9 +77,9 @@ def _needed_specs(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> l
     """The functions and values that give the specs of an operator class."""
     op, kernel = op_class.op, op_class.kernel
     memory = (*kernel.reads, *kernel.writes) if kernel else ()
-    operands = [(operand_spec if v >= 0 else _spec_of_literal, v) for v in op.operands]
+    operands = [(spec_function(axes, roles, v) if v >= 0 else _spec_of_literal, v) for v in op.operands]
     results = [(wanted_spec_of(axes, roles, op, v), v) for v in op.results]
-    return [*operands, *results, *((operand_spec, v) for v in memory)]
+    return [*operands, *results, *((spec_function(axes, roles, v), v) for v in memory)]
 
 
 def _spec_of_literal(layout: Layout, literal: int) -> Spec:
@@ -121,10 +124,15 @@ class _Answers(dict[int, int]):
 
 
 class CanonicalLayout:
-    """The answers of one layout to the queries. It does not keep the layout."""
+    """The answers of one layout to the queries. It does not keep the layout.
+
+    Attributes:
+        priced: number of an operator class -> its price and the names of its mesh axes, once they are known.
+    """
 
     def __init__(self, layout: Layout, queries: SpecQueries):
         self.mesh, self.sequence = layout.mesh, layout.sequence
+        self.priced: dict[int, tuple[Price, Names]] = {}
         self._answers, self.specs = _Answers(layout, queries), queries.specs
         self._renamed = queries.renamed.setdefault((*self.mesh, None, *self.sequence.items()), {})
         self._known: dict[tuple[int, ...], CanonicalSpecs] = {}

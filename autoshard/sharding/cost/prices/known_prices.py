@@ -9,38 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.cost.constants import MOST_KNOWN_PRICES
 from autoshard.sharding.cost.equivalence_classes import OperatorClass
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalSpecs
-from autoshard.sharding.layout.operator_strategy import Move
+from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.program.operator_kinds import is_decision_point
-
-
-@shown
-@dataclass(frozen=True)
-class Price:
-    """The cost of one run of an operator.
-
-    Attributes:
-        time_us: microseconds of its kernel.
-        moves: the collectives that it needs.
-        held_bytes: for a declared operator, the peak bytes of its own values; for a grouped product, its masked copies.
-        beside_us: on a ring, the microseconds of its kernel during which keys are sent.
-    """
-
-    time_us: float
-    moves: tuple[Move, ...]
-    held_bytes: float = 0.0
-    beside_us: float = 0.0
-
 
 _numbers: dict[Any, tuple[int, Any]] = {}  # key of an operator class -> its number, and its rule, which keeps its id
 _prices: dict[Any, Price] = {}

@@ -21,7 +21,7 @@ from autoshard.sharding.cost.constants import ON_CHIP_SHARE
 from autoshard.sharding.cost.equivalence_classes import Facts, OperatorClass
 from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory, trace_opaque_memory
-from autoshard.sharding.cost.prices.known_prices import Price
+from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.cost.tiles import filled_tile_fraction, is_row_product
 from autoshard.sharding.layout.operator_sharding import strategy_for_specs
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy, shard_types

@@ -1,0 +1,26 @@
+"""What one run of an operator costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard._shown import shown
+from autoshard.sharding.layout.operator_strategy import Move
+
+
+@shown
+@dataclass(frozen=True)
+class Price:
+    """The cost of one run of an operator.
+
+    Attributes:
+        time_us: microseconds of its kernel.
+        moves: the collectives that it needs.
+        held_bytes: for a declared operator, the peak bytes of its own values; for a grouped product, its masked copies.
+        beside_us: on a ring, the microseconds of its kernel during which keys are sent.
+    """
+
+    time_us: float
+    moves: tuple[Move, ...]
+    held_bytes: float = 0.0
+    beside_us: float = 0.0
