@@ -165,7 +165,7 @@ def merged_reductions(moves: tuple[Move, ...]) -> tuple[Move, ...]:
     if not rest:
         return moves
     return tuple(
-        replace(m, axes=(*rest.get(m.array, ()), *m.axes)) if m.kind == "reduce-scatter" else m
+        m._replace(axes=(*rest.get(m.array, ()), *m.axes)) if m.kind == "reduce-scatter" else m
         for m in moves
         if m.kind != "all-reduce" or m.array not in rest
     )

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 
@@ -37,9 +37,8 @@ MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "
 
 
 @shown
-@dataclass(frozen=True)
-class Move:
-    """One collective that an operator needs.
+class Move(NamedTuple):
+    """One collective that an operator needs. A search makes so many that it is not a dataclass.
 
     Attributes:
         kind: the kind of collective.
@@ -166,31 +165,25 @@ def choose_strategy(
             None for no factor. These mesh axes come last, so they shard what others leave.
     """
     forced = forced or {}
-
-    def price(move: Move) -> float:
-        return move.wire_bytes * prices.weight(move.kind, math.prod([mesh[a] for a in move.axes]))
-
+    factors_of_axes = [*operands.factors_of_axes, *results.factors_of_axes]
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
     moves: list[Move] | None = None  # those of the last choice
-    for axis, n in sorted(mesh.items(), key=lambda item: item[0] in forced):
-        options = dict.fromkeys(p[axis] for a in (operands, results) for p in a.factors_of_axes if p.get(axis))
-        dividing = [f for f in options if rule.factor(f).shardable_into(shards.get(f, 1) * n)]
-        touched = any(axis in p for a in (operands, results) for p in a.factors_of_axes)
-        allowed = [
-            f
-            for f in forced.get(axis, ())
-            if touched and (f is None or rule.factor(f).shardable_into(shards.get(f, 1) * n))
-        ]
-        choices = allowed or ([*dividing, None] if options else [None])
+    for axis in sorted(mesh, key=lambda axis: axis in forced) if forced else mesh:
+        n = mesh[axis]
+        options = dict.fromkeys([p[axis] for p in factors_of_axes if p.get(axis)])
+        choices: list[str | None] = [f for f in options if rule.by_name[f].shardable_into(shards.get(f, 1) * n)]
+        choices.append(None)
+        if axis in forced and any(axis in p for p in factors_of_axes):
+            choices = [
+                f for f in forced[axis] if f is None or rule.by_name[f].shardable_into(shards.get(f, 1) * n)
+            ] or choices
         best, moves = (math.inf, choices[0]), None
         for factor in choices if len(choices) > 1 else ():
             needed = _moves(rule, operands, results, mesh, {**chosen, axis: factor})
-            cost = sum(map(price, needed))
-            if factor is None:
-                cost += (
-                    flops * (n - 1) / n / math.prod(shards.values() or [1]) / prices.flops_per_byte if options else 0.0
-                )
+            cost = sum([_price_of(move, mesh, prices) for move in needed])
+            if factor is None and options:
+                cost += flops * (n - 1) / n / math.prod(shards.values() or [1]) / prices.flops_per_byte
             if cost < best[0] * (1 - STRATEGY_TIE):
                 best, moves = (cost, factor), needed
         chosen[axis] = best[1]
@@ -199,6 +192,8 @@ def choose_strategy(
     for axis in _non_contiguous(rule, chosen, shards):
         chosen[axis], moves = None, None
     moves = _moves(rule, operands, results, mesh, chosen) if moves is None else moves
+    if len(mesh) < 2:  # one mesh axis has one order
+        return OperatorStrategy(chosen, tuple(moves))
     arrays = [
         *((i, *array) for i, array in enumerate(zip(operands.dims, operands.nbytes, operands.specs, strict=True))),
         *((-1 - i, *array) for i, array in enumerate(zip(results.dims, results.nbytes, results.specs, strict=True))),
@@ -208,13 +203,19 @@ def choose_strategy(
     return OperatorStrategy(ordered, tuple(moves))
 
 
+def _price_of(move: Move, mesh: Mapping[str, int], prices: LinkPrices) -> float:
+    if move.kind != "all-to-all":  # the only kind with another weight than 1
+        return move.wire_bytes
+    return move.wire_bytes * prices.weight(move.kind, math.prod([mesh[a] for a in move.axes]))
+
+
 def _non_contiguous(rule: Rule, chosen: Mapping[str, str | None], shards: Mapping[str, int]) -> list[str]:
     """The mesh axes under which shards are not contiguous.
 
     They shard a factor, but an earlier factor of the same dimension is not sharded to single elements.
     """
     found: set[str] = set()
-    for dim in {dim for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1}:
+    for dim in rule.compound_dims:
         single = True  # whether all earlier factors are sharded to single elements
         for f in dim:
             found |= {f} if f in shards and not single else set()
@@ -245,7 +246,7 @@ def _moves(
         return local / n if kind == "reduce-scatter" else local
 
     for i, own, size, axes, factor_of_axis in operands.arrays:
-        differing = [a for a, f in factors.items() if a in factor_of_axis and factor_of_axis[a] != f]
+        differing = [a for a, f in factors.items() if factor_of_axis.get(a, f) != f]
         if differing:
             local = size / math.prod([mesh[a] for a in axes])
             moved = [a for a in differing if (f := factors[a]) is not None and f in own]  # to another dimension
@@ -258,8 +259,10 @@ def _moves(
         computed = [a for a, f in factors.items() if f is not None and f in own]  # axes that shard the result
         local = size / math.prod([mesh[a] for a in {*computed, *(a for a in axes if a not in factors)}])
         partial = [a for a, f in differing.items() if a not in computed and rule.partial(f, i) is not None]
-        local = add("reduce-scatter", [a for a in partial if a in factor_of_axis], -1 - i, local)
-        add("all-reduce", [a for a in partial if a not in factor_of_axis], -1 - i, local)
-        add("all-to-all", [a for a in differing if a in computed and a in factor_of_axis], -1 - i, local)
-        add("all-gather", [a for a in differing if a in computed and a not in factor_of_axis], -1 - i, local)
+        if partial:
+            local = add("reduce-scatter", [a for a in partial if a in factor_of_axis], -1 - i, local)
+            add("all-reduce", [a for a in partial if a not in factor_of_axis], -1 - i, local)
+        if moved := [a for a in differing if a in computed]:
+            add("all-to-all", [a for a in moved if a in factor_of_axis], -1 - i, local)
+            add("all-gather", [a for a in moved if a not in factor_of_axis], -1 - i, local)
     return moves

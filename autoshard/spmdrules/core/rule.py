@@ -177,6 +177,11 @@ class Rule:
         """The factors by name."""
         return {f.name: f for f in self.factors}
 
+    @cached_property
+    def compound_dims(self) -> frozenset[tuple[str, ...]]:
+        """The dimensions of operands and results that several factors make up."""
+        return frozenset(dim for dims in (*self.operands, *self.results) for dim in dims if len(dim) > 1)
+
     def where(self, **changes: Any) -> Rule:
         """Returns this rule with some attributes replaced."""
         return replace(self, **changes)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoshard._shown import shown
 from autoshard.sharding.layout.operator_strategy import Move
 
 
 @shown
-@dataclass(frozen=True)
-class Price:
+class Price(NamedTuple):
     """The cost of one run of an operator.
 
     Attributes:
