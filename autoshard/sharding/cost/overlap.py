@@ -74,7 +74,7 @@ class Overlap:
             if place is None:
                 continue
             numbers = stretch_of[place.ops]
-            if not len(place.starts) and len(numbers) and (numbers == numbers[0]).all():
+            if not len(place.starts) and len(numbers) and (len(numbers) == 1 or (numbers == numbers[0]).all()):
                 some = found[int(numbers[0])]
                 (some.gathers if place.is_before else some.reductions).append((n, place.ops))
                 continue

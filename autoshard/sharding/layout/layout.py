@@ -247,27 +247,24 @@ class Layout:
         if not free or 0 in shape:
             return spec
         out = [list(dim) for dim in spec]
-        shardable = [
-            d for d in range(len(shape)) if shape[d] > 1 and not any(c in self.axes.stacked for c in leaves[d])
-        ]
-
-        def local(d: int) -> int:
-            return shape[d] // self.shard_count(out[d])
-
+        local = [n // self.shard_count(dim) for n, dim in zip(shape, spec, strict=True)]
+        stacked, apart = self.axes.stacked, self._batch_is_sharded_apart(role)
+        shardable = [d for d, n in enumerate(shape) if n > 1 and not any([c in stacked for c in leaves[d]])]
         # The output feature dimension; if this is not a kernel, an index past the last dimension.
         outputs = self.axes.kernels.get(leaves, 0) + len(shape)
-
         while free:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
-                divisible = [d for d in shardable if local(d) % self.shard_count(free[:count]) == 0]
+                shards = self.shard_count(free[:count])
+                divisible = [d for d in shardable if local[d] % shards == 0]
                 if divisible:
-                    if self._batch_is_sharded_apart(role):
+                    if apart:
                         divisible = [d for d in divisible if not spec[d]] or divisible
                     if outputs in divisible:
-                        least = LEAST_INPUT_FEATURES * self.shard_count(free[:count])
-                        divisible = [d for d in divisible if d != outputs and local(d) >= least] or divisible
-                    best = max(divisible, key=lambda d: (local(d), -d))
+                        least = LEAST_INPUT_FEATURES * shards
+                        divisible = [d for d in divisible if d != outputs and local[d] >= least] or divisible
+                    best = max(divisible, key=lambda d: (local[d], -d))
                     out[best] += free[:count]
+                    local[best] //= shards
                     free = free[count:]
                     break
             else:
