@@ -8,10 +8,14 @@ import pytest
 from autoshard import Plan, plan
 from autoshard.errors import PlanRequestError
 from autoshard.models import workload
-from autoshard.sharding.layout.plan_edits import Change
+from autoshard.sharding.layout.layout import Layout
+from autoshard.sharding.layout.plan_edits import Change, changed
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.sharding.search import layout_search, local_search
+from autoshard.sharding.search.candidate import price
+from autoshard.sharding.search.local_search import shards_alike, single_changes, specs_of_values
 from autoshard.train.program.build import workload_step
+from tests.sharding.cost.test_equivalence_classes import problem
 from tests.sharding.search.test_layout_search import train_step
 
 TINY = workload("llama-tiny")
@@ -62,6 +66,23 @@ def with_few_rows(words: str | None = None) -> Plan:
     config = dataclasses.replace(work.config, layers=8, remat="full")
     step, state, batch = workload_step(dataclasses.replace(work, config=config))
     return plan(step, state, batch, target="v5e:8x8", plan=words, donate_argnums=0)
+
+
+@pytest.mark.parametrize("words", ["dp:4 tp:2 seq", "fsdp:8"])
+def test_changes_that_shard_alike_have_the_same_price(words):
+    planning, start = problem(), problem()._requested_layout(words)
+    before = price(words, start, planning.cost, planning.memory)
+    specs, gains = specs_of_values(start), {True: 0, False: 0}
+    for change in single_changes(start):
+        after = changed(start, change)
+        alike = shards_alike(start, after, specs)
+        now = price(f"{words} {change}", after, planning.cost, planning.memory)
+        same = (now.cost.step_time_us, now.peak_bytes) == (before.cost.step_time_us, before.peak_bytes)
+        assert same or not alike, change
+        gains[alike] += 1
+        anew = Layout(after.axes, after.roles, after.mesh, after.table, after.storage)
+        assert all(anew.spec_of(leaves) == spec for leaves, spec in after.known_specs.items()), change
+    assert all(gains.values()), "some changes shard alike, others do not"
 
 
 @pytest.mark.slow

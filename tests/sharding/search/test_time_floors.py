@@ -27,25 +27,16 @@ def known(request):
     problem = PlanningProblem(trace(step, (state, batch), {}, (0,)), find_machine(None, target), None)
     axes, roles = problem.axes, problem.roles
     layouts = distinct_layouts((str(each), layout_of(axes, roles, each)) for each in known_plans(roles, devices))
-    return layouts, [price(name, layout, problem.cost, problem.memory) for name, layout in layouts], problem.cost
+    return layouts, [price(name, layout, problem.cost, problem.memory) for name, layout in layouts]
 
 
 def test_no_plan_is_faster_than_the_least_time_of_its_group(known):
-    layouts, candidates, _ = known
+    layouts, candidates = known
     for members in groups_of(layouts):
         least_us = candidates[members[0]].cost.rows_us
         for n in members:
             assert candidates[n].cost.step_time_us >= candidates[n].cost.rows_us > 0
             assert candidates[n].cost.rows_us >= least_us * (1 - FLOOR_ERROR), layouts[n][0]
-
-
-def test_the_bounds_of_rows_rise_to_their_time(known):
-    layouts, candidates, cost = known
-    for (name, layout), candidate in zip(layouts, candidates, strict=True):
-        bounds = list(cost.rows_us(layout))
-        assert bounds == pytest.approx(sorted(bounds)), name
-        assert bounds[-1] == pytest.approx(candidate.cost.rows_us), name
-        assert len(bounds) > 2 and bounds[0] < bounds[-1]
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ class MadeUp:
 
 @pytest.mark.parametrize("every", [1, 3])  # of every so many plans one fits
 def test_the_plans_that_matter_are_priced_once(known, every):
-    layouts, *_ = known
+    layouts, _ = known
     made = MadeUp(layouts, lambda n: n % every == 0)
     found, times = made.promising(), made.times
     assert [c.name for c in found] == [name for name, _ in layouts if name in made.priced], "their order stays"
@@ -111,7 +102,7 @@ def test_the_plans_that_matter_are_priced_once(known, every):
 
 
 def test_the_best_of_each_kind_is_priced(known):
-    layouts, *_ = known
+    layouts, _ = known
     made = MadeUp(layouts)
     found = made.promising(150.0)
     kinds = {kind_of(name) for name, _ in layouts}
@@ -121,7 +112,7 @@ def test_the_best_of_each_kind_is_priced(known):
 
 
 def test_plans_beyond_a_given_time_are_left_out(known):
-    layouts, *_ = known
+    layouts, _ = known
     made = MadeUp(layouts)
     found = made.promising(250.0)
     assert {c.name for c in found} >= {c.name for c in made.times.values() if c.rows_us < 250}
@@ -131,7 +122,7 @@ def test_plans_beyond_a_given_time_are_left_out(known):
 
 
 def test_bounds_rise_only_as_far_as_they_matter(known):
-    layouts, *_ = known
+    layouts, _ = known
     made = MadeUp(layouts)
     made.promising(150.0)
     complete = [least for bound, least in made.bounds if bound == least]
@@ -139,5 +130,5 @@ def test_bounds_rise_only_as_far_as_they_matter(known):
 
 
 def test_all_plans_are_priced_if_none_fits(known):
-    layouts, *_ = known
+    layouts, _ = known
     assert len(MadeUp(layouts, lambda n: False).promising(250.0)) == len(layouts)

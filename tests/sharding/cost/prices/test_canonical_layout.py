@@ -1,0 +1,43 @@
+"""Specs in which numbers stand for mesh axes."""
+
+import gc
+import weakref
+
+from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
+from tests.sharding.cost.test_equivalence_classes import problem
+
+
+def canonical(words):
+    chosen = problem()._requested_layout(words)
+    return CanonicalLayout(chosen, problem().cost.queries), chosen
+
+
+def test_names_of_mesh_axes_do_not_matter():
+    (one, _first), (other, _second) = canonical("dp:8"), canonical("zero1:8")
+    number = next(n for n, each in enumerate(problem().cost.classes) if each.op.name == "dot_general")
+    assert one(number).number == other(number).number
+    assert (one(number).names, other(number).names) == ({"0": ("dp",)}, {"0": ("zero1",)})
+
+
+def test_sizes_of_mesh_axes_matter():
+    (one, _first), (other, _second) = canonical("dp:4 tp:2"), canonical("dp:2 tp:4")
+    numbers = [(one(n).number, other(n).number) for n in range(len(problem().cost.classes))]
+    assert any(a != b for a, b in numbers)
+
+
+def test_specs_are_derived_when_they_are_needed():
+    found, chosen = canonical("dp:4 tp:2 seq")
+    before = len(chosen.known_specs)
+    found(0)
+    after_one = len(chosen.known_specs)
+    for number in range(len(problem().cost.classes)):
+        found(number)
+    assert before < after_one < len(chosen.known_specs)
+
+
+def test_the_layout_is_not_kept():
+    found, chosen = canonical("fsdp:8")
+    alive = weakref.ref(chosen)
+    del chosen
+    gc.collect()
+    assert alive() is None and found.mesh == {"fsdp": 8}
