@@ -16,13 +16,11 @@ from typing import Any
 
 import jax
 
+from autoshard._processes import RESTARTS
 from autoshard._shown import shown
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config import run_directory
 from autoshard.train.run import distributed
-
-RESTARTS = "AUTOSHARD_RESTARTS"
-"""Environment variable in which a launcher says how often it has started the run again."""
 
 
 @shown
@@ -63,8 +61,8 @@ class Attempt:
         if self._limit and distributed.value_of_main_process(len(failed)) >= self._limit:
             last = f"; the last one: {failed[-1]}" if failed else ""
             raise AutoshardError(
-                f"{str(run_dir)!r}: {self._limit} attempts in a row began at step {step} and saved no later step{last}. "
-                "It is not started again: find the cause, then continue with --resume"
+                f"{str(run_dir)!r}: {self._limit} attempts in a row began at step {step} and saved no later step{last}"
+                ". It is not started again: find the cause, then continue with --resume"
             )
         self.step = step
         self._number = 1 + max((event["attempt"] for event in events), default=0)
@@ -137,5 +135,6 @@ def check_first_start(limit: int) -> None:
         raise ConfigError(f"{RESTARTS}={text} must be a number")
     if limit and int(text) >= limit:
         raise AutoshardError(
-            f"the run was started {int(text)} times before and never began to train: find the cause, then launch it again"
+            f"the run was started {int(text)} times before and never began to train: find the cause, then launch it "
+            "again"
         )

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from autoshard._processes import RESTARTS
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config.command_line import parse_config
 from autoshard.train.config.train_config import TrainConfig
-from autoshard.train.run.attempts import RESTARTS, Attempt, check_first_start, fruitless, read_attempts
+from autoshard.train.run.attempts import Attempt, check_first_start, fruitless, read_attempts
 from autoshard.train.run.loop import Trainer, train
 
 
