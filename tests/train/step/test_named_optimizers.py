@@ -38,14 +38,14 @@ def updates(config: OptimizerConfig, gradients: Any = None, count: int = 3) -> A
     [("cosine", 0.1 + 0.9 * 0.5, 0.1), ("linear", 0.1 + 0.9 * 0.5, 0.1), ("wsd", 1.0, 0.1), ("constant", 1.0, 1.0)],
 )
 def test_schedules(name, middle, late):
-    rate = learning_rate_schedule(OptimizerConfig(schedule=name, decay_share=0.25, **RATES), 22)
+    rate: Any = learning_rate_schedule(OptimizerConfig(schedule=name, decay_share=0.25, **RATES), 22)
     assert set(SCHEDULES) >= {name}
     found = [float(rate(step)) for step in (0, 1, 2, 12, 22)]
     np.testing.assert_allclose(found, [1 / 3, 2 / 3, 1.0, middle, late], rtol=1e-6)
 
 
 def test_wsd_decays_in_the_last_part_only():
-    rate = learning_rate_schedule(OptimizerConfig(schedule="wsd", decay_share=0.25, **RATES), 22)
+    rate: Any = learning_rate_schedule(OptimizerConfig(schedule="wsd", decay_share=0.25, **RATES), 22)
     constant, middle, late = (float(rate(step)) for step in (17, 19, 22))
     assert constant == 1.0 and 0.1 < middle < 1.0 and late == pytest.approx(0.1)
 
