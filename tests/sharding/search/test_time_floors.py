@@ -115,10 +115,10 @@ def test_plans_beyond_a_given_time_are_left_out(known):
     layouts, _ = known
     made = MadeUp(layouts)
     found = made.promising(250.0)
-    assert {c.name for c in found} >= {c.name for c in made.times.values() if c.rows_us < 250}
-    slow = [c for c in found if c.rows_us > 260]
+    assert {c.name for c in found} >= {c.name for c in made.times.values() if c.cost.rows_us < 250}
+    slow = [c for c in found if c.cost.rows_us > 260]
     assert len(slow) < len(groups_of(layouts)) - 2, "not even one of each other group"
-    assert len({c.rows_us for c in slow}) == len(slow), "at most one of a group"
+    assert len({c.cost.rows_us for c in slow}) == len(slow), "at most one of a group"
 
 
 def test_bounds_rise_only_as_far_as_they_matter(known):
