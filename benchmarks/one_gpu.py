@@ -1,4 +1,4 @@
-"""One attached GPU, and what plans predict of it: rates, attention, train steps, decoding.
+"""One attached GPU, and what plans predict of it: rates, loops, attention, experts, train steps, decoding.
 
     JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/one_gpu.py      measure
     ... --sections rates attention            some of them
@@ -30,6 +30,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  
 
 import gpu_attention
 import gpu_decoding
+import gpu_experts
+import gpu_loops
 import gpu_rates
 import gpu_steps
 import jax
@@ -43,7 +45,8 @@ from autoshard.sharding.machines.targets import find_target, target_for
 
 PATH = RESULTS / "one_gpu.json"
 SECTIONS: Mapping[str, ModuleType] = {
-    "rates": gpu_rates, "attention": gpu_attention, "steps": gpu_steps, "decoding": gpu_decoding,
+    "rates": gpu_rates, "loops": gpu_loops, "attention": gpu_attention, "experts": gpu_experts, "steps": gpu_steps,
+    "decoding": gpu_decoding,
 }  # fmt: skip
 Content = dict[str, Any]
 

@@ -110,3 +110,14 @@ GRADIENT_VECTOR_OPS = 8
 # The largest tile of rows where grouped products run in plain JAX, on platforms without the kernel. A product reads a
 # matrix for each tile, so it makes this many FLOPs for each byte of 16-bit weights: enough for any GPU.
 TILED_ROWS = 1024
+
+# --- Grouped products on NVIDIA GPUs (`grouped.triton`). Only speed depends on these figures.
+
+# Rows, columns and contracted elements of a block, and rows that the gradient of the matrices reads at a time.
+TRITON_ROWS, TRITON_COLUMNS, TRITON_INNER, TRITON_GRADIENT_ROWS = 128, 128, 64, 64
+
+# Warps of a block, loads in flight, and blocks of rows that neighbouring programs share.
+TRITON_WARPS, TRITON_STAGES, TRITON_NEIGHBOURS = 8, 3, 8
+
+# FLOP/s that the products of these kernels reach, as a fraction of those of large products.
+TRITON_REACHED = 0.7

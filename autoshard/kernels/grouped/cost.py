@@ -9,8 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.kernels.constants import FLOAT32, GRADIENT_VECTOR_OPS, STEP_OVERHEAD_US
+from autoshard.kernels.constants import (
+    FLOAT32,
+    GRADIENT_VECTOR_OPS,
+    STEP_OVERHEAD_US,
+    TRITON_NEIGHBOURS,
+    TRITON_REACHED,
+)
 from autoshard.kernels.grouped.tiles import Shape, Tiles, gradient_tiles, product_tiles, tiled_rows
+from autoshard.kernels.grouped.triton import gradient_blocks, product_blocks
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 
@@ -26,7 +33,11 @@ def product_cost(rows: Any, weights: Any, sizes: Any, own: Any, positions: Any, 
         call: the `GroupedCall`.
     """
     shape = shape_of(rows, weights.shape[1] if call.transposed else weights.shape[2], sizes, own)
-    if call.kernel == "tiled":
+    blocks = product_blocks(shape.inner, shape.columns) if call.kernel == "triton" else None
+    if blocks:
+        read = Tiles(blocks.rows * TRITON_NEIGHBOURS, blocks.contracted, shape.columns)
+        return _triton(shape, blocks.rows, shape.product_bytes(read))
+    if call.kernel != "megablox":
         return _tiled(shape, rows.shape[0], sizes.shape[0], shape.product_bytes, 0.0)
     return product_kernel_cost(shape, product_tiles(shape, rows.shape[0], call.vector_memory_bytes))
 
@@ -37,7 +48,11 @@ def gradient_cost(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *
     `d_out` is the cotangent of the product, `[m, n]`. The other arguments are those of `product_cost`.
     """
     shape = shape_of(rows, d_out.shape[1], sizes, own)
-    if call.kernel == "tiled":
+    blocks = gradient_blocks(shape.inner, shape.columns) if call.kernel == "triton" else None
+    if blocks:
+        read = Tiles(blocks.contracted, blocks.rows * TRITON_NEIGHBOURS, blocks.columns * TRITON_NEIGHBOURS)
+        return _triton(shape, blocks.contracted, shape.gradient_bytes(read))
+    if call.kernel != "megablox":
         held = float(shape.groups) * shape.inner * shape.columns * FLOAT32
 
         def moved(tiles: Tiles) -> float:  # each visit adds to its group's gradient
@@ -74,6 +89,12 @@ def gradient_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
         vector_ops=float(elements * GRADIENT_VECTOR_OPS),
         overhead_us=shape.steps(tiles) * STEP_OVERHEAD_US,
     )
+
+
+def _triton(shape: Shape, tile: int, moved: float) -> KernelCost:
+    """Return the cost of a Triton kernel that computes `tile` rows at a time, in a group's last tile too."""
+    flops = shape.flops(Tiles(tile, shape.inner, shape.columns))
+    return KernelCost(flops, shape.itemsize, moved, efficiency=TRITON_REACHED)
 
 
 def _tiled(shape: Shape, rows: int, all_groups: int, moved: Any, held: float) -> KernelCost:

@@ -17,7 +17,12 @@ from autoshard.models import dropless
 from autoshard.models.dropless import operators
 from autoshard.sharding.oracle.rule_check import check_rule
 
-TILED, KERNEL = GroupedCall("tiled"), GroupedCall("megablox", interpret=True)
+TILED, KERNEL, TRITON = (
+    GroupedCall("tiled"),
+    GroupedCall("megablox", interpret=True),
+    GroupedCall("triton", interpret=True),
+)
+CALLS = pytest.mark.parametrize("call", [TILED, KERNEL, TRITON], ids=["tiled", "megablox", "triton"])
 
 # rows, inner elements, columns, group sizes
 CASES = {
@@ -64,7 +69,7 @@ def assert_near(found, right, tolerance):
         assert one.shape == other.shape and error <= tolerance * max(np.linalg.norm(other), 1.0)
 
 
-@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
+@CALLS
 @pytest.mark.parametrize("case", [*CASES])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["f32", "bf16"])
 def test_values_and_gradients_are_those_of_each_group(case, call, dtype, tolerance):
@@ -81,7 +86,7 @@ def test_float64_is_summed_in_float64():
         assert_near(run(TILED, *args, (0, 1, 2, 3)), expected(*args), 1e-14)
 
 
-@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
+@CALLS
 def test_rows_outside_of_all_groups_do_not_matter(call):
     """They may hold anything: NaNs stay out of values and gradients."""
     rows, weights, d_out, sizes = operands("few rows")
@@ -93,7 +98,7 @@ def test_rows_outside_of_all_groups_do_not_matter(call):
     assert_near(spoiled, right, 2e-6)
 
 
-@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
+@CALLS
 def test_parts_of_the_groups_add_up(call):
     """The first part has an empty group, and the second part's rows start inside of a tile."""
     rows, weights, d_out, sizes = operands("many tiles")
