@@ -42,10 +42,12 @@ CASES: Mapping[str, Workload] = {
 SMALL: Mapping[str, Workload] = {name: workload(name) for name in ("llama-tiny", "mixtral-tiny", "vit-tiny")}
 
 
-def figures(target: Target, *, small: bool = False) -> Iterator[Figure]:
-    """Plan all steps, compile them together, and run them one after the other."""
+def figures(target: Target, *, small: bool = False, only: str = "") -> Iterator[Figure]:
+    """Plan all steps with `only` in their name, compile them together, and run them one after the other."""
     programs, lowered = {}, {}
     for name, work in (SMALL if small else CASES).items():
+        if only not in name:
+            continue
         programs[name], made = _planned(work, target)
         shapes = programs[name].abstract_state(), work.batch()
         lowered[name] = made.jit(jax.devices()[:1]).lower(*shapes)  # pyright: ignore[reportFunctionMemberAccess]

@@ -114,7 +114,7 @@ TILED_ROWS = 1024
 # --- Grouped products on NVIDIA GPUs (`grouped.triton`). Only speed depends on these figures.
 
 # Rows, columns and contracted elements of a block, and rows that the gradient of the matrices reads at a time.
-TRITON_ROWS, TRITON_COLUMNS, TRITON_INNER, TRITON_GRADIENT_ROWS = 128, 128, 64, 64
+TRITON_ROWS, TRITON_COLUMNS, TRITON_INNER, TRITON_GRADIENT_ROWS = 128, 256, 64, 64
 
 # Warps of a block, loads in flight, and blocks of rows that neighbouring programs share.
 TRITON_WARPS, TRITON_STAGES, TRITON_NEIGHBOURS = 8, 3, 8

@@ -17,7 +17,7 @@ from autoshard.kernels.constants import (
     TRITON_REACHED,
 )
 from autoshard.kernels.grouped.tiles import Shape, Tiles, gradient_tiles, product_tiles, tiled_rows
-from autoshard.kernels.grouped.triton import gradient_blocks, product_blocks
+from autoshard.kernels.grouped.triton import Blocks, gradient_blocks, product_blocks
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 
@@ -33,10 +33,8 @@ def product_cost(rows: Any, weights: Any, sizes: Any, own: Any, positions: Any, 
         call: the `GroupedCall`.
     """
     shape = shape_of(rows, weights.shape[1] if call.transposed else weights.shape[2], sizes, own)
-    blocks = product_blocks(shape.inner, shape.columns) if call.kernel == "triton" else None
-    if blocks:
-        read = Tiles(blocks.rows * TRITON_NEIGHBOURS, blocks.contracted, shape.columns)
-        return _triton(shape, blocks.rows, shape.product_bytes(read))
+    if call.kernel == "triton" and (blocks := product_blocks(shape.inner, shape.columns)):
+        return triton_product_cost(shape, blocks)
     if call.kernel != "megablox":
         return _tiled(shape, rows.shape[0], sizes.shape[0], shape.product_bytes, 0.0)
     return product_kernel_cost(shape, product_tiles(shape, rows.shape[0], call.vector_memory_bytes))
@@ -48,10 +46,8 @@ def gradient_cost(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *
     `d_out` is the cotangent of the product, `[m, n]`. The other arguments are those of `product_cost`.
     """
     shape = shape_of(rows, d_out.shape[1], sizes, own)
-    blocks = gradient_blocks(shape.inner, shape.columns) if call.kernel == "triton" else None
-    if blocks:
-        read = Tiles(blocks.contracted, blocks.rows * TRITON_NEIGHBOURS, blocks.columns * TRITON_NEIGHBOURS)
-        return _triton(shape, blocks.contracted, shape.gradient_bytes(read))
+    if call.kernel == "triton" and (blocks := gradient_blocks(shape.inner, shape.columns)):
+        return triton_gradient_cost(shape, blocks)
     if call.kernel != "megablox":
         held = float(shape.groups) * shape.inner * shape.columns * FLOAT32
 
@@ -89,6 +85,18 @@ def gradient_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
         vector_ops=float(elements * GRADIENT_VECTOR_OPS),
         overhead_us=shape.steps(tiles) * STEP_OVERHEAD_US,
     )
+
+
+def triton_product_cost(shape: Shape, blocks: Blocks) -> KernelCost:
+    """Return the cost of the Triton kernel of a product: neighbouring programs share what they read."""
+    read = Tiles(blocks.rows * TRITON_NEIGHBOURS, blocks.contracted, shape.columns)
+    return _triton(shape, blocks.rows, shape.product_bytes(read))
+
+
+def triton_gradient_cost(shape: Shape, blocks: Blocks) -> KernelCost:
+    """Return the cost of the Triton kernel of the gradient of the matrices."""
+    read = Tiles(blocks.contracted, blocks.rows * TRITON_NEIGHBOURS, blocks.columns * TRITON_NEIGHBOURS)
+    return _triton(shape, blocks.contracted, shape.gradient_bytes(read))
 
 
 def _triton(shape: Shape, tile: int, moved: float) -> KernelCost:

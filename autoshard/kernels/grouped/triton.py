@@ -29,6 +29,7 @@ from autoshard.kernels.constants import (
     TRITON_STAGES,
     TRITON_WARPS,
 )
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 
 @shown
@@ -54,7 +55,7 @@ def product_blocks(inner: int, columns: int) -> Blocks | None:
     """Return the blocks of a product `[m, inner] x [groups, inner, columns]`, or None if no block divides a dimension.
 
     >>> product_blocks(1024, 3584), product_blocks(1024, 100)
-    (Blocks(rows=128, columns=128, contracted=64, warps=8, stages=3), None)
+    (Blocks(rows=128, columns=256, contracted=64, warps=8, stages=3), None)
     """
     contracted, across = _divisor(inner, TRITON_INNER), _divisor(columns, TRITON_COLUMNS)
     return Blocks(TRITON_ROWS, across, contracted) if contracted and across else None
@@ -73,7 +74,7 @@ def blocks_of_rows(rows: int, groups: int, block: int) -> int:
 
 def triton_product(
     rows: jax.Array, weights: jax.Array, starts: jax.Array, ends: jax.Array, *,
-    transposed: bool, blocks: Blocks, interpret: bool,
+    transposed: bool, blocks: Blocks, cost: KernelCost, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """Return rows times the matrices of their groups, `[m, n]`; zeros in rows outside of all groups.
 
@@ -84,6 +85,7 @@ def triton_product(
         ends: the row after the last one of each group.
         transposed: whether the matrices are transposed.
         blocks: `product_blocks(k, n)`.
+        cost: what the kernel states for audits.
         interpret: whether Pallas interprets the kernel.
     """
     count, inner = rows.shape
@@ -99,14 +101,16 @@ def triton_product(
         out_shape=jax.ShapeDtypeStruct((padded.shape[0], columns), rows.dtype),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
+        metadata=_stated(cost),
         name="grouped_product",
     )(group, first, end, steps, padded, weights)
     return out[:count]
 
 
 def triton_gradient(
-    rows: jax.Array, d_out: jax.Array, starts: jax.Array, ends: jax.Array, *, blocks: Blocks, interpret: bool
-) -> jax.Array:
+    rows: jax.Array, d_out: jax.Array, starts: jax.Array, ends: jax.Array, *,
+    blocks: Blocks, cost: KernelCost, interpret: bool,
+) -> jax.Array:  # fmt: skip
     """Return the gradient of the matrices, `[groups, k, n]`, summed in float32; zeros for groups without rows.
 
     Args:
@@ -115,6 +119,7 @@ def triton_gradient(
         starts: first row of each group, int32 `[groups]`.
         ends: the row after the last one of each group.
         blocks: `gradient_blocks(k, n)`.
+        cost: what the kernel states for audits.
         interpret: whether Pallas interprets the kernel.
     """
     groups, inner, columns = starts.shape[0], rows.shape[1], d_out.shape[1]
@@ -127,6 +132,7 @@ def triton_gradient(
         out_shape=jax.ShapeDtypeStruct((groups, inner, columns), rows.dtype),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
+        metadata=_stated(cost),
         name="grouped_weights_gradient",
     )(starts, ends, rows, d_out)
 
@@ -201,6 +207,11 @@ def _place(program: Any, along: int, across: int) -> tuple[Any, Any]:
     height = jnp.minimum(along - first, TRITON_NEIGHBOURS)
     inside = program - strip * TRITON_NEIGHBOURS * across
     return first + inside % height, inside // height
+
+
+def _stated(cost: KernelCost) -> dict[str, str]:
+    """Return a cost as the compiled program keeps it. XLA ignores it; audits read it (`sharding.hlo.triton_calls`)."""
+    return {name: repr(getattr(cost, name)) for name in ("flops", "itemsize", "moved_bytes", "efficiency")}
 
 
 def _divisor(size: int, largest: int) -> int:
