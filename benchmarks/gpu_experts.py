@@ -174,7 +174,7 @@ def predictions(target: Target) -> Predictions:
 
 def _named(blocks: Blocks) -> str:
     sizes = f"{blocks.rows} x {blocks.columns} x {blocks.contracted}"
-    return f"Triton, blocks {sizes}, {blocks.warps} warps, {blocks.stages} loads"
+    return f"Triton with blocks {sizes}, {blocks.warps} warps, {blocks.stages} loads"
 
 
 def _case(name: str, shape: Shape, each: str) -> str:

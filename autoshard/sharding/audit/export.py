@@ -75,7 +75,7 @@ def export_plan(executable: Executable, options: Options | None = None) -> Compi
 
 
 def _of_gpus(mesh: Any, topology: str) -> Any:
-    """Return the mesh with the kind of its GPUs: newer JAX needs it to lower Pallas kernels where no GPU is attached."""
+    """Return the mesh with the kind of its GPUs: newer JAX needs it to lower Pallas kernels without an attached GPU."""
     gpu = gpu_figures(topology.partition(":")[0])
     kind = jax.sharding.AbstractDevice(device_kind=gpu["description"], num_cores=gpu["core_count"], platform="gpu")
     return mesh.update(abstract_device=kind)
