@@ -1,4 +1,4 @@
-"""Products of experts on an attached GPU, in all forms that could compute them, and the planner's times of two forms.
+"""Products of experts on an attached GPU, in all forms that could compute them, and the planner's times.
 
 A form computes the product of rows and the matrices of their experts, the gradient of the rows, and the gradient of the
 matrices. Rows choose experts at random, so groups have different sizes. The forms:
@@ -118,7 +118,7 @@ def _mosaic() -> Form:
     return dict(zip(PASSES, (product, of_rows, of_matrices), strict=True))
 
 
-CALLS = {"Triton": GroupedCall("triton"), "tiles": GroupedCall("tiled")}
+CALLS = {"Triton": GroupedCall("triton"), "tiles": GroupedCall("tiled", launches=True)}
 BLOCKS = [
     Blocks(128, 128, 64, 4, 3), Blocks(128, 128, 64, 4, 4), Blocks(128, 128, 64, 8, 3), Blocks(128, 128, 64, 8, 4),
     Blocks(128, 256, 64, 8, 4), Blocks(256, 128, 64, 8, 3), Blocks(64, 256, 64, 4, 4), Blocks(128, 128, 32, 4, 4),
@@ -165,9 +165,10 @@ def predictions(target: Target) -> Predictions:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
         for shape in SHAPES:
-            for name, call in CALLS.items():
-                for each, fn in _grouped(call).items():
-                    made = plan(fn, *shape.operands(), target=target.name, plan="dp:1")
+            forms = {name: _grouped(call) for name, call in CALLS.items()}
+            for name, form in (forms | {"ragged_dot": _differentiated(jax.lax.ragged_dot)}).items():
+                for each, fn in form.items():
+                    made = plan(fn, *shape.operands(), target=target.name, plan="dp:1", kernels="off")
                     found[_case(name, shape, each), "time"] = made.estimate.step_time_us / 1e3
     return found
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas
-from jax.experimental.pallas import triton
 
+from autoshard._compat.pallas_triton import triton
 from autoshard._shown import shown
 from autoshard.kernels.constants import (
     TRITON_COLUMNS,
