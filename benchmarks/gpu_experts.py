@@ -104,7 +104,13 @@ def _mosaic() -> Form:
     from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
     from jax.experimental.pallas.ops.gpu.transposed_ragged_dot_mgpu import transposed_ragged_dot
 
-    options = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 8}
+    options: dict[str, Any] = {
+        "block_m": 128,
+        "block_n": 128,
+        "block_k": 64,
+        "max_concurrent_steps": 4,
+        "grid_block_n": 8,
+    }
 
     def product(rows: Any, weights: Any, d_out: Any, sizes: Any) -> Any:
         return ragged_dot(rows, weights, group_sizes=sizes, **options)

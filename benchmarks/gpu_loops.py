@@ -7,7 +7,7 @@ tiles of the experts has, and the host waits for its condition. `LOOP_WAIT_US` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,25 +62,24 @@ def _name(kind: str, *sizes: int) -> str:
 def _lowered(kind: str, *sizes: int) -> tuple[Any, list[jax.ShapeDtypeStruct]]:
     """Return the lowered loop, and the shapes of its operands without the number of iterations."""
     if kind == "copy":
-        shapes, dtype = [(sizes[0] * 2**18,)], jnp.float32
-        body: Callable[..., Any] = lambda x: x * 1.001  # noqa: E731
+        shapes, dtype, products = [(sizes[0] * 2**18,)], jnp.float32, 0
     elif kind == "tile":
         m, k, n = sizes
-        shapes, dtype = [(m, k), (k, n), (n, k)], jnp.bfloat16
-        body = lambda x, up, down: x @ up @ down  # noqa: E731
+        shapes, dtype, products = [(m, k), (k, n), (n, k)], jnp.bfloat16, 1
     else:
         n = sizes[0] if kind == "product" else TINY
-        products = 1 if kind == "product" else sizes[0]
-        shapes, dtype = [(n, n), (n, n)], jnp.bfloat16
+        shapes, dtype, products = [(n, n), (n, n)], jnp.bfloat16, 1 if kind == "product" else sizes[0]
 
-        def body(x: Any, w: Any) -> Any:
-            for _ in range(products):
-                x = x @ w
-            return x
+    def body(x: Any, others: Sequence[Any]) -> Any:
+        if not others:
+            return x * 1.001
+        for w in [*others] * products:
+            x = x @ w
+        return x
 
     def run(*operands: Any) -> Any:
         x, *others, count = operands
-        return lax.fori_loop(0, count if kind == "condition" else ITERATIONS, lambda _, x: body(x, *others), x)
+        return lax.fori_loop(0, count if kind == "condition" else ITERATIONS, lambda _, x: body(x, others), x)
 
     given = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     return jax.jit(run).lower(*given, jax.ShapeDtypeStruct((), jnp.int32)), given
