@@ -35,6 +35,12 @@ def test_each_row_is_in_one_block_of_its_group():
     assert owner.tolist() == [-1] * 5 + [1] * 25 + [2] * 11 + [-1] * 9 and set(steps) == {0, 4}
 
 
+@pytest.mark.parametrize(("along", "across"), [(11, 3), (8, 1), (5, 4)])
+def test_each_block_has_one_program(along, across):
+    places = {tuple(map(int, triton._place(number, along, across))) for number in range(along * across)}
+    assert places == {(row, column) for row in range(along) for column in range(across)}
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_outside_of_all_groups_are_zero_and_reach_no_other_row(transposed, monkeypatch):
     """Programs run in any order on a GPU. Here they run backwards, so no block hides what one before it wrote."""
