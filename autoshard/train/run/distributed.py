@@ -47,7 +47,9 @@ def initialize() -> None:
         return
     if (place := find_place()) is not None:
         _use_cpu_collectives()
-        jax.distributed.initialize(*place, heartbeat_timeout_seconds=_HEARTBEAT_S)
+        jax.distributed.initialize(
+            place.address, place.processes, place.process, heartbeat_timeout_seconds=_HEARTBEAT_S
+        )
         if place.process:
             _silence()
     elif is_in_cluster():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from autoshard._shown import shown
 from autoshard.errors import ConfigError
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -14,7 +15,9 @@ _ONE_TASK = "start the processes with srun, or unset SLURM_NTASKS to train in on
 _SKYPILOT_PORT = 8476  # chosen: JAX's own default on TPUs
 
 
-class Place(NamedTuple):
+@shown
+@dataclass(frozen=True)
+class Place:
     """The place of a process among those of its run.
 
     Attributes:
@@ -45,7 +48,8 @@ def find_place() -> Place | None:
         missing = [name for name in _VARIABLES if name not in given]
         if missing:
             raise ConfigError(f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all three or none")
-        return _place(given[_VARIABLES[0]], *_numbers(_VARIABLES[1:], "set all three or none"), _VARIABLES)
+        count, process = _numbers(_VARIABLES[1:], "set all three or none")
+        return _place(given[_VARIABLES[0]], count, process, _VARIABLES)
     if os.environ.get(_SKYPILOT[0], "1") != "1":
         count, process = _numbers(_SKYPILOT[:2], "SkyPilot sets both")
         addresses = os.environ.get(_SKYPILOT[2], "").split()

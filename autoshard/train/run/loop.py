@@ -41,6 +41,7 @@ from autoshard.train.program.planned_step import (
 from autoshard.train.program.pretrained import first_state, kept_files, open_weights
 from autoshard.train.run import distributed
 from autoshard.train.run.attempts import Attempt, check_first_start
+from autoshard.train.run.goodput import goodput_of, goodput_text
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loss_plot import plot_loss
 from autoshard.train.run.metrics import Reporter, peak_flops, read_metrics
@@ -93,9 +94,10 @@ class Trainer:
         self.config = config = fit_vocab(config, self.source.vocab_size)
         self._check_run_dir()
         self._attempt = Attempt(limit := config.max_failures if config.resume_if_started else 0)
+        self._goodput = self._attempt.goodput
         if stored is not None:
             check_same_run(config, stored)
-            self._attempt.begin(*saved_progress(config))  # before planning, which may be what fails
+            self._attempt.check(*saved_progress(config))
         else:
             check_first_start(limit)
         searched = None
@@ -108,18 +110,17 @@ class Trainer:
         place = partial(place_step, train_step_of(config, self.program), self.program)
         self.placed: PlacedStep
         self._planned_anew: str | None = None
-        if stored is None:
-            self.placed = place(config, searched)
-        else:
-            self.placed, self._planned_anew = place_again(place, config, stored)
+        with self._goodput.spent_on("plan"):
+            if stored is None:
+                self.placed = place(config, searched)
+            else:
+                self.placed, self._planned_anew = place_again(place, config, stored)
         self._eval_step: PlacedEvalStep | None = None
         self._watchdog = Watchdog(config.deadline_seconds)
         self.run_dir = self._claim_run_dir()
 
     def run(self) -> Result:
         """Train to the last step, or until a signal requests a stop."""
-        if not self.config.resume:
-            self._attempt.begin(self.run_dir, 0)
         with self._attempt.recorded():
             return self._run()
 
@@ -127,6 +128,7 @@ class Trainer:
         checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=retention_policy(self.config))
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             checkpoints.claim()  # before anything in the folder changes, because another run may be training in it
+            self._attempt.begin(self.run_dir, checkpoints.latest() or 0)
             state = self._first_state(checkpoints)
             checkpoints.prepare(state)
             self._plan_text = self.placed.plan.to_json()  # once, because it takes longer than a save
@@ -146,8 +148,12 @@ class Trainer:
             with self._watchdog.paused():
                 if checkpoints.latest() != step:
                     self._save(checkpoints, step, state, evaluation, block=True)
+            spent = self._attempt.spent()
+            causes = {f"seconds_{cause}": seconds for cause, seconds in spent.items()}
+            reporter.write(step, {"goodput": goodput_of(spent), **causes})
             reporter.close()
             self._conclude(state, step, reporter, interrupted_by)
+            reporter.print(goodput_text(spent, self._attempt.number))
             self._attempt.reason = interrupted_by or "finished"
         return Result(self.run_dir, step, evaluation, interrupted_by)
 
@@ -197,7 +203,8 @@ class Trainer:
             if self.config.pretrained.folder is not None:
                 return first_state(self.config, self.program, self.placed.state_shapes)
             return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
-        state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
+        with self._goodput.spent_on("restore"):
+            state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
         assert checkpoints.restored is not None
         step = self._attempt.step = checkpoints.restored.step
         check_resumable(self.config, self._data_digest, step, checkpoints.config(step))
@@ -257,8 +264,9 @@ class Trainer:
         stop_agreement = StopAgreement(interrupts, start, at_least_every=config.log_every)
         reporter.start()
         with self._batches(start) as batches:
-            for step, batch in batches:
-                state, metrics = self.placed.step(state, batch)
+            for step, batch in self._goodput.waiting(batches, "data"):
+                with self._goodput.spent_on("compile") if step == start else contextlib.nullcontext():
+                    state, metrics = self.placed.step(state, batch)
                 self._metrics = metrics
                 # At most one step is in flight while the next is dispatched, so that a signal takes effect soon.
                 jax.block_until_ready(last_loss)
@@ -290,14 +298,16 @@ class Trainer:
         block: bool = False,
     ) -> None:
         self._check_finite(step, jax.device_get(self._metrics))
-        checkpoints.save(
-            step,
-            state,
-            config=checkpoint_config(self.config) | {"data": self._data_digest},
-            metrics=evaluation.metrics() if evaluation is not None else {},
-            plan=self._plan_text,
-            block=block,
-        )
+        with self._goodput.spent_on("save"):
+            checkpoints.save(
+                step,
+                state,
+                config=checkpoint_config(self.config) | {"data": self._data_digest},
+                metrics=evaluation.metrics() if evaluation is not None else {},
+                plan=self._plan_text,
+                block=block,
+            )
+        self._attempt.saved(step)
         if distributed.is_main():
             write_inference(self.run_dir / run_directory.CHECKPOINTS, self.config, self.program)
 
@@ -323,14 +333,15 @@ class Trainer:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
         if self._eval_step is None:
             self._eval_step = place_eval_step(make_eval_step(self.program, loss_of(self.config)), parts, self.config)
-        evaluation = evaluate(
-            self._eval_step,
-            parts,
-            self.source,
-            batches=batches,
-            prefetch=self.config.prefetch,
-            after_batch=self._watchdog.beat,
-        )
+        with self._goodput.spent_on("evaluation"):
+            evaluation = evaluate(
+                self._eval_step,
+                parts,
+                self.source,
+                batches=batches,
+                prefetch=self.config.prefetch,
+                after_batch=self._watchdog.beat,
+            )
         reporter.record(step, evaluation.metrics())
         return evaluation
 
