@@ -24,7 +24,8 @@ from autoshard.kernels.grouped.tiles import Shape, Tiles, gradient_tiles, produc
 from autoshard.kernels.grouped.triton import Blocks, gradient_blocks, product_blocks
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
-Costs = KernelCost | tuple[KernelCost, ...]
+Costs = tuple[KernelCost, ...]
+"""The costs of kernels that run one after another."""
 
 
 def product_cost(rows: Any, weights: Any, sizes: Any, own: Any, positions: Any, *, call: Any) -> Costs:
@@ -40,10 +41,10 @@ def product_cost(rows: Any, weights: Any, sizes: Any, own: Any, positions: Any, 
     """
     shape = shape_of(rows, weights.shape[1] if call.transposed else weights.shape[2], sizes, own)
     if call.kernel == "triton" and (blocks := product_blocks(shape.inner, shape.columns)):
-        return triton_product_cost(shape, blocks)
+        return (triton_product_cost(shape, blocks),)
     if call.kernel != "megablox":
-        return tiled_product_cost(shape, tiled_rows(rows.shape[0], sizes.shape[0]), launches=call.launches)
-    return product_kernel_cost(shape, product_tiles(shape, rows.shape[0], call.vector_memory_bytes))
+        return tiled_product_cost(shape, tiled_rows(rows.shape[0], sizes.shape[0]), launches=_launches(call))
+    return (product_kernel_cost(shape, product_tiles(shape, rows.shape[0], call.vector_memory_bytes)),)
 
 
 def gradient_cost(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *, call: Any) -> Costs:
@@ -53,10 +54,10 @@ def gradient_cost(rows: Any, d_out: Any, sizes: Any, own: Any, positions: Any, *
     """
     shape = shape_of(rows, d_out.shape[1], sizes, own)
     if call.kernel == "triton" and (blocks := gradient_blocks(shape.inner, shape.columns)):
-        return triton_gradient_cost(shape, blocks)
+        return (triton_gradient_cost(shape, blocks),)
     if call.kernel != "megablox":
-        return tiled_gradient_cost(shape, tiled_rows(rows.shape[0], sizes.shape[0]), launches=call.launches)
-    return gradient_kernel_cost(shape, gradient_tiles(shape, rows.shape[0], call.vector_memory_bytes))
+        return tiled_gradient_cost(shape, tiled_rows(rows.shape[0], sizes.shape[0]), launches=_launches(call))
+    return (gradient_kernel_cost(shape, gradient_tiles(shape, rows.shape[0], call.vector_memory_bytes)),)
 
 
 def shape_of(rows: Any, columns: int, sizes: Any, own: Any) -> Shape:
@@ -114,7 +115,7 @@ def tiled_product_cost(shape: Shape, tile: int, *, launches: bool) -> Costs:
     visits, tiles = shape.visits(tile), Tiles(tile, shape.inner, shape.columns)
     product = KernelCost(shape.flops(tiles), shape.itemsize, shape.product_bytes(tiles))
     copied = 2.0 * (tile + shape.columns) * shape.inner + 3.0 * tile * shape.columns
-    return (product, _copies(visits, copied * shape.itemsize, TILE_KERNELS)) if launches else product
+    return (product, _copies(visits, copied * shape.itemsize, TILE_KERNELS)) if launches else (product,)
 
 
 def tiled_gradient_cost(shape: Shape, tile: int, *, launches: bool) -> Costs:
@@ -127,10 +128,15 @@ def tiled_gradient_cost(shape: Shape, tile: int, *, launches: bool) -> Costs:
     gradient = float(shape.inner * shape.columns * FLOAT32)
     moved, held = shape.gradient_bytes(tiles), shape.groups * gradient
     if not launches:
-        return KernelCost(shape.flops(tiles), shape.itemsize, moved + 2.0 * visits * gradient, held)
+        return (KernelCost(shape.flops(tiles), shape.itemsize, moved + 2.0 * visits * gradient, held),)
     product = KernelCost(shape.flops(tiles), shape.itemsize, moved + visits * gradient, held)
     copied = 2.0 * tile * (shape.inner + shape.columns) * shape.itemsize + 5.0 * gradient
     return product, _copies(visits, copied, TILE_KERNELS_GRADIENT)
+
+
+def _launches(call: Any) -> bool:
+    """Return whether the host launches the loop's kernels. A call with the Triton kernel is for a GPU."""
+    return call.launches or call.kernel == "triton"
 
 
 def _copies(visits: int, copied: float, kernels: int) -> KernelCost:

@@ -18,10 +18,19 @@ def arrays(*shapes):
     return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def test_blocks_are_powers_of_2_that_divide_the_matrix():
-    assert product_blocks(14336, 4096)[:3] == (128, 256, 64)
-    assert product_blocks(48, 96)[:3] == (128, 32, 16) and gradient_blocks(48, 96)[:3] == (16, 32, 64)
-    assert product_blocks(24, 96) is None is product_blocks(96, 24) is gradient_blocks(24, 96)
+@pytest.mark.parametrize(
+    ("choose", "inner", "columns", "expected"),
+    [
+        (product_blocks, 14336, 4096, Blocks(128, 256, 64)),
+        (product_blocks, 48, 96, Blocks(128, 32, 16)),
+        (gradient_blocks, 48, 96, Blocks(16, 32, 64)),
+        (product_blocks, 24, 96, None),
+        (product_blocks, 96, 24, None),
+        (gradient_blocks, 24, 96, None),
+    ],
+)
+def test_blocks_are_powers_of_2_that_divide_the_matrix(choose, inner, columns, expected):
+    assert choose(inner, columns) == expected
 
 
 def test_each_row_is_in_one_block_of_its_group():
