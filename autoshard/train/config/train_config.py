@@ -32,9 +32,9 @@ from autoshard.train.step.train_step import BatchKind
 
 RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
-    "gather overlap schedule virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes "
-    "keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds "
-    "allow_other_data resume_if_started max_failures".split()
+    "gather overlap schedule virtual_devices log_every metrics eval_every eval_batches checkpoint_every "
+    "checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema "
+    "deadline_seconds allow_other_data resume_if_started max_failures".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
@@ -150,6 +150,8 @@ class TrainConfig:
 
     log_every: int = 10
     """Steps between lines of metrics."""
+    metrics: tuple[str, ...] = ("tensorboard",)
+    """Where metrics go besides metrics.jsonl: some of tensorboard, wandb, mlflow."""
     eval_every: int = 0
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_batches: int = 0

@@ -18,11 +18,7 @@ from autoshard.ckpt import Checkpointer, Restored, RetentionPolicy, SaveEvery
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models import flops_per_token
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import (
-    TrainConfig,
-    checkpoint_config,
-    to_dict,
-)
+from autoshard.train.config.train_config import TrainConfig, checkpoint_config, to_dict
 from autoshard.train.data.prefetch import Prefetcher, place_batch
 from autoshard.train.data.text_data import Source
 from autoshard.train.data.tokenizer import load_codec
@@ -44,6 +40,7 @@ from autoshard.train.run.attempts import Attempt, check_first_start
 from autoshard.train.run.goodput import goodput_of, goodput_text
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loss_plot import plot_loss
+from autoshard.train.run.metric_writers import check_writers
 from autoshard.train.run.metrics import Reporter, peak_flops, read_metrics
 from autoshard.train.run.resumption import (
     check_resumable,
@@ -92,6 +89,7 @@ class Trainer:
         config = with_offload(config)
         self.source: Source = make_source(config)
         self.config = config = fit_vocab(config, self.source.vocab_size)
+        check_writers(config.metrics)
         self._check_run_dir()
         self._attempt = Attempt(limit := config.max_failures if config.resume_if_started else 0)
         self._goodput = self._attempt.goodput
@@ -134,6 +132,7 @@ class Trainer:
             self._plan_text = self.placed.plan.to_json()  # once, because it takes longer than a save
             start = int(state.step)
             options = {"start": start, "enabled": distributed.is_main(), "per": loss_item(self.config)}
+            options |= {"writers": self.config.metrics, "settings": to_dict(self.config)}
             reporter = Reporter(self.run_dir, steps=self.config.steps, **options)
             stack.callback(reporter.close)
             self._report_start(reporter, start, checkpoints.restored)

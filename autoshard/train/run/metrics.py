@@ -1,19 +1,19 @@
-"""Report a run: a progress bar, JSON lines and TensorBoard. Only the main process reports."""
+"""Report a run: a progress bar, JSON lines, and other writers of metrics. Only the main process reports."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
-from tensorboardX import SummaryWriter
 
 from autoshard.sharding.machines.chips import CHIPS, chip_name
 from autoshard.train.config import run_directory
+from autoshard.train.run.metric_writers import open_writers
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -39,7 +39,17 @@ class Reporter:
     If `enabled` is false, as in all processes except the main one, every method does nothing.
     """
 
-    def __init__(self, run_dir: Path, *, steps: int, start: int, enabled: bool, per: str = "token") -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        steps: int,
+        start: int,
+        enabled: bool,
+        per: str = "token",
+        writers: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """Open the metrics files, and drop the lines of steps after `start`.
 
         Args:
@@ -48,6 +58,8 @@ class Reporter:
             start: Step that the run continues from. Later steps were lost in a crash, and their metrics are dropped.
             enabled: Whether this process reports.
             per: What the loss is a mean over.
+            writers: Names of where metrics go besides the JSON lines.
+            settings: Settings of the run, for writers that keep them.
         """
         self.enabled = enabled
         self._steps, self._per = steps, per
@@ -59,7 +71,7 @@ class Reporter:
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         temporary.replace(path)
         self._lines = path.open("a", buffering=1)
-        self._board = SummaryWriter(str(run_dir / run_directory.TENSORBOARD), purge_step=start + 1 if start else None)
+        self._writers = open_writers(writers, run_dir, settings or {}, start)
         self._console = Console(highlight=False)
         self._bar = Progress(
             TextColumn("step"),
@@ -103,15 +115,16 @@ class Reporter:
         if not self.enabled:
             return
         self._lines.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        for writer in self._writers:
+            writer.write(step, values)
 
     def close(self) -> None:
         """Stop the progress bar and close the files."""
         if self.enabled and not self._lines.closed:
             self._bar.stop()
             self._lines.close()
-            self._board.close()
+            for writer in self._writers:
+                writer.close()
 
 
 def _figures(values: Mapping[str, float], per: str) -> str:

@@ -1,0 +1,133 @@
+"""Where metrics go besides the run's JSON lines: TensorBoard, Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensorboardX import SummaryWriter
+
+from autoshard._shown import shown
+from autoshard.errors import ConfigError
+from autoshard.train.config import run_directory
+
+PROJECT = "autoshard"  # of Weights & Biases, and the experiment of MLflow, unless their environment variables name one
+
+
+@shown
+class MetricWriter(Protocol):
+    """Writes the metrics of steps."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], start: int) -> None:
+        self._board = SummaryWriter(str(run_dir / run_directory.TENSORBOARD), purge_step=start + 1 if start else None)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], start: int) -> None:
+        wandb: Any = importlib.import_module("wandb")
+        self._run = wandb.init(
+            project=PROJECT,
+            id=_kept_name(run_dir / "wandb_id", lambda: secrets.token_hex(8)),
+            name=run_dir.name,
+            dir=str(run_dir),
+            config=dict(settings),
+            resume="allow",  # a resumed run continues the same curves
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any], start: int) -> None:
+        self._mlflow: Any = importlib.import_module("mlflow")
+        file, environment = run_dir / "mlflow_id", self._mlflow.environment_variables
+        if not environment.MLFLOW_TRACKING_URI.get():
+            self._mlflow.set_tracking_uri(f"sqlite:///{(run_dir / 'mlflow.db').resolve()}")
+        if not environment.MLFLOW_EXPERIMENT_NAME.get():
+            self._mlflow.set_experiment(PROJECT)
+        if file.exists():
+            self._mlflow.start_run(run_id=file.read_text())
+        else:
+            run = self._mlflow.start_run(run_name=run_dir.name)
+            _kept_name(file, lambda: run.info.run_id)
+            self._mlflow.log_params(_flat(settings))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+_WRITERS: Mapping[str, tuple[str, Callable[[Path, Mapping[str, Any], int], MetricWriter]]] = {
+    "tensorboard": ("tensorboardX", _TensorBoard),
+    "wandb": ("wandb", _WeightsAndBiases),
+    "mlflow": ("mlflow", _MLflow),
+}
+
+
+def check_writers(names: Sequence[str]) -> None:
+    """Refuse unknown names, and those whose package is not installed.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name in names:
+        if name not in _WRITERS:
+            raise ConfigError(f"metrics {name!r} is unknown: give some of {', '.join(_WRITERS)}, or none")
+        package = _WRITERS[name][0]
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"metrics {name} needs the package {package}: pip install 'autoshard[{name}]', or leave {name} out"
+            )
+
+
+def open_writers(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any], start: int) -> list[MetricWriter]:
+    """Open the writers of a run.
+
+    Args:
+        names: Names of writers.
+        run_dir: Folder of the run. Identifiers of a run in other services are kept there, so that a resumed run
+            continues its curves.
+        settings: Settings of the run.
+        start: Step that the run continues from.
+    """
+    return [_WRITERS[name][1](run_dir, settings, start) for name in names]
+
+
+def _kept_name(file: Path, make: Callable[[], str]) -> str:
+    """Return the text of a file, which is made at the first call."""
+    if not file.exists():
+        file.write_text(make())
+    return file.read_text()
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
