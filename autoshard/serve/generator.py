@@ -171,8 +171,7 @@ def load_generator(
     tensors, described = folder.tensors(), Described.of(folder, dtype, {})
 
     def opened() -> Opened:
-        found = described.spelled(tensors)
-        found.check(tensors, str(folder.path))
+        found = described.fitted(folder, tensors)
         shapes = as_tree(found.abstract(tensors))
         return Opened(found.graph, shapes, lambda shardings: found.read(folder, tensors, shardings))
 

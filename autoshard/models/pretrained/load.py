@@ -17,6 +17,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.decoder.config_changes import config_fields, with_changes
+from autoshard.models.pretrained.copied import copied_patterns, warn_of_copies
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.fast_copy import FetchAhead, copy_transposed
@@ -65,8 +66,8 @@ def load_pretrained(
     folder = Folder.open(path)
     described = Described.of(folder, dtype, changes)
     tensors = folder.tensors()
-    described = described.spelled(tensors)
-    described.check(tensors, str(folder.path))
+    described = described.fitted(folder, tensors)
+    warn_of_copies(described.family, folder, tensors, "save_pretrained")
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
     return described.read(folder, tensors, by_path(made.in_shardings()[0]))
 
@@ -168,27 +169,33 @@ class Described:
         sources = _sources(family, cfg, 0, shapes)
         return cls(cfg, family, origin, graph, shapes, sources, dtype)
 
-    def spelled(self, tensors: Mapping[str, Tensor]) -> Described:
-        """Return the same with the tensors' names in the spelling that fits most of the folder's tensors."""
-        if not self.family.spellings:
-            return self
+    def fitted(self, folder: Folder, tensors: Mapping[str, Tensor]) -> Described:
+        """Return the same with the spelling of names that fits most of the tensors, and with tensors that are copied.
+
+        Args:
+            folder: the folder.
+            tensors: the folder's tensors.
+
+        Raises:
+            AutoshardError: tensors are missing or unexpected, or have other shapes.
+        """
+        copied = copied_patterns(self.family, folder, tensors)
 
         def found(sources: Mapping[str, Source]) -> int:
             return sum(name in tensors for one in sources.values() for name in one.names.values())
 
         choices = [_sources(self.family, self.cfg, n, self.shapes) for n in range(1 + len(self.family.spellings))]
         best = max(range(len(choices)), key=lambda n: found(choices[n]))
-        origin = dataclasses.replace(self.origin, spelling=best)
+        origin = self.origin.with_tensors(folder, best, copied)
+        wanted = {name: one.tensor_shape for one in choices[best].values() for name in one.names.values()}
+        patterns = [*self.family.ignored, *self.family.unneeded(self.cfg), *copied]
+        ignored = {name for name in tensors if any(re.fullmatch(pattern, name) for pattern in patterns)}
+        check_tensors(tensors, wanted, ignored, str(folder.path))
+        if origin == self.origin:
+            return self
         model = nnx.merge(self.graph, as_tree(self.shapes))
         model.origin = origin
         return dataclasses.replace(self, origin=origin, graph=nnx.graphdef(model), sources=choices[best])
-
-    def check(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Compare the folder's tensors with those of the model."""
-        wanted = {name: one.tensor_shape for one in self.sources.values() for name in one.names.values()}
-        patterns = [*self.family.ignored, *self.family.unneeded(self.cfg)]
-        ignored = {name for name in tensors if any(re.fullmatch(pattern, name) for pattern in patterns)}
-        check_tensors(tensors, wanted, ignored, where)
 
     def abstract(self, tensors: Mapping[str, Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the parameters, with the requested dtype or that of the files."""

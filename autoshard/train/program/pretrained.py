@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from autoshard.ckpt.exchange import safetensors
+from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import ConfigError
 from autoshard.models.adapters import add_adapters, trained_parameters
 from autoshard.models.adapters.rows import BASE, weights_table
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
+from autoshard.models.pretrained.copied import copied_tensors, warn_of_copies
 from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.load import Described, read_values
 from autoshard.models.pretrained.tables import Source, sources_of
@@ -68,6 +71,15 @@ def kept_files(folder: Path) -> Iterator[Path]:
     yield folder / CONFIG
     for pattern in _OTHER_FILES:
         yield from (file for file in sorted(folder.glob(pattern)) if file.is_file())
+
+
+def keep_copied(config: TrainConfig, out: Path) -> None:
+    """Write the tensors of the folder that its model does not use into the run's folder, as they are stored."""
+    folder, tensors, described = open_weights(config)
+    warn_of_copies(described.family, folder, tensors, "`autoshard ckpt export`")
+    if described.origin.copied:
+        copied = copied_tensors(folder, described.origin.copied)
+        safetensors.write(out, copied, shard_bytes=SHARD_BYTES, metadata={"format": "pt"})
 
 
 def fit_pretrained(config: TrainConfig, vocab_size: int) -> TrainConfig:
@@ -152,8 +164,7 @@ def open_weights(config: TrainConfig) -> tuple[Folder, Mapping[str, Tensor], Des
     assert config.pretrained.folder is not None
     folder = Folder.open(config.pretrained.folder)
     tensors = folder.tensors()
-    described = describe(config).spelled(tensors)
-    described.check(tensors, str(folder.path))
+    described = describe(config).fitted(folder, tensors)
     if config.pretrained.dtype is None:
         dtypes = {path: leaf.dtype for path, leaf in described.shapes.items()}
         _check_dtypes(described.sources, tensors, dtypes, folder)

@@ -24,7 +24,7 @@ from autoshard.train.inference.trained_model import load_trained
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
 from tests.models.adapters.test_adapters import adapted
-from tests.models.pretrained.folders import GPT2, LLAMA, make_folder
+from tests.models.pretrained.folders import DEEPSEEK_V3, GPT2, LLAMA, add_predicting_layer, make_folder
 from tests.train.run.test_resumption import attach
 
 MakeConfig = Callable[..., TrainConfig]
@@ -93,6 +93,24 @@ def test_an_imported_folder_is_step_0_of_a_run(
     assert main(["ckpt", "export", f"{run}@0", str(out)]) == 0
     before, after = tensors(folder), tensors(out)
     assert before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("always:.*has layer 2, which predicts one more token")
+def test_tensors_that_the_model_does_not_use_stay_with_the_run(
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = make_folder(tmp_path / "model", {**DEEPSEEK_V3, "vocab_size": 256})
+    copied = add_predicting_layer(folder, 2)
+    before, run = tensors(folder), str(tmp_path / "run")
+    settings = ["--data", str(text_file), "--gpt.context", "16", "--batch-size", "8", "--plan", "dp:8"]
+    assert main(["ckpt", "import", str(folder), run, *settings]) == 0
+    assert "`autoshard ckpt export` copies them unchanged" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    assert main(["ckpt", "export", run, str(tmp_path / "out")]) == 0
+    after = tensors(tmp_path / "out")
+    assert copied < before.keys() and before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
 
 
