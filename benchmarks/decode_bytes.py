@@ -33,6 +33,7 @@ from judged_steps import compiled
 
 from autoshard.errors import AutoshardWarning
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
+from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.decoder.published import DECODERS
 from autoshard.models.pretrained.parameter_paths import by_path
@@ -58,11 +59,21 @@ def _llama3_8b() -> DecoderConfig:
     return DecoderConfig(128_256, 4096, kinds, heads=32, kv_heads=8, head_dim=128, ffn=14_336, context=8192)
 
 
+def _mixtral_8x7b() -> DecoderConfig:
+    """Mixtral 8x7B (table 1 of arXiv:2401.04088)."""
+    kinds = (LayerKind(rotary=Rotary(1_000_000.0), experts=True),) * 32
+    experts = ExpertsConfig(8, 2, 14_336)
+    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336, "context": 32_768}
+    return DecoderConfig(32_000, 4096, kinds, **sizes, experts=experts)
+
+
 CASES: Mapping[str, Case] = {
     "llama3-8b": Case(_llama3_8b(), rows=16, length=2048),
     "gemma3-4b": Case(DECODERS["gemma3-4b"], rows=16, length=4096),
     "qwen3-30b-a3b": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048),
     "qwen3-30b-a3b, 2 rows": Case(DECODERS["qwen3-30b-a3b"], rows=2, length=2048),
+    "qwen3-30b-a3b, 1 row": Case(DECODERS["qwen3-30b-a3b"], rows=1, length=2048),
+    "mixtral-8x7b, 1 row": Case(_mixtral_8x7b(), rows=1, length=2048),
 }
 
 
