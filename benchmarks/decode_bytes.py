@@ -26,17 +26,23 @@ from fnmatch import fnmatch
 from typing import Any
 
 import jax
+import numpy as np
 from common import RESULTS, Console, Table
 from estimate import estimate
 from flax import nnx
 from judged_steps import compiled
 
+from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardWarning
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.decoder.published import DECODERS
-from autoshard.models.pretrained.parameter_paths import by_path
+from autoshard.models.pretrained.families import known_families
+from autoshard.models.pretrained.parameter_paths import by_path, parameters_of
+from autoshard.models.pretrained.quantized.fp8_blocks import Fp8Blocks
+from autoshard.models.pretrained.quantized.kept_codes import kept_weights, put_codes
+from autoshard.models.pretrained.tables import sources_of
 from autoshard.serve.steps import Steps
 
 PATH = RESULTS / "decode_bytes.json"
@@ -46,11 +52,12 @@ TARGETS = ("v5e:2x4", "v6e:2x4")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its rows and the positions of its cache."""
+    """A model, its rows and the positions of its cache, and whether its matrices are codes in fp8 with scales."""
 
     config: DecoderConfig
     rows: int
     length: int
+    codes: bool = False
 
 
 def _llama3_8b() -> DecoderConfig:
@@ -69,6 +76,7 @@ def _mixtral_8x7b() -> DecoderConfig:
 
 CASES: Mapping[str, Case] = {
     "llama3-8b": Case(_llama3_8b(), rows=16, length=2048),
+    "llama3-8b in fp8": Case(_llama3_8b(), rows=16, length=2048, codes=True),
     "gemma3-4b": Case(DECODERS["gemma3-4b"], rows=16, length=4096),
     "qwen3-30b-a3b": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048),
     "qwen3-30b-a3b, 2 rows": Case(DECODERS["qwen3-30b-a3b"], rows=2, length=2048),
@@ -110,6 +118,8 @@ def row_of(name: str, target: str) -> Row:
     case = CASES[name]
     config = dataclasses.replace(case.config, dtype="bfloat16", param_dtype="bfloat16", remat="none")
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    if case.codes:
+        _put_codes(model, config)
     graph, params = nnx.split(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
@@ -129,6 +139,20 @@ def row_of(name: str, target: str) -> Row:
         moved_bytes=judged and judged.hbm_bytes,
         seconds=judged and judged.step["roofline"],
     )
+
+
+def _put_codes(model: Decoder, config: DecoderConfig) -> None:
+    """Put codes and scales of blocks of 128 x 128 in the place of a Llama's matrices, as `keep_codes` does."""
+    family = known_families()["LlamaForCausalLM"]
+    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
+    sources = sources_of(family.stacks(config), family.table(config), shapes)
+
+    def stored(name: str, shape: tuple[int, ...]) -> Tensor:
+        dtype = Fp8Blocks.code_dtype if name.endswith("_proj.weight") else config.param_dtype
+        return Tensor(name, shape, dtype, lambda: np.empty(shape, dtype))
+
+    tensors = {name: stored(name, one.tensor_shape) for one in sources.values() for name in one.names.values()}
+    put_codes(model, kept_weights(sources, tensors, Fp8Blocks(), "the benchmark"))
 
 
 def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int) -> int:

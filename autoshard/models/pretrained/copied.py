@@ -9,11 +9,11 @@ import re
 import warnings
 from collections.abc import Collection
 
-from autoshard.ckpt.exchange.export import cast_values
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.pretrained.families.family import Family
 from autoshard.models.pretrained.folder import Folder
+from autoshard.models.pretrained.quantized.scheme import cast_tensor
 
 
 def copied_patterns(family: Family, folder: Folder, tensors: Collection[str]) -> dict[str, str]:
@@ -66,13 +66,7 @@ def copied_tensors(
         if not _matching([pattern], tensors):
             raise AutoshardError(f"{str(folder.path)!r} has no tensors whose names match {pattern!r}")
     found = [tensors[name] for name in _matching(patterns, tensors)]
-    return found if coded else [_cast(one, dtype) for one in found]
-
-
-def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
-    # A decoded tensor says bfloat16, but is read as float32.
-    kept = dtype if dtype is not None and "float" in tensor.dtype else tensor.dtype
-    return Tensor(tensor.name, tensor.shape, kept, lambda: cast_values(tensor.name, tensor.read(), kept))
+    return found if coded else [cast_tensor(one, dtype) for one in found]
 
 
 def _matching(patterns: Collection[str], names: Collection[str]) -> list[str]:

@@ -25,6 +25,7 @@ from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, st
 from autoshard.models.pretrained.host_memory import Reused, aligned_empty
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
+from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, kept_weights, parameters_of_codes, put_codes
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
@@ -38,6 +39,7 @@ def load_pretrained(
     plan: Any = None,
     dtype: str | None = None,
     batch: tuple[int, int] | None = None,
+    keep_codes: bool = False,
     **changes: Any,
 ) -> Any:
     """Load a model from a folder as it comes from the Hugging Face Hub, with each tensor read onto its shards.
@@ -53,6 +55,8 @@ def load_pretrained(
         dtype: dtype of the parameters; by default each has the stored one.
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
+        keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen:
+            each product decodes its weight. Weights whose blocks are not ranges of their dimensions are decoded here.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
             `attention`; and `compute_dtype`, the dtype of the computation.
 
@@ -68,6 +72,8 @@ def load_pretrained(
     tensors = folder.tensors()
     described = described.fitted(folder, tensors)
     warn_of_copies(described.family, folder, tensors, "save_pretrained")
+    if keep_codes:
+        described, tensors = described.keeping_codes(folder, tensors)
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
     return described.read(folder, tensors, by_path(made.in_shardings()[0]))
 
@@ -197,6 +203,26 @@ class Described:
         model.origin = origin
         return dataclasses.replace(self, origin=origin, graph=nnx.graphdef(model), sources=choices[best])
 
+    def keeping_codes(self, folder: Folder, tensors: Mapping[str, Tensor]) -> tuple[Described, Mapping[str, Tensor]]:
+        """Return the same with weights that stay codes and scales, and the tensors to read.
+
+        Args:
+            folder: the folder.
+            tensors: its tensors, of which those that are quantized are decoded.
+
+        Raises:
+            AutoshardError: no weight can stay quantized.
+        """
+        stored = folder.stored_tensors()
+        kept = kept_weights(self.sources, stored, folder.scheme, str(folder.path))
+        model = nnx.merge(self.graph, as_tree(self.shapes))
+        put_codes(model, kept)
+        graph, state = nnx.split(model)
+        sources = {path: one for path, one in self.sources.items() if path not in kept} | parameters_of_codes(kept)
+        names = {name for both in kept.values() for source in both for name in source.names.values()}
+        found = dataclasses.replace(self, graph=graph, shapes=by_path(nnx.to_pure_dict(state)), sources=sources)
+        return found, {**tensors, **{name: stored[name] for name in names}}
+
     def abstract(self, tensors: Mapping[str, Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the parameters, with the requested dtype or that of the files."""
         found = {}
@@ -204,7 +230,8 @@ class Described:
             dtypes = sorted({tensors[name].dtype for name in self.sources[path].names.values()})
             if self.dtype is None and len(dtypes) > 1:
                 raise AutoshardError(f"{path} is made of tensors of {' and '.join(dtypes)}: give a dtype for all")
-            found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(self.dtype or dtypes[0]))
+            dtype = None if is_of_codes(path, self.shapes) else self.dtype
+            found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype or dtypes[0]))
         return found
 
     def read(self, folder: Folder, tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> Any:
@@ -213,14 +240,17 @@ class Described:
         return self.model(read_values(folder, self.sources, tensors, dtypes, shardings))
 
     def plan(self, batch: tuple[int, int] | None, **options: Any) -> Plan:
-        """Plan the gradient of the loss."""
+        """Plan the gradient of the loss. Codes and scales are frozen."""
 
         def training(params: Any, batch: Mapping[str, Any]) -> Any:
-            def loss(params: Any) -> Any:
-                total, count = nnx.merge(self.graph, params).loss(batch)
+            leaves = by_path(params)
+            frozen = {path: leaf for path, leaf in leaves.items() if is_of_codes(path, leaves)}
+
+            def loss(trained: Any) -> Any:
+                total, count = nnx.merge(self.graph, as_tree({**frozen, **trained})).loss(batch)
                 return total / count
 
-            return jax.value_and_grad(loss)(params)
+            return jax.value_and_grad(loss)({path: leaf for path, leaf in leaves.items() if path not in frozen})
 
         training.__name__ = f"{self.family.name}_training"
         return make_plan(training, as_tree(self.shapes), self.family.batch(self.cfg, batch), **options)

@@ -18,9 +18,12 @@ from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.copied import copied_tensors
 from autoshard.models.pretrained.families import known_families
+from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.parameter_paths import parameters_of
-from autoshard.models.pretrained.quantized.schemes import QUANTIZATION
+from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, with_codes
+from autoshard.models.pretrained.quantized.scheme import cast_tensor
+from autoshard.models.pretrained.quantized.schemes import QUANTIZATION, scheme_of
 from autoshard.models.pretrained.tables import Source, sources_of
 
 
@@ -56,8 +59,11 @@ def save_pretrained(
         )
     family, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
     tensors = tensors_of(
-        sources_of(family.stacks(cfg), family.spelled(cfg, origin.written_spelling), shapes),
-        {path: dtype or str(leaf.dtype) for path, leaf in values.items()},
+        sources_of(family.stacks(cfg), with_codes(family.spelled(cfg, origin.written_spelling)), shapes),
+        {
+            path: str(leaf.dtype) if is_of_codes(path, values) else dtype or str(leaf.dtype)
+            for path, leaf in values.items()
+        },
         lambda path, index: gathered(values[path], index),
     )
     tensors, config = sorted(tensors, key=lambda one: one.name), origin.values()
@@ -67,6 +73,7 @@ def save_pretrained(
         with _source(problem, "give a dtype, such as 'bfloat16', for tensors that are not quantized"):
             tensors = _quantized(tensors, Folder.open(origin.folder))
     else:
+        tensors = _decoded(tensors, config, dtype)
         config = without_quantization(config, tensors)
     if copies and origin.copied:
         problem = "tensors that the model does not use are copied from the folder that it was read from"
@@ -89,6 +96,15 @@ def _quantized(tensors: Sequence[Tensor], folder: Folder) -> list[Tensor]:
     """Return the tensors as codes and scales, where a folder has such."""
     scheme, stored = folder.scheme, folder.stored_tensors()
     return [*tensors] if scheme is None else scheme.stored(tensors, stored)
+
+
+def _decoded(tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str | None) -> list[Tensor]:
+    """Return plain tensors in the place of those that are codes and scales."""
+    scheme = scheme_of(Config(config, CONFIG))
+    if scheme is None:
+        return [*tensors]
+    plain = scheme.plain({one.name: one for one in tensors})
+    return [cast_tensor(one, dtype) for one in plain.values()]
 
 
 def without_quantization(config: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import cast
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_names import name_axes, name_computed_axes
 from autoshard.sharding.axes.batch_axis import batch_axis
-from autoshard.sharding.axes.carried_rows import state_is_data
+from autoshard.sharding.axes.carried_rows import carried_batch
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.graph_axes import find_graph_axes
@@ -38,7 +38,7 @@ class Analysis:
 def analyse(traced: Traced) -> Analysis:
     """Finds the logical axes of a traced program, their roles and their names.
 
-    If the state is data, such as a cache (`state_is_data`), the roles are found as if no state were known.
+    If the state is data, such as a cache (`carried_batch`), the roles are found as if no state were known.
 
     The seven steps run in a fixed order, because later steps read what earlier ones have changed:
 
@@ -63,9 +63,10 @@ def analyse(traced: Traced) -> Analysis:
     state_inputs = [i for i, _ in state]
     axes = find_axes(program)
     row = values_of_single_row(program, state_inputs) if traced.batch is None else frozenset[int]()
-    if row or state_is_data(program, axes, state_inputs):
+    carried = None if row else carried_batch(program, axes, state_inputs)
+    if row or carried is not None:
         state_inputs = []  # the roles are those of a step that computes new data from data
-    batch = _known_batch(traced, axes)
+    batch = carried if traced.batch is None else _known_batch(traced, axes)
     if batch is None and not row:
         batch = batch_axis(program, axes, frozenset(state_inputs), _cut_dimension(traced, axes))
     join_generated_batches(axes, batch)
