@@ -20,7 +20,7 @@ from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.decoder.quantized_weight import QuantizedWeight
 from autoshard.models.pretrained.layouts import PART, Layout
-from autoshard.models.pretrained.parameter_paths import owner_of
+from autoshard.models.pretrained.parameter_paths import owner_of, parameters_of
 from autoshard.models.pretrained.quantized.fp8_blocks import Fp8Blocks
 from autoshard.models.pretrained.quantized.scheme import Scheme
 from autoshard.models.pretrained.tables import Source, Stored, Table
@@ -126,6 +126,13 @@ def is_of_codes(path: str, paths: Mapping[str, Any]) -> bool:
     """Return whether a parameter holds the codes or the scales of a weight. `paths` are those of all parameters."""
     stem, _, name = path.rpartition("/")
     return name in (CODES, SCALE) and f"{stem}/{CODES}" in paths
+
+
+def weight_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight of a model by its path. One that stays quantized has the shape of its codes."""
+    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
+    codes = {path.removesuffix(f"/{CODES}"): shape for path, shape in shapes.items() if path.endswith(f"/{CODES}")}
+    return {path: shape for path, shape in shapes.items() if not is_of_codes(path, shapes)} | codes
 
 
 def _is_matrix(layout: Layout) -> bool:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from autoshard.errors import AutoshardError, AutoshardWarning
+from autoshard.errors import AutoshardError, AutoshardWarning, ConfigError
+from autoshard.models.adapters import LoraConfig, add_adapters, load_adapter, save_adapter
 from autoshard.models.pretrained import load_pretrained, save_pretrained
+from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.layouts import Layout
 from autoshard.models.pretrained.parameter_paths import parameters_of
@@ -36,6 +38,11 @@ def loaded(folder, plan, **options):
         return load_pretrained(folder, plan=plan, batch=BATCH, keep_codes=True, **options)
 
 
+def load_dense(folder, plan, **options):
+    """Loads a folder with decoded weights."""
+    return load_pretrained(folder, plan=plan, batch=BATCH, **options)
+
+
 def gradients(model):
     """Returns the loss and the gradients of the parameters that are not codes or scales."""
     graph, params, frozen = nnx.split(
@@ -55,10 +62,7 @@ def gradients(model):
 def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name, scan):
     config, plan = CASES[name]
     folder = make_quantized_folder(tmp_path / "in", config)
-    model, dense = (
-        load(folder, plan=plan, dtype="float32", scan_layers=scan)
-        for load in (loaded, lambda *given, **options: load_pretrained(*given, batch=BATCH, **options))
-    )
+    model, dense = (load(folder, plan=plan, dtype="float32", scan_layers=scan) for load in (loaded, load_dense))
     whole = parameters_of(dense)
     codes = {path: leaf for path, leaf in parameters_of(model).items() if path.endswith("/codes")}
     assert len(codes) >= 5 and {leaf.dtype for leaf in codes.values()} == {jnp.dtype("float8_e4m3fn")}
@@ -104,3 +108,35 @@ def test_folders_without_such_codes_are_refused(tmp_path):
     odd = make_quantized_folder(tmp_path / "odd", {**FP8_LLAMA, "quantization_config": FP8})
     with pytest.raises(AutoshardError, match="no weight can stay quantized. .* blocks of 12 x 10"):
         load_pretrained(odd, plan="dp:8", batch=BATCH, keep_codes=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_trained_beside_codes(tmp_path, dora):
+    folder = make_quantized_folder(tmp_path / "in", FP8_LLAMA)
+    lora = LoraConfig(rank=2, targets=("attention/*", "mlp/*"), dora=dora)
+    models = [load(folder, plan="dp:8", dtype="float32") for load in (loaded, load_dense)]
+    for model in models:
+        add_adapters(model, family_of(FP8_LLAMA, ""), lora, jax.random.key(0))
+    (found, own), (expected, of_all) = (gradients(model) for model in models)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    of_all, compared = dict(nnx.to_flat_state(of_all)), 0
+    for path, leaf in nnx.to_flat_state(own):
+        if "lora_b" in path:
+            want = np.asarray(of_all[path][...])
+            np.testing.assert_allclose(leaf[...], want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+            compared += bool(np.abs(want).max())
+    assert compared == 7
+    save_adapter(models[0], tmp_path / "adapter", lora)
+    again = loaded(folder, "dp:8", dtype="float32")
+    assert load_adapter(again, tmp_path / "adapter").dora is dora
+    assert float(gradients(again)[0]) == pytest.approx(float(found), rel=1e-6)
+
+
+def test_codes_are_not_quantized_again(tmp_path):
+    model = loaded(make_quantized_folder(tmp_path / "in", FP8_LLAMA), "dp:8")
+    with pytest.raises(ConfigError, match="wq is quantized already: leave it out"):
+        add_adapters(
+            model, family_of(FP8_LLAMA, ""), LoraConfig(rank=2, targets=("attention/wq",), quantize="nf4"),
+            jax.random.key(0),
+        )  # fmt: skip
