@@ -25,7 +25,15 @@ from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, st
 from autoshard.models.pretrained.host_memory import Reused, aligned_empty
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
-from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, kept_weights, parameters_of_codes, put_codes
+from autoshard.models.pretrained.quantized.kept_codes import (
+    Kept,
+    is_of_codes,
+    kept_weights,
+    parameters_of_codes,
+    put_codes,
+    with_codes,
+    with_stored,
+)
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
@@ -136,6 +144,7 @@ class Described:
         shapes: path of each parameter -> its shape and dtype, before the files are looked at.
         sources: path of each parameter -> its tensors.
         dtype: the requested dtype of the parameters.
+        kept: the weights that stay codes and scales, which are parameters instead of them.
     """
 
     cfg: Any
@@ -145,6 +154,7 @@ class Described:
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     sources: Mapping[str, Source]
     dtype: str | None
+    kept: Kept = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Folder, dtype: str | None, changes: Mapping[str, Any]) -> Described:
@@ -215,13 +225,16 @@ class Described:
         """
         stored = folder.stored_tensors()
         kept = kept_weights(self.sources, stored, folder.scheme, str(folder.path))
+        return self.with_codes(kept), with_stored(tensors, stored, kept)
+
+    def with_codes(self, kept: Kept) -> Described:
+        """Return the same with the codes and the scales of these weights in their places."""
         model = nnx.merge(self.graph, as_tree(self.shapes))
         put_codes(model, kept)
         graph, state = nnx.split(model)
         sources = {path: one for path, one in self.sources.items() if path not in kept} | parameters_of_codes(kept)
-        names = {name for both in kept.values() for source in both for name in source.names.values()}
-        found = dataclasses.replace(self, graph=graph, shapes=by_path(nnx.to_pure_dict(state)), sources=sources)
-        return found, {**tensors, **{name: stored[name] for name in names}}
+        shapes = by_path(nnx.to_pure_dict(state))
+        return dataclasses.replace(self, graph=graph, shapes=shapes, sources=sources, kept=kept)
 
     def abstract(self, tensors: Mapping[str, Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the parameters, with the requested dtype or that of the files."""
@@ -262,7 +275,9 @@ class Described:
 
 def _sources(family: Family, cfg: Any, spelling: int, shapes: Mapping[str, Any]) -> dict[str, Source]:
     return sources_of(
-        family.stacks(cfg), family.spelled(cfg, spelling), {path: leaf.shape for path, leaf in shapes.items()}
+        family.stacks(cfg),
+        with_codes(family.spelled(cfg, spelling)),
+        {path: leaf.shape for path, leaf in shapes.items()},
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,10 +29,14 @@ FORM = "fp8"
 CODES, SCALE = "codes", "scale"
 
 
+Kept = Mapping[str, tuple[Source, Source]]
+"""Path of each weight that stays quantized -> the tensors of its codes, and those of its scales."""
+
+
 def kept_weights(
     sources: Mapping[str, Source], stored: Mapping[str, Tensor], scheme: Scheme | None, where: str
 ) -> dict[str, tuple[Source, Source]]:
-    """Return the weights that can stay quantized: path -> the tensors of its codes, and those of its scales.
+    """Return the weights of a folder that can stay quantized, as `Kept`.
 
     A warning names quantized weights that cannot.
 
@@ -50,16 +54,12 @@ def kept_weights(
     found, decoded = {}, []
     for path, source in sources.items():
         names = source.names.values()
-        if any(stored[name].dtype != scheme.code_dtype for name in names):
-            continue
-        shape, block = source.shape[source.leading :], (scheme.rows, scheme.columns)
-        counts = block_counts(source.layout, shape, block) if _is_matrix(source.layout) else None
-        if counts is None:
-            decoded.append(next(iter(names)))
-        else:
-            scales = {index: name + scheme.scales for index, name in source.names.items()}
-            shape = (*source.shape[: source.leading], *counts)
-            found[path] = source, Source(shape, scales, source.leading, source.layout)
+        if all(stored[name].dtype == scheme.code_dtype for name in names):
+            both = codes_and_scales(source, scheme)
+            if both is None:
+                decoded.append(next(iter(names)))
+            else:
+                found[path] = both
     if decoded:
         reason = f"blocks of {scheme.rows} x {scheme.columns} are not ranges of the dimensions of its parameter"
         problem = f"{decoded[0]} in {where!r}: {reason}"
@@ -68,6 +68,27 @@ def kept_weights(
         more = f", and {len(decoded) - 1} more" if len(decoded) > 1 else ""
         warnings.warn(f"decoded, although keep_codes is given: {problem}{more}", AutoshardWarning, stacklevel=4)
     return found
+
+
+def codes_and_scales(source: Source, scheme: Fp8Blocks) -> tuple[Source, Source] | None:
+    """Return the tensors of a weight's codes and of its scales; None if the weight cannot stay quantized."""
+    shape, block = source.shape[source.leading :], (scheme.rows, scheme.columns)
+    counts = block_counts(source.layout, shape, block) if _is_matrix(source.layout) else None
+    if counts is None:
+        return None
+    scales = {index: name + scheme.scales for index, name in source.names.items()}
+    return source, Source((*source.shape[: source.leading], *counts), scales, source.leading, source.layout)
+
+
+def codes_of(sources: Mapping[str, Source], scheme: Scheme | None) -> dict[str, tuple[Source, Source]]:
+    """Return weights that are known to stay quantized, as `Kept`.
+
+    Args:
+        sources: the tensors of each of these weights, by its path.
+        scheme: the scheme of their folder.
+    """
+    both = {path: codes_and_scales(source, scheme) for path, source in sources.items() if isinstance(scheme, Fp8Blocks)}
+    return {path: one for path, one in both.items() if one is not None}
 
 
 def block_counts(layout: Layout, shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...] | None:
@@ -95,17 +116,27 @@ def block_counts(layout: Layout, shape: Sequence[int], block: Sequence[int]) -> 
     return tuple(counts[name] for name in layout.names)
 
 
-def put_codes(model: nnx.Module, kept: Mapping[str, tuple[Source, Source]]) -> None:
-    """Put shapes of codes and scales in the place of weights, in a model of shapes."""
+def put_codes(model: nnx.Module, kept: Kept, make: Callable[..., Any] = jax.ShapeDtypeStruct) -> None:
+    """Put codes and scales in the place of the weights of a model.
+
+    Args:
+        model: the model, which is changed.
+        kept: the weights.
+        make: makes an array from its shape and dtype; by default only its shape.
+    """
     for path, (codes, scales) in kept.items():
         parent, name = owner_of(model, path)
-        shapes: list[Any] = [
-            jax.ShapeDtypeStruct(codes.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(scales.shape, jnp.float32)
-        ]  # fmt: skip
-        setattr(parent, name, QuantizedWeight(*shapes, FORM, len(codes.layout.groups[1])))
+        both = make(codes.shape, jnp.float8_e4m3fn), make(scales.shape, jnp.float32)
+        setattr(parent, name, QuantizedWeight(*both, FORM, len(codes.layout.groups[1])))
 
 
-def parameters_of_codes(kept: Mapping[str, tuple[Source, Source]]) -> dict[str, Source]:
+def with_stored(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
+    """Return the tensors of a folder with those of the kept weights as they are stored, and the others decoded."""
+    names = {name for both in kept.values() for source in both for name in source.names.values()}
+    return {**tensors, **{name: stored[name] for name in names}}
+
+
+def parameters_of_codes(kept: Kept) -> dict[str, Source]:
     """Return the tensors of the codes and scales, by the path of the parameter."""
     return {
         f"{path}/{name}": source
