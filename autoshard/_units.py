@@ -29,6 +29,14 @@ def time_text(us: float) -> str:
     return f"{_digits(us)} us"
 
 
+def duration_text(seconds: float) -> str:
+    """Formats a time given in seconds, with minutes from two minutes on and hours from two hours on: `2.50 min`."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{_digits(seconds / size)} {unit}"
+    return time_text(1e6 * seconds)
+
+
 def _digits(x: float) -> str:
     """Formats a number with three significant digits, without an exponent."""
     if x == 0:

@@ -14,6 +14,7 @@ from autoshard.errors import AutoshardError, AutoshardWarning
 
 COMMANDS = {
     "train": "train a model on text, under a plan",
+    "launch": "start `train` on several hosts: here, over SSH, Slurm, GKE or SkyPilot",
     "plan": "show the plan of a train step, for this machine or another",
     "rules": "list the sharding rule of each operator",
     "ckpt": "inspect, compare, copy, remove and export checkpoints",

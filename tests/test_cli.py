@@ -57,8 +57,8 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "unknown command 'trian'; did you mean 'train'? The commands are: train, plan"),
-        (["--presett"], "unknown option '--presett'. The commands are: train, plan"),
+        (["trian"], "unknown command 'trian'; did you mean 'train'? The commands are: train, launch, plan"),
+        (["--presett"], "unknown option '--presett'. The commands are: train, launch, plan"),
         (["train", "--preset", "quik"], "did you mean quick"),
         (
             ["train", "--stps", "3"],

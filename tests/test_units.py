@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autoshard._units import bytes_text, line_text, percent_text, ratio_text, time_text
+from autoshard._units import bytes_text, duration_text, line_text, percent_text, ratio_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,9 @@ def test_ratios_and_percentages_handle_zero():
 )
 def test_source_lines_are_shortened(line, text):
     assert line_text(line) == text
+
+
+def test_durations_have_units_that_people_read():
+    assert [duration_text(seconds) for seconds in (0.5, 119.0, 150.0, 7199.0, 9000.0)] == [
+        "500 ms", "119 s", "2.50 min", "120 min", "2.50 h",
+    ]  # fmt: skip

@@ -27,9 +27,9 @@ def run(arguments: Sequence[str]) -> int:
     config = read_settings(arguments, TrainConfig, "train", _DESCRIPTION)
     import jax
 
-    from autoshard._processes import MissingProcessError
+    from autoshard._processes import EXIT_RESTART, MissingProcessError
     from autoshard.train.run.loop import train
-    from autoshard.train.run.watchdog import EXIT_RESTART, exit_for_restart, is_lost_peer
+    from autoshard.train.run.watchdog import exit_for_restart, is_lost_peer
 
     try:
         stopped_by = train(config).interrupted_by

@@ -59,6 +59,8 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
         with contextlib.redirect_stderr(errors):
             config = tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
             _check_shape_options(config, arguments)
+            if config.resume_if_started and _has_started(config.run_dir):
+                config = dataclasses.replace(config, resume=True)
             return _fit_warmup(config, arguments)
     except SystemExit as end:
         if end.code:
@@ -164,17 +166,19 @@ def _shallow(config: TrainConfig) -> dict[str, Any]:
 
 
 def _starting_point(arguments: Sequence[str]) -> TrainConfig:
-    """Return the config that the options are applied to. Four options select it and are parsed first."""
+    """Return the config that the options are applied to. Five options select it and are parsed first."""
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     ahead.add_argument("--preset")
     ahead.add_argument("--config", type=Path)
     ahead.add_argument("--run-dir", "--run_dir", type=Path)
-    ahead.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
+    for name in ("resume", "resume-if-started"):
+        flags = (f"--{name}", f"--{name.replace('-', '_')}")
+        ahead.add_argument(*dict.fromkeys(flags), action=argparse.BooleanOptionalAction, default=False)
     try:
         known, _ = ahead.parse_known_args(list(arguments))
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from error
-    if known.resume:
+    if known.resume or (known.resume_if_started and _has_started(known.run_dir)):
         named = preset(known.preset) if known.preset else None
         run_dir = known.run_dir or run_directory.newest_run_dir(known.preset or "*")
         stored = from_dict(run_directory.read_config(run_dir), str(run_dir))
@@ -183,6 +187,10 @@ def _starting_point(arguments: Sequence[str]) -> TrainConfig:
     else:
         base = preset(known.preset or "quick")
     return load_toml(base, known.config) if known.config else base
+
+
+def _has_started(run_dir: Path | None) -> bool:
+    return run_dir is not None and (run_dir / run_directory.CONFIG).exists()
 
 
 def _of_stored_run(named: TrainConfig, stored: TrainConfig) -> TrainConfig:

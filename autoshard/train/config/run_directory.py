@@ -18,6 +18,7 @@ CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 PRETRAINED = "pretrained"  # config, tokenizer and unused tensors of the pretrained model that the run started from
 METRICS = "metrics.jsonl"
+ATTEMPTS = "attempts.jsonl"
 TENSORBOARD = "tensorboard"
 PLAN_TEXT = "plan.txt"
 PLAN_JSON = "plan.json"

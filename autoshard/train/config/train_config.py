@@ -34,7 +34,7 @@ RESUMABLE_CHANGES = frozenset(
     "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
     "gather overlap schedule virtual_devices log_every eval_every eval_batches checkpoint_every checkpoint_minutes "
     "keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema deadline_seconds "
-    "allow_other_data".split()
+    "allow_other_data resume_if_started max_failures".split()
 )
 """Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
@@ -53,6 +53,12 @@ class TrainConfig:
     """Folder of the run: metrics, checkpoints, plot, sample. Default: a new folder, runs/PRESET-TIME."""
     resume: bool = False
     """Continue the run in --run-dir (default: the newest of this preset) from its last checkpoint."""
+    resume_if_started: bool = False
+    """Continue the run in --run-dir if it has started, and start it otherwise. One command line then starts a run and
+    restarts it; `autoshard launch` adds this option."""
+    max_failures: int = 3
+    """With --resume-if-started: attempts in a row without a new checkpoint, after which the run is not started again; 0
+    for no limit."""
     allow_other_data: bool = False
     """With --resume: continue even if the data differ from those that the run was trained on."""
 
@@ -175,19 +181,9 @@ class TrainConfig:
             f"{name} is {getattr(self, name)}; it must be at least 1" for name in positive if getattr(self, name) < 1
         ]
         counts = (
-            "steps",
-            "seed",
-            "eval_every",
-            "eval_batches",
-            "checkpoint_every",
-            "sample_tokens",
-            "keep_checkpoints",
-            "keep_best",
-            "keep_every",
-            "measure",
-            "checkpoint_minutes",
-            "ema_spike",
-        )
+            "steps seed eval_every eval_batches checkpoint_every sample_tokens keep_checkpoints keep_best keep_every "
+            "measure checkpoint_minutes ema_spike max_failures"
+        ).split()
         problems += [
             f"{name} is {getattr(self, name)}; it must not be negative"
             for name in counts
@@ -201,6 +197,8 @@ class TrainConfig:
             problems.append(f"ema_decay is {self.ema_decay}; it must be at least 0 and below 1")
         if self.allow_other_data and not self.resume:
             problems.append("allow_other_data is only for resumed runs: add --resume, or leave it out")
+        if self.resume_if_started and self.run_dir is None:
+            problems.append("resume_if_started needs the folder of the run: give run_dir")
         if self.sample_tokens and not self.prompt:
             problems.append("prompt is empty, but a sample continues it: give at least one character")
         if self.virtual_devices is not None and self.virtual_devices < 1:

@@ -12,8 +12,8 @@ import jax
 
 from autoshard._processes import DEADLINE_S, exchange, processes_text
 from autoshard.errors import ConfigError
+from autoshard.train.run.environment import find_place, is_in_cluster
 
-_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # JAX ends all processes if one is silent for this time, in seconds. Our own deadline is half of it, so that ours comes
 # first and reports which process is silent.
 _HEARTBEAT_S = int(2 * DEADLINE_S)
@@ -37,27 +37,22 @@ def set_virtual_devices(count: int | None, explicit: bool) -> None:
 def initialize() -> None:
     """Start `jax.distributed` if the environment describes several processes.
 
-    The environment does so by `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, or by a launcher
-    that JAX detects itself (Slurm, Open MPI, a TPU pod).
+    The environment does so by `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`, by SkyPilot's
+    variables, or by a launcher that JAX detects itself (Slurm, Open MPI, a TPU pod).
 
     Raises:
-        ConfigError: Only some of the three variables are set, or a number is invalid.
+        ConfigError: Variables are missing, invalid, or contradict each other; the message names them.
     """
     if jax.distributed.is_initialized():
         return
-    given = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
-    if given:
-        missing = [name for name in _VARIABLES if name not in given]
-        if missing:
-            raise ConfigError(f"{', '.join(given)} is set, but {', '.join(missing)} is not: set all three or none")
-        address, processes, process = given.values()
-        if not (processes.isdigit() and process.isdigit()):
-            raise ConfigError(f"JAX_NUM_PROCESSES={processes} and JAX_PROCESS_ID={process} must be numbers")
+    if (place := find_place()) is not None:
         _use_cpu_collectives()
-        jax.distributed.initialize(address, int(processes), int(process), heartbeat_timeout_seconds=_HEARTBEAT_S)
-        if int(process):
+        jax.distributed.initialize(
+            place.address, place.processes, place.process, heartbeat_timeout_seconds=_HEARTBEAT_S
+        )
+        if place.process:
             _silence()
-    elif _in_cluster():
+    elif is_in_cluster():
         _use_cpu_collectives()
         jax.distributed.initialize(heartbeat_timeout_seconds=_HEARTBEAT_S)
         if not is_main():
@@ -109,13 +104,6 @@ def _silence() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-
-
-def _in_cluster() -> bool:
-    """Whether a launcher's environment variables describe more than one process."""
-    sizes = (os.environ.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
-    hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    return any(size.isdigit() and int(size) > 1 for size in sizes) or len(hosts) > 1
 
 
 def _use_cpu_collectives() -> None:

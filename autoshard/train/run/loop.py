@@ -40,10 +40,19 @@ from autoshard.train.program.planned_step import (
 )
 from autoshard.train.program.pretrained import first_state, keep_copied, kept_files, open_weights
 from autoshard.train.run import distributed
+from autoshard.train.run.attempts import Attempt, check_first_start
+from autoshard.train.run.goodput import goodput_of, goodput_text
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loss_plot import plot_loss
 from autoshard.train.run.metrics import Reporter, peak_flops, read_metrics
-from autoshard.train.run.resumption import check_same_run, place_again, stored_config, with_searched_variant
+from autoshard.train.run.resumption import (
+    check_resumable,
+    check_same_run,
+    place_again,
+    saved_progress,
+    stored_config,
+    with_searched_variant,
+)
 from autoshard.train.run.throughput import Clock
 from autoshard.train.run.watchdog import Watchdog
 from autoshard.train.step.train_state import Program, TrainState
@@ -84,8 +93,13 @@ class Trainer:
         self.source: Source = make_source(config)
         self.config = config = fit_vocab(config, self.source.vocab_size)
         self._check_run_dir()
+        self._attempt = Attempt(limit := config.max_failures if config.resume_if_started else 0)
+        self._goodput = self._attempt.goodput
         if stored is not None:
             check_same_run(config, stored)
+            self._attempt.check(*saved_progress(config))
+        else:
+            check_first_start(limit)
         searched = None
         if config.searches_variants and not config.resume:
             self.config, searched = search_variants(config)
@@ -96,19 +110,25 @@ class Trainer:
         place = partial(place_step, train_step_of(config, self.program), self.program)
         self.placed: PlacedStep
         self._planned_anew: str | None = None
-        if stored is None:
-            self.placed = place(config, searched)
-        else:
-            self.placed, self._planned_anew = place_again(place, config, stored)
+        with self._goodput.spent_on("plan"):
+            if stored is None:
+                self.placed = place(config, searched)
+            else:
+                self.placed, self._planned_anew = place_again(place, config, stored)
         self._eval_step: PlacedEvalStep | None = None
         self._watchdog = Watchdog(config.deadline_seconds)
         self.run_dir = self._claim_run_dir()
 
     def run(self) -> Result:
         """Train to the last step, or until a signal requests a stop."""
+        with self._attempt.recorded():
+            return self._run()
+
+    def _run(self) -> Result:
         checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=retention_policy(self.config))
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             checkpoints.claim()  # before anything in the folder changes, because another run may be training in it
+            self._attempt.begin(self.run_dir, checkpoints.latest() or 0)
             state = self._first_state(checkpoints)
             checkpoints.prepare(state)
             self._plan_text = self.placed.plan.to_json()  # once, because it takes longer than a save
@@ -128,8 +148,13 @@ class Trainer:
             with self._watchdog.paused():
                 if checkpoints.latest() != step:
                     self._save(checkpoints, step, state, evaluation, block=True)
+            spent = self._attempt.spent()
+            causes = {f"seconds_{cause}": seconds for cause, seconds in spent.items()}
+            reporter.write(step, {"goodput": goodput_of(spent), **causes})
             reporter.close()
             self._conclude(state, step, reporter, interrupted_by)
+            reporter.print(goodput_text(spent, self._attempt.number))
+            self._attempt.reason = interrupted_by or "finished"
         return Result(self.run_dir, step, evaluation, interrupted_by)
 
     def save_first_state(self) -> Path:
@@ -166,7 +191,7 @@ class Trainer:
         return run_dir
 
     def _write_config(self, run_dir: Path) -> None:
-        kept = replace(self.config, run_dir=run_dir, resume=False, allow_other_data=False)
+        kept = replace(self.config, run_dir=run_dir, resume=False, resume_if_started=False, allow_other_data=False)
         run_directory.write_config(run_dir, to_dict(kept))
 
     @property
@@ -178,34 +203,12 @@ class Trainer:
             if self.config.pretrained.folder is not None:
                 return first_state(self.config, self.program, self.placed.state_shapes)
             return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
-        state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
+        with self._goodput.spent_on("restore"):
+            state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
         assert checkpoints.restored is not None
-        self._check_resumable(checkpoints.restored.step, checkpoints.config(checkpoints.restored.step))
+        step = self._attempt.step = checkpoints.restored.step
+        check_resumable(self.config, self._data_digest, step, checkpoints.config(step))
         return state
-
-    def _check_resumable(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Refuse to resume with other data, or from a step beyond the last.
-
-        Args:
-            step: Step of the restored checkpoint.
-            saved: Its config.
-
-        Raises:
-            ConfigError: The run cannot be resumed; the message lists all reasons.
-        """
-        config, digest, problems = self.config, saved.get("data"), []
-        other = None not in (digest, self._data_digest) and digest != self._data_digest
-        if other and not config.allow_other_data:
-            problems.append(
-                f"it was trained on other data than {config.data or 'the standard library'!r} has now "
-                "(restore its data, or accept the new with --allow-other-data)"
-            )
-        if step > config.steps:
-            problems.append(f"it is at step {step}, but --steps is {config.steps} (give --steps {step} or more)")
-        if problems:
-            raise ConfigError(
-                f"{str(config.run_dir)!r} cannot be resumed: {'; '.join(problems)}. Or give another --run-dir"
-            )
 
     def _report_start(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
         reporter.print(str(self.placed.plan))
@@ -261,13 +264,15 @@ class Trainer:
         stop_agreement = StopAgreement(interrupts, start, at_least_every=config.log_every)
         reporter.start()
         with self._batches(start) as batches:
-            for step, batch in batches:
-                state, metrics = self.placed.step(state, batch)
+            for step, batch in self._goodput.waiting(batches, "data"):
+                with self._goodput.spent_on("compile") if step == start else contextlib.nullcontext():
+                    state, metrics = self.placed.step(state, batch)
                 self._metrics = metrics
                 # At most one step is in flight while the next is dispatched, so that a signal takes effect soon.
                 jax.block_until_ready(last_loss)
                 self._watchdog.beat(done)
-                done, last_loss = step + 1, metrics["loss"]
+                self._attempt.step = done = step + 1
+                last_loss = metrics["loss"]
                 reporter.advance(done)
                 if done % config.log_every == 0 or done in (start + 1, config.steps):
                     self._log(done, metrics, clock, reporter)
@@ -293,14 +298,16 @@ class Trainer:
         block: bool = False,
     ) -> None:
         self._check_finite(step, jax.device_get(self._metrics))
-        checkpoints.save(
-            step,
-            state,
-            config=checkpoint_config(self.config) | {"data": self._data_digest},
-            metrics=evaluation.metrics() if evaluation is not None else {},
-            plan=self._plan_text,
-            block=block,
-        )
+        with self._goodput.spent_on("save"):
+            checkpoints.save(
+                step,
+                state,
+                config=checkpoint_config(self.config) | {"data": self._data_digest},
+                metrics=evaluation.metrics() if evaluation is not None else {},
+                plan=self._plan_text,
+                block=block,
+            )
+        self._attempt.saved(step)
         if distributed.is_main():
             write_inference(self.run_dir / run_directory.CHECKPOINTS, self.config, self.program)
 
@@ -326,14 +333,15 @@ class Trainer:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
         if self._eval_step is None:
             self._eval_step = place_eval_step(make_eval_step(self.program, loss_of(self.config)), parts, self.config)
-        evaluation = evaluate(
-            self._eval_step,
-            parts,
-            self.source,
-            batches=batches,
-            prefetch=self.config.prefetch,
-            after_batch=self._watchdog.beat,
-        )
+        with self._goodput.spent_on("evaluation"):
+            evaluation = evaluate(
+                self._eval_step,
+                parts,
+                self.source,
+                batches=batches,
+                prefetch=self.config.prefetch,
+                after_batch=self._watchdog.beat,
+            )
         reporter.record(step, evaluation.metrics())
         return evaluation
 

@@ -92,13 +92,19 @@ class Reporter:
         """Write the metrics of a step to the files, and show them."""
         if not self.enabled:
             return
-        self._lines.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        self.write(step, values)
         figures = _figures(values, self._per)
         self._bar.update(self._task, completed=step, figures=figures)
         if "val_loss" in values or not self._console.is_terminal:
             self.print(f"step {step}/{self._steps}  {figures}")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the metrics of a step to the files, and show nothing."""
+        if not self.enabled:
+            return
+        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Stop the progress bar and close the files."""

@@ -15,6 +15,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -107,6 +108,38 @@ def check_same_run(config: TrainConfig, stored: TrainConfig) -> None:
         f"{str(config.run_dir)!r} cannot be resumed with other settings: {'; '.join(problems)}. "
         f"{remedy[0].upper()}{remedy[1:]}, or give another --run-dir"
     )
+
+
+def check_resumable(config: TrainConfig, digest: str | None, step: int, saved: Mapping[str, Any]) -> None:
+    """Refuse to resume with other data, or from a step beyond the last.
+
+    Args:
+        config: The settings of the resumed run.
+        digest: Digest of its data; None if unknown.
+        step: Step of the restored checkpoint.
+        saved: The checkpoint's config.
+
+    Raises:
+        ConfigError: The run cannot be resumed; the message lists all reasons.
+    """
+    before, problems = saved.get("data"), []
+    if None not in (before, digest) and before != digest and not config.allow_other_data:
+        problems.append(
+            f"it was trained on other data than {config.data or 'the standard library'!r} has now "
+            "(restore its data, or accept the new with --allow-other-data)"
+        )
+    if step > config.steps:
+        problems.append(f"it is at step {step}, but --steps is {config.steps} (give --steps {step} or more)")
+    if problems:
+        raise ConfigError(
+            f"{str(config.run_dir)!r} cannot be resumed: {'; '.join(problems)}. Or give another --run-dir"
+        )
+
+
+def saved_progress(config: TrainConfig) -> tuple[Path, int]:
+    """Return the folder of a run that has started, and the step of its newest checkpoint; 0 without one."""
+    assert config.run_dir is not None
+    return config.run_dir, Checkpointer(config.run_dir / run_directory.CHECKPOINTS, keep=None).latest() or 0
 
 
 def _option(name: str) -> str:

@@ -22,9 +22,8 @@ from typing import NoReturn
 import jax
 
 from autoshard import _compat
-from autoshard._processes import processes_text
+from autoshard._processes import EXIT_RESTART, processes_text
 
-EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again
 _PREFIX = "autoshard/beat/"
 _BROKEN = re.compile(r"gloo|connection (closed|reset|refused)|broken pipe|UNAVAILABLE|heartbeat|coordination", re.I)
 

@@ -12,7 +12,7 @@ import pytest
 from autoshard.errors import ConfigError
 from autoshard.train.run import distributed
 
-LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES")
+LAUNCHERS = ("SLURM_NTASKS", "SKYPILOT_NUM_NODES", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES")
 GLOO = ("jax_cpu_collectives_implementation", "gloo")
 
 
@@ -83,6 +83,7 @@ def test_a_launcher_of_several_processes_is_left_to_jax(
     process: int,
 ) -> None:
     monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SLURM_PROCID", str(process))
     monkeypatch.setattr(jax, "process_index", lambda: process)
     distributed.initialize()
     os.write(1, b"a line")

@@ -52,9 +52,8 @@ def test_a_run_learns_and_writes_all_its_files(make_config: MakeConfig, capsys: 
     bits = result.evaluation.loss / np.log(2)
     assert result.evaluation.bits_per_byte == pytest.approx(bits)
     names = {path.name for path in result.run_dir.iterdir()}
-    assert names == set(
-        "config.json metrics.jsonl tensorboard checkpoints plan.txt plan.json loss.png sample.txt".split()
-    )
+    files = "config.json attempts.jsonl metrics.jsonl tensorboard plan.txt plan.json loss.png sample.txt"
+    assert names == {*files.split(), "checkpoints"}
     assert (result.run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (result.run_dir / "sample.txt").read_text().startswith("the ")
     assert len(list((result.run_dir / "checkpoints").glob("step_*"))) == 2
@@ -145,7 +144,10 @@ def test_how_often_metrics_and_checkpoints_are_written(
     steps = sorted(path.name for path in (result.run_dir / "checkpoints").glob("step_*"))
     assert steps == ["step_00000002", "step_00000004", "step_00000005"]
     share = flops_per_token(config.gpt) / (1e9 * jax.device_count())
-    assert lines[-2]["mfu"] == pytest.approx(lines[-2]["tokens_per_second"] * share)
+    assert lines[-3]["mfu"] == pytest.approx(lines[-3]["tokens_per_second"] * share)
+    causes = {name: value for name, value in lines[-1].items() if name.startswith("seconds_")}
+    assert set(causes) >= {f"seconds_{each}" for each in ("steps", "plan", "compile", "data", "evaluation", "save")}
+    assert lines[-1]["goodput"] == pytest.approx(causes["seconds_steps"] / sum(causes.values()))
 
 
 @pytest.mark.slow

@@ -17,10 +17,11 @@ import jax
 import pytest
 
 from autoshard import _compat
+from autoshard._processes import EXIT_RESTART
 from autoshard.ckpt import Checkpointer
 from autoshard.train.run import watchdog
 from autoshard.train.run.metrics import read_metrics
-from autoshard.train.run.watchdog import EXIT_RESTART, Watchdog, is_lost_peer
+from autoshard.train.run.watchdog import Watchdog, is_lost_peer
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 12.0  # chosen

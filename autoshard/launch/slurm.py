@@ -1,0 +1,49 @@
+"""Slurm: a batch script that starts one process on each node and queues itself again."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from autoshard._processes import EXIT_RESTART, RESTARTS
+from autoshard.errors import ConfigError
+from autoshard.launch.constants import SAVE_S
+from autoshard.launch.job import Job
+from autoshard.launch.rendering import render
+from autoshard.launch.settings import with_port
+
+
+def show(job: Job, options: Sequence[str] = ()) -> str:
+    """Return the batch script.
+
+    Args:
+        job: The job. Each host is a node with one task.
+        options: More options of sbatch, such as `partition=a3`.
+    """
+    return render(
+        "slurm.sh.j2",
+        job=job,
+        options=options,
+        restarts=RESTARTS,
+        save_s=SAVE_S,
+        exit_restart=EXIT_RESTART,
+        coordinator=with_port(job.coordinator) if job.coordinator else None,
+        gpus=job.machine.chips_per_host if job.machine is not None and job.machine.platform == "cuda" else None,
+    )
+
+
+def submit(job: Job, options: Sequence[str] = ()) -> int:
+    """Submit the batch script; return the exit code of sbatch."""
+    return subprocess.run(["sbatch"], input=show(job, options), text=True, check=False).returncode
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Refuse options that the script sets itself.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    own = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "open-mode", "signal", "chdir")
+    for option in options:
+        if option.partition("=")[0].lstrip("-") in own:
+            raise ConfigError(f"--sbatch {option!r}: the launcher sets it itself; leave it out")

@@ -1,0 +1,181 @@
+"""Attempts to train a run: when each began and how it ended, and when to give up.
+
+A launcher starts a run again after every loss of a process. If attempt after attempt saves nothing new, the cause will
+not go away by itself. The file is in the run's folder, so it counts the same under every launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autoshard._processes import RESTARTS
+from autoshard._shown import shown
+from autoshard.errors import AutoshardError, ConfigError
+from autoshard.train.config import run_directory
+from autoshard.train.run import distributed
+from autoshard.train.run.goodput import Goodput, account
+
+
+@shown
+class Attempt:
+    """This attempt to train a run. Only the main process writes.
+
+    Attributes:
+        goodput: Measures where its time goes.
+        number: Its number, from 1; 0 before it begins.
+        step: Steps done.
+        reason: How the attempt ended: `finished` or the name of a signal; empty before.
+    """
+
+    def __init__(self, limit: int) -> None:
+        """Store the limit; nothing is written before `begin`.
+
+        Args:
+            limit: Attempts in a row without a new checkpoint, after which `check` refuses another; 0 for no limit.
+        """
+        self.goodput = Goodput()
+        self.number = 0
+        self.step = 0
+        self.reason = ""
+        self._limit = limit
+        self._path: Path | None = None
+
+    def check(self, run_dir: Path, step: int) -> None:
+        """Refuse another attempt if those before it were in vain. Nothing is written; every process must call this.
+
+        Args:
+            run_dir: Folder of the run.
+            step: Step of the newest checkpoint.
+
+        Raises:
+            AutoshardError: As many attempts as the limit allows began at this step and saved no later one. Raised in
+                every process.
+        """
+        failed = fruitless(read_attempts(run_dir / run_directory.ATTEMPTS), step) if distributed.is_main() else []
+        if self._limit and distributed.value_of_main_process(len(failed)) >= self._limit:
+            last = f"; the last one: {failed[-1]}" if failed else ""
+            raise AutoshardError(
+                f"{str(run_dir)!r}: {self._limit} attempts in a row began at step {step} and saved no later step{last}"
+                ". It is not started again: find the cause, then continue with --resume"
+            )
+
+    def begin(self, run_dir: Path, step: int) -> None:
+        """Record that this attempt begins.
+
+        Args:
+            run_dir: Folder of the run.
+            step: Step of the newest checkpoint; 0 without one.
+        """
+        self._path = run_dir / run_directory.ATTEMPTS
+        events = read_attempts(self._path) if distributed.is_main() else []
+        self.step = step
+        self.number = 1 + max((event["attempt"] for event in events), default=0)
+        metrics = run_dir / run_directory.METRICS
+        self._write(
+            "begin",
+            step=step,
+            processes=jax.process_count(),
+            devices=jax.device_count(),
+            alive=_time_text(metrics.stat().st_mtime) if metrics.exists() else None,
+        )
+
+    def saved(self, step: int) -> None:
+        """Record that a checkpoint of a step was saved, with the time spent so far."""
+        self._write("save", step=step, seconds=_rounded(self.goodput.seconds()))
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds by cause over all attempts so far; those of this attempt alone in other processes."""
+        if not distributed.is_main() or self._path is None:
+            return self.goodput.seconds()
+        events = [event for event in read_attempts(self._path) if event["attempt"] <= self.number]
+        return account(
+            [*events, {"attempt": self.number, "event": "now", "step": 0, "seconds": self.goodput.seconds()}]
+        )
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record at the end of the `with` block how the attempt ended: with `reason`, or with an error."""
+        try:
+            yield
+        except BaseException as error:
+            self.reason = f"{type(error).__name__}: {error}".strip(": ")
+            raise
+        finally:
+            self._write("end", step=self.step, reason=self.reason, seconds=_rounded(self.goodput.seconds()))
+
+    def _write(self, event: str, **values: object) -> None:
+        if not distributed.is_main() or self._path is None:
+            return
+        line = {"attempt": self.number, "event": event, "time": _time_text(time.time()), **values}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _time_text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {cause: round(each, 3) for cause, each in seconds.items()}
+
+
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """Read the events of a run's attempts. Lines that a crash left incomplete are skipped."""
+    events = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            events.append(json.loads(text))
+        except ValueError:
+            continue
+    return events
+
+
+def fruitless(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+    """Return how each of the last attempts ended, back to the last one that does not count as a failure.
+
+    An attempt fails if it began at the step of the newest checkpoint and was not ended by a signal that asked it to
+    stop: had it saved anything, the newest checkpoint would be a later one.
+
+    Args:
+        events: Events of the run's attempts, oldest first.
+        step: Step of the newest checkpoint.
+    """
+    ends = {event["attempt"]: event["reason"] for event in events if event["event"] == "end"}
+    failed: list[str] = []
+    for event in reversed([event for event in events if event["event"] == "begin"]):
+        reason = ends.get(event["attempt"], "it left no reason, as a killed process does")
+        if event["step"] != step or reason == "finished" or reason.startswith("SIG"):
+            break
+        failed.append(reason)
+    return failed[::-1]
+
+
+def check_first_start(limit: int) -> None:
+    """Refuse to start a run once more that has never begun.
+
+    Until its folder exists, a run cannot record attempts, so this relies on the launcher's own count.
+
+    Args:
+        limit: Attempts after which to give up; 0 for no limit.
+
+    Raises:
+        AutoshardError: The launcher has started the run that often.
+        ConfigError: The variable is not a number.
+    """
+    text = os.environ.get(RESTARTS, "0")
+    if not text.isdigit():
+        raise ConfigError(f"{RESTARTS}={text} must be a number")
+    if limit and int(text) >= limit:
+        raise AutoshardError(
+            f"the run was started {int(text)} times before and never began to train: find the cause, then launch it "
+            "again"
+        )

@@ -1,0 +1,116 @@
+"""Where the time of a run goes: steps that count, and everything else by cause, over all attempts.
+
+plan, compile, restore, data, evaluation, save      measured in this process
+lost                                                steps after the last save of an attempt, which are done again
+between                                             from the end of an attempt to the beginning of the next
+steps                                               the rest
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+from autoshard._units import duration_text, percent_text
+
+T = TypeVar("T")
+STEPS, LOST, BETWEEN = "steps", "lost", "between"
+_NAMES = {LOST: "lost work", BETWEEN: "between attempts"}
+
+
+class Goodput:
+    """Measures the time of one attempt by cause, in seconds."""
+
+    def __init__(self) -> None:
+        """Start the clock."""
+        self._begin = time.perf_counter()
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._inside = False
+
+    @contextlib.contextmanager
+    def spent_on(self, cause: str) -> Iterator[None]:
+        """Count the time of the `with` block for a cause. Inside another such block it counts for the outer one."""
+        if self._inside:
+            yield
+            return
+        self._inside, begin = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._inside = False
+            self._spent[cause] += time.perf_counter() - begin
+
+    def waiting(self, items: Iterable[T], cause: str) -> Iterator[T]:
+        """Yield the items; the time that each takes to arrive counts for a cause."""
+        iterator, end = iter(items), object()
+        while True:
+            with self.spent_on(cause):
+                item: Any = next(iterator, end)
+            if item is end:
+                return
+            yield item
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each cause so far; those of no cause are `steps`."""
+        whole = time.perf_counter() - self._begin
+        return {STEPS: max(whole - sum(self._spent.values()), 0.0), **self._spent}
+
+
+def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up the time of a run over its attempts.
+
+    Args:
+        events: The events of `attempts.jsonl`, oldest first. Those that save or end an attempt have its seconds so far.
+
+    Returns:
+        Seconds by cause. An attempt counts up to the step from which the next one continued.
+    """
+    spent: defaultdict[str, float] = defaultdict(float)
+    begins = [n for n, event in enumerate(events) if event["event"] == "begin"]
+    for n, begin in enumerate(begins):
+        until = begins[n + 1] if n + 1 < len(begins) else len(events)
+        own = events[begin:until]
+        if until < len(events):
+            step = events[until]["step"]
+            kept = [event for event in own if event["step"] <= step and event.get("attempt") == own[0]["attempt"]]
+            _add(spent, kept[-1])
+            alive = max(_time(events[until], "alive"), _time(kept[-1]))
+            spent[LOST] += alive - _time(kept[-1])
+            spent[BETWEEN] += max(_time(events[until]) - alive, 0.0)
+        else:
+            _add(spent, own[-1])
+    return dict(spent)
+
+
+def _add(spent: defaultdict[str, float], event: Mapping[str, Any]) -> None:
+    for cause, seconds in event.get("seconds", {}).items():
+        spent[cause] += seconds
+
+
+def goodput_of(spent: Mapping[str, float]) -> float:
+    """Return the share of the time that was spent in steps that count; 0 without any time."""
+    whole = sum(spent.values())
+    return spent.get(STEPS, 0.0) / whole if whole else 0.0
+
+
+def goodput_text(spent: Mapping[str, float], attempts: int) -> str:
+    """Return one line: the goodput and the time by cause, longest first.
+
+    Example:
+        >>> goodput_text({"steps": 90.0, "compile": 8.0, "save": 2.0}, 1)
+        'goodput 90 % of 100 s: steps 90.0 s, compile 8.00 s, save 2.00 s'
+    """
+    whole = sum(spent.values())
+    causes = sorted(spent.items(), key=lambda item: (item[0] != STEPS, -item[1]))
+    parts = [f"{_NAMES.get(cause, cause)} {duration_text(seconds)}" for cause, seconds in causes if seconds > 0]
+    times = f" in {attempts} attempts" if attempts > 1 else ""
+    return f"goodput {percent_text(spent.get(STEPS, 0.0), whole)} of {duration_text(whole)}{times}: {', '.join(parts)}"
+
+
+def _time(event: Mapping[str, Any], name: str = "time") -> float:
+    """Return a time of an event in seconds since the epoch; 0 if it has none."""
+    return datetime.fromisoformat(event[name]).timestamp() if event.get(name) else 0.0

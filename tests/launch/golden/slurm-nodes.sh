@@ -1,0 +1,20 @@
+#!/bin/bash
+#SBATCH --job-name=my-run
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --chdir=/data/work
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# The processes get SIGTERM this many seconds before the time limit, save and end.
+#SBATCH --signal=TERM@120
+
+export AUTOSHARD_RESTARTS="${SLURM_RESTART_COUNT:-0}"
+export TEXT='two words'
+srun --kill-on-bad-exit=1 autoshard train --preset quick --data text.txt --run-dir /data/runs/My_run --resume-if-started --max-failures 3
+code=$?
+
+# 75 asks for a restart. Codes above 128 are of processes that a signal killed.
+if [ "$code" -eq 75 ] || [ "$code" -gt 128 ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

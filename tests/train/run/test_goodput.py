@@ -1,0 +1,62 @@
+"""The time of a run by cause."""
+
+import time
+
+import pytest
+
+from autoshard.train.run.goodput import Goodput, account, goodput_of, goodput_text
+
+
+def test_time_is_counted_by_cause_and_the_rest_is_steps():
+    goodput = Goodput()
+    with goodput.spent_on("save"):
+        time.sleep(0.05)
+        with goodput.spent_on("data"):  # counts for the outer cause
+            time.sleep(0.05)
+    for item in goodput.waiting(iter([1, 2]), "data"):
+        assert item in (1, 2)
+        time.sleep(0.03)
+    found = goodput.seconds()
+    assert 0.1 <= found["save"] < 0.5 and found["data"] < 0.05 and found["steps"] >= 0.06
+    assert list(found) == ["steps", "save", "data"]
+
+
+def at(second: int) -> str:
+    return f"2026-01-01T00:{second // 60:02d}:{second % 60:02d}.000+00:00"
+
+
+def event(attempt: int, kind: str, second: int, step: int, **values: object) -> dict[str, object]:
+    return {"attempt": attempt, "event": kind, "time": at(second), "step": step, **values}
+
+
+def test_work_after_the_last_save_is_lost():
+    events = [
+        event(1, "begin", 0, 0),
+        event(1, "save", 50, 10, seconds={"steps": 40.0, "compile": 9.0, "save": 1.0}),
+        # killed after the line of metrics at 70 s; started again at 100 s, from step 10
+        event(2, "begin", 100, 10, alive=at(70)),
+        event(2, "save", 150, 20, seconds={"steps": 45.0, "restore": 5.0}),
+        event(2, "end", 160, 24, reason="ValueError", seconds={"steps": 55.0, "restore": 5.0}),
+        event(3, "begin", 165, 20, alive=at(158)),
+        event(3, "end", 200, 30, reason="finished", seconds={"steps": 30.0, "restore": 5.0}),
+    ]
+    spent = account(events)
+    assert spent == {
+        "steps": 115.0, "compile": 9.0, "save": 1.0, "restore": 10.0, "lost": 20.0 + 8.0, "between": 30.0 + 7.0,
+    }  # fmt: skip
+    assert sum(spent.values()) == 200.0
+    assert goodput_of(spent) == pytest.approx(115 / 200)
+    assert goodput_text(spent, 3) == (
+        "goodput 58 % of 3.33 min in 3 attempts: steps 115 s, between attempts 37.0 s, lost work 28.0 s, "
+        "restore 10.0 s, compile 9.00 s, save 1.00 s"
+    )
+
+
+def test_an_attempt_that_saved_nothing_is_lost_whole():
+    events = [
+        event(1, "begin", 0, 0),
+        event(2, "begin", 60, 0, alive=at(40)),
+        event(2, "end", 90, 5, seconds={"steps": 30.0}),
+    ]
+    assert account(events) == {"lost": 40.0, "between": 20.0, "steps": 30.0}
+    assert goodput_of({}) == 0.0
