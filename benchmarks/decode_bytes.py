@@ -70,8 +70,9 @@ def _mixtral_8x7b() -> DecoderConfig:
     """Mixtral 8x7B (table 1 of arXiv:2401.04088)."""
     kinds = (LayerKind(rotary=Rotary(1_000_000.0), experts=True),) * 32
     experts = ExpertsConfig(8, 2, 14_336)
-    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 14_336, "context": 32_768}
-    return DecoderConfig(32_000, 4096, kinds, **sizes, experts=experts)
+    return DecoderConfig(
+        32_000, 4096, kinds, heads=32, kv_heads=8, head_dim=128, ffn=14_336, context=32_768, experts=experts
+    )
 
 
 CASES: Mapping[str, Case] = {

@@ -46,7 +46,7 @@ def load_dense(folder, plan, **options):
 def gradients(model):
     """Returns the loss and the gradients of the parameters that are not codes or scales."""
     graph, params, frozen = nnx.split(
-        model, lambda path, _: path[-1] not in ("codes", "scale") or "norm" in path[-2], ...
+        model, lambda path, _: path[-1] not in ("codes", "scale") or "norm" in str(path[-2]), ...
     )
     batch = {name: jax.random.randint(jax.random.key(n), BATCH, 0, 24) for n, name in enumerate(("inputs", "targets"))}
 
