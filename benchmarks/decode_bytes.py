@@ -52,12 +52,12 @@ TARGETS = ("v5e:2x4", "v6e:2x4")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its rows and the positions of its cache, and whether its matrices are codes in fp8 with scales."""
+    """A model, its rows and the positions of its cache. Of an architecture in `fp8`, matrices are codes and scales."""
 
     config: DecoderConfig
     rows: int
     length: int
-    codes: bool = False
+    fp8: str = ""
 
 
 def _llama3_8b() -> DecoderConfig:
@@ -77,9 +77,10 @@ def _mixtral_8x7b() -> DecoderConfig:
 
 CASES: Mapping[str, Case] = {
     "llama3-8b": Case(_llama3_8b(), rows=16, length=2048),
-    "llama3-8b in fp8": Case(_llama3_8b(), rows=16, length=2048, codes=True),
+    "llama3-8b in fp8": Case(_llama3_8b(), rows=16, length=2048, fp8="LlamaForCausalLM"),
     "gemma3-4b": Case(DECODERS["gemma3-4b"], rows=16, length=4096),
     "qwen3-30b-a3b": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048),
+    "qwen3-30b-a3b in fp8": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048, fp8="Qwen3MoeForCausalLM"),
     "qwen3-30b-a3b, 2 rows": Case(DECODERS["qwen3-30b-a3b"], rows=2, length=2048),
     "qwen3-30b-a3b, 1 row": Case(DECODERS["qwen3-30b-a3b"], rows=1, length=2048),
     "mixtral-8x7b, 1 row": Case(_mixtral_8x7b(), rows=1, length=2048),
@@ -119,8 +120,8 @@ def row_of(name: str, target: str) -> Row:
     case = CASES[name]
     config = dataclasses.replace(case.config, dtype="bfloat16", param_dtype="bfloat16", remat="none")
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    if case.codes:
-        _put_codes(model, config)
+    if case.fp8:
+        _put_codes(model, config, case.fp8)
     graph, params = nnx.split(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
@@ -142,9 +143,9 @@ def row_of(name: str, target: str) -> Row:
     )
 
 
-def _put_codes(model: Decoder, config: DecoderConfig) -> None:
-    """Put codes and scales of blocks of 128 x 128 in the place of a Llama's matrices, as `keep_codes` does."""
-    family = known_families()["LlamaForCausalLM"]
+def _put_codes(model: Decoder, config: DecoderConfig, architecture: str) -> None:
+    """Put codes and scales of blocks of 128 x 128 in the place of matrices, as `keep_codes` does."""
+    family = known_families()[architecture]
     shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
     sources = sources_of(family.stacks(config), family.table(config), shapes)
 
