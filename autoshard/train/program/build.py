@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import itertools
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +36,7 @@ from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedu
 from autoshard.train.step.preference import dpo_loss
 from autoshard.train.step.train_state import Program, TrainState, make_program
 from autoshard.train.step.train_step import Loss, TrainStep, loss_and_weight, make_train_step
+from autoshard.train.user_functions import is_function, load_function
 
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
@@ -78,7 +75,7 @@ def factory_builder(name: str, *, vocab: int, context: int) -> Callable[[nnx.Rng
         ConfigError: The factory cannot be found. The returned function raises it if the factory does not return an
             `nnx.Module` or a `GPTConfig`.
     """
-    factory = load_function(name, "--model")
+    factory = load_function(name, "--model", "gpt for the built-in model")
     offered = ("rngs", "vocab", "context")
     if missing := _required(factory, offered):
         raise ConfigError(
@@ -324,37 +321,6 @@ def _rows_of(config: TrainConfig, batch: Mapping[str, int]) -> Source:
         seed=config.seed,
         **batch,
     )
-
-
-def is_function(name: str | None) -> bool:
-    """Whether a name has the form package.module:function and is not an existing path."""
-    if name is None or ":" not in name or Path(name).exists():
-        return False
-    module, _, function = name.partition(":")
-    return function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def load_function(name: str, option: str) -> Callable[..., Any]:
-    """Import the function that package.module:function names. Modules in the working folder are found too.
-
-    Raises:
-        ConfigError: The name has another form, or the module or function does not exist.
-    """
-    if not is_function(name):
-        raise ConfigError(
-            f"{option} {name!r} is unknown: give package.module:function"
-            + (", or gpt for the built-in model" if option == "--model" else "")
-        )
-    module_name, _, function = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{option} {name}: no module named {error.name!r}. Is its folder on PYTHONPATH?") from error
-    if not callable(getattr(module, function, None)):
-        raise ConfigError(f"{option} {name}: module {module_name} has no function {function!r}")
-    return getattr(module, function)
 
 
 def _required(function: Callable[..., Any], offered: Sequence[str]) -> list[str]:

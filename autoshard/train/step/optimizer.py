@@ -1,4 +1,4 @@
-"""The optimizer: clipping by global norm, AdamW or SGD, and a schedule of linear warm-up and cosine decay."""
+"""The optimizer: clipping by global norm, an optimizer of optax, and a schedule of its learning rate."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ import fnmatch
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
 
 from autoshard.errors import ConfigError
+from autoshard.train.step.named_optimizers import SCHEDULES, check_optimizer, check_schedule, optimizer_by_name
+from autoshard.train.user_functions import is_function, load_function
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """How parameters are updated."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    name: str = "adamw"
+    """The optimizer: adamw, sgd, another of optax (adafactor, adagrad, adam, adan, lamb, lion, nadamw, rmsprop), or
+    package.module:function, which is called with the schedule and returns an optax.GradientTransformation."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of the optimizer's function in optax, such as b1=0.95 b2=0.98. They take precedence over the settings
+    below."""
+    schedule: str = "cosine"
+    """The learning rate after the warm-up: `cosine` and `linear` decay until the last step, `wsd` is constant and then
+    decays linearly, `constant`; or package.module:function, which is called with this config and the number of steps
+    and returns an optax.Schedule."""
+    decay_share: float = 0.2
+    """Schedule wsd: the share of the run, at its end, in which the learning rate decays."""
     learning_rate: float = 1e-3
     """Peak learning rate, at the end of the warm-up."""
     min_learning_rate: float = 1e-4
-    """Learning rate at the last step, at the end of the cosine decay."""
+    """Learning rate at the last step, at the end of the decay."""
     warmup_steps: int = 100
     """Steps of linear warm-up."""
     beta1: float = 0.9
@@ -33,7 +45,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     """AdamW: added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """AdamW: decoupled weight decay; only matrices are decayed."""
+    """AdamW, adan, lamb, lion and nadamw: decoupled weight decay; only matrices are decayed."""
     no_decay: tuple[str, ...] = ("*bias", "*scale", "*norm*", "*/b[qkvo]", "*/b_*")
     """Globs over /-joined paths of parameters that are not decayed. Vectors never are."""
     momentum: float = 0.0
@@ -42,7 +54,11 @@ class OptimizerConfig:
     """Gradients with a larger global norm are scaled down to this norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        """Refuse negative and non-finite numbers, all in one error."""
+        """Refuse unknown names, and negative and non-finite numbers, each kind in one error."""
+        check_optimizer(self.name, self.arguments)
+        check_schedule(self.schedule)
+        if not 0 < self.decay_share <= 1:
+            raise ConfigError(f"decay_share is {self.decay_share}; it must be above 0 and at most 1")
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
         if wrong := {name: value for name, value in numbers.items() if not 0 <= value < math.inf}:
             raise ConfigError(
@@ -61,24 +77,25 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Make the schedule: linear warm-up to the peak, then cosine decay to the minimum at the last step.
+    """Make the schedule: linear warm-up to the peak, then what `config.schedule` says, until the last step.
 
     The first step's rate is above zero.
 
     Raises:
         ConfigError: The warm-up is as long as the run or longer.
     """
+    if is_function(config.schedule):
+        return load_function(config.schedule, "--optimizer.schedule")(config, steps)
     if config.warmup_steps >= steps > 0:
         raise ConfigError(
             f"optimizer.warmup_steps is {config.warmup_steps}, but the run has {steps} steps: use fewer warm-up steps"
         )
-    return optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(steps, config.warmup_steps + 1),
-        end_value=config.min_learning_rate,
+    rest = max(steps, config.warmup_steps + 1) - config.warmup_steps
+    warmup = optax.linear_schedule(
+        config.learning_rate / (config.warmup_steps + 1), config.learning_rate, config.warmup_steps
     )
+    shape = SCHEDULES[config.schedule](config.learning_rate, config.min_learning_rate, rest, config.decay_share)
+    return optax.join_schedules([warmup, shape], [config.warmup_steps])
 
 
 def decay_mask(params: Any, no_decay: Sequence[str]) -> Any:
@@ -93,7 +110,7 @@ def decay_mask(params: Any, no_decay: Sequence[str]) -> Any:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Make the gradient transformation: clipping, then AdamW or SGD with the learning rate schedule.
+    """Make the gradient transformation: clipping, then the optimizer with the learning rate schedule.
 
     Args:
         config: The settings.
@@ -104,16 +121,12 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """
     schedule = learning_rate_schedule(config, steps)
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm > 0 else optax.identity()
+    settings: dict[str, Any] = {
+        "weight_decay": config.weight_decay,
+        "mask": lambda params: decay_mask(params, config.no_decay),
+    }
     if config.name == "sgd":
-        return optax.chain(clip, optax.sgd(schedule, momentum=config.momentum or None))
-    return optax.chain(
-        clip,
-        optax.adamw(
-            schedule,
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=lambda params: decay_mask(params, config.no_decay),
-        ),
-    )
+        settings = {"momentum": config.momentum or None}
+    elif config.name == "adamw":
+        settings |= {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
+    return optax.chain(clip, optimizer_by_name(config.name, schedule, config.arguments, settings))

@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_what_was_fitted_to_it(tmp_path: Path) -> None:
         ("steps = 'many'", "steps is 'many'; it must be a whole number"),
         ("steps = true", "steps is True; it must be a whole number"),
         ("steps = 1.5", "steps is 1.5; it must be a whole number"),
-        ("[optimizer]\nname = 'adam'", "name is 'adam'; it must be 'adamw' or 'sgd'"),
+        ("[optimizer]\nname = 'adan2'", r"name is 'adan2'; did you mean 'adan'\?"),
         ("freeze = [1]", r"freeze\[0\] is 1; it must be text"),
         ("gpt = 3", r"write \[gpt\]"),
         ("freeze = 'embed'", "freeze is 'embed'; it must be a list"),

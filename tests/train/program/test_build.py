@@ -17,13 +17,13 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import (
     fit_vocab,
     is_pipelined,
-    load_function,
     make_source,
     model_builder,
     remat_unit_count,
     variant_search,
 )
 from autoshard.train.program.constants import REMATS, VOCAB_MULTIPLE
+from autoshard.train.user_functions import load_function
 
 MakeConfig = Callable[..., TrainConfig]
 LIGHT, STRICT = REMATS[0], REMATS[-1]

@@ -1,0 +1,108 @@
+"""Optimizers of optax and schedules of the learning rate, by name, and those of users."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optax
+
+from autoshard.errors import ConfigError
+from autoshard.train.user_functions import is_function, load_function
+
+OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
+    "adafactor": optax.adafactor,
+    "adagrad": optax.adagrad,
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "adan": optax.adan,
+    "lamb": optax.lamb,
+    "lion": optax.lion,
+    "nadamw": optax.nadamw,
+    "rmsprop": optax.rmsprop,
+    "sgd": optax.sgd,
+}
+"""Functions of optax whose updates depend on nothing but gradients and parameters."""
+
+
+def _wsd(peak: float, last: float, steps: int, share: float) -> optax.Schedule:
+    decay = max(round(share * steps), 1)
+    return optax.linear_schedule(peak, last, decay, transition_begin=steps - decay)
+
+
+SCHEDULES: Mapping[str, Callable[[float, float, int, float], optax.Schedule]] = {
+    "cosine": lambda peak, last, steps, share: optax.cosine_decay_schedule(peak, steps, last / peak if peak else 0.0),
+    "linear": lambda peak, last, steps, share: optax.linear_schedule(peak, last, steps),
+    "wsd": _wsd,
+    "constant": lambda peak, last, steps, share: optax.constant_schedule(peak),
+}
+"""Make the schedule after the warm-up, from the peak, the last rate, the number of steps and the share that decays."""
+
+
+def check_optimizer(name: str, arguments: Sequence[str]) -> None:
+    """Refuse an unknown optimizer, and arguments that it does not take.
+
+    Raises:
+        ConfigError: The name is unknown, or an argument is unknown or malformed.
+    """
+    if not is_function(name):
+        _check_known("optimizer.name", name, OPTIMIZERS)
+    accepted = None if is_function(name) else _parameters(OPTIMIZERS[name])
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"optimizer.arguments {argument!r}: write NAME=VALUE, such as b1=0.95")
+        if key == "learning_rate":
+            raise ConfigError("optimizer.arguments learning_rate: give --optimizer.learning-rate and .schedule")
+        if accepted is not None and key not in accepted:
+            raise ConfigError(f"optimizer.arguments: {name} has no {key!r}; it has {', '.join(accepted)}")
+
+
+def check_schedule(name: str) -> None:
+    """Refuse an unknown schedule.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    if not is_function(name):
+        _check_known("optimizer.schedule", name, SCHEDULES)
+
+
+def optimizer_by_name(
+    name: str, schedule: optax.Schedule, arguments: Sequence[str], settings: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Make an optimizer.
+
+    Args:
+        name: A name of `OPTIMIZERS`, or package.module:function.
+        schedule: The learning rate.
+        arguments: Arguments of its function, as NAME=VALUE. Values are JSON, or text.
+        settings: Arguments that it gets if it has them, unless `arguments` has them too.
+    """
+    given = {key: _value(text) for key, _, text in (argument.partition("=") for argument in arguments)}
+    if is_function(name):
+        return load_function(name, "--optimizer.name")(schedule, **given)
+    parameters = _parameters(OPTIMIZERS[name])
+    kept = {key: value for key, value in settings.items() if key in parameters}
+    return OPTIMIZERS[name](schedule, **(kept | given))
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "learning_rate"]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _check_known(what: str, name: str, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"{what} is {name!r}{hint} Give {', '.join(known)}, or package.module:function")

@@ -1,0 +1,144 @@
+"""Kill processes of a launched run, and count what is lost.
+
+    python benchmarks/kills.py                   50 kills of 4 processes
+    python benchmarks/kills.py --kills 3 --processes 2
+    python benchmarks/kills.py --show            print the stored figures
+
+`autoshard launch` trains a small GPT in local processes. Again and again, once an attempt has saved a step, one of its
+processes gets SIGKILL, or SIGSTOP every fifth time, so that it hangs. The run must begin again from the newest
+checkpoint that was there at the signal, or from a later one. A hang is a restart that takes longer than the deadlines
+together: that of a step, that of the other processes to end, and `START_S`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS
+from rich.console import Console
+from rich.table import Table
+
+from autoshard.ckpt import Checkpointer
+from autoshard.launch.constants import FAILED_S
+from autoshard.train.run.attempts import read_attempts
+
+STEP_S = 30.0  # deadline of a step
+START_S = 240.0  # chosen: until an attempt has saved its first step, beside other work on two cores
+POLL_S = 0.2
+STORED = RESULTS / "kills.json"
+MODEL = (
+    "--preset quick --gpt.layers 1 --gpt.width 32 --gpt.heads 2 --gpt.context 16 --batch-size 16 --virtual-devices 2 "
+    "--sample-tokens 0 --log-every 5 --checkpoint-every 5 --steps 1000000 --eval-every 0"
+).split()
+
+
+def until(condition: Callable[[], Any], seconds: float, launcher: subprocess.Popen[bytes]) -> Any:
+    """Wait for a true value and return it; None after some seconds, or once the launcher has ended."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and launcher.poll() is None:
+        if value := condition():
+            return value
+        time.sleep(POLL_S)
+    return None
+
+
+def processes_of(launcher: subprocess.Popen[bytes]) -> list[int]:
+    """Return the process numbers of the launcher's children."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def kill_again_and_again(folder: Path, kills: int, processes: int) -> list[dict[str, Any]]:
+    """Launch a run, kill its processes one after another, and return a row for each kill."""
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 500)
+    run_dir = folder / "run"
+    command = [sys.executable, "-m", "autoshard", "launch", "--processes", str(processes), "--", "train", *MODEL,
+               "--data", "text.txt", "--run-dir", "run", "--deadline-seconds", str(STEP_S)]  # fmt: skip
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+    log = (folder / "log.txt").open("wb")
+    launcher = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
+    chosen, rows = random.Random(0), []  # seeded: every run of the benchmark kills the same processes
+
+    def begun(attempt: int) -> dict[str, Any] | None:
+        events = read_attempts(run_dir / "attempts.jsonl")
+        return next((each for each in events if each["event"] == "begin" and each["attempt"] == attempt), None)
+
+    def saved(attempt: int) -> bool:
+        events = read_attempts(run_dir / "attempts.jsonl")
+        return any(each["event"] == "save" and each["attempt"] == attempt for each in events)
+
+    try:
+        for kill in range(kills):
+            if not until(lambda n=kill + 1: saved(n), START_S, launcher):
+                raise SystemExit(f"attempt {kill + 1} saved nothing in {START_S:g} s; see {folder / 'log.txt'}")
+            time.sleep(chosen.uniform(0.0, 2.0))
+            victim, number = chosen.randrange(processes), signal.SIGSTOP if kill % 5 == 4 else signal.SIGKILL
+            before = max(Checkpointer(run_dir / "checkpoints", keep=None).steps())
+            os.kill(processes_of(launcher)[victim], number)
+            since = time.monotonic()
+            again = until(lambda n=kill + 2: begun(n), STEP_S + FAILED_S + START_S, launcher)
+            row = {
+                "signal": number.name,
+                "process": victim,
+                "saved_before": before,
+                "continued_from": again["step"] if again else None,
+                "seconds": round(time.monotonic() - since, 1),
+            }
+            print(row, flush=True)
+            rows.append(row)
+            if again is None:
+                break
+    finally:
+        launcher.terminate()
+        launcher.wait(300)
+    return rows
+
+
+def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures over all kills."""
+    lost = [row["saved_before"] - row["continued_from"] for row in rows if row["continued_from"] is not None]
+    seconds = [row["seconds"] for row in rows]
+    return {
+        "kills": len(rows),
+        "lost_steps": sum(max(each, 0) for each in lost),
+        "hangs": sum(row["continued_from"] is None for row in rows),
+        "restart_seconds_median": statistics.median(seconds),
+        "restart_seconds_longest": max(seconds),
+    }
+
+
+def main() -> None:
+    """Run the benchmark, or print what is stored."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--show", action="store_true", help="print the stored figures only")
+    given = parser.parse_args()
+    if given.show:
+        stored = json.loads(STORED.read_text())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = kill_again_and_again(Path(folder), given.kills, given.processes)
+        stored = {"processes": given.processes, "figures": figures(rows), "rows": rows}
+        if given.kills >= 50:
+            STORED.write_text(json.dumps(stored, indent=1) + "\n")
+    table = Table("figure", "value", title=f"{stored['processes']} local processes")
+    for name, value in stored["figures"].items():
+        table.add_row(name.replace("_", " "), str(value))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
