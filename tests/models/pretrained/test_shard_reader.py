@@ -1,7 +1,6 @@
 """Shards are read in pieces by several threads: values, memory, and pieces that cannot be read."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained import shard_reader
 from autoshard.models.pretrained.folder import Folder
+from autoshard.models.pretrained.host_memory import Reused
 from autoshard.models.pretrained.layouts import Layout
 from autoshard.models.pretrained.shard_reader import Shard, ShardReader, pieces_of
 from autoshard.models.pretrained.tables import Source
@@ -61,18 +61,19 @@ def test_one_number_a_layer(tmp_path):
 def test_values_in_order_are_read_to_their_place(tmp_path):
     """No other memory is used. A cast needs some."""
 
-    def no_memory(*_):
-        raise AssertionError("other memory is used")
+    class NoMemory(Reused):
+        def empty(self, shape, dtype):
+            raise AssertionError("other memory is used")
 
     source, tensors, values = stored(tmp_path, Layout("v e -> v e"), (9, 8))
     shard = Shard(source, ((0, 3), (0, 9), (0, 8)), "float32")
     read = np.zeros(shard.shape, "float32")
     for piece in pieces_of(shard, tensors):
-        piece.read_into(read, SimpleNamespace(empty=no_memory))
+        piece.read_into(read, NoMemory())
     assert np.array_equal(read, values)
     cast = next(pieces_of(Shard(source, shard.ranges, "bfloat16"), tensors))
     with pytest.raises(AssertionError, match="other memory"):
-        cast.read_into(np.zeros(shard.shape, "bfloat16"), SimpleNamespace(empty=no_memory))
+        cast.read_into(np.zeros(shard.shape, "bfloat16"), NoMemory())
 
 
 def test_a_piece_that_cannot_be_read_stops_all_threads(tmp_path):
