@@ -5,13 +5,14 @@
 BLOCK = 128
 
 # Bytes of a piece of a tensor, which one thread reads and then copies. The pieces of all threads must stay in the
-# processor's cache. Source: an import of 1.07 GB from the page cache took 0.99 seconds of processor time with pieces of
-# 1 MiB, 0.96 with 4 MiB and 0.92 with 16 MiB (x86-64 with 32 MiB of L3 cache, 2026-11).
-PIECE_BYTES = 4 * 2**20
+# processor's cache. Source: `benchmarks/pretrained.py --undisturbed` with other values here. An import took 0.95
+# seconds with two threads and pieces of 8 MiB, and 0.96 with 4 MiB (means of three in turn; two x86-64 cores with
+# 32 MiB of L3 cache, 2026-11).
+PIECE_BYTES = 8 * 2**20
 
-# Threads that read and copy pieces. Each takes the memory of a piece. Chosen: plain reads of 4 MiB by 1, 2 and 4
-# threads all reached the rate of the disk at hand; faster disks serve several requests at a time.
-THREADS = 4
+# The most threads that read and copy pieces; fewer on machines with fewer cores. Each takes the memory of a piece.
+# Source: on two cores, the same imports took 1.10 seconds with four threads. The limit for other machines is chosen.
+MOST_THREADS = 4
 
 # Bytes from which memory is mapped in ordinary pages. Source: NumPy asks for huge pages for arrays of 4 MiB and more.
 MAPPED_BYTES = 4 * 2**20

@@ -9,6 +9,7 @@ transposing.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
-from autoshard.models.pretrained.constants import PIECE_BYTES, THREADS
+from autoshard.models.pretrained.constants import MOST_THREADS, PIECE_BYTES
 from autoshard.models.pretrained.fast_copy import copy_transposed
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.host_memory import Reused, aligned_empty
@@ -126,7 +127,8 @@ class ShardReader:
     def __init__(self, folder: Folder, tensors: Mapping[str, Tensor]):
         self._folder, self._tensors = folder, tensors
         self._lock, self._own = threading.Lock(), threading.local()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="autoshard-read")
+        self._number = min(MOST_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._number, thread_name_prefix="autoshard-read")
 
     def __enter__(self) -> ShardReader:
         return self
@@ -144,7 +146,7 @@ class ShardReader:
         if values.nbytes <= PIECE_BYTES:
             self._copy(pieces, values)
             return values
-        running = [self._threads.submit(self._copy, pieces, values) for _ in range(THREADS)]
+        running = [self._threads.submit(self._copy, pieces, values) for _ in range(self._number)]
         try:
             for one in running:
                 one.result()
