@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from autoshard._shown import shown
@@ -20,9 +19,7 @@ from autoshard.models.decoder.config_changes import config_fields, with_changes
 from autoshard.models.pretrained.copied import copied_patterns, warn_of_copies
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.fast_copy import FetchAhead, copy_transposed
 from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
-from autoshard.models.pretrained.host_memory import Reused, aligned_empty
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.models.pretrained.quantized.kept_codes import (
@@ -34,6 +31,7 @@ from autoshard.models.pretrained.quantized.kept_codes import (
     with_codes,
     with_stored,
 )
+from autoshard.models.pretrained.shard_reader import Ranges, Shard, ShardReader
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
@@ -102,12 +100,17 @@ def read_values(
         dtypes: the dtype of each parameter.
         shardings: the sharding of each parameter.
     """
-    ahead = FetchAhead([tensors[name] for source in sources.values() for name in source.names.values()])
-    memory = Reused()
-    return {
-        path: _placed(folder, source, tensors, dtypes[path], shardings[path], ahead, memory)
-        for path, source in sources.items()
-    }
+    shards = {path: _shards(source, dtypes[path], shardings[path]) for path, source in sources.items()}
+    found = {}
+    with ShardReader(folder, tensors) as reader:
+        for path, own in shards.items():
+            arrays = []
+            for shard, devices in own:
+                values = reader.read(shard)
+                arrays += [jax.device_put(values, device) for device in devices]
+            shape = sources[path].shape
+            found[path] = jax.make_array_from_single_device_arrays(shape, shardings[path], arrays)
+    return found
 
 
 def plan_pretrained(
@@ -281,35 +284,10 @@ def _sources(family: Family, cfg: Any, spelling: int, shapes: Mapping[str, Any])
     )
 
 
-def _placed(
-    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, sharding: jax.sharding.Sharding,
-    ahead: FetchAhead, memory: Reused,
-) -> jax.Array:  # fmt: skip
-    """Read a parameter onto its shards. Devices that hold the same shard share one read."""
-    wanted = sharding.addressable_devices_indices_map(source.shape)
-    groups: dict[Any, list[Any]] = {}
-    for device, index in wanted.items():
+def _shards(source: Source, dtype: Any, sharding: jax.sharding.Sharding) -> list[tuple[Shard, list[Any]]]:
+    """Return the shards of a parameter that this process holds, and the devices of each. Each shard is read once."""
+    devices: dict[Ranges, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(source.shape).items():
         ranges = tuple(i.indices(n)[:2] for i, n in zip(index or (), source.shape, strict=True))
-        groups.setdefault(ranges, []).append(device)
-    arrays = []
-    for ranges, devices in groups.items():
-        shard = _read_shard(folder, source, tensors, dtype, tuple(slice(*r) for r in ranges), ahead, memory)
-        arrays += [jax.device_put(shard, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(source.shape, sharding, arrays)
-
-
-def _read_shard(
-    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, index: tuple[slice, ...],
-    ahead: FetchAhead, memory: Reused,
-) -> np.ndarray:  # fmt: skip
-    """Read a range of a parameter, tensor by tensor."""
-    shard = aligned_empty([i.stop - i.start for i in index], dtype)
-    outer, inner, shape = index[: source.leading], index[source.leading :], source.shape[source.leading :]
-    part = source.layout.tensor_index(inner, shape)
-    for place in np.ndindex(*(i.stop - i.start for i in outer)):
-        name = source.names[tuple(n + i.start for n, i in zip(place, outer, strict=True))]
-        with folder.reading(name):
-            ahead.reading(name)
-            stored = tensors[name].read_part(part, memory.empty)
-        copy_transposed(shard[place], source.layout.parameter(stored, inner, shape))
-    return shard
+        devices.setdefault(ranges, []).append(device)
+    return [(Shard(source, ranges, dtype), found) for ranges, found in devices.items()]

@@ -141,12 +141,7 @@ class Scheme(ABC):
                 codes, scales, tuple(slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True))
             )
 
-        def fetch() -> None:
-            for one in (codes, scales):
-                if one.fetch is not None:
-                    one.fetch()
-
-        return Tensor(name, shape, PLAIN, lambda: part((slice(None),) * len(shape)), part, fetch, codes.file)
+        return Tensor(name, shape, PLAIN, lambda: part((slice(None),) * len(shape)), part, codes.file)
 
 
 def cast_tensor(tensor: Tensor, dtype: str | None) -> Tensor:
