@@ -26,16 +26,23 @@ from fnmatch import fnmatch
 from typing import Any
 
 import jax
+import numpy as np
 from common import RESULTS, Console, Table
 from estimate import estimate
 from flax import nnx
 from judged_steps import compiled
 
+from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardWarning
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
+from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.decoder.published import DECODERS
-from autoshard.models.pretrained.parameter_paths import by_path
+from autoshard.models.pretrained.families import known_families
+from autoshard.models.pretrained.parameter_paths import by_path, parameters_of
+from autoshard.models.pretrained.quantized.fp8_blocks import Fp8Blocks
+from autoshard.models.pretrained.quantized.kept_codes import kept_weights, put_codes
+from autoshard.models.pretrained.tables import sources_of
 from autoshard.serve.steps import Steps
 
 PATH = RESULTS / "decode_bytes.json"
@@ -45,11 +52,12 @@ TARGETS = ("v5e:2x4", "v6e:2x4")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its rows and the positions of its cache."""
+    """A model, its rows and the positions of its cache. Of an architecture in `fp8`, matrices are codes and scales."""
 
     config: DecoderConfig
     rows: int
     length: int
+    fp8: str = ""
 
 
 def _llama3_8b() -> DecoderConfig:
@@ -58,11 +66,24 @@ def _llama3_8b() -> DecoderConfig:
     return DecoderConfig(128_256, 4096, kinds, heads=32, kv_heads=8, head_dim=128, ffn=14_336, context=8192)
 
 
+def _mixtral_8x7b() -> DecoderConfig:
+    """Mixtral 8x7B (table 1 of arXiv:2401.04088)."""
+    kinds = (LayerKind(rotary=Rotary(1_000_000.0), experts=True),) * 32
+    experts = ExpertsConfig(8, 2, 14_336)
+    return DecoderConfig(
+        32_000, 4096, kinds, heads=32, kv_heads=8, head_dim=128, ffn=14_336, context=32_768, experts=experts
+    )
+
+
 CASES: Mapping[str, Case] = {
     "llama3-8b": Case(_llama3_8b(), rows=16, length=2048),
+    "llama3-8b in fp8": Case(_llama3_8b(), rows=16, length=2048, fp8="LlamaForCausalLM"),
     "gemma3-4b": Case(DECODERS["gemma3-4b"], rows=16, length=4096),
     "qwen3-30b-a3b": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048),
+    "qwen3-30b-a3b in fp8": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048, fp8="Qwen3MoeForCausalLM"),
     "qwen3-30b-a3b, 2 rows": Case(DECODERS["qwen3-30b-a3b"], rows=2, length=2048),
+    "qwen3-30b-a3b, 1 row": Case(DECODERS["qwen3-30b-a3b"], rows=1, length=2048),
+    "mixtral-8x7b, 1 row": Case(_mixtral_8x7b(), rows=1, length=2048),
 }
 
 
@@ -99,6 +120,8 @@ def row_of(name: str, target: str) -> Row:
     case = CASES[name]
     config = dataclasses.replace(case.config, dtype="bfloat16", param_dtype="bfloat16", remat="none")
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    if case.fp8:
+        _put_codes(model, config, case.fp8)
     graph, params = nnx.split(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
@@ -118,6 +141,20 @@ def row_of(name: str, target: str) -> Row:
         moved_bytes=judged and judged.hbm_bytes,
         seconds=judged and judged.step["roofline"],
     )
+
+
+def _put_codes(model: Decoder, config: DecoderConfig, architecture: str) -> None:
+    """Put codes and scales of blocks of 128 x 128 in the place of matrices, as `keep_codes` does."""
+    family = known_families()[architecture]
+    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
+    sources = sources_of(family.stacks(config), family.table(config), shapes)
+
+    def stored(name: str, shape: tuple[int, ...]) -> Tensor:
+        dtype = Fp8Blocks.code_dtype if name.endswith("_proj.weight") else config.param_dtype
+        return Tensor(name, shape, dtype, lambda: np.empty(shape, dtype))
+
+    tensors = {name: stored(name, one.tensor_shape) for one in sources.values() for name in one.names.values()}
+    put_codes(model, kept_weights(sources, tensors, Fp8Blocks(), "the benchmark"))
 
 
 def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""One attached GPU, and what plans predict of it: rates, attention, train steps, decoding.
+"""One attached GPU, and what plans predict of it: rates, loops, attention, experts, train steps, decoding.
 
     JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/one_gpu.py      measure
     ... --sections rates attention            some of them
@@ -30,6 +30,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  
 
 import gpu_attention
 import gpu_decoding
+import gpu_experts
+import gpu_loops
 import gpu_rates
 import gpu_steps
 import jax
@@ -43,8 +45,10 @@ from autoshard.sharding.machines.targets import find_target, target_for
 
 PATH = RESULTS / "one_gpu.json"
 SECTIONS: Mapping[str, ModuleType] = {
-    "rates": gpu_rates, "attention": gpu_attention, "steps": gpu_steps, "decoding": gpu_decoding,
+    "rates": gpu_rates, "loops": gpu_loops, "attention": gpu_attention, "experts": gpu_experts, "steps": gpu_steps,
+    "decoding": gpu_decoding,
 }  # fmt: skip
+CHOOSABLE = {"experts", "steps"}
 Content = dict[str, Any]
 
 
@@ -85,11 +89,12 @@ def with_predictions(content: Content) -> Content:
     return found
 
 
-def measured(sections: list[str], small: bool) -> Iterator[Figure]:
-    """Measure the sections on the first device."""
+def measured(sections: list[str], small: bool, only: str = "") -> Iterator[Figure]:
+    """Measure the sections on the first device; of experts and steps, the cases with `only` in their name."""
     target = target_for(jax.devices()[:1], 1)
     for section in sections:
-        yield from SECTIONS[section].figures(target, small=small)
+        chosen = {"only": only} if only else {}
+        yield from SECTIONS[section].figures(target, small=small, **chosen)
 
 
 def _key(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -117,15 +122,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
     parser.add_argument("--small", action="store_true", help="tiny sizes; stores nothing")
+    parser.add_argument("--only", default="", help="a part of the names of the cases: with sections experts and steps")
     parser.add_argument("--predict", action="store_true", help="predict what was measured, and measure nothing")
     parser.add_argument("--show", action="store_true", help="print the stored figures")
     parser.add_argument("--out", type=Path, default=PATH, help="the file of the figures")
     given = parser.parse_args()
+    if given.only and not {*given.sections} <= CHOOSABLE:
+        parser.error(f"--only goes with --sections {' '.join(sorted(CHOOSABLE))}")
     content = {} if given.small else stored(given.out)
     if given.predict:
         save(content := with_predictions(content), given.out)
     elif not given.show:
-        for figure in measured(given.sections, given.small):
+        for figure in measured(given.sections, given.small, given.only):
             content = with_figure(content, jax.devices()[0].device_kind, figure)
             print(f"{figure.section}: {figure.case}: {figure.measured:.4g} {figure.unit} {figure.note}", flush=True)
             if not given.small:

@@ -1,6 +1,7 @@
 """Measure the import of a pretrained folder: its rate beside plain reading of the same files, and its memory.
 
 python benchmarks/pretrained.py
+python benchmarks/pretrained.py --undisturbed      other work does not run on the cores that a reading uses
 
 The folder of about 1 GB is random. It is made in the folder of temporary files, and removed. Its files are evicted from
 the page cache before each reading. Each reading runs in a process of its own; all kinds take turns. The peak of memory
@@ -8,6 +9,8 @@ is that of the process during the import, above what it has before; it includes 
 
 Plain reading keeps the tensors, as the import does. A reading that frees each tensor is measured too: it uses the same
 memory again and again. On a virtual machine, memory that is used for the first time costs more than reading does.
+
+With `--undisturbed`, the readings have real-time priority, which needs Linux and its permission (`CAP_SYS_NICE`).
 """
 
 from __future__ import annotations
@@ -62,12 +65,19 @@ def evict(folder: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_plainly(folder: Path, *, keep: bool) -> dict[str, float]:
+def prepare(folder: Path, *, undisturbed: bool) -> None:
+    """Evict a folder's files. Then give this process real-time priority, if it is not to be disturbed."""
+    evict(folder)
+    if undisturbed:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+def read_plainly(folder: Path, *, keep: bool, undisturbed: bool) -> dict[str, float]:
     """Read all tensors with the library of safetensors, and keep them or free each."""
     import ml_dtypes  # noqa: F401  for bfloat16
     from safetensors import safe_open
 
-    evict(folder)
+    prepare(folder, undisturbed=undisturbed)
     kept = []
     started, cpu = time.perf_counter(), time.process_time()
     for file in sorted(folder.glob("*.safetensors")):
@@ -79,7 +89,7 @@ def read_plainly(folder: Path, *, keep: bool) -> dict[str, float]:
     return {"seconds": time.perf_counter() - started, "cpu": time.process_time() - cpu}
 
 
-def read_onto_shards(folder: Path, devices: int) -> dict[str, float]:
+def read_onto_shards(folder: Path, devices: int, *, undisturbed: bool) -> dict[str, float]:
     """Import the folder, planned for some devices."""
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import jax
@@ -88,7 +98,7 @@ def read_onto_shards(folder: Path, devices: int) -> dict[str, float]:
 
     made = plan_pretrained(folder, batch=(8, 256), plan=f"fsdp:{devices}")
     jax.block_until_ready(jax.numpy.zeros(8) + 1)
-    evict(folder)
+    prepare(folder, undisturbed=undisturbed)
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     started, cpu = time.perf_counter(), time.process_time()
     model = load_pretrained(folder, plan=made)
@@ -97,15 +107,16 @@ def read_onto_shards(folder: Path, devices: int) -> dict[str, float]:
     return {**used, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}
 
 
-def in_process(kind: str, folder: Path, devices: int = 1) -> dict[str, float]:
+def in_process(kind: str, folder: Path, devices: int = 1, *, undisturbed: bool = False) -> dict[str, float]:
     """Run one reading in a process of its own."""
     command = [sys.executable, __file__, "--read", kind, "--folder", str(folder), "--devices", str(devices)]
+    command += ["--undisturbed"] if undisturbed else []
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main() -> None:
+def main(*, undisturbed: bool) -> None:
     """Measure and report."""
     from common import Row, report
 
@@ -114,9 +125,8 @@ def main() -> None:
         nbytes, largest = make_folder(folder)
         plain, freed, ours = [], [], []
         for _ in range(ROUNDS):
-            freed.append(in_process("freed", folder))
-            plain.append(in_process("plain", folder))
-            ours.append(in_process("shards", folder))
+            for kind, found in (("freed", freed), ("plain", plain), ("shards", ours)):
+                found.append(in_process(kind, folder, undisturbed=undisturbed))
         several = in_process("shards", folder, 4)
     ratios = [
         float(np.median([a["seconds"] / b["seconds"] for a, b in zip(ours, others, strict=True)]))
@@ -133,7 +143,7 @@ def main() -> None:
             note=f"1 device; shards {nbytes:,} bytes, largest tensor {largest:,}"),
         Row("the same, 4 devices in one process", (several["peak"] - nbytes) / largest, "", 1.1),
     ]  # fmt: skip
-    report("pretrained", rows, bytes=nbytes, config=CONFIG)
+    report("pretrained", rows, bytes=nbytes, config=CONFIG, undisturbed=undisturbed)
 
 
 def _rates(read: list[dict[str, float]], nbytes: int) -> str:
@@ -149,10 +159,12 @@ if __name__ == "__main__":
     parser.add_argument("--read", choices=["plain", "freed", "shards"])
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--undisturbed", action="store_true")
     given = parser.parse_args()
+    alone = given.undisturbed
     if given.read is None:
-        main()
+        main(undisturbed=alone)
     elif given.read != "shards":
-        print(json.dumps(read_plainly(given.folder, keep=given.read == "plain")))
+        print(json.dumps(read_plainly(given.folder, keep=given.read == "plain", undisturbed=alone)))
     else:
-        print(json.dumps(read_onto_shards(given.folder, given.devices)))
+        print(json.dumps(read_onto_shards(given.folder, given.devices, undisturbed=alone)))

@@ -55,12 +55,15 @@ def add_options(options: argparse.ArgumentParser) -> None:
     group.add_argument("--out", type=Path, metavar="REPLIES", help="JSON lines of replies; lines that it has are kept")
     group.add_argument("--rows", type=int, help="number of prompts that are continued at a time (default: 8)")
     group.add_argument("--length", type=int, help="positions of a prompt and its text (default: the context)")
+    group.add_argument(
+        "--keep-codes", action="store_true", help="keep the weights of a folder in fp8 as they are stored: less memory"
+    )
     group.add_argument("--plan", metavar="WORDS", help="plan to use, such as tp:4 (default: the best that is found)")
 
 
 def given_options(given: argparse.Namespace) -> list[str]:
     """Return the options in use that need a pretrained folder."""
-    names = (*SETTINGS, "stop", "image", "chat", "file", "out", "rows", "length", "plan")
+    names = (*SETTINGS, "stop", "image", "chat", "file", "out", "rows", "length", "plan", "keep_codes")
     return [f"--{name.replace('_', '-')}" for name in names if getattr(given, name) not in (None, False)]
 
 
@@ -73,6 +76,8 @@ def run_pretrained(given: argparse.Namespace) -> int:
     is_run = is_pretrained_run(given.run_dir)
     others = {} if is_run else {"--step": given.step, "--use-ema": given.use_ema}
     problems = [f"{name} is for runs of the trainer" for name, value in others.items() if value is not None]
+    if is_run and given.keep_codes:
+        problems.append("--keep-codes is for folders in fp8, and a run has decoded weights: leave it out")
     if given.model is not None:
         problems.append("--model is for runs whose model a factory makes")
     if (given.file is None) != (given.out is None):
@@ -101,7 +106,10 @@ def run_pretrained(given: argparse.Namespace) -> int:
     own = {name: value for name, value in chosen.items() if value is not None}
     if prompts is None:
         own["check"] = lambda reader: reader.read(prompt, images)
-    generator = _run_generator(given, own) if is_run else load_generator(given.run_dir, **own)
+    if is_run:
+        generator = _run_generator(given, own)
+    else:
+        generator = load_generator(given.run_dir, keep_codes=given.keep_codes, **own)
     if given.show_plan:
         print(generator.engine.plan)
     options: dict[str, Any] = {"max_tokens": given.tokens, "sampling": sampling, "stop": given.stop or ()}

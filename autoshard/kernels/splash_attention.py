@@ -34,6 +34,7 @@ from autoshard.kernels.sequence.ring import Keys, Ring, Rows, ring_backward, rin
 from autoshard.kernels.sequence.ring_cost import gathered_cost, ring_cost
 from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.kernels.splash_passes import OnDevice, SplashCall, backward_on_device, forward_on_device
+from autoshard.spmdrules.custom_ops.opaque_primitive import stating_results
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceForm, SequenceForms, with_sequence_forms
 
@@ -209,6 +210,17 @@ class _Operands:
         return replace(forms, ring=form(True))
 
 
+def _forward_types(q: Any, k: Any, v: Any, *others: Any, call: SplashCall) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
+    ]
+
+
+def _backward_types(q: Any, k: Any, v: Any, *others: Any, call: SplashCall) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
+
+
 @functools.cache
 def _forward_operator(given: _Operands) -> Callable[..., Any]:
     def run(is_ring: bool, call: SplashCall, axes: tuple[str, ...], q: Any, k: Any, v: Any, *others: Any) -> Any:
@@ -222,6 +234,7 @@ def _forward_operator(given: _Operands) -> Callable[..., Any]:
 
     @operator(given.rule(backward=False), name=_name(given), cost=forward_cost)
     @with_sequence_forms(forms)
+    @stating_results(_forward_types)
     def splash_attention(q, k, v, *others, call: SplashCall):
         extras = others[:-1] if given.sinks else others
         return forward_on_device(call, q, k, v, _pairs(given, extras), others[-1] if given.sinks else None)
@@ -241,6 +254,7 @@ def _backward_operator(given: _Operands) -> Callable[..., Any]:
 
     @operator(given.rule(backward=True), name=f"{_name(given)}_gradient", cost=backward_cost)
     @with_sequence_forms(forms)
+    @stating_results(_backward_types)
     def splash_attention_gradient(q, k, v, out, log_sum, d_out, *others, call: SplashCall):
         return backward_on_device(call, q, k, v, _pairs(given, others), out, log_sum, d_out)
 

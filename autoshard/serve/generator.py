@@ -148,6 +148,7 @@ def load_generator(
     rows: int = ROWS,
     length: int | None = None,
     dtype: str | None = None,
+    keep_codes: bool = False,
     check: Callable[[PromptReader], Any] | None = None,
     **options: Any,
 ) -> Generator:
@@ -161,6 +162,7 @@ def load_generator(
         rows: number of prompts that are continued at a time.
         length: positions of a row, prompt and text; by default the model's context, which may need much memory.
         dtype: dtype of the parameters and of the computation; by default the stored one.
+        keep_codes: whether the weights of a folder in fp8 stay codes and scales; see `load_pretrained`.
         check: is called with the reader of prompts before the weights are read. It can raise errors of prompts early.
         **options: of `autoshard.auto_shard`, such as `plan` and `mesh`.
 
@@ -171,10 +173,11 @@ def load_generator(
     tensors, described = folder.tensors(), Described.of(folder, dtype, {})
 
     def opened() -> Opened:
-        found = described.spelled(tensors)
-        found.check(tensors, str(folder.path))
-        shapes = as_tree(found.abstract(tensors))
-        return Opened(found.graph, shapes, lambda shardings: found.read(folder, tensors, shardings))
+        found, own = described.fitted(folder, tensors), tensors
+        if keep_codes:
+            found, own = found.keeping_codes(folder, tensors)
+        shapes = as_tree(found.abstract(own))
+        return Opened(found.graph, shapes, lambda shardings: found.read(folder, own, shardings))
 
     model, file = described.model(described.shapes), folder.path / TOKENIZER
     return make_generator(folder, file, model, opened, rows=rows, length=length, check=check, **options)

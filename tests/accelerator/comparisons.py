@@ -29,12 +29,15 @@ def on_cpu(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def relative_error(found: Any, expected: Any) -> float:
-    """Return the norm of the difference over that of the reference; infinite if a value is not finite."""
+    """Return the norm of the difference over that of the reference; infinite if a value is not finite.
+
+    If the reference is zero, it is the norm of the difference.
+    """
     found, expected = (np.asarray(x, np.float64) for x in (found, expected))
     assert found.shape == expected.shape
     if not np.isfinite(found).all():
         return np.inf
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    return float(np.linalg.norm(found - expected) / (np.linalg.norm(expected) or 1.0))
 
 
 def assert_no_worse(kernel: Any, plain: Any, expected: Any) -> None:

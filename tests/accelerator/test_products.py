@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from autoshard import auto_shard
-from autoshard.kernels.grouped.matmul import grouped_matmul
+from autoshard.kernels.grouped.call import GroupedCall, grouped_call
+from autoshard.kernels.grouped.matmul import grouped_matmul, grouped_product
 from autoshard.models.dropless import experts
+from autoshard.models.dropless.operators import swiglu_experts
 from tests.accelerator.comparisons import FLOAT32_TOLERANCE, assert_no_worse, on_cpu, relative_error
 from tests.sharding.programs import assert_close
 
@@ -56,6 +58,61 @@ def test_grouped_products_in_bfloat16_are_as_exact_as_ragged_dot():
     expected = on_cpu(functools.partial(run, jax.lax.ragged_dot), *(x.astype(jnp.float32) for x in args))
     found, plain = (jax.jit(functools.partial(run, each))(*args) for each in (grouped_matmul, jax.lax.ragged_dot))
     assert_no_worse(found, plain, expected)
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    "shape, sizes",
+    [
+        ((1500, 64, 96), (0, 300, 1, 899, 0, 200, 40)),
+        ((4096, 512, 384), (1000, 24, 0, 2944, 128)),
+        ((96, 48, 16), (0, 0)),
+    ],
+    ids=["rows without a group", "all rows", "empty groups"],
+)
+def test_the_kernels_of_grouped_products_are_as_exact_as_plain_jax(shape, sizes):
+    """Rows without a group are NaN, and neither their values nor their gradients reach another row."""
+    count, inner, columns = shape
+    rows, weights, cotangent = (
+        x.astype(jnp.bfloat16) for x in arrays((count, inner), (len(sizes), inner, columns), (count, columns))
+    )
+    outside = jnp.arange(count)[:, None] >= sum(sizes)
+    sizes, own = jnp.asarray(sizes, jnp.int32), jnp.arange(len(sizes), dtype=jnp.int32)
+
+    def run(kernel: Any, rows: Any, weights: Any, cotangent: Any) -> Any:
+        out, pullback = jax.vjp(
+            lambda rows, weights: grouped_product(GroupedCall(kernel), rows, weights, sizes, own), rows, weights
+        )
+        return out, *pullback(cotangent)
+
+    args = jnp.where(outside, jnp.nan, rows), weights, jnp.where(outside, jnp.nan, cotangent)
+    expected = on_cpu(functools.partial(run, "tiled"), *(x.astype(jnp.float32) for x in args))
+    kernel, plain = (jax.jit(functools.partial(run, each)).lower(*args) for each in ("triton", "tiled"))
+    assert "triton" in kernel.as_text() and "triton" not in plain.as_text()
+    assert_no_worse(kernel.compile()(*args), plain.compile()(*args), expected)
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_experts_in_bfloat16_take_the_kernels_and_are_as_exact_as_without():
+    x, up, down, gate = arrays((4, 512, 256), (8, 256, 384), (8, 384, 256), (8, 256, 384))
+    rng = np.random.default_rng(1)
+    chosen = jnp.asarray(np.stack([rng.permutation(8)[:2] for _ in range(4 * 512)]).reshape(4, 512, 2), jnp.int32)
+    gates = jnp.asarray(rng.random((4, 512, 2)), jnp.float32)
+    own = jnp.arange(8, dtype=jnp.int32)
+
+    def run(kernel: Any, x: Any, gates: Any, *weights: Any) -> Any:
+        def total(x: Any, gates: Any, *weights: Any) -> Any:
+            out = swiglu_experts(x, gates, chosen, own, *weights, count=8, call=GroupedCall(kernel))
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+        return jax.grad(total, (0, 1, 2, 3, 4))(x, gates, *weights)
+
+    args = x, gates, gate, up, down
+    expected = on_cpu(functools.partial(run, "tiled"), *args)
+    narrow = [a if a is gates else a.astype(jnp.bfloat16) for a in args]
+    planned = auto_shard(functools.partial(run, grouped_call(jnp.bfloat16).kernel))
+    assert "triton" in planned.lower(*narrow).as_text()
+    assert_no_worse(planned(*narrow), jax.jit(functools.partial(run, "tiled"))(*narrow), expected)
 
 
 @pytest.mark.usefixtures("full_precision")

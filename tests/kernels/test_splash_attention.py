@@ -11,6 +11,7 @@ from autoshard.kernels.plain_attention import plain_attention
 from autoshard.kernels.splash_attention import splash_attention
 from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.kernels.visibility import Visibility
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 
 BATCH, SEQ, KV_HEADS, GROUP, HEAD_DIM = 2, 256, 2, 2, 32
 BLOCKS = SplashBlocks((128, 128, 128), (128, 128, 128), (128, 128))
@@ -172,3 +173,26 @@ def test_the_context_is_kept_with_its_log_sum():
     assert count(jax.checkpoint_policies.save_only_these_names("context")) == 1
     assert count(jax.checkpoint_policies.nothing_saveable) == 2
     assert np.isfinite(jax.jit(step)(params, x)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("interpret", [False, True])
+def test_the_stated_result_types_are_those_of_the_kernels(dtype, interpret):
+    """Of both passes, with values that have another number of features than keys."""
+    q, k, _, sinks, _ = operands(dtype)
+    v = jnp.zeros((*k.shape[:3], 2 * HEAD_DIM), dtype)
+
+    def loss(q, k, v):
+        call = splash_attention(
+            Softmax(Visibility(causal=True), 0.2), q, k, v, blocks=BLOCKS, interpret=interpret, sinks=sinks
+        )
+        return jnp.sum(call.astype(jnp.float32))
+
+    made = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, v)
+    found = [eqn for eqn in made.jaxpr.eqns if is_operator(eqn.primitive)]
+    assert len(found) == 2
+    for eqn in found:
+        traced = jax.eval_shape(
+            eqn.params["fn"], *(jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars)
+        )
+        assert [(x.aval.shape, x.aval.dtype) for x in eqn.outvars] == [(x.shape, x.dtype) for x in traced]

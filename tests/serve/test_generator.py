@@ -9,6 +9,8 @@ from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.serve import load_generator
 from autoshard.serve.prompt_file import read_prompts, replies_in, reply_to_file
+from tests.models.pretrained.folders import LLAMA, write_tensors
+from tests.models.pretrained.quantized.folders import FP8, quantized_tensors
 from tests.serve.folders import make_text_folder
 
 
@@ -128,3 +130,15 @@ def test_folders_that_lack_something_are_refused(tmp_path, capsys):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(AutoshardError, match=r"has no tokenizer\.json"):
         load_generator(folder)
+
+
+@pytest.mark.slow
+def test_weights_that_stay_codes_give_the_text_of_decoded_ones(tmp_path, capsys):
+    folder, blocks = make_text_folder(tmp_path / "model"), {**FP8, "weight_block_size": [8, 8]}
+    write_tensors(folder, quantized_tensors(folder, {**LLAMA, "quantization_config": blocks}))
+    options = ["--prompt", "abc", "--tokens", "8", "--plan", "tp:2 dp:4", "--rows", "4"]
+    assert main(["generate", str(folder), *options]) == 0
+    plain = capsys.readouterr().out
+    assert main(["generate", str(folder), *options, "--keep-codes", "--show-plan"]) == 0
+    plan, _, text = capsys.readouterr().out.rpartition("\nabc")
+    assert f"abc{text}" == plain and "wq/codes" in plan

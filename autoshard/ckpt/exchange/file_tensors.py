@@ -6,7 +6,6 @@ of 8-bit floating-point dtypes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from io import FileIO
@@ -71,13 +70,6 @@ class FileTensor:
                 left = left[count:]
         if left:
             raise ValueError(f"{self.path} ends {len(left)} bytes too early")
-
-    def fetch(self) -> None:
-        """Ask the system to read the bytes into its cache, and do not wait."""
-        if hasattr(os, "posix_fadvise"):
-            nbytes = int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
-            with _open_file(self.path) as file:
-                os.posix_fadvise(file.fileno(), self.offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _open_file(path: Path) -> FileIO:

@@ -57,7 +57,6 @@ class Tensor:
         dtype: the name of the dtype.
         read: returns the values; called once, just before they are written.
         part: returns a range of the values, if the tensor is in a file. It takes the arguments of `read_part`.
-        fetch: asks the system to read the bytes into its cache, and does not wait, if the tensor is in a file.
         file: the file.
     """
 
@@ -66,7 +65,6 @@ class Tensor:
     dtype: str
     read: Callable[[], np.ndarray]
     part: Callable[[tuple[slice, ...], Callable[..., np.ndarray]], np.ndarray] | None = None
-    fetch: Callable[[], None] | None = None
     file: Path | None = None
 
     def read_part(self, index: tuple[slice, ...], empty: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
@@ -215,7 +213,7 @@ def _tensors(path: Path) -> list[Tensor]:
             name: FileTensor(path, offsets[name], tuple(part.get_shape()), kinds[part.get_dtype()])
             for name, part in parts.items()
         }
-    return [Tensor(name, x.shape, x.dtype, x.read, x.read, x.fetch, path) for name, x in stored.items()]
+    return [Tensor(name, x.shape, x.dtype, x.read, x.read, path) for name, x in stored.items()]
 
 
 def _offsets(path: Path) -> dict[str, int]:

@@ -8,7 +8,8 @@
 the numbers of its groups, sharded like the matrices, and the positions of its rows, sharded like the rows. A shard
 computes its rows of its own groups and has zeros elsewhere, so the sum over shards of groups is the product.
 
-On TPUs the kernels are JAX's megablox (`_compat.megablox`). Elsewhere the operators run in plain JAX (`tiled`).
+On TPUs the kernels are JAX's megablox (`_compat.megablox`), on NVIDIA GPUs those of `triton`. Elsewhere the operators
+run in plain JAX (`tiled`).
 
 Source: MegaBlocks (arXiv:2211.15841).
 """
@@ -32,9 +33,12 @@ from autoshard.kernels.grouped.cost import (
     product_cost,
     product_kernel_cost,
     shape_of,
+    triton_gradient_cost,
+    triton_product_cost,
 )
 from autoshard.kernels.grouped.tiled import tiled_gradient, tiled_product
 from autoshard.kernels.grouped.tiles import gradient_tiles, padded_rows, product_tiles, tiled_rows
+from autoshard.kernels.grouped.triton import gradient_blocks, product_blocks, triton_gradient, triton_product
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands, stating_results
 from autoshard.spmdrules.custom_ops.operator import operator
@@ -48,8 +52,8 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) 
     rows after the last group are zeros on all platforms. Plans shard it over rows, groups, and both dimensions of the
     matrices. The estimate of a plan assumes groups of equal sizes.
 
-    Programs that are planned for a TPU use JAX's megablox kernels. There is no second derivative and no forward-mode
-    derivative.
+    Programs that are planned for a TPU use JAX's megablox kernels. Those for an NVIDIA GPU use Triton kernels, if the
+    dtype has 16 bits and 16 divides `k` and `n`. There is no second derivative and no forward-mode derivative.
 
     Args:
         rows: `[m, k]`, in bfloat16 or float32 for the kernels; other floating types run in plain JAX.
@@ -158,7 +162,17 @@ def _rows(call: GroupedCall, rows, weights, sizes, own, positions):
         tile = tiled_rows(count, sizes.shape[0])
         return tiled_product(rows, weights, starts[own], ends[own], tile=tile, transposed=call.transposed)
 
-    def kernel(rows, weights, starts, ends, own):
+    def on_gpus(rows, weights, starts, ends, own):
+        shape = shape_of(rows, columns, sizes, own)
+        blocks = product_blocks(shape.inner, shape.columns)
+        if blocks is None:
+            return plain(rows, weights, starts, ends, own)
+        return triton_product(
+            rows, weights, starts[own], ends[own], transposed=call.transposed, blocks=blocks,
+            cost=triton_product_cost(shape, blocks), interpret=call.interpret,
+        )  # fmt: skip
+
+    def on_tpus(rows, weights, starts, ends, own):
         shape = shape_of(rows, columns, sizes, own)
         tiles = product_tiles(shape, count, call.vector_memory_bytes)
         found = megablox.product(
@@ -169,7 +183,7 @@ def _rows(call: GroupedCall, rows, weights, sizes, own, positions):
         row = lax.broadcasted_iota(jnp.int32, (count, 1), 0)
         return jnp.where((row >= starts[own[0]]) & (row < ends[own[-1]]), found, 0)  # others were not computed
 
-    return _by_platform(call, kernel, plain, rows, weights, starts, ends, own)
+    return _by_platform(call, on_tpus, on_gpus, plain, rows, weights, starts, ends, own)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -183,7 +197,15 @@ def _matrices(call: GroupedCall, rows, d_out, sizes, own, positions):
         tile = tiled_rows(count, sizes.shape[0])
         return tiled_gradient(rows, d_out, starts[own], ends[own], tile=tile, dtype=rows.dtype)
 
-    def kernel(rows, d_out, starts, ends, own):
+    def on_gpus(rows, d_out, starts, ends, own):
+        shape = shape_of(rows, d_out.shape[1], sizes, own)
+        blocks = gradient_blocks(shape.inner, shape.columns)
+        if blocks is None:
+            return plain(rows, d_out, starts, ends, own)
+        cost = triton_gradient_cost(shape, blocks)
+        return triton_gradient(rows, d_out, starts[own], ends[own], blocks=blocks, cost=cost, interpret=call.interpret)
+
+    def on_tpus(rows, d_out, starts, ends, own):
         shape = shape_of(rows, d_out.shape[1], sizes, own)
         tiles = gradient_tiles(shape, count, call.vector_memory_bytes)
         return megablox.weight_gradient(
@@ -192,16 +214,15 @@ def _matrices(call: GroupedCall, rows, d_out, sizes, own, positions):
             vector_memory_bytes=call.vector_memory_bytes, interpret=call.interpret,
         )  # fmt: skip
 
-    return _by_platform(call, kernel, plain, rows, d_out, starts, ends, own)
+    return _by_platform(call, on_tpus, on_gpus, plain, rows, d_out, starts, ends, own)
 
 
-def _by_platform(call: GroupedCall, kernel: Any, plain: Any, *args: Any) -> Any:
-    """Run the kernel on TPUs if the call has it, and the same computation in plain JAX elsewhere."""
-    if call.interpret:
-        return kernel(*args)
+def _by_platform(call: GroupedCall, on_tpus: Any, on_gpus: Any, plain: Any, *args: Any) -> Any:
+    """Run the call's kernel on the platform that it is for, and the same computation in plain JAX elsewhere."""
     if call.kernel == "tiled":
         return plain(*args)
-    return lax.platform_dependent(*args, tpu=kernel, default=plain)
+    platform, kernel = ("tpu", on_tpus) if call.kernel == "megablox" else ("cuda", on_gpus)
+    return kernel(*args) if call.interpret else lax.platform_dependent(*args, default=plain, **{platform: kernel})
 
 
 def _bounds(sizes: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,8 @@ from autoshard.models.decoder.adapted import Adapted, column_norms
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.decoder.quantized_weight import QuantizedWeight, quantized
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.parameter_paths import parameters_of
+from autoshard.models.pretrained.parameter_paths import owner_of, parameters_of
+from autoshard.models.pretrained.quantized.kept_codes import weight_shapes
 from autoshard.models.pretrained.tables import Source, sources_of
 
 trained_parameters = (f"*/{A}", f"*/{B}", f"*/{MAGNITUDES}")
@@ -39,18 +40,21 @@ def add_adapters(model: Decoder, family: Family, lora: LoraConfig, key: jax.Arra
         key: random key.
 
     Raises:
-        ConfigError: a glob matches no matrix, or one that cannot have an adapter.
+        ConfigError: a glob matches no matrix, or one that cannot have an adapter, or one that is quantized already and
+            is to be quantized.
     """
-    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
+    shapes = weight_shapes(model)
     table = family.table(model.cfg)
     sources = sources_of(family.stacks(model.cfg), table, shapes)
     for path in targets_of({path: table[within_layer(path)] for path in shapes}, sources, lora.targets):
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        weight = parameters_of(model)[path] if lora.dora else None
+        parent, name = owner_of(model, path)
+        if lora.quantize != "none" and isinstance(getattr(parent, name), QuantizedWeight):
+            raise ConfigError(f"lora.quantize is {lora.quantize!r}, but {path} is quantized already: leave it out")
+        weight = getattr(parent, name)[...] if lora.dora else None
         magnitudes = None if weight is None else initial_magnitudes(weight, sources[path])
         adapt(model, path, *_new_factors(sources[path], lora.rank, own), lora.scale, magnitudes)
         if lora.quantize != "none":
-            parent, name = _owner(model, path)
             getattr(parent, name).base = quantize_weight(parameters_of(model)[f"{path}/{BASE}"], sources[path], lora)
 
 
@@ -101,7 +105,7 @@ def adapt(
     model: Decoder, path: str, a: jax.Array, b: jax.Array, scale: float, magnitudes: jax.Array | None = None
 ) -> None:
     """Give the weight with this path an adapter with these factors, and with these magnitudes if it is one of DoRA."""
-    parent, name = _owner(model, path)
+    parent, name = owner_of(model, path)
     setattr(parent, name, Adapted(getattr(parent, name), a, b, scale, magnitudes))
 
 
@@ -111,15 +115,6 @@ def without_adapters(model: Decoder) -> Decoder:
     plain = nnx.merge(graph, state)
     places = ["/".join(map(str, path)) for path, node in nnx.iter_graph(plain) if isinstance(node, Adapted)]
     for path in places:
-        parent, name = _owner(plain, path)
+        parent, name = owner_of(plain, path)
         setattr(parent, name, getattr(parent, name).base)
     return plain
-
-
-def _owner(model: Decoder, path: str) -> tuple[Any, str]:
-    """Return the module that has the weight with this path, and the weight's name in it."""
-    *outer, name = path.split("/")
-    parent: Any = model
-    for level in outer:
-        parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
-    return parent, name

@@ -24,6 +24,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.pretrained.families import Family, known_families
 from autoshard.models.pretrained.parameter_paths import parameters_of
+from autoshard.models.pretrained.quantized.kept_codes import weight_shapes
 from autoshard.models.pretrained.save import gathered, tensors_of
 from autoshard.models.pretrained.tables import Source, sources_of
 
@@ -107,8 +108,7 @@ def load_adapter(model: Decoder, path: Any) -> LoraConfig:
     Raises:
         AutoshardError: there is no adapter, it is of a kind that is not built, or it is for another model.
     """
-    shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
-    lora, found = adapter_values(Path(path), _family(model), model.cfg, shapes)
+    lora, found = adapter_values(Path(path), _family(model), model.cfg, weight_shapes(model))
     for path, values in found.items():
         a, b, *magnitudes = (jnp.asarray(each) for each in values)
         adapt(model, path, a, b, lora.scale, *magnitudes)

@@ -1,9 +1,10 @@
-r"""A frozen weight in 8 or 4 bits (QLoRA, arXiv:2305.14314), quantized by the library qwix.
+r"""A frozen weight in 8 or 4 bits: quantized by the library qwix (QLoRA, arXiv:2305.14314), or as it is published.
 
 .. math:: W \approx T[\text{codes}] \cdot \text{scale}
 
 `int8` has one scale for each output. `nf4` has 16 values T that suit normally distributed weights, and one scale for
 each block of 64 inputs of an output. Two of its codes share a byte: this is so on every machine and in every file.
+`fp8` has a scale for each block of inputs and outputs, as published folders have (arXiv:2412.19437, section 3.3).
 
 A product computes the weight in the dtype of x, and its gradient computes it again: a saved copy would take the memory
 that quantization saves. There is no gradient of the weight.
@@ -32,13 +33,14 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 class QuantizedWeight(nnx.Module):
     """A frozen weight `[*inputs, *outputs]` in few bits. In stacked layers its arrays have a leading dimension.
 
-    Parameters: `codes`, int8 `[*inputs, *outputs]`, or with nf4 uint8 with half as many of the last outputs; and
-    `scale`, float32 `[*outputs]`, or with nf4 `[*inputs, *outputs]` with a block of the last inputs in place of each.
+    Parameters: `codes`, int8 or float8_e4m3fn `[*inputs, *outputs]`, or with nf4 uint8 with half as many of the last
+    outputs; and `scale`, float32 `[*outputs]`, or with nf4 `[*inputs, *outputs]` with a block of the last inputs in
+    place of each, or with fp8 `[*inputs, *outputs]` with a block in place of the elements of each dimension.
 
     Args:
         codes: the codes.
         scale: the scales.
-        form: `int8` or `nf4`.
+        form: `int8`, `nf4` or `fp8`.
         inputs: number of dimensions of the inputs.
     """
 
@@ -103,11 +105,28 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
     """Return the weight of one layer `[*inputs, *outputs]`, in float32."""
     if form == "int8":
         return codes.astype(jnp.float32) * scale.reshape((1,) * inputs + scale.shape)
+    if form == "fp8":
+        return _scaled_blocks(codes, scale)
     both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     values = jnp.asarray(NF4, jnp.float32).at[both].get(mode="promise_in_bounds")
     last, shape = inputs - 1, values.shape
     blocks = values.reshape(*shape[:last], scale.shape[last], -1, *shape[inputs:])
     return (blocks * jnp.expand_dims(scale, inputs)).reshape(shape)
+
+
+def _scaled_blocks(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return codes times the scales of their blocks. The number of blocks divides each dimension.
+
+    Scales are repeated along the last dimension, because on TPUs a reshape that splits that of the codes is a copy.
+    """
+    scale = jnp.repeat(scale, codes.shape[-1] // scale.shape[-1], axis=-1) if scale.shape[-1] > 1 else scale
+    elements: list[int] = []
+    blocks: list[int] = []
+    for size, count in zip(codes.shape, scale.shape, strict=True):
+        whole = count in (1, size)
+        elements += [size] if whole else [count, size // count]
+        blocks += [count] if whole else [count, 1]
+    return (codes.astype(jnp.float32).reshape(elements) * scale.reshape(blocks)).reshape(codes.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

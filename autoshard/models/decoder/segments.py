@@ -44,20 +44,34 @@ def segments_of(kinds: Sequence[Hashable]) -> tuple[Segment, ...]:
     [(3, 4), (1, 2)]
     """
     found: list[Segment] = []
-    first, kinds = 0, tuple(kinds)
+    first, number = 0, {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
+    numbers = [number[kind] for kind in kinds]  # compared faster than kinds
     while first < len(kinds):
-        rest = kinds[first:]
-        repeats = {size: _repeats(rest, size) for size in range(1, len(rest) + 1)}
-        size = max(repeats, key=lambda size: ((size * repeats[size] if repeats[size] > 1 else 0), -size))
+        repeats = [1 + same // size for size, same in enumerate(_common_prefixes(numbers[first:]), start=1)]
+        size, count = max(
+            enumerate(repeats, start=1), key=lambda each: (each[0] * each[1] if each[1] > 1 else 0, -each[0])
+        )
         # A pattern of many kinds is worth it only if it repeats. Equal layers in front of it come first.
-        found.append(Segment(rest[:size], repeats[size], first))
-        first += size * repeats[size]
+        found.append(Segment(tuple(kinds[first : first + size]), count, first))
+        first += size * count
     return tuple(found)
 
 
-def _repeats(kinds: tuple[Hashable, ...], size: int) -> int:
-    """Return how often the first `size` kinds occur one after another from the start."""
-    count = 1
-    while kinds[count * size : (count + 1) * size] == kinds[:size]:
-        count += 1
-    return count
+def _common_prefixes(numbers: Sequence[int]) -> list[int]:
+    """Return how many numbers from each place but the first on are those from the first place on.
+
+    The time is proportional to the length (D. Gusfield, Algorithms on Strings, Trees, and Sequences, section 1.4).
+
+    >>> _common_prefixes([1, 2, 1, 2, 1])
+    [0, 3, 0, 1, 0]
+    """
+    found = [0] * (len(numbers) + 1)
+    start = stop = 0  # the range that reaches farthest and equals the first numbers
+    for place in range(1, len(numbers)):
+        same = min(stop - place, found[place - start]) if place < stop else 0
+        while place + same < len(numbers) and numbers[same] == numbers[place + same]:
+            same += 1
+        found[place] = same
+        if place + same > stop:
+            start, stop = place, place + same
+    return found[1:]

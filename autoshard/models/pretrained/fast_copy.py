@@ -1,42 +1,12 @@
-"""Reads tensors quickly: the disk reads ahead while one is transposed, in blocks that stay in the cache."""
+"""Copies between arrays whose dimensions are ordered differently in memory, in blocks that stay in the cache."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
-import jax
 import numpy as np
 
-from autoshard.ckpt.exchange.safetensors import Tensor
-from autoshard.models.pretrained.constants import AHEAD_BYTES, BLOCK
-
-
-class FetchAhead:
-    """Lets the system read the next tensors into its cache while one is copied.
-
-    With several processes it does nothing, because each reads parts of the tensors only.
-
-    Args:
-        tensors: the tensors in the order in which they are read.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]):
-        self._tensors = tensors if jax.process_count() == 1 else ()
-        self._order = {one.name: number for number, one in enumerate(self._tensors)}
-        self._fetched = 0
-
-    def reading(self, name: str) -> None:
-        """Say that a tensor is read now."""
-        ahead = 0
-        for number in range(self._order.get(name, len(self._tensors)), len(self._tensors)):
-            one = self._tensors[number]
-            if number >= self._fetched and one.fetch is not None:
-                one.fetch()
-                self._fetched = number + 1
-            ahead += one.nbytes
-            if ahead > AHEAD_BYTES:
-                break
+from autoshard.models.pretrained.constants import BLOCK
 
 
 def copy_transposed(target: np.ndarray, source: np.ndarray) -> None:

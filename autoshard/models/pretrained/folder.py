@@ -69,6 +69,11 @@ class Folder:
         """The scheme in which tensors are quantized."""
         return scheme_of(self.values)
 
+    @property
+    def has_tensors(self) -> bool:
+        """Whether the folder has safetensors files, or an index of some."""
+        return any(self.path.glob("*.safetensors")) or (self.path / safetensors.INDEX).exists()
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name. Their values are read on demand; those of quantized ones are float32.
 
@@ -81,7 +86,7 @@ class Folder:
 
     def stored_tensors(self) -> dict[str, Tensor]:
         """Return the tensors as they are stored, by name: of quantized ones, codes and scales."""
-        if not any(self.path.glob("*.safetensors")) and not (self.path / safetensors.INDEX).exists():
+        if not self.has_tensors:
             if pickled := sorted(file.name for pattern in _PICKLED for file in self.path.glob(pattern)):
                 raise AutoshardError(
                     f"{str(self.path)!r} has no safetensors files, only {pickled[0]}: such files can execute code when "

@@ -9,9 +9,10 @@ only: several parameters are parts of one tensor. So is `1`, a dimension of size
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +52,11 @@ class Layout:
     def names(self) -> list[str]:
         """The names of the parameter's dimensions."""
         return self.text.partition("->")[2].split()
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the tensor's values are in the order of the parameter's."""
+        return [name for group in self.groups for name in group if name not in (PART, ONE)] == self.names
 
     def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the tensor of which a parameter of this shape is made."""
@@ -102,6 +108,28 @@ class Layout:
         whole = whole[tuple(0 if name in (PART, ONE) else slice(None) for name in names)]
         names = [name for name in names if name not in (PART, ONE)]
         return whole.transpose([names.index(name) for name in self.names])
+
+    def pieces(self, index: Index, shape: Sequence[int], most: int) -> Iterator[Index]:
+        """Divide a range of the parameter into smaller ranges, in the order of the tensor's values.
+
+        A piece is as contiguous in the tensor as its size allows.
+
+        Args:
+            index: a range of each dimension of the parameter.
+            shape: the parameter's shape.
+            most: the largest number of values of a piece; at least 1.
+        """
+        ranges = {name: i.indices(n)[:2] for name, i, n in zip(self.names, index, shape, strict=True)}
+        stored = [name for group in self.groups for name in group if name in ranges]
+        steps, room = {}, most
+        for name in reversed(stored):
+            start, stop = ranges[name]
+            steps[name] = max(min(stop - start, room), 1)
+            room //= max(stop - start, 1)
+        parts = [[slice(n, min(n + steps[m], ranges[m][1])) for n in range(*ranges[m], steps[m])] for m in stored]
+        for piece in itertools.product(*parts):
+            found = dict(zip(stored, piece, strict=True))
+            yield tuple(found[name] for name in self.names)
 
     def write(self, tensor: np.ndarray, parameter: np.ndarray) -> None:
         """Write a parameter into its tensor."""

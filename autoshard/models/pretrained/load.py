@@ -10,20 +10,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.decoder.config_changes import config_fields, with_changes
+from autoshard.models.pretrained.copied import copied_patterns, warn_of_copies
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.fast_copy import FetchAhead, copy_transposed
 from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
-from autoshard.models.pretrained.host_memory import Reused, aligned_empty
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
+from autoshard.models.pretrained.quantized.kept_codes import (
+    Kept,
+    is_of_codes,
+    kept_weights,
+    parameters_of_codes,
+    put_codes,
+    with_codes,
+    with_stored,
+)
+from autoshard.models.pretrained.shard_reader import Ranges, Shard, ShardReader
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
@@ -37,6 +45,7 @@ def load_pretrained(
     plan: Any = None,
     dtype: str | None = None,
     batch: tuple[int, int] | None = None,
+    keep_codes: bool = False,
     **changes: Any,
 ) -> Any:
     """Load a model from a folder as it comes from the Hugging Face Hub, with each tensor read onto its shards.
@@ -52,6 +61,8 @@ def load_pretrained(
         dtype: dtype of the parameters; by default each has the stored one.
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
+        keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen:
+            each product decodes its weight. Weights whose blocks are not ranges of their dimensions are decoded here.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
             `attention`; and `compute_dtype`, the dtype of the computation.
 
@@ -65,8 +76,10 @@ def load_pretrained(
     folder = Folder.open(path)
     described = Described.of(folder, dtype, changes)
     tensors = folder.tensors()
-    described = described.spelled(tensors)
-    described.check(tensors, str(folder.path))
+    described = described.fitted(folder, tensors)
+    warn_of_copies(described.family, folder, tensors, "save_pretrained")
+    if keep_codes:
+        described, tensors = described.keeping_codes(folder, tensors)
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
     return described.read(folder, tensors, by_path(made.in_shardings()[0]))
 
@@ -87,12 +100,17 @@ def read_values(
         dtypes: the dtype of each parameter.
         shardings: the sharding of each parameter.
     """
-    ahead = FetchAhead([tensors[name] for source in sources.values() for name in source.names.values()])
-    memory = Reused()
-    return {
-        path: _placed(folder, source, tensors, dtypes[path], shardings[path], ahead, memory)
-        for path, source in sources.items()
-    }
+    shards = {path: _shards(source, dtypes[path], shardings[path]) for path, source in sources.items()}
+    found = {}
+    with ShardReader(folder, tensors) as reader:
+        for path, own in shards.items():
+            arrays = []
+            for shard, devices in own:
+                values = reader.read(shard)
+                arrays += [jax.device_put(values, device) for device in devices]
+            shape = sources[path].shape
+            found[path] = jax.make_array_from_single_device_arrays(shape, shardings[path], arrays)
+    return found
 
 
 def plan_pretrained(
@@ -129,6 +147,7 @@ class Described:
         shapes: path of each parameter -> its shape and dtype, before the files are looked at.
         sources: path of each parameter -> its tensors.
         dtype: the requested dtype of the parameters.
+        kept: the weights that stay codes and scales, which are parameters instead of them.
     """
 
     cfg: Any
@@ -138,6 +157,7 @@ class Described:
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     sources: Mapping[str, Source]
     dtype: str | None
+    kept: Kept = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Folder, dtype: str | None, changes: Mapping[str, Any]) -> Described:
@@ -168,27 +188,56 @@ class Described:
         sources = _sources(family, cfg, 0, shapes)
         return cls(cfg, family, origin, graph, shapes, sources, dtype)
 
-    def spelled(self, tensors: Mapping[str, Tensor]) -> Described:
-        """Return the same with the tensors' names in the spelling that fits most of the folder's tensors."""
-        if not self.family.spellings:
-            return self
+    def fitted(self, folder: Folder, tensors: Mapping[str, Tensor]) -> Described:
+        """Return the same with the spelling of names that fits most of the tensors, and with tensors that are copied.
+
+        Args:
+            folder: the folder.
+            tensors: the folder's tensors.
+
+        Raises:
+            AutoshardError: tensors are missing or unexpected, or have other shapes.
+        """
+        copied = copied_patterns(self.family, folder, tensors)
 
         def found(sources: Mapping[str, Source]) -> int:
             return sum(name in tensors for one in sources.values() for name in one.names.values())
 
         choices = [_sources(self.family, self.cfg, n, self.shapes) for n in range(1 + len(self.family.spellings))]
         best = max(range(len(choices)), key=lambda n: found(choices[n]))
-        origin = dataclasses.replace(self.origin, spelling=best)
+        origin = self.origin.with_tensors(folder, best, copied)
+        wanted = {name: one.tensor_shape for one in choices[best].values() for name in one.names.values()}
+        patterns = [*self.family.ignored, *self.family.unneeded(self.cfg), *copied]
+        ignored = {name for name in tensors if any(re.fullmatch(pattern, name) for pattern in patterns)}
+        check_tensors(tensors, wanted, ignored, str(folder.path))
+        if origin == self.origin:
+            return self
         model = nnx.merge(self.graph, as_tree(self.shapes))
         model.origin = origin
         return dataclasses.replace(self, origin=origin, graph=nnx.graphdef(model), sources=choices[best])
 
-    def check(self, tensors: Mapping[str, Tensor], where: str) -> None:
-        """Compare the folder's tensors with those of the model."""
-        wanted = {name: one.tensor_shape for one in self.sources.values() for name in one.names.values()}
-        patterns = [*self.family.ignored, *self.family.unneeded(self.cfg)]
-        ignored = {name for name in tensors if any(re.fullmatch(pattern, name) for pattern in patterns)}
-        check_tensors(tensors, wanted, ignored, where)
+    def keeping_codes(self, folder: Folder, tensors: Mapping[str, Tensor]) -> tuple[Described, Mapping[str, Tensor]]:
+        """Return the same with weights that stay codes and scales, and the tensors to read.
+
+        Args:
+            folder: the folder.
+            tensors: its tensors, of which those that are quantized are decoded.
+
+        Raises:
+            AutoshardError: no weight can stay quantized.
+        """
+        stored = folder.stored_tensors()
+        kept = kept_weights(self.sources, stored, folder.scheme, str(folder.path))
+        return self.with_codes(kept), with_stored(tensors, stored, kept)
+
+    def with_codes(self, kept: Kept) -> Described:
+        """Return the same with the codes and the scales of these weights in their places."""
+        model = nnx.merge(self.graph, as_tree(self.shapes))
+        put_codes(model, kept)
+        graph, state = nnx.split(model)
+        sources = {path: one for path, one in self.sources.items() if path not in kept} | parameters_of_codes(kept)
+        shapes = by_path(nnx.to_pure_dict(state))
+        return dataclasses.replace(self, graph=graph, shapes=shapes, sources=sources, kept=kept)
 
     def abstract(self, tensors: Mapping[str, Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the parameters, with the requested dtype or that of the files."""
@@ -197,7 +246,8 @@ class Described:
             dtypes = sorted({tensors[name].dtype for name in self.sources[path].names.values()})
             if self.dtype is None and len(dtypes) > 1:
                 raise AutoshardError(f"{path} is made of tensors of {' and '.join(dtypes)}: give a dtype for all")
-            found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(self.dtype or dtypes[0]))
+            dtype = None if is_of_codes(path, self.shapes) else self.dtype
+            found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype or dtypes[0]))
         return found
 
     def read(self, folder: Folder, tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> Any:
@@ -206,14 +256,17 @@ class Described:
         return self.model(read_values(folder, self.sources, tensors, dtypes, shardings))
 
     def plan(self, batch: tuple[int, int] | None, **options: Any) -> Plan:
-        """Plan the gradient of the loss."""
+        """Plan the gradient of the loss. Codes and scales are frozen."""
 
         def training(params: Any, batch: Mapping[str, Any]) -> Any:
-            def loss(params: Any) -> Any:
-                total, count = nnx.merge(self.graph, params).loss(batch)
+            leaves = by_path(params)
+            frozen = {path: leaf for path, leaf in leaves.items() if is_of_codes(path, leaves)}
+
+            def loss(trained: Any) -> Any:
+                total, count = nnx.merge(self.graph, as_tree({**frozen, **trained})).loss(batch)
                 return total / count
 
-            return jax.value_and_grad(loss)(params)
+            return jax.value_and_grad(loss)({path: leaf for path, leaf in leaves.items() if path not in frozen})
 
         training.__name__ = f"{self.family.name}_training"
         return make_plan(training, as_tree(self.shapes), self.family.batch(self.cfg, batch), **options)
@@ -225,39 +278,16 @@ class Described:
 
 def _sources(family: Family, cfg: Any, spelling: int, shapes: Mapping[str, Any]) -> dict[str, Source]:
     return sources_of(
-        family.stacks(cfg), family.spelled(cfg, spelling), {path: leaf.shape for path, leaf in shapes.items()}
+        family.stacks(cfg),
+        with_codes(family.spelled(cfg, spelling)),
+        {path: leaf.shape for path, leaf in shapes.items()},
     )
 
 
-def _placed(
-    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, sharding: jax.sharding.Sharding,
-    ahead: FetchAhead, memory: Reused,
-) -> jax.Array:  # fmt: skip
-    """Read a parameter onto its shards. Devices that hold the same shard share one read."""
-    wanted = sharding.addressable_devices_indices_map(source.shape)
-    groups: dict[Any, list[Any]] = {}
-    for device, index in wanted.items():
+def _shards(source: Source, dtype: Any, sharding: jax.sharding.Sharding) -> list[tuple[Shard, list[Any]]]:
+    """Return the shards of a parameter that this process holds, and the devices of each. Each shard is read once."""
+    devices: dict[Ranges, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(source.shape).items():
         ranges = tuple(i.indices(n)[:2] for i, n in zip(index or (), source.shape, strict=True))
-        groups.setdefault(ranges, []).append(device)
-    arrays = []
-    for ranges, devices in groups.items():
-        shard = _read_shard(folder, source, tensors, dtype, tuple(slice(*r) for r in ranges), ahead, memory)
-        arrays += [jax.device_put(shard, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(source.shape, sharding, arrays)
-
-
-def _read_shard(
-    folder: Folder, source: Source, tensors: Mapping[str, Tensor], dtype: Any, index: tuple[slice, ...],
-    ahead: FetchAhead, memory: Reused,
-) -> np.ndarray:  # fmt: skip
-    """Read a range of a parameter, tensor by tensor."""
-    shard = aligned_empty([i.stop - i.start for i in index], dtype)
-    outer, inner, shape = index[: source.leading], index[source.leading :], source.shape[source.leading :]
-    part = source.layout.tensor_index(inner, shape)
-    for place in np.ndindex(*(i.stop - i.start for i in outer)):
-        name = source.names[tuple(n + i.start for n, i in zip(place, outer, strict=True))]
-        with folder.reading(name):
-            ahead.reading(name)
-            stored = tensors[name].read_part(part, memory.empty)
-        copy_transposed(shard[place], source.layout.parameter(stored, inner, shape))
-    return shard
+        devices.setdefault(ranges, []).append(device)
+    return [(Shard(source, ranges, dtype), found) for ranges, found in devices.items()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard._shown import shown
@@ -23,23 +24,34 @@ class Origin:
         spelling: how its tensors' names are spelled; see `Family.spelled`.
         text_of: the architecture of the model with towers whose text model this is; empty for other models. The text
             model is saved as a model of its own.
-        quantized: the folder, if its tensors are quantized: they are written back with its scales.
+        quantized: whether its tensors are quantized. They are written back with the scales of the folder.
+        copied: regular expressions of the names of tensors that are copied from the folder; see `Family.copied`.
+        folder: the folder, if saving the model reads its scales or copies tensors.
     """
 
     family: str
     config: str
     spelling: int = 0
     text_of: str = ""
-    quantized: str | None = None
+    quantized: bool = False
+    copied: tuple[str, ...] = ()
+    folder: str | None = None
 
     @classmethod
     def of(cls, family: Family, folder: Folder) -> Origin:
-        """Return the origin of a folder's model."""
+        """Return the origin of a folder's model. Its tensors are not looked at, so none are copied."""
         config = folder.config
         name = next(name for name in config["architectures"] if name in family.architectures)
         # A text model is saved under other names than those of its codes and scales in the whole model's folder.
-        quantized = str(folder.path.absolute()) if config.get(QUANTIZATION) and not folder.text_of else None
-        return cls(name, json.dumps(config), text_of=folder.text_of, quantized=quantized)
+        quantized = bool(config.get(QUANTIZATION)) and not folder.text_of
+        place = str(folder.path.absolute()) if quantized else None
+        return cls(name, json.dumps(config), text_of=folder.text_of, quantized=quantized, folder=place)
+
+    def with_tensors(self, folder: Folder, spelling: int, copied: Iterable[str]) -> Origin:
+        """Return the same with what the folder's tensors say."""
+        copied = tuple(copied)
+        place = str(folder.path.absolute()) if copied else self.folder
+        return replace(self, spelling=spelling, copied=copied, folder=place)
 
     @property
     def written_spelling(self) -> int:

@@ -34,3 +34,12 @@ def as_tree(leaves: Mapping[str, Any]) -> dict[Any, Any]:
             inner = inner.setdefault(name, {})
         inner[last] = leaf
     return found
+
+
+def owner_of(model: Any, path: str) -> tuple[Any, str]:
+    """Return the module that has the weight with this path, and the weight's name in it."""
+    *outer, name = path.split("/")
+    parent: Any = model
+    for level in outer:
+        parent = parent[int(level)] if level.isdecimal() else getattr(parent, level)
+    return parent, name

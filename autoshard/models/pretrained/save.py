@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,24 @@ from flax import nnx
 from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
+from autoshard.models.pretrained.copied import copied_tensors
 from autoshard.models.pretrained.families import known_families
+from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.parameter_paths import parameters_of
-from autoshard.models.pretrained.quantized.schemes import QUANTIZATION
+from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, with_codes
+from autoshard.models.pretrained.quantized.scheme import cast_tensor
+from autoshard.models.pretrained.quantized.schemes import QUANTIZATION, scheme_of
 from autoshard.models.pretrained.tables import Source, sources_of
 
 
-def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+def save_pretrained(
+    model: nnx.Module, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES, copies: bool = True
+) -> None:
     """Write a model to a new folder in the form of its family, as `transformers` reads it.
 
     Tensors of a quantized folder are quantized again. Blocks whose values did not change keep their codes and scales,
-    which are read from that folder.
+    which are read from that folder. Tensors that the model does not use are copied from it; see `Family.copied`.
 
     Args:
         model: a model of `load_pretrained`, from any mesh, with its layers stacked or separate.
@@ -34,10 +41,11 @@ def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, s
         dtype: dtype of floating-point tensors; by default that of the parameters. If it is given, no tensor is
             quantized.
         shard_bytes: largest number of bytes of tensors in one file; several files have an index.
+        copies: whether to write the tensors that the model does not use.
 
     Raises:
-        AutoshardError: the model has no family, the folder is not empty, or the quantized folder that the model was
-            read from is missing.
+        AutoshardError: the model has no family, the folder is not empty, or the folder that the model was read from is
+            missing, and its scales or tensors are needed.
     """
     origin = getattr(model, "origin", None)
     if origin is None:
@@ -51,29 +59,52 @@ def save_pretrained(model: nnx.Module, path: Any, *, dtype: str | None = None, s
         )
     family, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
     tensors = tensors_of(
-        sources_of(family.stacks(cfg), family.spelled(cfg, origin.written_spelling), shapes),
-        {path: dtype or str(leaf.dtype) for path, leaf in values.items()},
+        sources_of(family.stacks(cfg), with_codes(family.spelled(cfg, origin.written_spelling)), shapes),
+        {
+            path: str(leaf.dtype) if is_of_codes(path, values) else dtype or str(leaf.dtype)
+            for path, leaf in values.items()
+        },
         lambda path, index: gathered(values[path], index),
     )
     tensors, config = sorted(tensors, key=lambda one: one.name), origin.values()
-    if dtype is None and origin.quantized is not None:
-        tensors = _quantized(tensors, origin.quantized)
+    coded = origin.quantized and dtype is None
+    if coded:
+        problem = "the model is quantized again with the scales of the folder that it was read from"
+        with _source(problem, "give a dtype, such as 'bfloat16', for tensors that are not quantized"):
+            tensors = _quantized(tensors, Folder.open(origin.folder))
     else:
+        tensors = _decoded(tensors, config, dtype)
         config = without_quantization(config, tensors)
+    if copies and origin.copied:
+        problem = "tensors that the model does not use are copied from the folder that it was read from"
+        with _source(problem, "leave them out by copies=False"):
+            folder = Folder.open(origin.folder)
+            tensors = [*tensors, *copied_tensors(folder, origin.copied, coded=coded, dtype=dtype)]
     write_pretrained(path, config, tensors, shard_bytes=shard_bytes)
 
 
-def _quantized(tensors: Sequence[Tensor], source: str) -> list[Tensor]:
-    """Return the tensors as codes and scales, where the folder that the model was read from has such."""
+@contextmanager
+def _source(problem: str, remedy: str) -> Iterator[None]:
+    """Turn errors of the folder that a model was read from into errors of `save_pretrained`."""
     try:
-        folder = Folder.open(source)
-        scheme, stored = folder.scheme, folder.stored_tensors()
+        yield
     except AutoshardError as error:
-        raise AutoshardError(
-            f"save_pretrained: the model is quantized again with the scales of the folder that it was read from, but "
-            f"{error}. Put the folder back, or give a dtype, such as 'bfloat16', for tensors that are not quantized"
-        ) from error
+        raise AutoshardError(f"save_pretrained: {problem}, but {error}. Put the folder back, or {remedy}") from error
+
+
+def _quantized(tensors: Sequence[Tensor], folder: Folder) -> list[Tensor]:
+    """Return the tensors as codes and scales, where a folder has such."""
+    scheme, stored = folder.scheme, folder.stored_tensors()
     return [*tensors] if scheme is None else scheme.stored(tensors, stored)
+
+
+def _decoded(tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str | None) -> list[Tensor]:
+    """Return plain tensors in the place of those that are codes and scales."""
+    scheme = scheme_of(Config(config, CONFIG))
+    if scheme is None:
+        return [*tensors]
+    plain = scheme.plain({one.name: one for one in tensors})
+    return [cast_tensor(one, dtype) for one in plain.values()]
 
 
 def without_quantization(config: Mapping[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:

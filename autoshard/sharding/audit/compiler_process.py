@@ -159,8 +159,12 @@ def _devices(job: dict[str, Any]) -> Any:
     return get_topology_desc(platform="tpu", topology_name=f"{chip}:{shape}", **options).devices
 
 
-def gpu_target_config(chip: str) -> str:
-    """Describe a GPU to XLA's compiler, as the text of its `GpuTargetConfigProto`."""
+def gpu_figures(chip: str) -> dict[str, Any]:
+    """Return the figures of a GPU for XLA's compiler: the fields of its `gpu_device_info`, and a description.
+
+    Raises:
+        ValueError: There are none.
+    """
     table = tomllib.loads(GPUS.read_text())
     if chip not in table:
         raise ValueError(
@@ -168,7 +172,12 @@ def gpu_target_config(chip: str) -> str:
             f"{', '.join(k for k in table if k != 'all')}"
         )
     own = table[chip]
-    figures = table["all"] | table.get(own.pop("like", ""), {}) | own
+    return table["all"] | table.get(own.pop("like", ""), {}) | own
+
+
+def gpu_target_config(chip: str) -> str:
+    """Describe a GPU to XLA's compiler, as the text of its `GpuTargetConfigProto`."""
+    figures = gpu_figures(chip)
     major, minor = figures.pop("capability")
     description = figures.pop("description")
     lines = [f"  cuda_compute_capability {{ major: {major} minor: {minor} }}"]

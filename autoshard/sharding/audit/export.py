@@ -16,6 +16,7 @@ from jax.export import export as export_jax
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.sharding.audit.compiler_process import gpu_figures
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.machines.chips import CHIPS, Options
 from autoshard.sharding.machines.targets import Target, find_target
@@ -65,12 +66,19 @@ def export_plan(executable: Executable, options: Options | None = None) -> Compi
     plan, traced = executable.plan, executable.traced
     target = find_target(plan.target)
     options = plan.compiler_options.get(target.platform, {}) if options is None else options
-    program = export(
-        executable.constrained_program(plan.mesh), traced.in_avals, *plan.shardings(plan.mesh), target.platform
-    )
+    mesh = _of_gpus(plan.mesh, topology_name(target)) if target.platform == "cuda" else plan.mesh
+    with jax.sharding.use_abstract_mesh(mesh) if mesh is not plan.mesh else contextlib.nullcontext():
+        program = export(executable.constrained_program(mesh), traced.in_avals, *plan.shardings(mesh), target.platform)
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     donated = tuple(map(int, traced.donated))
     return CompileJob(program, target.platform, topology_name(target), sizes, plan.device_order, donated, options)
+
+
+def _of_gpus(mesh: Any, topology: str) -> Any:
+    """Return the mesh with the kind of its GPUs: newer JAX needs it to lower Pallas kernels without an attached GPU."""
+    gpu = gpu_figures(topology.partition(":")[0])
+    kind = jax.sharding.AbstractDevice(device_kind=gpu["description"], num_cores=gpu["core_count"], platform="gpu")
+    return mesh.update(abstract_device=kind)
 
 
 def topology_name(target: Target) -> str:

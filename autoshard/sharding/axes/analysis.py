@@ -9,12 +9,13 @@ from typing import cast
 from autoshard._shown import shown
 from autoshard.sharding.axes.axis_names import name_axes, name_computed_axes
 from autoshard.sharding.axes.batch_axis import batch_axis
-from autoshard.sharding.axes.carried_rows import state_is_data
+from autoshard.sharding.axes.carried_rows import carried_batch
 from autoshard.sharding.axes.expert_routing import split_expert_axes
 from autoshard.sharding.axes.generated_batches import join_generated_batches
 from autoshard.sharding.axes.graph_axes import find_graph_axes
 from autoshard.sharding.axes.logical_axes import LogicalAxes, find_axes
 from autoshard.sharding.axes.roles import Role, Roles, find_roles
+from autoshard.sharding.axes.single_row import values_of_single_row
 from autoshard.sharding.program.tracing import Traced
 
 
@@ -37,13 +38,14 @@ class Analysis:
 def analyse(traced: Traced) -> Analysis:
     """Finds the logical axes of a traced program, their roles and their names.
 
-    If the state is data, such as a cache (`state_is_data`), the roles are found as if no state were known.
+    If the state is data, such as a cache (`carried_batch`), the roles are found as if no state were known.
 
     The seven steps run in a fixed order, because later steps read what earlier ones have changed:
 
     1. `find_axes` unifies the dimensions of all values into logical axes.
     2. `batch_axis` chooses the batch among these axes. In a step that was cut into microbatches, it is the axis that
        was cut. In a function without state whose microbatches are single rows, it is another axis of that dimension.
+       A step with a single row whose state is data has no batch axis (`single_row`).
     3. `join_generated_batches` merges the axes of rows that the step generates itself into the batch, in place. It
        must run before the roles are found, because they depend on which values have the batch.
     4. `find_roles` takes this batch and assigns roles to inputs and axes. It finds the axes of experts.
@@ -60,15 +62,19 @@ def analyse(traced: Traced) -> Analysis:
     state = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
     state_inputs = [i for i, _ in state]
     axes = find_axes(program)
-    if state_is_data(program, axes, state_inputs):
+    row = values_of_single_row(program, state_inputs) if traced.batch is None else frozenset[int]()
+    carried = None if row else carried_batch(program, axes, state_inputs)
+    if row or carried is not None:
         state_inputs = []  # the roles are those of a step that computes new data from data
-    batch = _known_batch(traced, axes)
-    if batch is None:
+    batch = carried if traced.batch is None else _known_batch(traced, axes)
+    if batch is None and not row:
         batch = batch_axis(program, axes, frozenset(state_inputs), _cut_dimension(traced, axes))
     join_generated_batches(axes, batch)
     replicas, microbatch = _cut_axes(traced, axes)
     known = _known_roles(traced, axes)
-    roles = find_roles(program, axes, state_inputs, batch=batch, replicas=replicas, microbatch=microbatch, known=known)
+    roles = find_roles(
+        program, axes, state_inputs, batch=batch, row=row, replicas=replicas, microbatch=microbatch, known=known
+    )
     split_expert_axes(axes, roles)
     graph = find_graph_axes(program, axes, state_inputs)
     for v in graph.features(program, axes, state_inputs):

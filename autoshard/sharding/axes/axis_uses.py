@@ -61,6 +61,7 @@ def find_uses(
     in_parameters: set[int],
     owner: dict[int, frozenset[int]],
     dispatched: frozenset[int] = frozenset(),
+    row: frozenset[int] = frozenset(),
 ) -> AxisUses:
     """Collects how the operators of a program use the axes of its parameters.
 
@@ -71,8 +72,9 @@ def find_uses(
         in_parameters: the axes that parameters have.
         owner: value without the batch -> the inputs that it was computed from.
         dispatched: values without the batch that hold its rows (`dispatched_rows`).
+        row: the values of the only row, if the batch is no axis for that reason (`single_row`).
     """
-    collector = _UseCollector(axes, batch, in_parameters, owner, dispatched)
+    collector = _UseCollector(axes, batch, in_parameters, owner, dispatched, row)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is not None:
             collector.record(op, op.rule, factors)
@@ -87,6 +89,7 @@ class _UseCollector:
     in_parameters: set[int]
     owner: Mapping[int, frozenset[int]]
     dispatched: frozenset[int]
+    row: frozenset[int]
     uses: AxisUses = field(default_factory=AxisUses)
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
@@ -95,19 +98,21 @@ class _UseCollector:
             self.uses.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
         if op.name in ("reduce_sum", "reduce_max") and self.has_batch(op.results[0]):
             self.uses.reduced |= self.of_kind("reduce", rule, factors)
-        if op.name in CONTRACTIONS and self.batch is not None:
-            self.record_contraction(op, rule, factors, self.batch)
-        if is_operator(op.eqn.primitive) and self.batch is not None:
+        if self.batch is None and not self.row:
+            return
+        if op.name in CONTRACTIONS:
+            self.record_contraction(op, rule, factors)
+        if is_operator(op.eqn.primitive):
             self.record_operator(op, rule, factors)
-            self.record_opaque_attention(op, rule, factors, self.batch)
+            self.record_opaque_attention(op, rule, factors)
 
     def of_stage(self, dims: Dims, factors: Mapping[str, Sequence[int]]) -> Dims:
         """The dimensions that an operand has on one stage of a pipeline: all but that of the stages."""
         return tuple(dim for dim in dims if [c for f in dim for c in factors.get(f, ())] != [self.axes.stages])
 
     def has_batch(self, value: int) -> bool:
-        """Whether a value has the batch axis."""
-        return value >= 0 and any(self.batch in dim for dim in self.axes.of_value[value])
+        """Whether a value has the batch axis, or belongs to the only row."""
+        return value in self.row or (value >= 0 and any(self.batch in dim for dim in self.axes.of_value[value]))
 
     def of_kind(self, kind: str, rule: Rule, factors: Mapping[str, Sequence[int]]) -> set[int]:
         """The classes of a rule's factors of one kind."""
@@ -178,7 +183,7 @@ class _UseCollector:
             self.uses.experts.update(factors.get(dims[0][0], ()))
         self.uses.used.add(weight)
 
-    def record_opaque_attention(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
+    def record_opaque_attention(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the axes of a declared operator that contracts activations with each other: an attention kernel.
 
         It contracts a factor that several activations have and no result has. The factors that it needs whole are
@@ -202,16 +207,16 @@ class _UseCollector:
         if contracted := repeated - set.union(*results):
             whole = self.of_kind("whole", rule, factors)
             self.uses.inner |= (classes(contracted) | whole) & self.in_parameters
-            self.uses.heads |= classes(common) - {batch}
+            self.uses.heads |= classes(common) - {self.batch}
             self.uses.kept |= classes(set.union(*results) - common) & self.in_parameters
 
-    def record_contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]], batch: int) -> None:
+    def record_contraction(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
         """Records the axes that a contraction of an activation with a weight or an activation produces or sums over."""
         uses, of_value = self.uses, self.axes.of_value
         sides = [{c for dim in of_value[v] for c in dim} if v >= 0 else set[int]() for v in op.operands[:2]]
         result = {c for dim in of_value[op.results[0]] for c in dim}
-        with_batch = [batch in side for side in sides]
-        kept = batch in result
+        with_batch = [self.has_batch(v) for v in op.operands[:2]]
+        kept = self.has_batch(op.results[0])
         if self.dispatched.intersection((*op.operands[:2], op.results[0])):
             with_batch = [has or v in self.dispatched for has, v in zip(with_batch, op.operands[:2], strict=True)]
             kept = op.results[0] in self.dispatched
@@ -229,7 +234,7 @@ class _UseCollector:
             if summed <= self.in_parameters:
                 uses.inner |= summed
             uses.kept |= (result - shared) & self.in_parameters
-            uses.heads |= shared - {batch}
+            uses.heads |= shared - {self.batch}
         elif any(with_batch) and kept:  # activation with weight
             place = with_batch.index(False)
             weight = self.weight(op.operands[place])

@@ -11,12 +11,16 @@ from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
 
-def state_is_data(program: Program, axes: LogicalAxes, state: Collection[int]) -> bool:
-    """Return whether each array of the state has the batch, no product sums over it, and weights are not state.
+def carried_batch(program: Program, axes: LogicalAxes, state: Collection[int]) -> int | None:
+    """Return the batch if the state is data; None if it is not.
 
-    The batch is the one that is found when no state is known. In a train step, the state has the weights. Either they
-    lack this axis, or it is an axis of theirs, and a product sums over it. With few weights, no product may do so, so
-    an array of integers or booleans must have the axis, too: lengths, tokens. Those of a train state are scalars.
+    Each array of the state has the batch then, no product sums over it, and there are weights that lack it and are not
+    state. In a train step, the state has the weights. Either they have no axis in common, or it is an axis that a
+    product sums over. With few weights, no product may do so, so an array of integers or booleans must have the axis,
+    too: lengths, tokens. Those of a train state are scalars.
+
+    Other inputs do not decide which axis it is, because values that are computed from weights alone, such as weights
+    that are decoded from codes, may be larger than those of the rows.
 
     Args:
         program: the program.
@@ -25,16 +29,14 @@ def state_is_data(program: Program, axes: LogicalAxes, state: Collection[int]) -
     """
     arrays = [v for v in state if program.avals[v].ndim]
     if all(is_float(program.avals[v]) for v in arrays):
-        return False
-    batch = batch_axis(program, axes, frozenset())
-
-    def has_batch(v: int) -> bool:
-        return any(batch in dim for dim in axes.of_value[v])
-
+        return None
+    common = frozenset.intersection(*(frozenset(c for dim in axes.of_value[v] for c in dim) for v in arrays))
+    batch = batch_axis(program, axes, frozenset(), common) if common else None
+    if batch not in common:
+        return None
     weights = (v for v in program.inputs if v not in state and program.avals[v].ndim > 1 and is_float(program.avals[v]))
-    return (
-        all(map(has_batch, arrays)) and any(not has_batch(v) for v in weights) and not _is_summed(program, axes, batch)
-    )
+    lacking = any(all(batch not in dim for dim in axes.of_value[v]) for v in weights)
+    return batch if lacking and not _is_summed(program, axes, batch) else None
 
 
 def _is_summed(program: Program, axes: LogicalAxes, axis: int | None) -> bool:

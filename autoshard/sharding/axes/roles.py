@@ -46,6 +46,7 @@ class Roles:
     Attributes:
         inputs: program input -> its role.
         batch: the batch axis, if there is one.
+        row: the values of the only row, if the batch is no axis for that reason (`single_row`).
         sequence: sequence axes.
         context: sequence axes that no loop runs over.
         residual: the axis of the residual stream, if there is one.
@@ -88,6 +89,7 @@ class Roles:
     replicas: int | None = None
     separate_layers: bool = False
     gathers_once: bool = False
+    row: frozenset[int] = frozenset()
 
 
 def find_roles(
@@ -96,6 +98,7 @@ def find_roles(
     state: Sequence[int] = (),
     *,
     batch: int | None = None,
+    row: frozenset[int] = frozenset(),
     replicas: int | None = None,
     microbatch: int | None = None,
     known: Mapping[int, Role] | None = None,
@@ -107,12 +110,14 @@ def find_roles(
         axes: its logical axes.
         state: the inputs that the program returns updated (known from the pytree structure). They are never data.
         batch: its batch axis, if `batch_axis` was called before.
+        row: the values of the only row of a step without a batch axis (`single_row`).
         replicas: the axis of groups of rows whose sums are added later, if there is one.
         microbatch: the axis that counts the microbatches, if the step was cut into them. It is no sequence.
         known: the roles of inputs that are known before, as of a step whose microbatches are single rows.
     """
-    batch = batch_axis(program, axes, frozenset(state)) if batch is None else batch
-    inputs, owner = _input_roles(program, axes, batch, frozenset(state))
+    batch = batch_axis(program, axes, frozenset(state)) if batch is None and not row else batch
+    has_batch = [v in row or any(batch in dim for dim in dims) for v, dims in enumerate(axes.of_value)]
+    inputs, owner = _input_roles(program, has_batch, frozenset(state))
     inputs |= known or {}
     parameters = [v for v, role in inputs.items() if role == "parameter"]
     in_parameters = {c for v in parameters for dim in axes.of_value[v] for c in dim}
@@ -121,7 +126,7 @@ def find_roles(
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             parameter_bytes[c] += axis_weight(program.avals[v])
     dispatched, dispatched_axes = dispatched_rows(program, axes, batch, in_parameters)
-    use = find_uses(program, axes, batch, in_parameters, owner, dispatched)
+    use = find_uses(program, axes, batch, in_parameters, owner, dispatched, row)
     stages = axes.stages
     for own in (c for c in (stages, replicas) if c is not None):
         use.discard(own)
@@ -142,7 +147,7 @@ def find_roles(
     groups = {
         c for v in parameters for dim in axes.of_value[v] for major, c in itertools.pairwise(dim) if major in use.heads
     }  # fmt: skip
-    with_batch = set() if batch is None else {batch, *_axes_beside(axes, batch)}
+    with_batch = {c for v, has in enumerate(has_batch) if has for dim in axes.of_value[v] for c in dim}
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
         if c not in (batch, replicas, microbatch) and c in with_batch and not use.weights[c]
@@ -170,6 +175,7 @@ def find_roles(
         replicas=replicas,
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
         gathers_once=any(op.name == gather_p.name for op in program.ops()),
+        row=row,
     )
 
 
@@ -253,12 +259,11 @@ def _stacked_terms(program: Program, axes: LogicalAxes, replicas: int | None) ->
 
 
 def _input_roles(
-    program: Program, axes: LogicalAxes, batch: int | None, state: frozenset[int]
+    program: Program, has_batch: Sequence[bool], state: frozenset[int]
 ) -> tuple[dict[int, Role], dict[int, frozenset[int]]]:
-    """The role of each input, and value without the batch axis -> the inputs that it was computed from."""
+    """The role of each input, and value without the batch -> the inputs that it was computed from."""
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
-    has_batch = [any(batch in dim for dim in dims) for dims in axes.of_value]
 
     def visit(block: Any) -> None:
         for op in block.ops:

@@ -8,7 +8,8 @@ padding or dilation holes: XLA:TPU expresses batched products as such convolutio
 
 A custom call that states its cost (`cost_estimate`, as Pallas kernels do) is priced by that: FLOPs, bytes, and vector
 operations, `VECTOR_OPS` for each transcendental one. The compiler gives such calls 0 cycles. cuDNN's attention states
-none; its cost follows from its shapes (`attention_calls`).
+none; its cost follows from its shapes (`attention_calls`). Our Triton kernels state theirs in their metadata
+(`triton_calls`).
 
 Bytes are those of operands and results in the device's main memory. Of an operand that is sliced or gathered, only the
 bytes that are read count. Of an operand that is updated in place, only those of the update. This holds in fusions too.
@@ -27,6 +28,7 @@ from autoshard.kernels.constants import VECTOR_OPS
 from autoshard.sharding.hlo.attention_calls import attention_cost
 from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.sharding.hlo.parser import HOST_MEMORY, MAIN_MEMORY, Array, Computation, Instruction, Program, bits
+from autoshard.sharding.hlo.triton_calls import triton_cost
 from autoshard.sharding.machines.chips import Chip
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.kernel_time import declared_us
@@ -147,11 +149,11 @@ class Kernels:
 
 
 def kernel_cost(computation: Computation, i: Instruction) -> KernelCost | None:
-    """The cost that a custom call states, or that of cuDNN's attention; None for other instructions."""
+    """The cost that a custom call states, or that of cuDNN's attention; None for instructions without a known cost."""
     if i.opcode != "custom-call":
         return None
     if not (found := _STATED.search(i.attributes)):
-        return attention_cost(computation, i)
+        return attention_cost(computation, i) or triton_cost(i)
     stated = {name: float(n) for name, n in re.findall(r'"(\w+)":"?(\d+)', found[1])}
     sizes = [
         bits(a.dtype) // 8 for v in computation.operands_of(i) for a in v.arrays if a.dtype.startswith(("f", "bf"))

@@ -19,7 +19,7 @@ class KernelRecord:
     """One operator that was found in the user's code.
 
     Attributes:
-        kernel: the kernel that computes it now, or that would: `splash`, `cudnn`, `blockwise`, `megablox`.
+        kernel: the kernel that computes it now, or that would: `splash`, `cudnn`, `blockwise`, `megablox`, `triton`.
         line: the user's line, `file.py:12 (function)`.
         replaced: whether the kernel takes its place.
         reason: what was proven if it was replaced; else why it was left.

@@ -16,6 +16,10 @@ def pretrained_problems(config: Any) -> list[str]:
     lora = "lora.path" if config.lora.path is not None else f"lora.rank {config.lora.rank}" if config.lora.rank else ""
     if folder is None and lora:
         problems.append(f"{lora} is given, but no pretrained model: give its folder by --from")
+    if config.pretrained.keep_codes and not lora:
+        problems.append("pretrained.keep_codes freezes weights, so adapters are trained: give --lora.rank")
+    if config.pretrained.keep_codes and config.lora.quantize != "none":
+        problems.append(f"pretrained.keep_codes and lora.quantize {config.lora.quantize} are both given: give one")
     if lora and config.freeze:
         problems.append(f"freeze and {lora} are both given, but adapters freeze all else: leave out freeze")
     if config.rows != RowsConfig() and not config.reads_rows:

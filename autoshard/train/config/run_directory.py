@@ -7,7 +7,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from autoshard.errors import ConfigError
 RUNS = Path("runs")
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
-PRETRAINED = "pretrained"  # config and tokenizer of the pretrained model that the run started from
+PRETRAINED = "pretrained"  # config, tokenizer and unused tensors of the pretrained model that the run started from
 METRICS = "metrics.jsonl"
 ATTEMPTS = "attempts.jsonl"
 TENSORBOARD = "tensorboard"
@@ -148,8 +148,13 @@ def write_plan(run_dir: Path, plan: Any, step: int) -> None:
                 break
 
 
-def keep_pretrained(run_dir: Path, files: Iterable[Path]) -> None:
-    """Copy files of a pretrained model's folder, without its weights, to the run's folder.
+def keep_pretrained(run_dir: Path, files: Iterable[Path], write_tensors: Callable[[Path], None]) -> None:
+    """Copy files of a pretrained model's folder, without the model's weights, to the run's folder.
+
+    Args:
+        run_dir: The run's folder.
+        files: The files.
+        write_tensors: Writes the tensors that the model does not use into a folder.
 
     Raises:
         ConfigError: A file cannot be read or written.
@@ -160,6 +165,7 @@ def keep_pretrained(run_dir: Path, files: Iterable[Path]) -> None:
         draft.mkdir(parents=True, exist_ok=True)
         for file in files:
             (draft / file.name).write_bytes(file.read_bytes())
+        write_tensors(draft)
         draft.rename(kept)
 
 

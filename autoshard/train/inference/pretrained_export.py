@@ -15,7 +15,9 @@ from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import ConfigError
 from autoshard.models.adapters.peft_files import adapter_sources, matrices_of, merged, write_adapter
 from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B
-from autoshard.models.pretrained.folder import CONFIG
+from autoshard.models.pretrained.copied import copied_patterns, copied_tensors
+from autoshard.models.pretrained.folder import CONFIG, Folder
+from autoshard.models.pretrained.load import Described
 from autoshard.models.pretrained.save import tensors_of, without_quantization, write_pretrained
 from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import TrainConfig, from_dict
@@ -54,9 +56,10 @@ def export_pretrained(
     """
     if merge and not config.lora.rank:
         raise ConfigError("--merge is for runs with adapters, and this run has none: leave it out")
-    if merge and config.lora.quantize != "none":
+    if merge and (config.lora.quantize != "none" or config.pretrained.keep_codes):
+        form = "codes in fp8" if config.pretrained.keep_codes else config.lora.quantize
         raise ConfigError(
-            f"the frozen weights of this run are {config.lora.quantize}, so a merged model would not have those of "
+            f"the frozen weights of this run are {form}, so a merged model would not have those of "
             f"the folder: export without --merge, then `autoshard ckpt merge {config.pretrained.folder} ADAPTER OUT`"
         )
     described = describe(config)
@@ -82,8 +85,19 @@ def export_pretrained(
     else:
         tensors = tensors_of(sources_in(described, shapes), dtypes, values)
         content = without_quantization(described.origin.values(), tensors)
+        tensors += _copies(config, described, dtype)
         write_pretrained(out, content, tensors, shard_bytes=shard_bytes, files=_files(config))
     return _record(out, tensors, model.averaged)
+
+
+def _copies(config: TrainConfig, described: Described, dtype: str | None) -> list[Tensor]:
+    """Return the tensors of the pretrained folder that the model does not use and the run keeps, not quantized."""
+    folder = Folder.open(config.model_folder)
+    if not folder.has_tensors:
+        return []
+    tensors = folder.tensors()
+    patterns = copied_patterns(described.family, folder, tensors)
+    return copied_tensors(folder, patterns, coded=False, dtype=dtype)
 
 
 def _files(config: TrainConfig) -> Mapping[str, bytes]:

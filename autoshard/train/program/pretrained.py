@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from autoshard.ckpt.exchange import safetensors
+from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import ConfigError
 from autoshard.models.adapters import add_adapters, trained_parameters
 from autoshard.models.adapters.rows import BASE, weights_table
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.decoder import Decoder
-from autoshard.models.pretrained.folder import CONFIG, Folder
+from autoshard.models.pretrained.copied import copied_tensors, warn_of_copies
+from autoshard.models.pretrained.folder import CONFIG, Folder, read_table
 from autoshard.models.pretrained.load import Described, read_values
+from autoshard.models.pretrained.quantized.kept_codes import (
+    Kept,
+    codes_of,
+    kept_weights,
+    put_codes,
+    with_codes,
+    with_stored,
+)
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.plan import Plan
 from autoshard.train.config.train_config import TrainConfig, replaced
@@ -33,6 +45,7 @@ from autoshard.train.step.optimizer import path_name
 from autoshard.train.step.preference import REFERENCE
 from autoshard.train.step.train_state import Program, TrainState
 
+KEPT_CODES = "kept_codes.json"  # of the run's copy of the folder: the weights that stay codes and scales
 # What other programs read beside the config and the weights.
 _OTHER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*",
@@ -60,7 +73,17 @@ def describe(config: TrainConfig) -> Described:
             f"{str(config.model_folder)!r} is a {described.family.name}: --from trains models of text alone. Load it "
             "by autoshard.models.load_pretrained in a program of your own"
         )
-    return described
+    return described.with_codes(_kept(config, described)) if own.keep_codes else described
+
+
+def _kept(config: TrainConfig, described: Described) -> Kept:
+    """Return the weights of a run that stay codes and scales: those of its folder, or those that the run has noted."""
+    folder = Folder.open(config.model_folder)
+    note = folder.path / KEPT_CODES
+    if not note.exists():
+        fitted = described.fitted(folder, folder.tensors())
+        return kept_weights(fitted.sources, folder.stored_tensors(), folder.scheme, str(folder.path))
+    return codes_of({path: described.sources[path] for path in read_table(note)["weights"]}, folder.scheme)
 
 
 def kept_files(folder: Path) -> Iterator[Path]:
@@ -68,6 +91,17 @@ def kept_files(folder: Path) -> Iterator[Path]:
     yield folder / CONFIG
     for pattern in _OTHER_FILES:
         yield from (file for file in sorted(folder.glob(pattern)) if file.is_file())
+
+
+def keep_copied(config: TrainConfig, out: Path) -> None:
+    """Write what else a run keeps of its folder: tensors that the model does not use, and which weights stay codes."""
+    folder, tensors, described = open_weights(config)
+    if config.pretrained.keep_codes:
+        (out / KEPT_CODES).write_text(json.dumps({"weights": sorted(described.kept)}, indent=1) + "\n")
+    warn_of_copies(described.family, folder, tensors, "`autoshard ckpt export`")
+    if described.origin.copied:
+        copied = copied_tensors(folder, described.origin.copied)
+        safetensors.write(out, copied, shard_bytes=SHARD_BYTES, metadata={"format": "pt"})
 
 
 def fit_pretrained(config: TrainConfig, vocab_size: int) -> TrainConfig:
@@ -98,6 +132,7 @@ def pretrained_builder(config: TrainConfig) -> Callable[[nnx.Rngs], Decoder]:
     def build(rngs: nnx.Rngs) -> Decoder:
         model = Decoder(described.cfg, rngs=rngs)
         model.origin = described.origin
+        put_codes(model, described.kept, jnp.zeros)
         if config.lora.rank:
             add_adapters(model, described.family, config.lora, rngs.params())
         elif config.loss == "dpo":
@@ -135,8 +170,11 @@ def sources_in(described: Described, shapes: dict[str, tuple[int, ...]]) -> dict
         described: The model.
         shapes: The shape of each parameter, by path.
     """
-    weights = {path: shape for path, shape in shapes.items() if path in described.shapes or path.endswith(f"/{BASE}")}
-    table = weights_table(described.family, described.cfg, described.origin.spelling)
+    weights = {
+        path: shape for path, shape in shapes.items()
+        if path.replace(f"/{BASE}/", "/") in described.shapes or path.endswith(f"/{BASE}")
+    }  # fmt: skip
+    table = with_codes(weights_table(described.family, described.cfg, described.origin.spelling))
     return sources_of(described.family.stacks(described.cfg), table, weights)
 
 
@@ -151,9 +189,9 @@ def open_weights(config: TrainConfig) -> tuple[Folder, Mapping[str, Tensor], Des
     """
     assert config.pretrained.folder is not None
     folder = Folder.open(config.pretrained.folder)
-    tensors = folder.tensors()
-    described = describe(config).spelled(tensors)
-    described.check(tensors, str(folder.path))
+    described = describe(config)
+    tensors = with_stored(folder.tensors(), folder.stored_tensors(), described.kept)
+    described = described.fitted(folder, tensors)
     if config.pretrained.dtype is None:
         dtypes = {path: leaf.dtype for path, leaf in described.shapes.items()}
         _check_dtypes(described.sources, tensors, dtypes, folder)

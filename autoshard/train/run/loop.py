@@ -34,7 +34,7 @@ from autoshard.train.program.planned_step import (
     search_variants,
     with_offload,
 )
-from autoshard.train.program.pretrained import first_state, kept_files, open_weights
+from autoshard.train.program.pretrained import first_state, keep_copied, kept_files, open_weights
 from autoshard.train.run import distributed
 from autoshard.train.run.attempts import Attempt, check_first_start
 from autoshard.train.run.goodput import goodput_of, goodput_text
@@ -185,7 +185,7 @@ class Trainer:
         distributed.check_same("the data", self._data_digest or "")
         if distributed.is_main() and not self.config.resume:
             if (folder := self.config.pretrained.folder) is not None:
-                run_directory.keep_pretrained(run_dir, kept_files(folder))
+                run_directory.keep_pretrained(run_dir, kept_files(folder), partial(keep_copied, self.config))
             self._write_config(run_dir)
         return run_dir
 

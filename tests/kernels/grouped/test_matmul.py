@@ -1,6 +1,7 @@
 """Grouped products: values and gradients of the kernels and of plain JAX, on shards and under plans."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 import autoshard
 from autoshard.errors import AutoshardWarning
-from autoshard.kernels.grouped import matmul
+from autoshard.kernels.grouped import call, matmul
 from autoshard.kernels.grouped.call import GroupedCall, grouped_call
 from autoshard.kernels.grouped.matmul import grouped_matmul, grouped_product
 from autoshard.kernels.planned_platform import Planned, planned_for
@@ -17,7 +18,11 @@ from autoshard.models import dropless
 from autoshard.models.dropless import operators
 from autoshard.sharding.oracle.rule_check import check_rule
 
-TILED, KERNEL = GroupedCall("tiled"), GroupedCall("megablox", interpret=True)
+TILED, KERNEL, TRITON = (
+    GroupedCall("tiled"),
+    GroupedCall("megablox", interpret=True),
+    GroupedCall("triton", interpret=True),
+)
 
 # rows, inner elements, columns, group sizes
 CASES = {
@@ -25,7 +30,7 @@ CASES = {
     "one group has all rows": (256, 128, 128, (0, 256, 0)),
     "few rows": (37, 24, 40, (5, 7, 0, 9)),
     "no rows in any group": (20, 8, 16, (0, 0)),
-    "many tiles": (640, 16, 24, (130, 1, 0, 383, 126)),
+    "many tiles": (640, 16, 32, (130, 1, 0, 383, 126)),
 }
 
 
@@ -64,7 +69,7 @@ def assert_near(found, right, tolerance):
         assert one.shape == other.shape and error <= tolerance * max(np.linalg.norm(other), 1.0)
 
 
-@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
+@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "megablox"])
 @pytest.mark.parametrize("case", [*CASES])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["f32", "bf16"])
 def test_values_and_gradients_are_those_of_each_group(case, call, dtype, tolerance):
@@ -81,7 +86,7 @@ def test_float64_is_summed_in_float64():
         assert_near(run(TILED, *args, (0, 1, 2, 3)), expected(*args), 1e-14)
 
 
-@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
+@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "megablox"])
 def test_rows_outside_of_all_groups_do_not_matter(call):
     """They may hold anything: NaNs stay out of values and gradients."""
     rows, weights, d_out, sizes = operands("few rows")
@@ -93,7 +98,7 @@ def test_rows_outside_of_all_groups_do_not_matter(call):
     assert_near(spoiled, right, 2e-6)
 
 
-@pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "kernel"])
+@pytest.mark.parametrize("call", [TILED, KERNEL, TRITON], ids=["tiled", "megablox", "triton"])
 def test_parts_of_the_groups_add_up(call):
     """The first part has an empty group, and the second part's rows start inside of a tile."""
     rows, weights, d_out, sizes = operands("many tiles")
@@ -196,13 +201,27 @@ def test_the_kernel_is_that_of_the_planned_platform():
     def kernels(dtype):
         traced = jax.make_jaxpr(grouped_matmul)(rows.astype(dtype), weights.astype(dtype), sizes)
         (eqn,) = [e for e in traced.jaxpr.eqns if "grouped" in str(e) and e.primitive.name == "custom_vjp_call"]
-        return [c for c in ("megablox", "tiled") if f"kernel='{c}'" in str(eqn)]
+        return [c for c in ("megablox", "triton", "tiled") if f"kernel='{c}'" in str(eqn)]
 
     assert kernels(jnp.float32) == ["tiled"]
     with planned_for("tpu"):
         assert kernels(jnp.float32) == ["megablox"] == kernels(jnp.bfloat16)
         with pytest.warns(AutoshardWarning, match="in bfloat16 or float32, not float16.*plain JAX runs instead"):
             assert kernels(jnp.float16) == ["tiled"]
+    with planned_for("cuda"):
+        assert kernels(jnp.bfloat16) == ["triton"] == kernels(jnp.float16) and kernels(jnp.float32) == ["tiled"]
+
+
+def test_without_its_kernel_a_gpu_computes_in_plain_jax(monkeypatch):
+    with planned_for("cuda"):
+        assert grouped_call(jnp.bfloat16) == GroupedCall("triton", 16 * 2**20)
+        attached = SimpleNamespace(compute_capability="8.9")
+        with monkeypatch.context() as patched, pytest.warns(AutoshardWarning, match="capability 8.0, .*not 8.9"):
+            patched.setattr(call, "jax", SimpleNamespace(default_backend=lambda: "gpu", devices=lambda: [attached]))
+            assert grouped_call(jnp.bfloat16) == GroupedCall("tiled", launches=True)
+        monkeypatch.setattr(call, "triton", None)
+        with pytest.warns(AutoshardWarning, match="this version of JAX has no Triton backend"):
+            assert grouped_call(jnp.bfloat16) == GroupedCall("tiled", launches=True)
 
 
 def test_a_kernel_may_use_half_of_the_planned_cores_vector_memory():

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+from autoshard.kernels.constants import TRITON_REACHED
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.kernels.grouped.cost import gradient_cost, product_cost
 from autoshard.kernels.grouped.tiles import Shape, Tiles, gradient_tiles, padded_rows, product_tiles, tiled_rows
@@ -57,10 +58,10 @@ def test_tiles_in_plain_jax_are_about_as_large_as_a_group():
     assert [tiled_rows(rows, 8) for rows in (3, 96, 8192, 10**6)] == [1, 16, 1024, 1024]
 
 
-@pytest.mark.parametrize("call", [GroupedCall("megablox"), GroupedCall("tiled")])
+@pytest.mark.parametrize("call", [GroupedCall("megablox"), GroupedCall("triton"), GroupedCall("tiled")])
 def test_a_device_pays_for_the_rows_of_its_own_groups(call):
     """Balanced routing: with 2 of 8 groups, a quarter of the rows, and one tile that both groups share."""
-    whole, part = (product_cost(*product(2**16, 1024, 2048, own), call=call) for own in (8, 2))
+    (whole,), (part,) = (product_cost(*product(2**16, 1024, 2048, own), call=call) for own in (8, 2))
     ideal = 2.0 * 2**16 * 1024 * 2048
     assert ideal <= whole.flops <= 1.2 * ideal
     assert ideal / 4 <= part.flops <= 1.2 * ideal / 4
@@ -70,10 +71,37 @@ def test_a_device_pays_for_the_rows_of_its_own_groups(call):
 def test_the_gradient_of_matrices_costs_the_rows_once():
     rows, weights, *groups = product(2**16, 1024, 2048, 8)
     (d_out,) = shapes(((2**16, 2048), "bfloat16"))
-    kernel, tiled = (
+    (kernel,), (tiled,) = (
         gradient_cost(rows, d_out, *groups, call=GroupedCall(name, 32 * MIB)) for name in ("megablox", "tiled")
     )
     ideal = 2.0 * 2**16 * 1024 * 2048
     assert ideal <= kernel.flops <= 1.2 * ideal and kernel.vector_ops > 0 == kernel.held_bytes
     assert tiled.held_bytes == 4 * 8 * 1024 * 2048  # sums in float32
     assert weights.size * 2 < kernel.moved_bytes
+
+
+def test_a_loop_over_tiles_on_a_gpu_pays_for_waits_launches_and_copies():
+    """Counted by hand for 4 tiles of 1024 rows, which 2 groups share: 5 visits."""
+    rows, weights, *groups = product(4096, 256, 512, 2, groups=2)
+    (d_out,) = shapes(((4096, 512), "bfloat16"))
+    call = GroupedCall("tiled", launches=True)
+    whole, copies = product_cost(rows, weights, *groups, call=call)
+    assert (whole,) == product_cost(rows, weights, *groups, call=GroupedCall("tiled"))
+    assert copies.moved_bytes == 5 * 2 * (2 * 1024 * 256 + 2 * 256 * 512 + 3 * 1024 * 512) and not copies.flops
+    assert copies.overhead_us == pytest.approx(5 * (18.2 + 7 * 1.4))
+    whole, copies = gradient_cost(rows, d_out, *groups, call=call)
+    added = 4 * 256 * 512  # bytes of a gradient in float32
+    assert copies.moved_bytes == 5 * (2 * 2 * 1024 * (256 + 512) + 5 * added)
+    assert copies.overhead_us == pytest.approx(5 * (18.2 + 8 * 1.4)) and whole.held_bytes == 2 * added
+
+
+def test_a_triton_kernel_pads_each_group_to_its_blocks():
+    rows, weights, *groups = product(4096, 256, 512, 2, groups=2)
+    (d_out,) = shapes(((4096, 512), "bfloat16"))
+    (cost,) = product_cost(rows, weights, *groups, call=GroupedCall("triton"))
+    assert cost.flops == 2 * (32 + 1) * 128 * 256 * 512 and cost.efficiency == TRITON_REACHED
+    (gradient,) = gradient_cost(rows, d_out, *groups, call=GroupedCall("triton"))
+    assert gradient.flops == 2 * (64 + 1) * 64 * 256 * 512 and gradient.held_bytes == 0
+    odd = product(4096, 24, 512, 2, groups=2)  # no block divides 24: plain JAX
+    loop = GroupedCall("tiled", launches=True)
+    assert product_cost(*odd, call=GroupedCall("triton")) == product_cost(*odd, call=loop)

@@ -58,3 +58,11 @@ def test_what_cannot_be_quantized_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, "qwix", None)
     with pytest.raises(AutoshardError, match="needs the package qwix: pip install 'autoshard"):
         quantized(jnp.zeros((64, 4)), "nf4", 0, 1)
+
+
+def test_blocks_of_fp8_have_one_scale_each() -> None:
+    codes = jax.random.normal(jax.random.key(0), (6, 4, 10)).astype(jnp.float8_e4m3fn)
+    scale = jax.random.uniform(jax.random.key(1), (3, 1, 5))
+    found = np.asarray(dequantized(codes, scale, "fp8", 1))
+    for e, h, d in np.ndindex(*codes.shape):
+        assert found[e, h, d] == np.float32(codes[e, h, d]) * np.float32(scale[e // 2, 0, d // 2])

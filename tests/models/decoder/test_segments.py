@@ -1,5 +1,7 @@
 """Segments of layers: which patterns repeat."""
 
+import time
+
 import pytest
 
 from autoshard.models.decoder import LayerKind
@@ -25,3 +27,11 @@ def test_patterns(kinds, expected):
     assert [(len(s.pattern), s.repeats) for s in segments] == expected
     layers = [(s.layer(r, p), s.pattern[p]) for s in segments for r in range(s.repeats) for p in range(len(s.pattern))]
     assert layers == list(enumerate(kinds))
+
+
+@pytest.mark.parametrize("pattern, repeats", [([A], 12_000), ([B, B, A], 4000)], ids=["same", "in turn"])
+def test_time_grows_with_the_number_of_layers_alone(pattern, repeats):
+    started = time.process_time()
+    (segment,) = segments_of(pattern * repeats)
+    assert (list(segment.pattern), segment.repeats) == (pattern, repeats)
+    assert time.process_time() - started < 1  # takes 0.02 seconds, and minutes if the time grows with the square

@@ -43,6 +43,12 @@ GEMMA4: dict[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
     "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 24, "tie_word_embeddings": True,
 }  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    **LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2, "num_key_value_heads": 4,
+    "first_k_dense_replace": 1, "moe_intermediate_size": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4, "v_head_dim": 4, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 GPT2: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"], "vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "dtype": "float32",
@@ -77,6 +83,16 @@ def write_tensors(folder: Path, tensors: dict[str, np.ndarray], shard_bytes: int
     """Writes tensors into a folder."""
     found = [Tensor(name, x.shape, str(x.dtype), lambda x=x: x) for name, x in tensors.items()]
     write(folder, found, shard_bytes=shard_bytes, metadata={"format": "pt"})
+
+
+def add_predicting_layer(folder: Path, layer: int) -> set[str]:
+    """Adds tensors of the layer of DeepSeek-V3 that predicts one more token, and returns their names."""
+    rng, start = np.random.default_rng(1), f"model.layers.{layer}."
+    new = {start + "eh_proj.weight": rng.normal(size=(16, 32)), start + "enorm.weight": rng.normal(size=(16,))}
+    found = {one.name: one.read() for one in Folder.open(folder).stored_tensors().values()}
+    new = {name: x.astype(found["model.norm.weight"].dtype) for name, x in new.items()}
+    write_tensors(folder, {**found, **new})
+    return set(new)
 
 
 def make_folder(folder: Path, config: dict[str, Any], *, dtype: str = "float32", shard_bytes: int = 10**9) -> Path:

@@ -60,3 +60,25 @@ def test_write_undoes_parameter(case):
 def test_a_shard_of_heads_reads_no_other_heads():
     layout, shape = Layout("(h d) e -> e h d"), (4, 8, 2)
     assert layout.tensor_index((slice(0, 4), slice(2, 4), slice(0, 2)), shape) == (slice(4, 8), slice(0, 4))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("most", [1, 3, 8, 100])
+def test_pieces_divide_a_range_in_the_order_of_the_tensor(case, most):
+    layout, shape = CASES[case]
+    tensor_shape = layout.tensor_shape(shape)
+    places = parameter_of(layout, np.arange(np.prod(tensor_shape)).reshape(tensor_shape), shape)
+    for index in itertools.product(*map(ranges, shape)):
+        pieces = [places[piece] for piece in layout.pieces(index, shape, most)]
+        assert max(piece.size for piece in pieces) <= most
+        assert np.array_equal(
+            np.sort(np.concatenate([piece.ravel() for piece in pieces])), np.sort(places[index].ravel())
+        )
+        assert all(a.max() < b.min() for a, b in itertools.pairwise(pieces)), index
+
+
+def test_pieces_are_as_large_as_their_limit_allows():
+    layout, shape = Layout("(h d) e -> e h d"), (10, 6, 4)
+    assert list(layout.pieces((slice(0, 10), slice(0, 6), slice(0, 4)), shape, 90)) == [
+        (slice(0, 10), slice(n, n + 2), slice(0, 4)) for n in (0, 2, 4)
+    ]

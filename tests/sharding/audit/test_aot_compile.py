@@ -13,6 +13,7 @@ from jax.export import deserialize
 
 from autoshard import Plan, plan
 from autoshard.errors import AutoshardError, AutoshardWarning, PlanError
+from autoshard.kernels.grouped.matmul import grouped_matmul
 from autoshard.models.attention import attention
 from autoshard.sharding.audit import AuditError, export_plan
 from autoshard.sharding.audit.compiler_process import device_rank, gpu_target_config
@@ -248,6 +249,24 @@ def test_custom_calls_without_a_promise_of_compatibility_are_exported():
     program = deserialize(bytearray(export_plan(bound_or_error(attention_planned().bound).executable).program))
     text = program.mlir_module()
     assert "__cudnn$fmhaSoftmaxBackward" in text and text.count("__cudnn$fmhaSoftmax") >= 2
+
+
+def grouped_product_planned():
+    shapes = [jax.ShapeDtypeStruct(dims, "bfloat16") for dims in ((4096, 256), (4, 256, 512))]
+    return plan(grouped_matmul, *shapes, jax.ShapeDtypeStruct((4,), "int32"), target="h100:4", plan="dp:4")
+
+
+def test_triton_kernels_are_exported_without_a_gpu():
+    program = deserialize(bytearray(export_plan(bound_or_error(grouped_product_planned().bound).executable).program))
+    assert "xla.gpu.triton" in program.mlir_module()
+
+
+@pytest.mark.cuda_compile
+def test_the_time_of_triton_kernels_is_part_of_the_audit():
+    made = grouped_product_planned()
+    audit = made.verify()
+    assert audit.ok, audit.message
+    assert audit.compute_us == pytest.approx(made.estimate.compute_us, rel=0.5)
 
 
 @pytest.mark.cuda_compile

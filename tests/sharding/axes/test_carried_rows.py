@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.sharding.axes.carried_rows import state_is_data
+from autoshard.sharding.axes.carried_rows import carried_batch
 from autoshard.sharding.axes.logical_axes import find_axes
 from autoshard.sharding.program.tracing import trace
 
@@ -45,4 +45,19 @@ def test_the_state_of_a_train_step_is_not_data(frozen):
     else:
         traced = trace(lambda state, x: step(state, jnp.ones((64, 8)), x), (state, x), {})
     inputs = [traced.program.inputs[i] for i, _ in traced.state]
-    assert inputs and not state_is_data(traced.program, find_axes(traced.program), inputs)
+    assert inputs and carried_batch(traced.program, find_axes(traced.program), inputs) is None
+
+
+def test_weights_that_are_decoded_do_not_hide_the_rows():
+    def step(weights, state):
+        blocks = weights["codes"].astype(jnp.float32).reshape(16, 128, 4096) * weights["scale"][:, None, None]
+        up = blocks.reshape(2048, 4096)
+        kept = state["kept"] + jnp.tanh(state["kept"] @ up) @ up.T
+        return {"kept": kept, "tokens": state["tokens"] + jnp.argmax(kept, -1).astype(jnp.int32)}
+
+    weights = {"codes": jax.ShapeDtypeStruct((2048, 4096), jnp.float8_e4m3fn), "scale": shapes((16,))[0]}
+    state = {"kept": shapes((2, 2048))[0], "tokens": jax.ShapeDtypeStruct((2,), jnp.int32)}
+    traced = trace(step, (weights, state), {})
+    axes, inputs = find_axes(traced.program), [traced.program.inputs[i] for i, _ in traced.state]
+    batch = carried_batch(traced.program, axes, inputs)
+    assert batch is not None and axes.sizes[batch] == 2

@@ -20,11 +20,13 @@ from autoshard.models.adapters import LoraConfig, save_adapter
 from autoshard.models.pretrained.parameter_paths import by_path
 from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.inference.pretrained_model import open_run_model
 from autoshard.train.inference.trained_model import load_trained
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
 from tests.models.adapters.test_adapters import adapted
-from tests.models.pretrained.folders import GPT2, LLAMA, make_folder
+from tests.models.pretrained.folders import DEEPSEEK_V3, GPT2, LLAMA, add_predicting_layer, make_folder
+from tests.models.pretrained.quantized.folders import FP8, make_quantized_folder
 from tests.train.run.test_resumption import attach
 
 MakeConfig = Callable[..., TrainConfig]
@@ -94,6 +96,54 @@ def test_an_imported_folder_is_step_0_of_a_run(
     before, after = tensors(folder), tensors(out)
     assert before.keys() == after.keys()
     assert all((before[name] == after[name]).all() for name in before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("always:.*has layer 2, which predicts one more token")
+def test_tensors_that_the_model_does_not_use_stay_with_the_run(
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = make_folder(tmp_path / "model", {**DEEPSEEK_V3, "vocab_size": 256})
+    copied = add_predicting_layer(folder, 2)
+    before, run = tensors(folder), str(tmp_path / "run")
+    settings = ["--data", str(text_file), "--gpt.context", "16", "--batch-size", "8", "--plan", "dp:8"]
+    assert main(["ckpt", "import", str(folder), run, *settings]) == 0
+    assert "`autoshard ckpt export` copies them unchanged" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    assert main(["ckpt", "export", run, str(tmp_path / "out")]) == 0
+    after = tensors(tmp_path / "out")
+    assert copied < before.keys() and before.keys() == after.keys()
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_beside_codes_resumes_without_the_folder(
+    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    blocks = {**FP8, "weight_block_size": [8, 8]}
+    folder = make_quantized_folder(tmp_path / "model", {**CONFIG, "dtype": "bfloat16", "quantization_config": blocks})
+    losses = []
+    for keep in (True, False):
+        own = PretrainedConfig(folder, dtype="float32", keep_codes=keep)
+        config = make_config(pretrained=own, lora=LORA, steps=3, run_dir=tmp_path / f"run-{keep}")
+        trainer = Trainer(config)
+        frozen = {str(leaf.dtype) for leaf in jax.tree.leaves(trainer.placed.state_shapes.frozen)}
+        assert ("float8_e4m3fn" in frozen) is keep
+        run_dir = trainer.run().run_dir
+        losses.append([one["loss"] for one in read_metrics(run_dir / "metrics.jsonl") if "loss" in one])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    shutil.rmtree(folder)
+    kept = make_config(
+        pretrained=PretrainedConfig(folder, dtype="float32", keep_codes=True), lora=LORA, steps=4, resume=True,
+        run_dir=tmp_path / "run-True",
+    )  # fmt: skip
+    assert train(kept).step == 4
+    assert main(["ckpt", "export", str(kept.run_dir), str(tmp_path / "adapter")]) == 0
+    assert main(["ckpt", "export", str(kept.run_dir), str(tmp_path / "out"), "--merge"]) == 2
+    assert "codes in fp8" in capsys.readouterr().err
+    assert kept.run_dir is not None
+    generated = by_path(open_run_model(kept, kept.run_dir / "checkpoints").shapes)
+    assert str(generated["segments/0/layers/0/attention/wq/base/codes"].dtype) == "float8_e4m3fn"
 
 
 def test_with_adapters_nothing_else_is_trained_or_reduced(
@@ -205,6 +255,8 @@ def test_parameters_may_be_float32_of_a_bfloat16_folder(make_config: MakeConfig,
         ("--model a:b", "give one of them"),
         ("--gpt.context 128", "the pretrained model has 64 positions: give fewer"),
         ("--lora.rank 2 --freeze embed", "leave out freeze"),
+        ("--pretrained.keep-codes", "give --lora.rank"),
+        ("--pretrained.keep-codes --lora.rank 2 --lora.quantize nf4", "are both given: give one"),
         ("--lora.path nowhere", "nowhere is not a LoRA adapter"),
         ("--lora.rank 2 --lora.targets norm", "matches no matrix"),
     ],

@@ -8,7 +8,7 @@ import math
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig
 from autoshard.models.decoder.positions.rotary import Rotary
-from autoshard.models.pretrained.families.family import Config, Family, decoder_unneeded
+from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, dense_config, ends_table, mlp_table
 from autoshard.models.pretrained.families.mixtures import experts_table
 from autoshard.models.pretrained.tables import Table, stored
@@ -127,9 +127,11 @@ def _table(cfg: DecoderConfig) -> Table:
 DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, _table)
 
 
-def _predicting_layer(cfg: DecoderConfig) -> tuple[str, ...]:
-    """Return the names of the layer behind the last one, which predicts one more token in training."""
-    return (*decoder_unneeded(cfg), rf"model\.layers\.{cfg.layers}\..*")
+def _predicting_layers(config: Config) -> dict[str, str]:
+    """Return the tensors of the layers behind the last one. They predict further tokens (arXiv:2412.19437, 2.2)."""
+    first, default = config.size("num_hidden_layers"), config.size("num_mtp_layers", 1, least=0)
+    layers = range(first, first + config.size("num_nextn_predict_layers", default, least=0))
+    return {rf"model\.layers\.{n}\..*": f"layer {n}, which predicts one more token" for n in layers}
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _table, unneeded=_predicting_layer)
+DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _table, copied=_predicting_layers)

@@ -43,6 +43,11 @@ def decoder_unneeded(cfg: Any) -> tuple[str, ...]:
     return ("lm_head.weight",) if cfg.tie_head else ()
 
 
+def nothing_copied(config: Config) -> dict[str, str]:
+    """Return the tensors that are copied: none."""
+    return {}
+
+
 def decoder_batch(cfg: Any, batch: tuple[int, int] | None) -> dict[str, Any]:
     """Return the shapes of a batch of rows and positions, by default 8 rows a device, of at most 4096 positions."""
     tokens = jax.ShapeDtypeStruct(batch or (8 * len(jax.devices()), min(cfg.context, 4096)), jnp.int32)
@@ -64,6 +69,8 @@ class Family:
         model: makes the model from its config and `rngs`. Its `loss` takes a batch.
         stacks: the stacks of layers of a model with this config.
         unneeded: further names that a folder may have with this config, as regular expressions.
+        copied: names of tensors that the model does not use and other programs do, as regular expressions -> what they
+            are. Saving the model copies them from its folder. The argument is the folder's `config.json`.
         batch: the shapes of a batch to plan for, from the config and the rows and positions, or None.
         text_of: architectures of models with towers, for images or sound, whose text model belongs to this family. Only
             the text model of their folders is read.
@@ -79,6 +86,7 @@ class Family:
     model: Callable[..., nnx.Module] = Decoder
     stacks: Callable[[Any], Stacks] = decoder_stacks
     unneeded: Callable[[Any], tuple[str, ...]] = decoder_unneeded
+    copied: Callable[[Config], dict[str, str]] = nothing_copied
     batch: Callable[[Any, tuple[int, int] | None], dict[str, Any]] = decoder_batch
     spellings: tuple[Spelling, ...] = ()
     text_of: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from autoshard._columns import listing
+from autoshard.ckpt.exchange.export import cast_values
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
 
@@ -89,7 +90,7 @@ class Scheme(ABC):
         """Return the tensors to write: codes and scales in the place of the plain ones that a folder has quantized.
 
         Args:
-            plain: the tensors of a model.
+            plain: the tensors of a model. Those that are codes and scales already stay as they are.
             tensors: those of the folder that it was read from.
         """
         by_name = {one.name: one for one in plain}
@@ -106,7 +107,7 @@ class Scheme(ABC):
         found = []
         for one in plain:
             codes = tensors.get(one.name + self.codes)
-            quantized = codes is not None and self._is_codes(codes)
+            quantized = codes is not None and self._is_codes(codes) and one.dtype != self.code_dtype
             found += [of_both(one, 0), of_both(one, 1)] if quantized else [one]
         return found
 
@@ -140,12 +141,16 @@ class Scheme(ABC):
                 codes, scales, tuple(slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True))
             )
 
-        def fetch() -> None:
-            for one in (codes, scales):
-                if one.fetch is not None:
-                    one.fetch()
+        return Tensor(name, shape, PLAIN, lambda: part((slice(None),) * len(shape)), part, codes.file)
 
-        return Tensor(name, shape, PLAIN, lambda: part((slice(None),) * len(shape)), part, fetch, codes.file)
+
+def cast_tensor(tensor: Tensor, dtype: str | None) -> Tensor:
+    """Return a tensor in a dtype if it is floating-point, and in its own otherwise.
+
+    Decoded tensors are read as float32. Without a dtype, they get the one that they say.
+    """
+    kept = dtype if dtype is not None and "float" in tensor.dtype else tensor.dtype
+    return Tensor(tensor.name, tensor.shape, kept, lambda: cast_values(tensor.name, tensor.read(), kept))
 
 
 def _file(tensor: Tensor) -> str:

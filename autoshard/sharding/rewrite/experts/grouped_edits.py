@@ -1,13 +1,12 @@
-"""Edits that replace grouped products by the kernel of the target. Only TPUs have one."""
+"""Edits that replace grouped products by the kernel of the target, if it has one."""
 
 from __future__ import annotations
 
 import functools
 
 from autoshard import _compat
-from autoshard.kernels.constants import SCOPED_VMEM_BYTES, VECTOR_MEMORY_PART
-from autoshard.kernels.grouped.call import GroupedCall
-from autoshard.kernels.planned_platform import planned_platform, planned_vector_memory
+from autoshard.kernels.grouped.call import KERNELS, kernel_call, missing_kernel
+from autoshard.kernels.planned_platform import planned_platform
 from autoshard.sharding.program.kernel_records import KernelRecord
 from autoshard.sharding.rewrite.evaluation import Edit, FrameEdits
 from autoshard.sharding.rewrite.experts.grouped_products import RAGGED_DOT, grouped_product_of
@@ -23,16 +22,18 @@ def edit_grouped_products(edits: FrameEdits, graph: Graph, *, differentiable: bo
         graph: the program.
         differentiable: whether the program is differentiated later.
     """
-    if planned_platform() != "tpu":
+    if planned_platform() not in KERNELS:
         return []
-    memory = max(planned_vector_memory() // VECTOR_MEMORY_PART, SCOPED_VMEM_BYTES)
-    call, records = GroupedCall("megablox", memory), []
+    kernel, dtypes = KERNELS[planned_platform()]
+    call, records = kernel_call(), []
     for frame in graph.root.walk():
         for position, eqn in enumerate(frame.jaxpr.eqns):
             if eqn.primitive.name != RAGGED_DOT:
                 continue
             try:
-                found = grouped_product_of(eqn)
+                if missing := missing_kernel():
+                    raise Refused(missing)
+                found = grouped_product_of(eqn, dtypes)
                 if frame.is_in_call:
                     raise Refused("it is in a function with a derivative or shardings of its own")
                 if differentiable and found.kind != "rows":
@@ -45,5 +46,5 @@ def edit_grouped_products(edits: FrameEdits, graph: Graph, *, differentiable: bo
             except Exception as error:  # the matcher reads any user's program; it is left unchanged, with a reason
                 is_replaced, reason = False, reason_of(error)
             line = _compat.program_line(eqn)
-            records.append(KernelRecord("megablox", line, is_replaced, reason, operator="grouped product"))
+            records.append(KernelRecord(kernel, line, is_replaced, reason, operator="grouped product"))
     return records

@@ -10,7 +10,7 @@ evaluated on small arrays in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -30,7 +30,6 @@ from autoshard.sharding.rewrite.constants import PROOF_TOLERANCE
 from autoshard.sharding.rewrite.slices import Refused
 
 RAGGED_DOT = "ragged_dot_general"
-_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 _PRECISIONS = (None, lax.Precision.DEFAULT)
 
 
@@ -67,8 +66,7 @@ class GroupedProduct:
         y = jnp.moveaxis(y, self.second[0], 0)
         if not self.is_transposed:
             return [grouped_rows(x, y, sizes, own, positions, call=call)]
-        transposed = GroupedCall(call.kernel, call.vector_memory_bytes, True, call.interpret)
-        return [grouped_rows_gradient(x, y, sizes, own, positions, call=transposed)]
+        return [grouped_rows_gradient(x, y, sizes, own, positions, call=replace(call, transposed=True))]
 
     def differentiable(self, call: GroupedCall, x: jax.Array, y: jax.Array, sizes: jax.Array) -> list[jax.Array]:
         """Return the result of `rows`, for programs that are differentiated later."""
@@ -89,8 +87,12 @@ class GroupedProduct:
         return out
 
 
-def grouped_product_of(eqn: Any) -> GroupedProduct:
+def grouped_product_of(eqn: Any, dtypes: Sequence[jax.typing.DTypeLike]) -> GroupedProduct:
     """Read a `ragged_dot_general`, and prove the reading.
+
+    Args:
+        eqn: the equation.
+        dtypes: the dtypes that the kernel takes.
 
     Raises:
         Refused: the kernel does not compute it.
@@ -106,9 +108,10 @@ def grouped_product_of(eqn: Any) -> GroupedProduct:
     if params["precision"] not in (*_PRECISIONS, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
         raise Refused(f"it has precision {params['precision']}; the kernel has the default one")
     (out,) = eqn.outvars
-    if not (x.dtype == y.dtype == out.aval.dtype and x.dtype in _DTYPES):
+    names = " or ".join(jnp.dtype(each).name for each in dtypes)
+    if not (x.dtype == y.dtype == out.aval.dtype and x.dtype in dtypes):
         raise Refused(
-            "the kernel takes rows and matrices of one dtype, bfloat16 or float32, and returns it; not "
+            f"the kernel takes rows and matrices of one dtype, {names}, and returns it; not "
             f"{x.dtype} and {y.dtype} to {out.aval.dtype}"
         )
     (ragged,) = numbers.lhs_ragged_dimensions

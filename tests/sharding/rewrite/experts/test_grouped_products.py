@@ -1,4 +1,4 @@
-"""Grouped products of experts in plain JAX become the kernel of a TPU, with the same values and gradients."""
+"""Grouped products of experts in plain JAX become the kernel of a TPU or a GPU, with the same values and gradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax import lax
 
 from autoshard import _compat, plan, replace_kernels
 from autoshard.errors import PlanError
+from autoshard.kernels.grouped.call import KERNELS
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.sharding.rewrite.experts import grouped_products
 from autoshard.sharding.rewrite.experts.grouped_products import grouped_product_of
@@ -19,6 +20,7 @@ from autoshard.sharding.rewrite.kernel_rewriting import kernels_in
 from autoshard.sharding.rewrite.slices import Refused
 from tests.sharding.rewrite.test_attention import relative_differences
 
+DTYPES = KERNELS["tpu"][1]
 ROWS, WIDTH, HIDDEN, GROUPS = 24, 6, 10, 4
 TPU = Planned("tpu", 0)
 
@@ -109,7 +111,7 @@ def numbers(x: int, y: int, ragged: int, groups: list[int], batch: Any = ((), ()
     ],
 )
 def test_each_order_of_dimensions_is_read(eqn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = grouped_product_of(eqn)
+    found = grouped_product_of(eqn, DTYPES)
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.standard_normal(v.aval.shape), jnp.float32) for v in eqn.invars[:2])
     sizes = jnp.array([3, 0, 9, 7], jnp.int32)
@@ -118,7 +120,7 @@ def test_each_order_of_dimensions_is_read(eqn: Any, monkeypatch: pytest.MonkeyPa
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(type(found), "by_definition", lambda self, x, y, sizes: np.zeros(expected.shape))
     with pytest.raises(Refused, match="the proof failed"):
-        grouped_product_of(eqn)
+        grouped_product_of(eqn, DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_each_order_of_dimensions_is_read(eqn: Any, monkeypatch: pytest.MonkeyPa
 )  # fmt: skip
 def test_what_the_kernel_does_not_compute_is_left(eqn: Any, reason: str) -> None:
     with pytest.raises(Refused, match=reason):
-        grouped_product_of(eqn)
+        grouped_product_of(eqn, DTYPES)
 
 
 def test_plans_for_a_tpu_list_grouped_products() -> None:
@@ -149,3 +151,11 @@ def test_plans_for_a_tpu_list_grouped_products() -> None:
     )
     with pytest.raises(PlanError, match=r"grouped product cannot be replaced at .*test_grouped_products.py:\d+"):
         plan(STEP, *half, target="v5e:2x2", plan="dp:4", kernels="require")
+
+
+def test_plans_for_a_gpu_take_its_kernel_for_16_bits() -> None:
+    args = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype != jnp.int32 else x, arguments())
+    made = plan(STEP, *args, target="h100:4", plan="dp:4", kernels="require")
+    assert {(record.kernel, record.replaced) for record in made.kernels} == {("triton", True)}
+    with pytest.raises(PlanError, match="bfloat16 or float16, and returns it; not float32"):
+        plan(STEP, *arguments(), target="h100:4", plan="dp:4", kernels="require")
