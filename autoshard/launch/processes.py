@@ -4,6 +4,8 @@ exit codes                              what follows
 all 0                                   the run is finished
 75, or killed by a signal               the processes start again, on as many hosts as are left if the run is elastic
 any other                               an error: it is not repeated
+
+A process that JAX aborts because another one is lost is not lost itself, so its host counts as left.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ from autoshard.launch.constants import FAILED_S, SAVE_S
 from autoshard.launch.job import Job
 
 _POLL_S = 0.1  # chosen: seconds between two looks at the processes
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 
 
 @shown
@@ -98,12 +102,13 @@ class Supervisor:
         self._job, self._start, self._saved = job, start, saved
         self._failed_s, self._save_s = failed_s, save_s
         self._signal: int | None = None
+        self._hurry = False
 
     def run(self) -> int:
         """Run until the job is finished, fails, or is stopped by a signal to this process.
 
         Returns:
-            0 if the run is finished, 75 if it was stopped by SIGTERM or saves nothing any more, 130 by Ctrl-C, else the
+            0 if the run is finished, 75 if a signal stopped it or it saves nothing any more, 130 after Ctrl-C, else the
             code of the process that failed.
         """
         hosts, restarts, failures, saved = self._job.hosts, 0, 0, self._saved()
@@ -111,8 +116,6 @@ class Supervisor:
             while True:
                 processes = self._start(hosts, restarts)
                 codes = self._wait(processes)
-                if self._signal is not None:
-                    return EXIT_RESTART if self._signal == signal.SIGTERM else 130
                 failed = {p.name: code for p, code in zip(processes, codes, strict=True) if code}
                 if not failed:
                     return 0
@@ -121,9 +124,12 @@ class Supervisor:
                     name, code = next(iter(errors.items()))
                     _say(f"{name} ended with exit code {code}, which is an error: the run is not started again")
                     return code
-                lost = [name for name, code in failed.items() if code < 0 or code > 128]
-                what = f"lost {', '.join(lost)}" if lost else "the run asked for a restart"
-                failures = failures + 1 if (now := self._saved()) == saved else 1
+                if self._signal is not None:
+                    return 130 if self._signal == signal.SIGINT else EXIT_RESTART
+                killed = {name: code for name, code in failed.items() if code < 0 or code > 128}
+                lost = [name for name, code in killed.items() if code not in _ABORTED]
+                what = f"lost {', '.join(lost or killed)}" if killed else "the run asked for a restart"
+                failures = failures + 1 if (now := self._saved()) == saved else 0
                 saved = now
                 if self._job.max_failures and failures >= self._job.max_failures:
                     _say(f"{what}; {failures} attempts in a row saved no new step: the run is not started again")
@@ -152,7 +158,7 @@ class Supervisor:
                     process.stop()
             if failed is None and any(codes):
                 failed = now
-            late = asked is not None and now - asked > self._save_s
+            late = asked is not None and (now - asked > self._save_s or self._hurry)
             if late or (asked is None and failed is not None and now - failed > self._failed_s):
                 for process in running:
                     killed.add(process.name)
@@ -162,9 +168,12 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def remember(number: int, frame: FrameType | None) -> None:
+            self._hurry = self._signal is not None and number == signal.SIGINT  # the second Ctrl-C
             self._signal = number
 
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+        # A signal that nohup, for one, lets this process ignore stays ignored.
+        stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, remember) for number in stops}
         try:
             yield
         finally:

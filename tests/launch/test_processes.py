@@ -71,14 +71,23 @@ def test_an_elastic_run_goes_on_with_what_is_left():
     assert supervise(job, attempts, ["1", "2", "3"]) == (0, [(3, 0), (2, 1), (2, 2), (2, 3)])
 
 
+def test_processes_that_jax_aborts_are_not_lost(capfd):
+    job = replace(JOB, fewest_hosts=1)
+    attempts = [[-9, -6, 134], [-6, 75], [0, 0]]
+    assert supervise(job, attempts, ["1", "2"]) == (0, [(3, 0), (2, 1), (2, 2)])
+    assert "lost process 0; restart 1" in (said := capfd.readouterr().err) and "lost process 0; restart 2" in said
+
+
 def test_attempts_that_save_nothing_come_to_an_end(capfd):
-    code, started = supervise(JOB, [[75, -9, 75]] * 9, ["1", "2", "2", "2"])
-    assert (code, len(started)) == (75, 4)
+    code, started = supervise(JOB, [[75, -9, 75]] * 9, ["1", "2", "2", "2", "2"])
+    assert (code, len(started)) == (75, 5)  # two that saved, and three that did not
+    saves = supervise(replace(JOB, max_failures=1), [[75, -9, 75]] * 2 + [[0, 0, 0]], ["1", "2"])
+    assert saves == (0, [(3, 0), (3, 1), (3, 2)])
     assert "3 attempts in a row saved no new step: the run is not started again" in capfd.readouterr().err
     assert len(supervise(replace(JOB, max_failures=0), [[75, -9, 75]] * 9 + [[0, 0, 0]], ["1"] * 9)[1]) == 10
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
 @pytest.mark.parametrize("stops_with", [75, None])
 def test_a_signal_stops_all_processes(number, code, stops_with):
     started: list[Fake] = []
@@ -92,3 +101,27 @@ def test_a_signal_stops_all_processes(number, code, stops_with):
     assert Supervisor(JOB, start, list, failed_s=0.2, save_s=0.4).run() == code
     assert [fake.code for fake in started] == [-9 if stops_with is None else 75] * 3
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("stops_with", [0, 2])
+def test_a_run_that_ends_by_itself_after_a_signal_keeps_its_code(stops_with):
+    started: list[Fake] = []
+
+    def start(hosts: int, restarts: int) -> list[Fake]:
+        started.append(Fake("process 0", None, stops_with))
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return started
+
+    assert Supervisor(JOB, start, list).run() == stops_with
+
+
+def test_a_second_interrupt_kills_the_processes():
+    fake = Fake("process 0", None, None)
+
+    def start(hosts: int, restarts: int) -> list[Fake]:
+        for seconds in (0.2, 0.5):
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return [fake]
+
+    assert Supervisor(JOB, start, list).run() == 130
+    assert fake.code == -9
