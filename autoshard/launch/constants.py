@@ -6,6 +6,8 @@ SAVE_S = 120
 # Seconds that the other processes have to end by themselves once one has failed. Source: chosen. They notice a broken
 # connection at once, and wait 5 s to tell each other which process is lost.
 FAILED_S = 30
+# Exit code of a Slurm task after an error. Source: the highest code, so that no killed task has a higher one.
+SLURM_ERROR = 255
 # Restarts of a JobSet. Source: chosen, as no limit: the run itself ends attempts that save nothing new.
 MAX_RESTARTS = 1000
 # Port of the process that coordinates the others, where each host has one process. Source: JAX's own default on TPUs.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 
 from autoshard._processes import EXIT_RESTART, RESTARTS
 from autoshard.errors import ConfigError
-from autoshard.launch.constants import SAVE_S
+from autoshard.launch.constants import SAVE_S, SLURM_ERROR
 from autoshard.launch.job import Job
 from autoshard.launch.rendering import render
 from autoshard.launch.settings import with_port
+
+_OPTION = re.compile(r"[a-z][a-z0-9-]+")
 
 
 def show(job: Job, options: Sequence[str] = ()) -> str:
@@ -23,10 +27,11 @@ def show(job: Job, options: Sequence[str] = ()) -> str:
     return render(
         "slurm.sh.j2",
         job=job,
-        options=options,
+        options=[_quoted(option) for option in options],
         restarts=RESTARTS,
         save_s=SAVE_S,
         exit_restart=EXIT_RESTART,
+        error=SLURM_ERROR,
         coordinator=with_port(job.coordinator) if job.coordinator else None,
         gpus=job.machine.chips_per_host if job.machine is not None and job.machine.platform == "cuda" else None,
     )
@@ -38,12 +43,21 @@ def submit(job: Job, options: Sequence[str] = ()) -> int:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuse options that the script sets itself.
+    """Refuse options that the script sets itself, and those that are no long options.
 
     Raises:
         ConfigError: There is one.
     """
-    own = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "requeue", "open-mode", "signal", "chdir")
+    own = "job-name nodes ntasks ntasks-per-node gpus-per-node requeue no-requeue open-mode signal chdir".split()
     for option in options:
-        if option.partition("=")[0].lstrip("-") in own:
+        name = option.partition("=")[0].removeprefix("--")
+        if name in own:
             raise ConfigError(f"--sbatch {option!r}: the launcher sets it itself; leave it out")
+        if not _OPTION.fullmatch(name):
+            raise ConfigError(f"--sbatch {option!r}: write the long option, NAME=VALUE, such as partition=a3")
+
+
+def _quoted(option: str) -> str:
+    """Return an option as a line of a batch script has it."""
+    name, equals, value = option.removeprefix("--").partition("=")
+    return f"--{name}{equals}{shlex.quote(value) if value else ''}"

@@ -1,7 +1,9 @@
 """`autoshard launch --print`: what schedulers would get, and what wrong input gets."""
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ GOLDEN = Path(__file__).parent / "golden"
 TRAIN = "-- train --preset quick --data text.txt --run-dir /data/runs/My_run".split()
 CASES = {
     "slurm.sh": "--on slurm --target h100:4x8 --sbatch partition=a3 --elastic --fewest-hosts 2 --coordinator 10.0.0.1",
-    "slurm-nodes.sh": "--on slurm --nodes 2 --env",
+    "slurm-nodes.sh": "--on slurm --nodes 2 --sbatch=--partition=a3 --sbatch exclusive --env",
     "gke-tpu.yaml": "--on gke --target v5p:4x4x4*2 --image registry/team/image:1 --env",
     "gke-gpu.yaml": "--on gke --target h100:2x8 --image registry/team/image:1",
     "skypilot-tpu.yaml": "--on skypilot --target v6e:4x4 --env",
@@ -44,6 +46,41 @@ def test_what_a_scheduler_gets(name, capsys):
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith(".sh")])
 def test_scripts_are_valid(name):
     subprocess.run(["bash", "-n", str(GOLDEN / name)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "requeued"),
+    [("0 0", 0, False), ("0 75", 75, True), ("75 75", 137, True), ("143 0", 143, True), ("2 75", 255, False)],
+)
+def test_a_slurm_job_is_queued_again_unless_there_was_an_error(codes, code, requeued, tmp_path):
+    # Stands for srun: it runs one task after the other, kills those after one that failed, and returns the highest code.
+    srun = """#!/bin/bash
+shift; highest=0
+for CODE in $CODES; do
+  if [ $highest -gt 0 ]; then code=137; else CODE=$CODE "$@"; code=$?; fi
+  [ $code -gt $highest ] && highest=$code
+done
+exit $highest
+"""
+    programs = {"srun": srun, "autoshard": '#!/bin/sh\nexit "$CODE"\n', "scontrol": "#!/bin/sh\ntouch requeued\n"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODES": codes}
+    ran = subprocess.run(["bash", str(GOLDEN / "slurm-nodes.sh")], cwd=tmp_path, env=env, check=False)
+    assert (ran.returncode, (tmp_path / "requeued").exists()) == (code, requeued)
+
+
+def test_a_slurm_task_lets_its_process_save_after_a_signal(tmp_path):
+    [line] = [line for line in (GOLDEN / "slurm.sh").read_text().splitlines() if line.startswith("task=")]
+    saving = "trap 'sleep 0.3; exit 75' TERM; touch ready; while :; do sleep 0.05; done"
+    task = subprocess.Popen(
+        ["bash", "-c", f'{line}; exec bash -c "$task" task bash -c "$0"', saving], cwd=tmp_path, start_new_session=True
+    )
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    os.killpg(task.pid, signal.SIGTERM)  # as Slurm does, to every process of the task
+    assert task.wait(20) == 75
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith(".yaml")])
@@ -94,6 +131,7 @@ def test_the_hosts_of_a_target(target, slices, hosts, per_host, devices):
             "--nodes is 3, but --target h100:4x8 has 4 hosts",
         ),
         ("--on slurm --nodes 3 --sbatch nodes=4 -- train --run-dir r", "the launcher sets it itself"),
+        ("--on slurm --nodes 3 --sbatch=-N4 -- train --run-dir r", "write the long option, NAME=VALUE"),
         ("--on gke --target v5p:4x4x4 -- train --run-dir r", "--on gke needs a container image"),
         ("--on gke --image i -- train --run-dir r", "--on gke needs the machine"),
         ("--on gke --image i --target cpu:8 -- train --run-dir r", "GKE has no cpu"),
