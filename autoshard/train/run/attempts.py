@@ -52,6 +52,8 @@ class Attempt:
     def check(self, run_dir: Path, step: int) -> None:
         """Refuse another attempt if those before it were in vain. Nothing is written; every process must call this.
 
+        The first attempt after a launch by hand is never refused.
+
         Args:
             run_dir: Folder of the run.
             step: Step of the newest checkpoint.
@@ -60,12 +62,14 @@ class Attempt:
             AutoshardError: As many attempts as the limit allows began at this step and saved no later one. Raised in
                 every process.
         """
-        failed = fruitless(read_attempts(run_dir / run_directory.ATTEMPTS), step) if distributed.is_main() else []
+        failed: list[str] = []
+        if distributed.is_main() and (restarts := restarts_so_far()) != 0:
+            failed = fruitless(read_attempts(run_dir / run_directory.ATTEMPTS), step, restarts)
         if self._limit and distributed.value_of_main_process(len(failed)) >= self._limit:
             last = f"; the last one: {failed[-1]}" if failed else ""
             raise AutoshardError(
                 f"{str(run_dir)!r}: {self._limit} attempts in a row began at step {step} and saved no later step{last}"
-                ". It is not started again: find the cause, then continue with --resume"
+                ". It is not started again: find the cause, then launch it again, or continue with --resume"
             )
 
     def begin(self, run_dir: Path, step: int) -> None:
@@ -80,12 +84,16 @@ class Attempt:
         self.step = step
         self.number = 1 + max((event["attempt"] for event in events), default=0)
         metrics = run_dir / run_directory.METRICS
+        if distributed.is_main():
+            _end_last_line(self._path)
         self._write(
             "begin",
             step=step,
+            restarts=restarts_so_far() if self._limit else 0,
             processes=jax.process_count(),
             devices=jax.device_count(),
             alive=_time_text(metrics.stat().st_mtime) if metrics.exists() else None,
+            seconds=_rounded(self.goodput.seconds()),
         )
 
     def saved(self, step: int) -> None:
@@ -110,7 +118,8 @@ class Attempt:
             self.reason = f"{type(error).__name__}: {error}".strip(": ")
             raise
         finally:
-            self._write("end", step=self.step, reason=self.reason, seconds=_rounded(self.goodput.seconds()))
+            with contextlib.suppress(OSError):  # such as a full disk, which must not hide the reason
+                self._write("end", step=self.step, reason=self.reason, seconds=_rounded(self.goodput.seconds()))
 
     def _write(self, event: str, **values: object) -> None:
         if not distributed.is_main() or self._path is None:
@@ -128,6 +137,12 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {cause: round(each, 3) for cause, each in seconds.items()}
 
 
+def _end_last_line(path: Path) -> None:
+    """End a line that a crash left incomplete, so that the next event is a line of its own."""
+    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        path.write_bytes(data + b"\n")
+
+
 def read_attempts(path: Path) -> list[dict[str, Any]]:
     """Read the events of a run's attempts. Lines that a crash left incomplete are skipped."""
     events = []
@@ -139,24 +154,48 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def fruitless(events: Sequence[Mapping[str, Any]], step: int) -> list[str]:
+def fruitless(events: Sequence[Mapping[str, Any]], step: int, restarts: int | None) -> list[str]:
     """Return how each of the last attempts ended, back to the last one that does not count as a failure.
 
     An attempt fails if it began at the step of the newest checkpoint and was not ended by a signal that asked it to
-    stop: had it saved anything, the newest checkpoint would be a later one.
+    stop: had it saved anything, the newest checkpoint would be a later one. An attempt that ended before it began to
+    train left no event, but the launcher counted it. The count starts with the last launch by hand.
 
     Args:
         events: Events of the run's attempts, oldest first.
         step: Step of the newest checkpoint.
+        restarts: How often the launcher has started the run again; None if it does not say.
     """
     ends = {event["attempt"]: event["reason"] for event in events if event["event"] == "end"}
     failed: list[str] = []
     for event in reversed([event for event in events if event["event"] == "begin"]):
+        before = event.get("restarts")
+        if restarts is not None and before is not None:
+            # A count that is not higher is that of another launch, of which this event is no part.
+            unseen = restarts - before - 1 if restarts > before else restarts
+            failed += ["it ended before it began to train"] * unseen
+            if restarts <= before:
+                break
         reason = ends.get(event["attempt"], "it left no reason, as a killed process does")
         if event["step"] != step or reason == "finished" or reason.startswith("SIG"):
             break
         failed.append(reason)
+        if before == 0:
+            break
+        restarts = before
     return failed[::-1]
+
+
+def restarts_so_far() -> int | None:
+    """Return how often a launcher has started the run again; None if no launcher says so.
+
+    Raises:
+        ConfigError: The variable is not a number.
+    """
+    text = os.environ.get(RESTARTS)
+    if text is not None and not text.isdigit():
+        raise ConfigError(f"{RESTARTS}={text} must be a number")
+    return None if text is None else int(text)
 
 
 def check_first_start(limit: int) -> None:
@@ -171,11 +210,8 @@ def check_first_start(limit: int) -> None:
         AutoshardError: The launcher has started the run that often.
         ConfigError: The variable is not a number.
     """
-    text = os.environ.get(RESTARTS, "0")
-    if not text.isdigit():
-        raise ConfigError(f"{RESTARTS}={text} must be a number")
-    if limit and int(text) >= limit:
+    restarts = restarts_so_far() or 0
+    if limit and restarts >= limit:
         raise AutoshardError(
-            f"the run was started {int(text)} times before and never began to train: find the cause, then launch it "
-            "again"
+            f"the run was started {restarts} times before and never began to train: find the cause, then launch it again"
         )

@@ -1,6 +1,7 @@
 """Where the time of a run goes: steps that count, and everything else by cause, over all attempts.
 
 plan, compile, restore, data, evaluation, save      measured in this process
+start                                               the rest of the time before the first step of an attempt
 lost                                                steps after the last save of an attempt, which are done again
 between                                             from the end of an attempt to the beginning of the next
 steps                                               the rest
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from autoshard._units import duration_text, percent_text
 
 T = TypeVar("T")
-STEPS, LOST, BETWEEN = "steps", "lost", "between"
+STEPS, START, LOST, BETWEEN = "steps", "start", "lost", "between"
 _NAMES = {LOST: "lost work", BETWEEN: "between attempts"}
 
 
@@ -30,6 +31,12 @@ class Goodput:
         self._begin = time.perf_counter()
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._inside = False
+        self._steps_begun = False
+
+    def begin_steps(self) -> None:
+        """Count the time so far that has no cause as `start`, and from now on as `steps`."""
+        self._spent[START] += self._rest()
+        self._steps_begun = True
 
     @contextlib.contextmanager
     def spent_on(self, cause: str) -> Iterator[None]:
@@ -55,19 +62,22 @@ class Goodput:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each cause so far; those of no cause are `steps`."""
-        whole = time.perf_counter() - self._begin
-        return {STEPS: max(whole - sum(self._spent.values()), 0.0), **self._spent}
+        """Return the seconds of each cause so far; those of no cause are `start` or, after `begin_steps`, `steps`."""
+        return {STEPS if self._steps_begun else START: self._rest(), **self._spent}
+
+    def _rest(self) -> float:
+        return max(time.perf_counter() - self._begin - sum(self._spent.values()), 0.0)
 
 
 def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Add up the time of a run over its attempts.
 
     Args:
-        events: The events of `attempts.jsonl`, oldest first. Those that save or end an attempt have its seconds so far.
+        events: The events of `attempts.jsonl`, oldest first, with the seconds of their attempt so far.
 
     Returns:
-        Seconds by cause. An attempt counts up to the step from which the next one continued.
+        Seconds by cause, which add up to the time since the start of the first attempt. An attempt counts up to the
+        step from which the next one continued.
     """
     spent: defaultdict[str, float] = defaultdict(float)
     begins = [n for n, event in enumerate(events) if event["event"] == "begin"]
@@ -78,9 +88,10 @@ def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             step = events[until]["step"]
             kept = [event for event in own if event["step"] <= step and event.get("attempt") == own[0]["attempt"]]
             _add(spent, kept[-1])
-            alive = max(_time(events[until], "alive"), _time(kept[-1]))
+            alive = max(_time(events[until], "alive"), _time(own[-1]))
+            started = _time(events[until]) - sum(events[until].get("seconds", {}).values())
             spent[LOST] += alive - _time(kept[-1])
-            spent[BETWEEN] += max(_time(events[until]) - alive, 0.0)
+            spent[BETWEEN] += max(started - alive, 0.0)
         else:
             _add(spent, own[-1])
     return dict(spent)

@@ -87,12 +87,13 @@ class Trainer:
         if stored is not None:
             config = with_searched_variant(config, stored)
         config = with_offload(config)
-        self.source: Source = make_source(config)
+        self._attempt = Attempt(limit := config.max_failures if config.resume_if_started else 0)
+        self._goodput = self._attempt.goodput
+        with self._goodput.spent_on("data"):
+            self.source: Source = make_source(config)
         self.config = config = fit_vocab(config, self.source.vocab_size)
         check_writers(config.metrics)
         self._check_run_dir()
-        self._attempt = Attempt(limit := config.max_failures if config.resume_if_started else 0)
-        self._goodput = self._attempt.goodput
         if stored is not None:
             check_same_run(config, stored)
             self._attempt.check(*saved_progress(config))
@@ -100,7 +101,8 @@ class Trainer:
             check_first_start(limit)
         searched = None
         if config.searches_variants and not config.resume:
-            self.config, searched = search_variants(config)
+            with self._goodput.spent_on("plan"):
+                self.config, searched = search_variants(config)
             if self.config.eval_batch_size != config.eval_batch_size:
                 self.source = make_source(self.config)
             config = self.config
@@ -126,6 +128,7 @@ class Trainer:
         checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=retention_policy(self.config))
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             checkpoints.claim()  # before anything in the folder changes, because another run may be training in it
+            interrupts = stack.enter_context(Interrupts())
             self._attempt.begin(self.run_dir, checkpoints.latest() or 0)
             state = self._first_state(checkpoints)
             checkpoints.prepare(state)
@@ -136,7 +139,6 @@ class Trainer:
             reporter = Reporter(self.run_dir, steps=self.config.steps, **options)
             stack.callback(reporter.close)
             self._report_start(reporter, start, checkpoints.restored)
-            interrupts = stack.enter_context(Interrupts())
             self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
             step, state, stopped = self._steps(state, start, checkpoints, reporter, interrupts)
             # A signal after the last step is ignored: the other processes evaluate and sample, and need this one.
@@ -262,6 +264,10 @@ class Trainer:
         clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())
         stop_agreement = StopAgreement(interrupts, start, at_least_every=config.log_every)
         reporter.start()
+        self._goodput.begin_steps()
+        # A signal that came while the state was made or restored does not wait for the first step to compile.
+        if start < config.steps and StopAgreement(interrupts, start, at_least_every=1).after(start, last=True):
+            return start, state, True
         with self._batches(start) as batches:
             for step, batch in self._goodput.waiting(batches, "data"):
                 with self._goodput.spent_on("compile") if step == start else contextlib.nullcontext():

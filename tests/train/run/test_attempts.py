@@ -50,15 +50,48 @@ def test_attempts_that_save_nothing_come_to_an_end(tmp_path):
 def test_a_run_that_was_asked_to_stop_has_not_failed(tmp_path, reason):
     for _ in range(4):
         attempt(tmp_path, 10, reason=reason)
-    assert fruitless(read_attempts(tmp_path / "attempts.jsonl"), 10) == []
+    assert fruitless(read_attempts(tmp_path / "attempts.jsonl"), 10, None) == []
+
+
+def test_a_launch_by_hand_starts_the_count_anew(tmp_path, monkeypatch):
+    for _ in range(2):
+        for restarts in range(3):
+            monkeypatch.setenv(RESTARTS, str(restarts))
+            attempt(tmp_path, 10, error=RuntimeError("no memory"))
+        monkeypatch.setenv(RESTARTS, "3")
+        with pytest.raises(AutoshardError, match="3 attempts in a row began at step 10"):
+            attempt(tmp_path, 10)
+
+
+def test_attempts_that_end_before_they_begin_to_train_count(tmp_path, monkeypatch):
+    monkeypatch.setenv(RESTARTS, "7")
+    attempt(tmp_path, 10, reason="SIGTERM")
+    monkeypatch.setenv(RESTARTS, "9")  # one that planned, and was killed
+    attempt(tmp_path, 10, error=RuntimeError("a fan"))
+    monkeypatch.setenv(RESTARTS, "11")  # another one
+    with pytest.raises(AutoshardError, match="3 attempts in a row .*last one: it ended before it began to train"):
+        attempt(tmp_path, 10)
+    monkeypatch.setenv(RESTARTS, "2")  # two of another launch
+    attempt(tmp_path, 10)
+    events = read_attempts(tmp_path / "attempts.jsonl")
+    assert len(fruitless(events, 10, 3)) == 3 and len(fruitless(events, 10, 2)) == 2
 
 
 def test_a_line_that_a_crash_left_incomplete_is_skipped(tmp_path):
     attempt(tmp_path, 0)
     path = tmp_path / "attempts.jsonl"
-    path.write_text(path.read_text() + '{"attempt": 2, "eve\n')
+    path.write_text(path.read_text() + '{"attempt": 2, "eve')
     attempt(tmp_path, 0)
-    assert len(fruitless(read_attempts(path), 0)) == 2
+    assert len(fruitless(read_attempts(path), 0, None)) == 2
+
+
+def test_a_full_disk_does_not_hide_why_an_attempt_ended(tmp_path):
+    this = Attempt(3)
+    this.begin(tmp_path, 0)
+    (tmp_path / "attempts.jsonl").unlink()
+    (tmp_path / "attempts.jsonl").symlink_to("/dev/full")
+    with pytest.raises(ValueError, match="the reason"), this.recorded():
+        raise ValueError("the reason")
 
 
 def test_a_run_that_never_begins_comes_to_an_end(monkeypatch):
@@ -112,6 +145,21 @@ def test_a_run_records_its_attempts(make_config: Callable[..., TrainConfig], tmp
         {"event": "end", "step": 4, "reason": "finished"},
     ]
     assert not json.loads((tmp_path / "run" / "config.json").read_text())["resume_if_started"]
+
+
+def test_a_signal_before_the_first_step_does_not_wait_for_it(make_config: Callable[..., TrainConfig], tmp_path):
+    trainer = Trainer(make_config(run_dir=tmp_path / "run", steps=50))
+    first_state = trainer._first_state
+
+    def interrupted(checkpoints):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return first_state(checkpoints)
+
+    trainer._first_state = interrupted
+    result = trainer.run()
+    assert (result.step, result.interrupted_by) == (0, "SIGTERM")
+    assert read_attempts(tmp_path / "run" / "attempts.jsonl")[-1]["reason"] == "SIGTERM"
+    assert [entry.name for entry in (tmp_path / "run" / "checkpoints").glob("*0")]
 
 
 def test_a_signal_is_the_reason(make_config: Callable[..., TrainConfig], tmp_path):

@@ -9,6 +9,9 @@ from autoshard.train.run.goodput import Goodput, account, goodput_of, goodput_te
 
 def test_time_is_counted_by_cause_and_the_rest_is_steps():
     goodput = Goodput()
+    time.sleep(0.02)
+    assert list(goodput.seconds()) == ["start"]
+    goodput.begin_steps()
     with goodput.spent_on("save"):
         time.sleep(0.05)
         with goodput.spent_on("data"):  # counts for the outer cause
@@ -18,7 +21,7 @@ def test_time_is_counted_by_cause_and_the_rest_is_steps():
         time.sleep(0.03)
     found = goodput.seconds()
     assert 0.1 <= found["save"] < 0.5 and found["data"] < 0.05 and found["steps"] >= 0.06
-    assert list(found) == ["steps", "save", "data"]
+    assert list(found) == ["steps", "start", "save", "data"] and 0.02 <= found["start"] < 0.5
 
 
 def at(second: int) -> str:
@@ -31,30 +34,31 @@ def event(attempt: int, kind: str, second: int, step: int, **values: object) -> 
 
 def test_work_after_the_last_save_is_lost():
     events = [
-        event(1, "begin", 0, 0),
-        event(1, "save", 50, 10, seconds={"steps": 40.0, "compile": 9.0, "save": 1.0}),
+        event(1, "begin", 5, 0, seconds={"plan": 5.0}),
+        event(1, "save", 50, 10, seconds={"plan": 5.0, "steps": 35.0, "compile": 9.0, "save": 1.0}),
         # killed after the line of metrics at 70 s; started again at 100 s, from step 10
-        event(2, "begin", 100, 10, alive=at(70)),
-        event(2, "save", 150, 20, seconds={"steps": 45.0, "restore": 5.0}),
-        event(2, "end", 160, 24, reason="ValueError", seconds={"steps": 55.0, "restore": 5.0}),
+        event(2, "begin", 100, 10, alive=at(70), seconds={"plan": 4.0}),
+        event(2, "save", 150, 20, seconds={"plan": 4.0, "steps": 45.0, "restore": 5.0}),
+        event(2, "end", 160, 24, reason="ValueError", seconds={"plan": 4.0, "steps": 55.0, "restore": 5.0}),
         event(3, "begin", 165, 20, alive=at(158)),
         event(3, "end", 200, 30, reason="finished", seconds={"steps": 30.0, "restore": 5.0}),
     ]
     spent = account(events)
     assert spent == {
-        "steps": 115.0, "compile": 9.0, "save": 1.0, "restore": 10.0, "lost": 20.0 + 8.0, "between": 30.0 + 7.0,
+        "plan": 5.0 + 4.0, "steps": 110.0, "compile": 9.0, "save": 1.0, "restore": 10.0, "lost": 20.0 + 10.0,
+        "between": 26.0 + 5.0,
     }  # fmt: skip
     assert sum(spent.values()) == 200.0
-    assert goodput_of(spent) == pytest.approx(115 / 200)
+    assert goodput_of(spent) == pytest.approx(110 / 200)
     assert goodput_text(spent, 3) == (
-        "goodput 58 % of 3.33 min in 3 attempts: steps 115 s, between attempts 37.0 s, lost work 28.0 s, "
-        "restore 10.0 s, compile 9.00 s, save 1.00 s"
+        "goodput 55 % of 3.33 min in 3 attempts: steps 110 s, between attempts 31.0 s, lost work 30.0 s, "
+        "restore 10.0 s, plan 9.00 s, compile 9.00 s, save 1.00 s"
     )
 
 
 def test_an_attempt_that_saved_nothing_is_lost_whole():
     events = [
-        event(1, "begin", 0, 0),
+        event(1, "begin", 0, 0, seconds={}),
         event(2, "begin", 60, 0, alive=at(40)),
         event(2, "end", 90, 5, seconds={"steps": 30.0}),
     ]
