@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
+import shlex
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,8 @@ from autoshard.errors import ConfigError
 from autoshard.launch import gke, local, skypilot, slurm, ssh
 from autoshard.launch.job import Job
 from autoshard.launch.machine import machine_of
+from autoshard.launch.settings import process_settings
+from autoshard.launch.volume import read_volume
 from autoshard.sharding.layout.plan_request import parse_request
 from autoshard.train.config.command_line import parse_config
 from autoshard.train.config.train_config import TrainConfig
@@ -26,8 +30,8 @@ every restart: exit code 75, a process that a signal killed, or a lost host. An 
   --on local      processes on this machine (the default): --processes
   --on ssh        one process on each host: --hosts
   --on slurm      a batch script, one process on each node: --nodes, --target, --sbatch
-  --on gke        a JobSet, or a workload of xpk: --target, --image, --cluster
-  --on skypilot   a managed job: --target, --image"""
+  --on gke        a JobSet, or a workload of xpk: --target, --image, --volume, --cluster
+  --on skypilot   a managed job: --target, --volume, --image"""
 
 _EXAMPLE = "autoshard launch --processes 2 -- train --preset quick --virtual-devices 4 --run-dir runs/mine"
 
@@ -40,10 +44,12 @@ _USES: Mapping[str, tuple[str, ...]] = {
     "target": ("slurm", "gke", "skypilot"),
     "image": ("gke", "skypilot"),
     "cluster": ("gke",),
+    "volume": ("gke", "skypilot"),
     "coordinator": ("ssh", "slurm"),
     "elastic": ("local", "ssh", "slurm"),
     "fewest_hosts": ("local", "ssh", "slurm"),
 }
+_OWN_VARIABLES = frozenset(process_settings("", 1, 0, 0))
 _PROGRAMS: Mapping[str, str] = {"ssh": "ssh", "slurm": "sbatch", "gke": "kubectl", "skypilot": "sky"}
 
 
@@ -83,6 +89,8 @@ def _shown(given: argparse.Namespace, job: Job, hosts: Sequence[str]) -> str:
     if given.on == "slurm":
         return slurm.show(job, given.sbatch)
     if given.on == "gke":
+        if given.cluster is not None and gke.uses_xpk(job, given.cluster):
+            return shlex.join(gke.xpk_command(job, given.image, given.cluster)) + "\n"
         return gke.show(job, given.image)
     return skypilot.show(job, given.image)
 
@@ -109,11 +117,19 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--image", help="gke, skypilot: container image in which autoshard is installed")
     options.add_argument("--cluster", help="gke: the cluster, for xpk")
     options.add_argument(
+        "--volume",
+        metavar="SOURCE:PATH",
+        help="gke, skypilot: storage for the run's folder: a persistent volume claim, or a bucket such as gs://runs, "
+        "and where it is mounted",
+    )
+    options.add_argument(
         "--coordinator",
         metavar="HOST[:PORT]",
         help="ssh, slurm: address of the first host on the private network (default: its name)",
     )
-    options.add_argument("--folder", type=Path, help="folder in which the run is started (default: this one)")
+    options.add_argument(
+        "--folder", type=Path, help="folder in which the run is started (default: this one; for gke, the image's)"
+    )
     options.add_argument(
         "--env",
         metavar="NAME=VALUE",
@@ -169,7 +185,8 @@ def _train_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _job(given: argparse.Namespace, train: Sequence[str], hosts: Sequence[str]) -> Job:
-    with warnings.catch_warnings():
+    folder = _folder(given)
+    with warnings.catch_warnings(), contextlib.chdir(folder if folder.is_dir() else Path()):
         warnings.simplefilter("ignore")  # the run itself repeats them
         config = parse_config(train, TrainConfig, "autoshard train", "")
     assert config.run_dir is not None
@@ -193,11 +210,23 @@ def _job(given: argparse.Namespace, train: Sequence[str], hosts: Sequence[str]) 
         hosts=count,
         fewest_hosts=fewest,
         max_failures=given.max_failures,
-        folder=given.folder or Path.cwd(),
+        folder=folder,
         machine=machine,
         coordinator=given.coordinator,
         env=_env(given.env),
+        volume=read_volume(given.volume) if given.volume is not None else None,
     )
+
+
+def _folder(given: argparse.Namespace) -> Path:
+    """Return the folder in which the run is started; `.` is that of the image."""
+    if given.folder is None:
+        return Path() if given.on == "gke" else Path.cwd()
+    if given.on in ("gke", "ssh"):  # a folder elsewhere
+        return given.folder
+    if not given.folder.is_dir():
+        raise ConfigError(f"--folder {str(given.folder)!r} is not a folder: give one that exists")
+    return given.folder.absolute()
 
 
 def _check_devices(config: TrainConfig, devices: int | None, hosts: int) -> None:
@@ -216,8 +245,10 @@ def _env(settings: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        if not equals or not name.isidentifier():
+        if not equals or not (name.isidentifier() and name.isascii()):
             raise ConfigError(f"--env {setting!r}: write NAME=VALUE")
+        if name in _OWN_VARIABLES:
+            raise ConfigError(f"--env {name}: the launcher sets it itself; leave it out")
         if name in found:
             raise ConfigError(f"--env names {name!r} twice: give it once")
         found[name] = value

@@ -24,7 +24,8 @@ GKE_TPUS = {
 }
 # Values of the node label cloud.google.com/gke-accelerator, by chip. Source: GKE's table of GPU machine types.
 GKE_GPUS = {
-    "a100": "nvidia-a100-80gb",
+    "a100-40": "nvidia-tesla-a100",
+    "a100-80": "nvidia-a100-80gb",
     "h100": "nvidia-h100-80gb",
     "h200": "nvidia-h200-141gb",
     "b200": "nvidia-b200",
@@ -36,3 +37,5 @@ XPK_TPUS = {"v5e": "v5litepod"}
 SKYPILOT_TPU_CORES = {"v4": 2, "v5p": 2}
 # What SkyPilot calls a TPU. Source: its catalog.
 SKYPILOT_TPUS = {"v5e": "v5litepod"}
+# What SkyPilot calls a GPU, where that is not the chip's name. Source: its catalog.
+SKYPILOT_GPUS = {"a100-40": "A100", "a100-80": "A100-80GB"}

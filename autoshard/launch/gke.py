@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from pathlib import PurePosixPath
 
-from autoshard._processes import RESTARTS
+from autoshard._processes import EXIT_RESTART, RESTARTS
 from autoshard.errors import ConfigError
 from autoshard.launch.constants import GKE_GPUS, GKE_TPUS, MAX_RESTARTS, PORT, SAVE_S, XPK_TPUS
 from autoshard.launch.job import Job
 from autoshard.launch.machine import Machine
 from autoshard.launch.rendering import render
+from autoshard.launch.volume import check_outlives
 
 
 def show(job: Job, image: str) -> str:
@@ -21,9 +23,10 @@ def show(job: Job, image: str) -> str:
         image: Container image in which `autoshard` is installed.
 
     Raises:
-        ConfigError: The machine is none that GKE has.
+        ConfigError: The machine is none that GKE has, or the run's folder does not outlive a host.
     """
     machine = _machine(job)
+    check_outlives(PurePosixPath(job.run_dir), job.volume, "gke")
     return render(
         "jobset.yaml.j2",
         job=job,
@@ -38,12 +41,19 @@ def show(job: Job, image: str) -> str:
 
 
 def xpk_command(job: Job, image: str, cluster: str) -> list[str]:
-    """Return the command line of xpk for a job on TPUs."""
+    """Return the command line of xpk for a job on TPUs.
+
+    Raises:
+        ConfigError: A volume is given: xpk has its own.
+    """
     machine = _machine(job)
+    if job.volume is not None:
+        raise ConfigError("--volume: xpk mounts what `xpk storage attach` attached to the cluster; leave it out")
     return [
         "xpk", "workload", "create", "--workload", job.name, "--cluster", cluster, "--docker-image", image,
         "--tpu-type", f"{XPK_TPUS.get(machine.chip, machine.chip)}-{machine.topology}",
         "--num-slices", str(machine.slices), "--max-restarts", str(MAX_RESTARTS),
+        "--restart-on-exit-codes", str(EXIT_RESTART),  # besides those above 128
         "--termination-grace-period-seconds", str(SAVE_S),
         *(part for name, value in job.env.items() for part in ("--env", f"{name}={value}")),
         "--command", job.shell_command,

@@ -12,6 +12,7 @@ from pathlib import Path
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.launch.machine import Machine
+from autoshard.launch.volume import Volume
 from autoshard.train.config import run_directory
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")  # what Kubernetes accepts, with room for its suffixes
@@ -29,11 +30,12 @@ class Job:
         hosts: Number of hosts, or of local processes.
         fewest_hosts: Hosts that are enough to restart; equal to `hosts` if the run is not elastic.
         max_failures: Attempts in a row without a new checkpoint, after which the run gives up.
-        folder: Folder in which the command runs.
+        folder: Folder in which the command runs; `.` leaves it to the container image.
         machine: The machine that is asked for; None leaves it to the scheduler's own options.
         coordinator: Address of the first process on the interface that the processes use, as HOST or HOST:PORT; None
             lets the environment say it.
         env: Environment variables of every process.
+        volume: Storage that every host mounts; None if they share the run's folder already.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Job:
     machine: Machine | None = None
     coordinator: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    volume: Volume | None = None
 
     def __post_init__(self) -> None:
         """Refuse names that a scheduler would refuse.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from autoshard._processes import EXIT_RESTART
 from autoshard.errors import ConfigError
-from autoshard.launch.constants import SKYPILOT_TPU_CORES, SKYPILOT_TPUS
+from autoshard.launch.constants import SKYPILOT_GPUS, SKYPILOT_TPU_CORES, SKYPILOT_TPUS
 from autoshard.launch.job import Job
 from autoshard.launch.rendering import render
+from autoshard.launch.volume import check_outlives
 
 
 def show(job: Job, image: str | None) -> str:
@@ -21,8 +22,9 @@ def show(job: Job, image: str | None) -> str:
         image: Container image in which `autoshard` is installed; None installs it on the machine.
 
     Raises:
-        ConfigError: No machine is given.
+        ConfigError: No machine is given, or the run's folder does not outlive a machine.
     """
+    check_outlives(PurePosixPath(job.run_dir), job.volume, "skypilot")
     return render("skypilot.yaml.j2", job=job, image=image, accelerators=accelerators(job), exit_restart=EXIT_RESTART)
 
 
@@ -36,7 +38,7 @@ def accelerators(job: Job) -> str:
     if machine is None or machine.platform == "cpu":
         raise ConfigError("--on skypilot needs the machine: give --target, such as v6e:4x4 or h100:4x8")
     if machine.platform == "cuda":
-        return f"{machine.chip.upper()}:{machine.chips_per_host}"
+        return f"{SKYPILOT_GPUS.get(machine.chip, machine.chip.upper())}:{machine.chips_per_host}"
     if machine.slices > 1:
         raise ConfigError(f"--target: SkyPilot starts one TPU slice, not {machine.slices}: give --on gke, or one slice")
     size = machine.chips_per_slice * SKYPILOT_TPU_CORES.get(machine.chip, 1)

@@ -15,7 +15,9 @@ from autoshard.launch.processes import Process, Supervisor
 from autoshard.launch.settings import process_settings, with_port
 
 _UNREACHABLE = 255  # ssh's own exit code when there is no connection
-_TIMEOUT = "ConnectTimeout=10"  # seconds; chosen
+_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")  # seconds; chosen
+# A host that is silent for a minute is lost. Chosen: below the deadline of a step, so that the lost host is known first.
+_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 
 # The remote shell runs the command beside a reader of its standard input. When the connection ends, for whatever
 # reason, the reader sends SIGTERM to the command, so that no process is left behind.
@@ -65,7 +67,7 @@ def remote_command(job: Job, settings: Mapping[str, str]) -> str:
 def _connection(job: Job, hosts: Sequence[str], process: int, restarts: int) -> list[str]:
     address = with_port(job.coordinator or hosts[0].rpartition("@")[2])
     command = remote_command(job, process_settings(address, len(hosts), process, restarts))
-    return ["ssh", "-o", "BatchMode=yes", hosts[process], command]
+    return ["ssh", *_OPTIONS, *_ALIVE, hosts[process], command]
 
 
 def show(job: Job, hosts: Sequence[str]) -> str:
@@ -83,6 +85,11 @@ def submit(job: Job, hosts: Sequence[str]) -> int:
         there = list(hosts) if count == len(hosts) else [host for host in hosts if answers(host)][:count]
         if not there:
             raise ConfigError(f"none of {', '.join(hosts)} answers: check the network, then launch again")
+        if len(there) < job.fewest_hosts:
+            raise ConfigError(
+                f"--fewest-hosts is {job.fewest_hosts}, but fewer hosts answer ({', '.join(there)}): check the network, "
+                "then launch again"
+            )
         connect = partial(subprocess.Popen[bytes], stdin=subprocess.PIPE, start_new_session=True)
         return [
             RemoteProcess(host, connect(_connection(job, there, process, restarts)))
@@ -95,7 +102,7 @@ def submit(job: Job, hosts: Sequence[str]) -> int:
 def _saved_steps(job: Job, hosts: Sequence[str]) -> list[str]:
     """Return the names in the run's folder of checkpoints, as the first host that answers sees them."""
     for host in hosts:
-        command = ["ssh", "-o", "BatchMode=yes", "-o", _TIMEOUT, host, f"ls -A {shlex.quote(str(job.checkpoints))}"]
+        command = ["ssh", *_OPTIONS, host, f"ls -A {shlex.quote(str(job.checkpoints))}"]
         listed = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if listed.returncode != _UNREACHABLE:
             return listed.stdout.split()
@@ -104,5 +111,5 @@ def _saved_steps(job: Job, hosts: Sequence[str]) -> list[str]:
 
 def answers(host: str) -> bool:
     """Whether a host accepts a connection."""
-    command = ["ssh", "-o", "BatchMode=yes", "-o", _TIMEOUT, host, "true"]
+    command = ["ssh", *_OPTIONS, host, "true"]
     return subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0

@@ -1,6 +1,7 @@
 """`autoshard launch --print`: what schedulers would get, and what wrong input gets."""
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -17,26 +18,28 @@ from autoshard.launch.settings import with_port
 
 GOLDEN = Path(__file__).parent / "golden"
 TRAIN = "-- train --preset quick --data text.txt --run-dir /data/runs/My_run".split()
+TEXT = "TEXT=two words, \"a\" 'b' $(HOME) \N{GRINNING FACE}\nand a line"
 CASES = {
     "slurm.sh": "--on slurm --target h100:4x8 --sbatch partition=a3 --elastic --fewest-hosts 2 --coordinator 10.0.0.1",
     "slurm-nodes.sh": "--on slurm --nodes 2 --sbatch=--partition=a3 --sbatch exclusive --env",
-    "gke-tpu.yaml": "--on gke --target v5p:4x4x4*2 --image registry/team/image:1 --env",
-    "gke-gpu.yaml": "--on gke --target h100:2x8 --image registry/team/image:1",
-    "skypilot-tpu.yaml": "--on skypilot --target v6e:4x4 --env",
-    "skypilot-gpu.yaml": "--on skypilot --target h100:4x8 --image registry/team/image:1",
+    "gke-tpu.yaml": "--on gke --target v5p:4x4x4*2 --image registry/team/image:1 --volume runs:/data --env",
+    "gke-gpu.yaml": "--on gke --target h100:2x8 --image registry/team/image:1 --volume runs:/data/runs",
+    "skypilot-tpu.yaml": "--on skypilot --target v6e:4x4 --volume gs://runs:/data --env",
+    "skypilot-gpu.yaml": "--on skypilot --target a100-80:4x8 --volume s3://runs:/data --image registry/team/image:1",
     "ssh.txt": "--on ssh --hosts me@one,me@two --env",
 }
 
 
 def arguments(case: str) -> list[str]:
     words = case.split()
-    return [*words, "TEXT=two words"] if words[-1] == "--env" else words
+    return [*words, TEXT] if words[-1] == "--env" else words
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_scheduler_gets(name, capsys):
-    assert main(["launch", *arguments(CASES[name]), "--folder", "/data/work", "--print", *TRAIN]) == 0
-    printed = capsys.readouterr().out
+def test_what_a_scheduler_gets(name, capsys, tmp_path):
+    folder = tmp_path if "slurm" in name or "skypilot" in name else Path("/data/work")
+    assert main(["launch", *arguments(CASES[name]), "--folder", str(folder), "--print", *TRAIN]) == 0
+    printed = capsys.readouterr().out.replace(str(tmp_path), "/data/work")
     golden = GOLDEN / name
     if os.environ.get("AUTOSHARD_GOLDEN") == "write":  # renews the files
         golden.write_text(printed)
@@ -89,11 +92,13 @@ def test_manifests_keep_words_and_values(name):
     if "gke" in name:
         [container] = read["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
         assert container["command"] == ["autoshard", *TRAIN[1:], "--resume-if-started", "--max-failures", "3"]
-        assert all(isinstance(each.get("value", ""), str) for each in container["env"])
+        env = {each["name"]: each.get("value", "") for each in container["env"]}
+        assert all(isinstance(each, str) for each in env.values())
     else:
         assert read["run"].split()[:2] == ["autoshard", "train"]
+        env = read.get("envs", {})
     if "--env" in CASES[name]:
-        assert "two words" in str(read)
+        assert env["TEXT"].replace("$$", "$") == TEXT.removeprefix("TEXT=")
 
 
 @pytest.mark.parametrize(
@@ -134,12 +139,17 @@ def test_the_hosts_of_a_target(target, slices, hosts, per_host, devices):
         ("--on slurm --nodes 3 --sbatch=-N4 -- train --run-dir r", "write the long option, NAME=VALUE"),
         ("--on gke --target v5p:4x4x4 -- train --run-dir r", "--on gke needs a container image"),
         ("--on gke --image i -- train --run-dir r", "--on gke needs the machine"),
+        ("--on gke --image i --target h100:2x8 -- train --run-dir r", "give --volume SOURCE:PATH, and a --run-dir in"),
+        ("--on skypilot --target h100:2x8 --volume gs://b:/m -- train --run-dir r", "give a folder in '/m'"),
+        ("--on gke --image i --target h100:2x8 --volume b:m -- train --run-dir r", "--volume 'b:m': write SOURCE:PATH"),
+        ("--env JAX_PROCESS_ID=1 -- train --run-dir r", "--env JAX_PROCESS_ID: the launcher sets it itself"),
+        ("--folder nowhere -- train --run-dir r", "--folder 'nowhere' is not a folder"),
         ("--on gke --image i --target cpu:8 -- train --run-dir r", "GKE has no cpu"),
         (
             "--on gke --image i --target v5p:4x4x4 --elastic -- train --run-dir r",
             "--elastic is for --on local or ssh or",
         ),
-        ("--on skypilot --target v5e:4x4*2 -- train --run-dir r", "SkyPilot starts one TPU slice, not 2"),
+        ("--on skypilot --target v5e:4x4*2 --volume gs://b:/m -- train --run-dir /m/r", "SkyPilot starts one TPU slice, not 2"),
         ("--processes 2 --fewest-hosts 1 -- train --run-dir r", "add --elastic"),
         ("--processes 2 --elastic --fewest-hosts 3 -- train --run-dir r", "--fewest-hosts is 3, but there are 2 hosts"),
         ("--processes 2 -- train --run-dir r --resume-if-started", "--resume-if-started is added by launch"),
@@ -171,3 +181,26 @@ def test_names_that_schedulers_refuse(tmp_path):
 
 def test_addresses_have_a_port():
     assert [with_port(each) for each in ("one", "10.0.0.1:7", "[::1]")] == ["one:8476", "10.0.0.1:7", "[::1]:8476"]
+
+
+def test_xpk_restarts_what_asks_for_it(capsys, tmp_path, monkeypatch):
+    (tmp_path / "xpk").write_text("")
+    (tmp_path / "xpk").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    given = "--on gke --target v5e:4x4 --image i --cluster c --print".split()
+    assert main(["launch", *given, *TRAIN]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:3] == ["xpk", "workload", "create"]
+    assert words[words.index("--restart-on-exit-codes") + 1] == "75"
+    assert main(["launch", *given, "--volume", "runs:/data", *TRAIN]) == 2
+    assert "leave it out" in capsys.readouterr().err
+
+
+def test_paths_of_a_run_are_those_of_its_folder(capsys, tmp_path, monkeypatch):
+    (tmp_path / "work" / "sub").mkdir(parents=True)
+    (tmp_path / "work" / "settings.toml").write_text("steps = 7\n")
+    monkeypatch.chdir(tmp_path / "work" / "sub")
+    train = "-- train --config settings.toml --run-dir run".split()
+    assert main(["launch", "--folder", "..", "--print", *train]) == 0
+    assert "settings.toml" in capsys.readouterr().out
+    assert Path.cwd() == tmp_path / "work" / "sub"

@@ -34,7 +34,8 @@ if (here / "waits").exists():
     signal.signal(signal.SIGTERM, stop)
     time.sleep(60)
 if os.environ["AUTOSHARD_RESTARTS"] == "0" and os.environ["JAX_PROCESS_ID"] == "1" and (here / "loses").exists():
-    (here / "gone").write_text("two\\n")
+    with (here / "gone").open("a") as file:
+        file.write("two\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -79,6 +80,13 @@ def test_hosts_that_are_gone_end_the_run(here, capfd):
     assert "3 attempts in a row saved no new step" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="none of one, two answers"):
         ssh.submit(job(here, fewest=1), ["one", "two"])
+
+
+def test_an_elastic_run_needs_its_fewest_hosts(here):
+    (here / "loses").touch()
+    (here / "gone").write_text("three\n")
+    with pytest.raises(ConfigError, match=r"--fewest-hosts is 2, but fewer hosts answer \(one\)"):
+        ssh.submit(job(here, hosts=3, fewest=2), ["one", "two", "three"])
 
 
 def test_a_signal_to_the_launcher_reaches_the_hosts(here):

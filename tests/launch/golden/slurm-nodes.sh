@@ -11,7 +11,8 @@
 #SBATCH --exclusive
 
 export AUTOSHARD_RESTARTS="${SLURM_RESTART_COUNT:-0}"
-export TEXT='two words'
+export TEXT='two words, "a" '"'"'b'"'"' $(HOME) 😀
+and a line'
 # srun kills all tasks once one fails, and returns the highest exit code. After an error this is 255, which is above the
 # codes of killed tasks.
 task='trap : TERM; "$@"; code=$?; if [ $code -gt 0 ] && [ $code -lt 128 ] && [ $code -ne 75 ]; then exit 255; fi; exit $code'
