@@ -34,6 +34,7 @@ from autoshard.train.config.train_config import (
     suggestion,
 )
 from autoshard.train.old_names import current_options
+from autoshard.train.step.optimizer import unused_settings
 
 Command = TypeVar("Command", bound=TrainConfig)
 
@@ -59,6 +60,7 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
         with contextlib.redirect_stderr(errors):
             config = tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
             _check_shape_options(config, arguments)
+            _check_optimizer_options(config, arguments)
             if config.resume_if_started and _has_started(config.run_dir):
                 config = dataclasses.replace(config, resume=True)
             return _fit_warmup(config, arguments)
@@ -217,13 +219,32 @@ def _check_shape_options(config: TrainConfig, arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: There is one.
     """
-    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    given = [name for name in names if name.startswith("--gpt.") and name != "--gpt.context"]
+    given = [name for name in _names(arguments) if name.startswith("--gpt.") and name != "--gpt.context"]
     if config.pretrained.folder is not None and given:
         raise ConfigError(
             f"{given[0]} is for the built-in model, but --from {config.pretrained.folder} says what the model is: "
             "leave it out; --pretrained.* has the settings of such a model"
         )
+
+
+def _check_optimizer_options(config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Refuse options that the optimizer and the schedule do not use.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for setting, users in unused_settings(config.optimizer).items():
+        option = f"--optimizer.{setting.replace('_', '-')}"
+        if option in _names(arguments):
+            raise ConfigError(
+                f"{option} is for {users}, not for --optimizer.name {config.optimizer.name} and --optimizer.schedule "
+                f"{config.optimizer.schedule}: leave it out; --optimizer.arguments has the optimizer's own"
+            )
+
+
+def _names(arguments: Sequence[str]) -> list[str]:
+    """Return the options among arguments, spelt with dashes and without their values."""
+    return [argument.partition("=")[0].replace("_", "-") for argument in arguments]
 
 
 def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:
@@ -246,7 +267,7 @@ def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:
 
 def _sets_warmup(config: TrainConfig, arguments: Sequence[str]) -> bool:
     """Whether an option or a file sets the warm-up, rather than the preset."""
-    if any(a.partition("=")[0].replace("_", "-") == "--optimizer.warmup-steps" for a in arguments):
+    if "--optimizer.warmup-steps" in _names(arguments):
         return True
     settings = tomllib.loads(config.config.read_text()) if config.config else {}
     return "warmup_steps" in settings.get("optimizer", {})

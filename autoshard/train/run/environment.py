@@ -65,7 +65,7 @@ def is_in_cluster() -> bool:
     Raises:
         ConfigError: Slurm has several tasks, but this process is none of them.
     """
-    sizes = {name: os.environ.get(name, "") for name in (_SLURM[0], "OMPI_COMM_WORLD_SIZE")}
+    sizes = {name: os.environ.get(name, "") for name in (_SLURM[0], "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")}
     several = {name for name, size in sizes.items() if size.isdigit() and int(size) > 1}
     if _SLURM[0] in several:
         _numbers(_SLURM, _ONE_TASK)

@@ -42,6 +42,9 @@ SCHEDULES: Mapping[str, Callable[[float, float, int, float], optax.Schedule]] = 
 """Make the schedule after the warm-up, from the peak, the last rate, the number of steps and the share that decays."""
 
 
+_LITERALS = {"True": "true", "False": "false", "None": "null"}  # of Python; as texts all three would be true
+
+
 def check_optimizer(name: str, arguments: Sequence[str]) -> None:
     """Refuse an unknown optimizer, and arguments that it does not take.
 
@@ -52,13 +55,15 @@ def check_optimizer(name: str, arguments: Sequence[str]) -> None:
         _check_known("optimizer.name", name, OPTIMIZERS)
     accepted = None if is_function(name) else _parameters(OPTIMIZERS[name])
     for argument in arguments:
-        key, equals, _ = argument.partition("=")
+        key, equals, text = argument.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"optimizer.arguments {argument!r}: write NAME=VALUE, such as b1=0.95")
         if key == "learning_rate":
             raise ConfigError("optimizer.arguments learning_rate: give --optimizer.learning-rate and .schedule")
         if accepted is not None and key not in accepted:
             raise ConfigError(f"optimizer.arguments: {name} has no {key!r}; it has {', '.join(accepted)}")
+        if accepted is not None:
+            _check_value(f"optimizer.arguments {argument}", accepted[key], _value(text))
 
 
 def check_schedule(name: str) -> None:
@@ -71,6 +76,11 @@ def check_schedule(name: str) -> None:
         _check_known("optimizer.schedule", name, SCHEDULES)
 
 
+def takes(name: str, argument: str) -> bool:
+    """Whether an optimizer of `OPTIMIZERS` has an argument; False for a user's own."""
+    return name in OPTIMIZERS and argument in _parameters(OPTIMIZERS[name])
+
+
 def optimizer_by_name(
     name: str, schedule: optax.Schedule, arguments: Sequence[str], settings: Mapping[str, Any]
 ) -> optax.GradientTransformation:
@@ -79,7 +89,7 @@ def optimizer_by_name(
     Args:
         name: A name of `OPTIMIZERS`, or package.module:function.
         schedule: The learning rate.
-        arguments: Arguments of its function, as NAME=VALUE. Values are JSON, or text.
+        arguments: Arguments of its function, as NAME=VALUE. Values are JSON, True, False, None, or text.
         settings: Arguments that it gets if it has them, unless `arguments` has them too.
     """
     given = {key: _value(text) for key, _, text in (argument.partition("=") for argument in arguments)}
@@ -90,13 +100,23 @@ def optimizer_by_name(
     return OPTIMIZERS[name](schedule, **(kept | given))
 
 
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name != "learning_rate"]
+def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the default values of a function's arguments, without the learning rate."""
+    arguments = inspect.signature(function).parameters
+    return {name: argument.default for name, argument in arguments.items() if name != "learning_rate"}
+
+
+def _check_value(what: str, default: Any, value: Any) -> None:
+    for kind, needed in ((bool, "true or false"), (int | float, "a number")):
+        if isinstance(default, kind):
+            if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
+                raise ConfigError(f"{what}: it must be {needed}, such as {json.dumps(default)}")
+            return
 
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(_LITERALS.get(text, text))
     except json.JSONDecodeError:
         return text
 
@@ -104,5 +124,5 @@ def _value(text: str) -> Any:
 def _check_known(what: str, name: str, known: Mapping[str, Any]) -> None:
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"{what} is {name!r}{hint} Give {', '.join(known)}, or package.module:function")
+        hint = f"; did you mean {close[0]!r}? Give" if close else "; give"
+        raise ConfigError(f"{what} is {name!r}{hint} {', '.join(known)}, or package.module:function")

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from autoshard.errors import ConfigError
-from autoshard.train.step.named_optimizers import SCHEDULES, check_optimizer, check_schedule, optimizer_by_name
+from autoshard.train.step.named_optimizers import OPTIMIZERS, SCHEDULES, check_optimizer, check_schedule, optimizer_by_name, takes
 from autoshard.train.user_functions import is_function, load_function
 
 
@@ -31,7 +31,7 @@ class OptimizerConfig:
     decays linearly, `constant`; or package.module:function, which is called with this config and the number of steps
     and returns an optax.Schedule."""
     decay_share: float = 0.2
-    """Schedule wsd: the share of the run, at its end, in which the learning rate decays."""
+    """Schedule wsd: the share of the steps after the warm-up, at the end, in which the learning rate decays."""
     learning_rate: float = 1e-3
     """Peak learning rate, at the end of the warm-up."""
     min_learning_rate: float = 1e-4
@@ -64,6 +64,19 @@ class OptimizerConfig:
             raise ConfigError(
                 "; ".join(f"{name} is {v}; it must be at least 0 and finite" for name, v in wrong.items())
             )
+
+
+def unused_settings(config: OptimizerConfig) -> dict[str, str]:
+    """Return the settings that have no effect with the optimizer and the schedule, and what each is for."""
+    decaying = [name for name in OPTIMIZERS if takes(name, "weight_decay")]
+    users = dict.fromkeys(("beta1", "beta2", "epsilon"), ["adamw"]) | {"momentum": ["sgd"]}
+    users |= dict.fromkeys(("weight_decay", "no_decay"), decaying)
+    unused = {setting: f"--optimizer.name {', '.join(names)}" for setting, names in users.items() if config.name not in names}
+    if config.schedule in SCHEDULES and config.schedule != "wsd":
+        unused["decay_share"] = "--optimizer.schedule wsd"
+    if config.schedule == "constant":
+        unused["min_learning_rate"] = "--optimizer.schedule cosine, linear, wsd"
+    return unused
 
 
 def path_name(path: Sequence[Any]) -> str:

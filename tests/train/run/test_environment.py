@@ -73,3 +73,10 @@ def test_tasks_of_slurm_need_srun(environment):
         is_in_cluster()
     environment({"SLURM_NTASKS": "1"})
     assert not is_in_cluster()
+
+
+def test_slices_of_one_host_are_one_run(environment):
+    environment({"TPU_WORKER_HOSTNAMES": "one", "MEGASCALE_NUM_SLICES": "2"})
+    assert is_in_cluster()
+    environment({"TPU_WORKER_HOSTNAMES": "one", "MEGASCALE_NUM_SLICES": "1"})
+    assert not is_in_cluster()

@@ -1,5 +1,7 @@
 """Optimizers and schedules by name."""
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ import pytest
 
 from autoshard import auto_shard
 from autoshard.errors import ConfigError
+from autoshard.train.config.command_line import parse_config
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.step.named_optimizers import OPTIMIZERS, SCHEDULES
 from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
 
@@ -71,6 +75,26 @@ def test_arguments_take_precedence_over_settings():
     assert np.abs(updates(config)["w"] - updates(different)["w"]).max() > 0
 
 
+def test_words_of_python_are_no_texts():
+    config = OptimizerConfig(name="sgd", momentum=0.9, arguments=("nesterov=False",), **RATES)
+    np.testing.assert_array_equal(updates(config)["w"], updates(replace(config, arguments=()))["w"])
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ("--optimizer.name lion --optimizer.beta1 0.8", "--optimizer.beta1 is for --optimizer.name adamw, not"),
+        ("--optimizer.name adam --optimizer.weight_decay=0", "--optimizer.weight-decay is for --optimizer.name adamw, ad"),
+        ("--optimizer.momentum 0.9", "--optimizer.momentum is for --optimizer.name sgd"),
+        ("--optimizer.decay-share 0.1", "--optimizer.decay-share is for --optimizer.schedule wsd"),
+        ("--optimizer.name lion --optimizer.weight-decay 0.1 --optimizer.schedule wsd --optimizer.decay-share 0.1", None),
+    ],
+)
+def test_options_that_have_no_effect_are_refused(options, refused):
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        parse_config(options.split(), TrainConfig, "autoshard train", "")
+
+
 def test_functions_of_users():
     config = OptimizerConfig(
         name=f"{__name__}:user_sgd", schedule=f"{__name__}:user_schedule", learning_rate=0.5, clip_norm=0.0,
@@ -104,7 +128,10 @@ def test_a_sharded_step_equals_one_device(name):
     ("settings", "message"),
     [
         (dict(name="adamv"), r"optimizer.name is 'adamv'; did you mean 'adam'\? Give adafactor, .*or package.module"),
-        (dict(name="muon"), "optimizer.name is 'muon'"),
+        (dict(name="muon"), "optimizer.name is 'muon'; give adafactor"),
+        (dict(name="lion", arguments=("b1=abc",)), "optimizer.arguments b1=abc: it must be a number, such as 0.9"),
+        (dict(name="lion", arguments=("b1=true",)), "optimizer.arguments b1=true: it must be a number"),
+        (dict(name="sgd", arguments=("nesterov=1",)), "nesterov=1: it must be true or false, such as false"),
         (dict(schedule="cosin"), r"optimizer.schedule is 'cosin'; did you mean 'cosine'\?"),
         (dict(name="lion", arguments=("b3=1",)), "optimizer.arguments: lion has no 'b3'; it has b1, b2"),
         (dict(arguments=("b1",)), "optimizer.arguments 'b1': write NAME=VALUE"),
