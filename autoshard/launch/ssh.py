@@ -16,7 +16,7 @@ from autoshard.launch.settings import process_settings, with_port
 
 _UNREACHABLE = 255  # ssh's own exit code when there is no connection
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")  # seconds; chosen
-# A host that is silent for a minute is lost. Chosen: below the deadline of a step, so that the lost host is known first.
+# A host that is silent for a minute is lost. Chosen: below the deadline of a step, so that the lost host is known.
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 
 # The remote shell runs the command beside a reader of its standard input. When the connection ends, for whatever
@@ -87,8 +87,8 @@ def submit(job: Job, hosts: Sequence[str]) -> int:
             raise ConfigError(f"none of {', '.join(hosts)} answers: check the network, then launch again")
         if len(there) < job.fewest_hosts:
             raise ConfigError(
-                f"--fewest-hosts is {job.fewest_hosts}, but fewer hosts answer ({', '.join(there)}): check the network, "
-                "then launch again"
+                f"--fewest-hosts is {job.fewest_hosts}, but fewer hosts answer ({', '.join(there)}): check the "
+                "network, then launch again"
             )
         connect = partial(subprocess.Popen[bytes], stdin=subprocess.PIPE, start_new_session=True)
         return [

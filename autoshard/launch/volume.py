@@ -47,7 +47,8 @@ def check_outlives(run_dir: PurePosixPath, volume: Volume | None, launcher: str)
     """
     if volume is None:
         raise ConfigError(
-            f"--on {launcher}: the disk of a host is lost at a restart; give --volume SOURCE:PATH, and a --run-dir in PATH"
+            f"--on {launcher}: the disk of a host is lost at a restart; give --volume SOURCE:PATH, and a --run-dir in "
+            "PATH"
         )
-    if volume.path not in run_dir.parents:
+    if volume.path not in run_dir.parents or ".." in run_dir.parts:
         raise ConfigError(f"--run-dir {str(run_dir)!r} is not in the volume: give a folder in {str(volume.path)!r}")

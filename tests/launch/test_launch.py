@@ -56,7 +56,7 @@ def test_scripts_are_valid(name):
     [("0 0", 0, False), ("0 75", 75, True), ("75 75", 137, True), ("143 0", 143, True), ("2 75", 255, False)],
 )
 def test_a_slurm_job_is_queued_again_unless_there_was_an_error(codes, code, requeued, tmp_path):
-    # Stands for srun: it runs one task after the other, kills those after one that failed, and returns the highest code.
+    # Stands for srun: it runs one task after the other, kills those after a failed one, and returns the highest code.
     srun = """#!/bin/bash
 shift; highest=0
 for CODE in $CODES; do
@@ -149,7 +149,10 @@ def test_the_hosts_of_a_target(target, slices, hosts, per_host, devices):
             "--on gke --image i --target v5p:4x4x4 --elastic -- train --run-dir r",
             "--elastic is for --on local or ssh or",
         ),
-        ("--on skypilot --target v5e:4x4*2 --volume gs://b:/m -- train --run-dir /m/r", "SkyPilot starts one TPU slice, not 2"),
+        (
+            "--on skypilot --target v5e:4x4*2 --volume gs://b:/m -- train --run-dir /m/r",
+            "SkyPilot starts one TPU slice, not 2",
+        ),
         ("--processes 2 --fewest-hosts 1 -- train --run-dir r", "add --elastic"),
         ("--processes 2 --elastic --fewest-hosts 3 -- train --run-dir r", "--fewest-hosts is 3, but there are 2 hosts"),
         ("--processes 2 -- train --run-dir r --resume-if-started", "--resume-if-started is added by launch"),

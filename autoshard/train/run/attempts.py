@@ -213,5 +213,6 @@ def check_first_start(limit: int) -> None:
     restarts = restarts_so_far() or 0
     if limit and restarts >= limit:
         raise AutoshardError(
-            f"the run was started {restarts} times before and never began to train: find the cause, then launch it again"
+            f"the run was started {restarts} times before and never began to train: find the cause, then launch it "
+            "again"
         )

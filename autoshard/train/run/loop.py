@@ -248,11 +248,7 @@ class Trainer:
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> tuple[int, TrainState, bool]:
-        """Train until the last step or a signal.
-
-        Returns:
-            The number of steps done, the state after them, and whether a signal stopped all processes.
-        """
+        """Train until the last step or a signal; return the steps done, the state, and whether it was a signal."""
         config, done, last_loss, stopped = self.config, start, None, False
         self._metrics: dict[str, jax.Array] = {}  # metrics of the last step
         every = SaveEvery(

@@ -12,7 +12,14 @@ import jax
 import optax
 
 from autoshard.errors import ConfigError
-from autoshard.train.step.named_optimizers import OPTIMIZERS, SCHEDULES, check_optimizer, check_schedule, optimizer_by_name, takes
+from autoshard.train.step.named_optimizers import (
+    OPTIMIZERS,
+    SCHEDULES,
+    check_optimizer,
+    check_schedule,
+    optimizer_by_name,
+    takes,
+)
 from autoshard.train.user_functions import is_function, load_function
 
 
@@ -71,7 +78,9 @@ def unused_settings(config: OptimizerConfig) -> dict[str, str]:
     decaying = [name for name in OPTIMIZERS if takes(name, "weight_decay")]
     users = dict.fromkeys(("beta1", "beta2", "epsilon"), ["adamw"]) | {"momentum": ["sgd"]}
     users |= dict.fromkeys(("weight_decay", "no_decay"), decaying)
-    unused = {setting: f"--optimizer.name {', '.join(names)}" for setting, names in users.items() if config.name not in names}
+    unused = {
+        setting: f"--optimizer.name {', '.join(names)}" for setting, names in users.items() if config.name not in names
+    }
     if config.schedule in SCHEDULES and config.schedule != "wsd":
         unused["decay_share"] = "--optimizer.schedule wsd"
     if config.schedule == "constant":

@@ -84,10 +84,16 @@ def test_words_of_python_are_no_texts():
     ("options", "refused"),
     [
         ("--optimizer.name lion --optimizer.beta1 0.8", "--optimizer.beta1 is for --optimizer.name adamw, not"),
-        ("--optimizer.name adam --optimizer.weight_decay=0", "--optimizer.weight-decay is for --optimizer.name adamw, ad"),
+        (
+            "--optimizer.name adam --optimizer.weight_decay=0",
+            "--optimizer.weight-decay is for --optimizer.name adamw, ad",
+        ),
         ("--optimizer.momentum 0.9", "--optimizer.momentum is for --optimizer.name sgd"),
         ("--optimizer.decay-share 0.1", "--optimizer.decay-share is for --optimizer.schedule wsd"),
-        ("--optimizer.name lion --optimizer.weight-decay 0.1 --optimizer.schedule wsd --optimizer.decay-share 0.1", None),
+        (
+            "--optimizer.name lion --optimizer.weight-decay 0.1 --optimizer.schedule wsd --optimizer.decay-share 0.1",
+            None,
+        ),
     ],
 )
 def test_options_that_have_no_effect_are_refused(options, refused):
