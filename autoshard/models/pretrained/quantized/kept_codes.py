@@ -60,6 +60,8 @@ def kept_weights(
                 decoded.append(next(iter(names)))
             else:
                 found[path] = both
+    if not found and not decoded:
+        raise AutoshardError(f"keep_codes: {where!r} has no weights in {scheme.code_dtype}: leave keep_codes out")
     if decoded:
         reason = f"blocks of {scheme.rows} x {scheme.columns} are not ranges of the dimensions of its parameter"
         problem = f"{decoded[0]} in {where!r}: {reason}"
