@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 
 from autoshard._columns import listing
@@ -19,6 +20,7 @@ from autoshard._shown import shown
 from autoshard.ckpt.exchange import safetensors
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
+from autoshard.models.pretrained.constants import PIECE_BYTES
 from autoshard.models.pretrained.families import text_config
 from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.quantized import Scheme, scheme_of
@@ -26,6 +28,7 @@ from autoshard.models.pretrained.quantized import Scheme, scheme_of
 CONFIG = "config.json"
 FLOATS = ("float32", "bfloat16", "float16")
 """The dtypes of tensors that are not quantized."""
+HEAD = "lm_head.weight"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -173,3 +176,27 @@ def check_tensors(
     wrong += [f"{name}: the model has no such tensor" for name in have if name not in wanted and name not in ignored]
     if wrong:
         raise AutoshardError(f"the tensors in {where} are not those of the model in its {CONFIG}:\n{listing(wrong)}")
+
+
+def check_tied_head(have: Mapping[str, Tensor], embedding: str, where: str) -> None:
+    """Compare a head that the folder has with the embedding that the model uses in its place.
+
+    Args:
+        have: the folder's tensors, with a head.
+        embedding: the name of the embedding `[vocabulary, width]`.
+        where: the folder, for messages.
+
+    Raises:
+        AutoshardError: their values differ, so the model is not the one that was trained.
+    """
+    pair = have[HEAD], have[embedding]
+    rows = max(PIECE_BYTES // max(pair[1].nbytes // max(pair[1].shape[0], 1), 1), 1)
+    same = pair[0].shape == pair[1].shape and all(
+        np.array_equal(*(one.read_part((slice(n, n + rows), slice(None))).astype(np.float32) for one in pair), True)
+        for n in range(0, pair[1].shape[0], rows)
+    )
+    if not same:
+        raise AutoshardError(
+            f"{HEAD} in {where} is not {embedding}, although its {CONFIG} says that both are one (tie_word_embeddings): "
+            f"set tie_word_embeddings to false in the {CONFIG}"
+        )

@@ -19,7 +19,7 @@ from autoshard.models.decoder.config_changes import config_fields, with_changes
 from autoshard.models.pretrained.copied import copied_patterns, warn_of_copies
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
+from autoshard.models.pretrained.folder import CONFIG, HEAD, Folder, check_tensors, check_tied_head, stored_dtype
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.models.pretrained.quantized.kept_codes import (
@@ -35,6 +35,8 @@ from autoshard.models.pretrained.shard_reader import Ranges, Shard, ShardReader
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
+
+EMBEDDINGS = ("embed", "text/embed")  # the paths of the parameter that a tied head shares
 
 
 def load_pretrained(
@@ -62,7 +64,8 @@ def load_pretrained(
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
         keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen:
-            each product decodes its weight. Weights whose blocks are not ranges of their dimensions are decoded here.
+            each product decodes its weight. A weight whose blocks are
+            not ranges of its dimensions is decoded when it is read.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
             `attention`; and `compute_dtype`, the dtype of the computation.
 
@@ -190,7 +193,7 @@ class Described:
                 f"{str(folder.path)!r} is a {folder.text_of}: its text model alone is read, as a {origin.family}. The "
                 "tensors of its towers are neither loaded nor saved, because these towers are not built",
                 AutoshardWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         model: Any = nnx.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
         model.origin = origin
@@ -207,7 +210,8 @@ class Described:
             tensors: the folder's tensors.
 
         Raises:
-            AutoshardError: tensors are missing or unexpected, or have other shapes.
+            AutoshardError: tensors are missing or unexpected, or have other shapes or dtypes; or there is a head that
+                is not the embedding, although the config says so.
         """
         copied = copied_patterns(self.family, folder, tensors)
 
@@ -224,6 +228,9 @@ class Described:
             name for path, one in choices[best].items() if is_of_codes(path, self.shapes) for name in one.names.values()
         }
         check_tensors(tensors, wanted, ignored, coded, str(folder.path))
+        if HEAD in ignored and (embedding := next((choices[best][e] for e in EMBEDDINGS if e in choices[best]), None)):
+            with folder.reading(HEAD):
+                check_tied_head(tensors, embedding.names[()], str(folder.path))
         if origin == self.origin:
             return self
         model = nnx.merge(self.graph, as_tree(self.shapes))

@@ -107,8 +107,9 @@ def test_the_text_model_of_a_model_with_towers_is_read_and_written_alone(tmp_pat
     nested = {"architectures": [whole], "dtype": "float32", "text_config": inner, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(nested))
     write_tensors(folder, {names[name]: x for name, x in text.items()} | {tower: np.zeros(2, "float32")})
-    with pytest.warns(AutoshardWarning, match=f"is a {whole}: its text model alone is read"):
+    with pytest.warns(AutoshardWarning, match=f"is a {whole}: its text model alone is read") as warned:
         model = load_pretrained(folder, plan="fsdp:8", batch=BATCH)
+    assert warned[0].filename == __file__
     save_pretrained(model, tmp_path / "out")
     assert same(text, stored(tmp_path / "out"))
     assert json.loads((tmp_path / "out/config.json").read_text()) == config

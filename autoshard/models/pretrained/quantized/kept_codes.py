@@ -169,6 +169,6 @@ def weight_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _is_matrix(layout: Layout) -> bool:
-    """Whether a parameter is a matrix `[*inputs, *outputs]` that is one tensor `[outputs, inputs]`."""
+    """Return whether a layout makes a matrix `[*inputs, *outputs]` of one tensor `[outputs, inputs]`."""
     groups = layout.groups
     return len(groups) == 2 and PART not in groups[0] + groups[1] and layout.names == groups[1] + groups[0]
