@@ -159,8 +159,7 @@ def check_tensors(
         where: the folder, for messages.
 
     Raises:
-        AutoshardError: tensors are missing or unexpected, have other shapes, or are not floating-point numbers of at least
-            16 bits.
+        AutoshardError: tensors are missing or unexpected, have other shapes, or are not floating-point numbers (FLOATS).
     """
     wrong = [f"{name}: the folder has no such tensor" for name in wanted if name not in have]
     wrong += [
@@ -191,12 +190,14 @@ def check_tied_head(have: Mapping[str, Tensor], embedding: str, where: str) -> N
     """
     pair = have[HEAD], have[embedding]
     rows = max(PIECE_BYTES // max(pair[1].nbytes // max(pair[1].shape[0], 1), 1), 1)
-    same = pair[0].shape == pair[1].shape and all(
-        np.array_equal(*(one.read_part((slice(n, n + rows), slice(None))).astype(np.float32) for one in pair), True)
-        for n in range(0, pair[1].shape[0], rows)
-    )
-    if not same:
+
+    def same(first: int) -> bool:
+        head, own = (one.read_part((slice(first, first + rows), slice(None))).astype(np.float32) for one in pair)
+        return np.array_equal(head, own, equal_nan=True)
+
+    same_shape = pair[0].shape == pair[1].shape
+    if not (same_shape and all(map(same, range(0, pair[1].shape[0], rows)))):
         raise AutoshardError(
-            f"{HEAD} in {where} is not {embedding}, although its {CONFIG} says that both are one (tie_word_embeddings): "
-            f"set tie_word_embeddings to false in the {CONFIG}"
+            f"{HEAD} in {where} is not {embedding}, although its {CONFIG} says that both are one: "
+            "set tie_word_embeddings to false there"
         )

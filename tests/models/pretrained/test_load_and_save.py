@@ -190,9 +190,7 @@ def test_a_plan_serves_the_load(tmp_path):
 def test_a_plan_of_another_model_is_refused(tmp_path):
     folder = make_folder(tmp_path, LLAMA)
     plan = plan_pretrained(folder, batch=BATCH, plan="fsdp:4 tp:2")
-    with pytest.raises(
-        AutoshardError, match="plan is one of another model: segments/0/0/layers.* is missing in the pl"
-    ):
+    with pytest.raises(AutoshardError, match="plan is one of another model: segments/0/0/layers.* is missing in"):
         load_pretrained(folder, plan=plan, scan_layers=False)
     wide = plan_pretrained(make_folder(tmp_path / "wide", {**LLAMA, "vocab_size": 32}), batch=BATCH, plan="fsdp:4 tp:2")
     with pytest.raises(AutoshardError, match=r"embed is \[32, 16\] in the plan and \[24, 16\] in this model"):
