@@ -159,7 +159,7 @@ def check_tensors(
         where: the folder, for messages.
 
     Raises:
-        AutoshardError: tensors are missing or unexpected, have other shapes, or are not floating-point numbers (FLOATS).
+        AutoshardError: tensors are missing or unexpected, have other shapes, or are neither floating-point nor coded.
     """
     wrong = [f"{name}: the folder has no such tensor" for name in wanted if name not in have]
     wrong += [
