@@ -42,7 +42,7 @@ DTYPES: Mapping[str, str] = {
     "float8_e5m2": "F8_E5M2",
     "complex64": "C64",
 }
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _METADATA = "__metadata__"
 
 
@@ -109,7 +109,7 @@ def write(folder: Path, tensors: Sequence[Tensor], *, shard_bytes: int, metadata
         raise CheckpointError(f"a tensor has the name {_METADATA}, which is reserved in safetensors files: rename it.")
     shards = _shards(tensors, shard_bytes)
     if len(shards) == 1:
-        return [_write_file(folder / "model.safetensors", shards[0], metadata)]
+        return [_write_file(folder / SINGLE, shards[0], metadata)]
     files = []
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -166,18 +166,19 @@ def read(folder: Path) -> list[Tensor]:
         OSError, ValueError, SafetensorError: a file is damaged.
     """
     places = _places(folder)
-    names = ["model.safetensors"] if places is None else sorted({*places.values()})
+    names = [SINGLE] if places is None else sorted({*places.values()})
     by_file = {name: _tensors(folder / name) for name in names}
     have = {name: {one.name for one in tensors} for name, tensors in by_file.items()}
     wrong = [f"{name} has no {tensor}" for tensor, name in (places or {}).items() if tensor not in have[name]]
     if wrong:
         raise CheckpointError(f"{folder / INDEX} names tensors that are not in their files:\n{listing(wrong)}")
-    return [one for tensors in by_file.values() for one in tensors]
+    chosen = places or {}  # of a tensor that two files have, such as a new one and an old one
+    return [one for name, tensors in by_file.items() for one in tensors if chosen.get(one.name, name) == name]
 
 
 def metadata(folder: Path) -> dict[str, str]:
     """Return the metadata of the files that `read` reads; those of one file if there are several."""
-    name = min((_places(folder) or {"": "model.safetensors"}).values())
+    name = min((_places(folder) or {"": SINGLE}).values())
     with open_tensors(folder / name) as file:
         return file.metadata() or {}
 

@@ -40,7 +40,7 @@ def warn_of_copies(family: Family, folder: Folder, tensors: Collection[str], wri
         names = _matching([pattern], tensors)
         warnings.warn(
             f"{str(folder.path)!r} has {what}. The model does not use its tensors, such as {names[0]}, so they are "
-            f"neither loaded nor trained. {writer} copies them unchanged",
+            f"neither loaded nor trained. {writer} copies their values",
             AutoshardWarning,
             stacklevel=3,
         )

@@ -6,12 +6,13 @@ Nothing from the folder is executed: no code of its own, and no pickled files.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError
 
 from autoshard._columns import listing
@@ -19,11 +20,15 @@ from autoshard._shown import shown
 from autoshard.ckpt.exchange import safetensors
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
+from autoshard.models.pretrained.constants import PIECE_BYTES
 from autoshard.models.pretrained.families import text_config
 from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.quantized import Scheme, scheme_of
 
 CONFIG = "config.json"
+FLOATS = ("float32", "bfloat16", "float16")
+"""The dtypes of tensors that are not quantized."""
+HEAD = "lm_head.weight"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -94,6 +99,11 @@ class Folder:
                     "transformers' from_pretrained(FOLDER), then save_pretrained(NEW_FOLDER)"
                 )
             raise AutoshardError(f"{str(self.path)!r} has no safetensors files, so it has no weights")
+        if not any((self.path / name).exists() for name in (safetensors.SINGLE, safetensors.INDEX)):
+            raise AutoshardError(
+                f"{str(self.path)!r} has safetensors files, but neither {safetensors.SINGLE} nor {safetensors.INDEX}, "
+                "which says what is in each file: download it again"
+            )
         with self.reading():
             return {one.name: one for one in safetensors.read(self.path)}
 
@@ -129,11 +139,15 @@ def read_table(file: Path) -> dict[str, Any]:
 def stored_dtype(config: Mapping[str, Any]) -> str:
     """Return the dtype of the tensors that a config names; float32 by default."""
     found = config.get("dtype", config.get("torch_dtype"))
-    return found if found in ("float32", "bfloat16", "float16") else "float32"
+    return found if found in FLOATS else "float32"
 
 
 def check_tensors(
-    have: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]], ignored: Iterator[str] | Any, where: str
+    have: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    ignored: Collection[str],
+    coded: Collection[str],
+    where: str,
 ) -> None:
     """Compare the tensors of a folder with those of its model.
 
@@ -141,10 +155,11 @@ def check_tensors(
         have: the folder's tensors.
         wanted: names and shapes of the model's tensors.
         ignored: names that the folder may have besides.
+        coded: names of codes and scales, which may have any dtype.
         where: the folder, for messages.
 
     Raises:
-        AutoshardError: tensors are missing or unexpected, or have other shapes.
+        AutoshardError: tensors are missing or unexpected, have other shapes, or are neither floating-point nor coded.
     """
     wrong = [f"{name}: the folder has no such tensor" for name in wanted if name not in have]
     wrong += [
@@ -152,6 +167,37 @@ def check_tensors(
         for name, shape in wanted.items()
         if name in have and have[name].shape != shape
     ]
+    wrong += [
+        f"{name}: the folder has {have[name].dtype}, which a model does not compute with"
+        for name in wanted
+        if name in have and name not in coded and have[name].dtype not in (*FLOATS, "float64")
+    ]
     wrong += [f"{name}: the model has no such tensor" for name in have if name not in wanted and name not in ignored]
     if wrong:
         raise AutoshardError(f"the tensors in {where} are not those of the model in its {CONFIG}:\n{listing(wrong)}")
+
+
+def check_tied_head(have: Mapping[str, Tensor], embedding: str, where: str) -> None:
+    """Compare a head that the folder has with the embedding that the model uses in its place.
+
+    Args:
+        have: the folder's tensors, with a head.
+        embedding: the name of the embedding `[vocabulary, width]`.
+        where: the folder, for messages.
+
+    Raises:
+        AutoshardError: their values differ, so the model is not the one that was trained.
+    """
+    pair = have[HEAD], have[embedding]
+    rows = max(PIECE_BYTES // max(pair[1].nbytes // max(pair[1].shape[0], 1), 1), 1)
+
+    def same(first: int) -> bool:
+        head, own = (one.read_part((slice(first, first + rows), slice(None))).astype(np.float32) for one in pair)
+        return np.array_equal(head, own, equal_nan=True)
+
+    same_shape = pair[0].shape == pair[1].shape
+    if not (same_shape and all(map(same, range(0, pair[1].shape[0], rows)))):
+        raise AutoshardError(
+            f"{HEAD} in {where} is not {embedding}, although its {CONFIG} says that both are one: "
+            "set tie_word_embeddings to false there"
+        )

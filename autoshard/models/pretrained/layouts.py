@@ -55,7 +55,7 @@ class Layout:
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the tensor's values are in the order of the parameter's."""
+        """True if the tensor has its values in the same order as the parameter, so that nothing is transposed."""
         return [name for group in self.groups for name in group if name not in (PART, ONE)] == self.names
 
     def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from autoshard.models.decoder.config_changes import config_fields, with_changes
 from autoshard.models.pretrained.copied import copied_patterns, warn_of_copies
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.folder import CONFIG, Folder, check_tensors, stored_dtype
+from autoshard.models.pretrained.folder import CONFIG, HEAD, Folder, check_tensors, check_tied_head, stored_dtype
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.models.pretrained.quantized.kept_codes import (
@@ -35,6 +35,8 @@ from autoshard.models.pretrained.shard_reader import Ranges, Shard, ShardReader
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.entry_points import plan as make_plan
 from autoshard.sharding.api.plan import Plan
+
+EMBEDDINGS = ("embed", "text/embed")  # the paths of the parameter that a tied head shares
 
 
 def load_pretrained(
@@ -62,7 +64,8 @@ def load_pretrained(
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
         keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen:
-            each product decodes its weight. Weights whose blocks are not ranges of their dimensions are decoded here.
+            each product decodes its weight. A weight whose blocks are
+            not ranges of its dimensions is decoded when it is read.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
             `attention`; and `compute_dtype`, the dtype of the computation.
 
@@ -71,7 +74,7 @@ def load_pretrained(
 
     Raises:
         AutoshardError: the architecture or a feature of the config is not known; a file or a tensor is missing,
-            unexpected, damaged or of another shape. Nothing is loaded then.
+            unexpected, damaged or of another shape; the plan is one of another model. Nothing is loaded then.
     """
     folder = Folder.open(path)
     described = Described.of(folder, dtype, changes)
@@ -81,7 +84,7 @@ def load_pretrained(
     if keep_codes:
         described, tensors = described.keeping_codes(folder, tensors)
     made = plan if isinstance(plan, Plan) else described.plan(batch, mesh=mesh, target=target, plan=plan)
-    return described.read(folder, tensors, by_path(made.in_shardings()[0]))
+    return described.read(folder, tensors, described.shardings(made))
 
 
 def read_values(
@@ -114,24 +117,35 @@ def read_values(
 
 
 def plan_pretrained(
-    path: Any, *, batch: tuple[int, int] | None = None, dtype: str | None = None, **options: Any
+    path: Any,
+    *,
+    batch: tuple[int, int] | None = None,
+    dtype: str | None = None,
+    keep_codes: bool = False,
+    **options: Any,
 ) -> Plan:
-    """Plan the training of a folder's model. Only its `config.json` is read.
+    """Plan the training of a folder's model. Only its `config.json` is read, and with `keep_codes` its files' headers.
 
     Args:
         path: the folder.
         batch: rows and positions of the batch.
         dtype: dtype of the parameters; by default that of the config.
+        keep_codes: plan for weights that stay codes and scales; see `load_pretrained`.
         **options: of `plan`, and fields of the model's config.
 
     Raises:
-        AutoshardError: the architecture or a feature of the config is not known.
+        AutoshardError: the architecture or a feature of the config is not known; with `keep_codes`, also that of
+            `load_pretrained`.
     """
     folder = Folder.open(path)
     family = family_of(folder.config, str(folder.path / CONFIG))
     fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
     changes = {name: options.pop(name) for name in list(options) if name in fields}
-    return Described.of(folder, dtype, changes).plan(batch, **options)
+    described = Described.of(folder, dtype, changes)
+    if keep_codes:
+        tensors = folder.tensors()
+        described, _ = described.fitted(folder, tensors).keeping_codes(folder, tensors)
+    return described.plan(batch, **options)
 
 
 @shown
@@ -179,7 +193,7 @@ class Described:
                 f"{str(folder.path)!r} is a {folder.text_of}: its text model alone is read, as a {origin.family}. The "
                 "tensors of its towers are neither loaded nor saved, because these towers are not built",
                 AutoshardWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         model: Any = nnx.eval_shape(lambda: family.model(cfg, rngs=nnx.Rngs(0)))
         model.origin = origin
@@ -196,7 +210,8 @@ class Described:
             tensors: the folder's tensors.
 
         Raises:
-            AutoshardError: tensors are missing or unexpected, or have other shapes.
+            AutoshardError: tensors are missing or unexpected, or have other shapes or dtypes; or there is a head that
+                is not the embedding, although the config says so.
         """
         copied = copied_patterns(self.family, folder, tensors)
 
@@ -209,7 +224,13 @@ class Described:
         wanted = {name: one.tensor_shape for one in choices[best].values() for name in one.names.values()}
         patterns = [*self.family.ignored, *self.family.unneeded(self.cfg), *copied]
         ignored = {name for name in tensors if any(re.fullmatch(pattern, name) for pattern in patterns)}
-        check_tensors(tensors, wanted, ignored, str(folder.path))
+        coded = {
+            name for path, one in choices[best].items() if is_of_codes(path, self.shapes) for name in one.names.values()
+        }
+        check_tensors(tensors, wanted, ignored, coded, str(folder.path))
+        if HEAD in ignored and (embedding := next((choices[best][e] for e in EMBEDDINGS if e in choices[best]), None)):
+            with folder.reading(HEAD):
+                check_tied_head(tensors, embedding.names[()], str(folder.path))
         if origin == self.origin:
             return self
         model = nnx.merge(self.graph, as_tree(self.shapes))
@@ -248,6 +269,24 @@ class Described:
                 raise AutoshardError(f"{path} is made of tensors of {' and '.join(dtypes)}: give a dtype for all")
             dtype = None if is_of_codes(path, self.shapes) else self.dtype
             found[path] = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype or dtypes[0]))
+        return found
+
+    def shardings(self, plan: Plan) -> dict[str, Any]:
+        """Return the sharding of each parameter in a plan of this model, by path.
+
+        Raises:
+            AutoshardError: the plan is one of another model.
+        """
+        found = by_path(plan.in_shardings()[0])
+        planned = {path: tuple(leaf.shape) for path, leaf in zip(found, plan.inputs, strict=False)}
+        wanted = {path: leaf.shape for path, leaf in self.shapes.items()}
+        for path in {**wanted, **planned}:
+            if planned.get(path) != wanted.get(path):
+                has, needs = (str(list(one[path])) if path in one else "missing" for one in (planned, wanted))
+                raise AutoshardError(
+                    f"the plan is one of another model: {path} is {has} in the plan and {needs} in this model. Make it "
+                    "by plan_pretrained with the same folder, fields such as scan_layers, and keep_codes"
+                )
         return found
 
     def read(self, folder: Folder, tensors: Mapping[str, Tensor], shardings: Mapping[str, Any]) -> Any:

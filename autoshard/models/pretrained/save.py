@@ -14,12 +14,13 @@ import numpy as np
 from flax import nnx
 
 from autoshard.ckpt.exchange.constants import SHARD_BYTES
+from autoshard.ckpt.exchange.export import cast_values
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.copied import copied_tensors
 from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.families.family import Config
-from autoshard.models.pretrained.folder import CONFIG, Folder
+from autoshard.models.pretrained.folder import CONFIG, FLOATS, Folder
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, with_codes
 from autoshard.models.pretrained.quantized.scheme import cast_tensor
@@ -38,15 +39,17 @@ def save_pretrained(
     Args:
         model: a model of `load_pretrained`, from any mesh, with its layers stacked or separate.
         path: a new or empty folder.
-        dtype: dtype of floating-point tensors; by default that of the parameters. If it is given, no tensor is
-            quantized.
+        dtype: `float32`, `bfloat16` or `float16` for all floating-point tensors; by default that of each parameter. If
+            it is given, no tensor is quantized.
         shard_bytes: largest number of bytes of tensors in one file; several files have an index.
         copies: whether to write the tensors that the model does not use.
 
     Raises:
-        AutoshardError: the model has no family, the folder is not empty, or the folder that the model was read from is
-            missing, and its scales or tensors are needed.
+        AutoshardError: the model has no family, the folder is not empty, a value is too large for the dtype, or the
+            folder that the model was read from is missing, and its scales or tensors are needed.
     """
+    if dtype is not None and dtype not in FLOATS:
+        raise AutoshardError(f"save_pretrained: dtype is {dtype!r}; choose one of {', '.join(FLOATS)}")
     origin = getattr(model, "origin", None)
     if origin is None:
         raise AutoshardError("save_pretrained: the model was not loaded by load_pretrained, so its family is not known")
@@ -58,13 +61,14 @@ def save_pretrained(
             "them by `autoshard ckpt merge`"
         )
     family, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
+    dtypes = {
+        path: str(leaf.dtype) if is_of_codes(path, values) else dtype or str(leaf.dtype)
+        for path, leaf in values.items()
+    }
     tensors = tensors_of(
         sources_of(family.stacks(cfg), with_codes(family.spelled(cfg, origin.written_spelling)), shapes),
-        {
-            path: str(leaf.dtype) if is_of_codes(path, values) else dtype or str(leaf.dtype)
-            for path, leaf in values.items()
-        },
-        lambda path, index: gathered(values[path], index),
+        dtypes,
+        lambda path, index: cast_values(path, gathered(values[path], index), dtypes[path]),
     )
     tensors, config = sorted(tensors, key=lambda one: one.name), origin.values()
     coded = origin.quantized and dtype is None

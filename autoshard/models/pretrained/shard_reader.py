@@ -16,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard._shown import shown
+from autoshard.ckpt.exchange.export import cast_values
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.models.pretrained.constants import MOST_THREADS, PIECE_BYTES
 from autoshard.models.pretrained.fast_copy import copy_transposed
@@ -89,6 +91,9 @@ class Piece:
         Args:
             values: the array.
             memory: memory for a part of a tensor whose values are ordered or stored otherwise than in the shard.
+
+        Raises:
+            CheckpointError: a value is too large for the dtype of the shard.
         """
         layout = self.shard.source.layout
         starts = [start for start, _ in self.shard.ranges[self.shard.source.leading :]]
@@ -100,6 +105,8 @@ class Piece:
             return target.reshape(shape) if same and np.prod(shape) == target.size else memory.empty(shape, dtype)
 
         stored = self.tensor.read_part(self.part, empty)
+        if jnp.finfo(target.dtype).maxexp < jnp.finfo(stored.dtype).maxexp:  # float16 does not hold all of bfloat16
+            stored = cast_values(self.tensor.name, stored, str(target.dtype))
         if not np.may_share_memory(stored, target):
             copy_transposed(target, layout.parameter(stored, self.inner, self.shape))
 
@@ -140,7 +147,7 @@ class ShardReader:
         """Return the values of a shard.
 
         Raises:
-            AutoshardError: a file cannot be read.
+            AutoshardError: a file cannot be read, or a value is too large for the dtype.
         """
         values, pieces = aligned_empty(shard.shape, shard.dtype), pieces_of(shard, self._tensors)
         if values.nbytes <= PIECE_BYTES:

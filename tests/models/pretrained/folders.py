@@ -91,6 +91,12 @@ def add_predicting_layer(folder: Path, layer: int) -> set[str]:
     new = {start + "eh_proj.weight": rng.normal(size=(16, 32)), start + "enorm.weight": rng.normal(size=(16,))}
     found = {one.name: one.read() for one in Folder.open(folder).stored_tensors().values()}
     new = {name: x.astype(found["model.norm.weight"].dtype) for name, x in new.items()}
+    experts = ".mlp.experts.0.up_proj.weight"  # with its scales, in a folder in fp8
+    new |= {
+        start + name.partition(f".{layer - 1}.")[2]: x
+        for name, x in found.items()
+        if name.startswith(f"model.layers.{layer - 1}{experts}")
+    }
     write_tensors(folder, {**found, **new})
     return set(new)
 

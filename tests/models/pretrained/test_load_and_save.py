@@ -107,8 +107,9 @@ def test_the_text_model_of_a_model_with_towers_is_read_and_written_alone(tmp_pat
     nested = {"architectures": [whole], "dtype": "float32", "text_config": inner, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(nested))
     write_tensors(folder, {names[name]: x for name, x in text.items()} | {tower: np.zeros(2, "float32")})
-    with pytest.warns(AutoshardWarning, match=f"is a {whole}: its text model alone is read"):
+    with pytest.warns(AutoshardWarning, match=f"is a {whole}: its text model alone is read") as warned:
         model = load_pretrained(folder, plan="fsdp:8", batch=BATCH)
+    assert warned[0].filename == __file__
     save_pretrained(model, tmp_path / "out")
     assert same(text, stored(tmp_path / "out"))
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
@@ -139,6 +140,16 @@ def test_bfloat16_stays_unless_a_dtype_is_given(tmp_path):
     assert model.embed[...].dtype == jnp.bfloat16 and model(jnp.zeros((1, 4), jnp.int32)).dtype == jnp.bfloat16
     wide = load_pretrained(folder, plan="dp:8", batch=BATCH, dtype="float32", compute_dtype="bfloat16")
     assert wide.embed[...].dtype == jnp.float32 and wide(jnp.zeros((1, 4), jnp.int32)).dtype == jnp.bfloat16
+
+
+def test_a_dtype_that_does_not_hold_the_values_is_refused(tmp_path):
+    model = load_pretrained(make_folder(tmp_path / "in", LLAMA), plan="dp:8", batch=BATCH)
+    with pytest.raises(AutoshardError, match="dtype is 'int8'; choose one of float32"):
+        save_pretrained(model, tmp_path / "out", dtype="int8")
+    model.embed[...] = model.embed[...].at[3, 5].set(1e5)
+    with pytest.raises(AutoshardError, match="embed has values of up to 100000, but the largest float16 is 65504"):
+        save_pretrained(model, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_shard_reads_its_own_part_of_a_tensor_alone(tmp_path, monkeypatch):
@@ -174,6 +185,16 @@ def test_a_plan_serves_the_load(tmp_path):
     model = load_pretrained(folder, plan=plan)
     wq = nnx.state(model)["segments"][0]["layers"][0]["attention"]["wq"][...]
     assert wq.sharding.spec == plan.in_specs[0]["segments"][0]["layers"][0]["attention"]["wq"]
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path):
+    folder = make_folder(tmp_path, LLAMA)
+    plan = plan_pretrained(folder, batch=BATCH, plan="fsdp:4 tp:2")
+    with pytest.raises(AutoshardError, match="plan is one of another model: segments/0/0/layers.* is missing in"):
+        load_pretrained(folder, plan=plan, scan_layers=False)
+    wide = plan_pretrained(make_folder(tmp_path / "wide", {**LLAMA, "vocab_size": 32}), batch=BATCH, plan="fsdp:4 tp:2")
+    with pytest.raises(AutoshardError, match=r"embed is \[32, 16\] in the plan and \[24, 16\] in this model"):
+        load_pretrained(folder, plan=wide)
 
 
 def test_a_trained_model_is_written(tmp_path):

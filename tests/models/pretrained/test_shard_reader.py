@@ -1,6 +1,7 @@
 """Shards are read in pieces by several threads: values, memory, and pieces that cannot be read."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -76,14 +77,28 @@ def test_values_in_order_are_read_to_their_place(tmp_path):
         cast.read_into(np.zeros(shard.shape, "bfloat16"), NoMemory())
 
 
-def test_a_piece_that_cannot_be_read_stops_all_threads(tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_that_float16_does_not_hold_are_refused(tmp_path, dtype):
+    source, tensors, _ = stored(tmp_path, Layout("f e -> e f"), (16, 40))
+    large = np.full((40, 16), np.inf, dtype)
+    tensors |= {"layer 2": Tensor("layer 2", (40, 16), dtype, lambda: large)}
+    shard = Shard(source, ((0, 3), (0, 16), (0, 40)), "float16")
+    with ShardReader(Folder(tmp_path, {}), tensors) as reader:
+        assert np.isinf(reader.read(shard)[2]).all()
+        large[30, 2] = 1e6
+        with pytest.raises(AutoshardError, match="layer 2 has values of up to .*, but the largest float16 is 65504"):
+            reader.read(shard)
+
+
+def test_a_piece_that_cannot_be_read_stops_all_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_reader.os, "cpu_count", lambda: 2)
     source, tensors, _ = stored(tmp_path, Layout("f e -> e f"), (16, 4000))
     shard = Shard(source, ((0, 3), (0, 16), (0, 4000)), "float32")
     reads, stored_part = [], tensors["layer 0"].part
 
     def part(*arguments):
         reads.append(1)
-        if len(reads) == 9:
+        if threading.current_thread().name.endswith("_1"):  # the result of the other thread is waited for first
             raise OSError("the disk is gone")
         return stored_part(*arguments)
 

@@ -1,10 +1,12 @@
 """Folders that are damaged, incomplete or unknown: an error that names the tensor and the file, and nothing loaded."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained import load_pretrained, plan_pretrained
 from autoshard.models.pretrained.folder import Folder, read_table
@@ -52,6 +54,39 @@ def test_dtypes_that_differ_within_a_parameter(folder):
     name = "model.layers.1.mlp.up_proj.weight"
     with_tensors(folder, lambda t: t.update({name: t[name].astype("bfloat16")}))
     assert "tensors of bfloat16 and float32: give a dtype for all" in refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_tensors_that_are_not_decoded(folder, dtype):
+    name = "model.layers.1.mlp.up_proj.weight"
+    with_tensors(folder, lambda t: t.update({name: t[name].astype(dtype)}))
+    assert f"{name}: the folder has {dtype}, which a model does not compute with" in refusal(folder)
+
+
+def test_files_without_an_index(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
+
+
+def test_of_a_tensor_in_two_files_the_index_chooses(folder):
+    new = Folder.open(folder).tensors()
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    old = Tensor("model.norm.weight", (16,), "float32", lambda: np.zeros(16, "float32"))
+    write(folder, [old, replace(old, name="lm_head.weight", shape=(24, 16), read=lambda: np.ones((24, 16), "float32"))],
+        shard_bytes=10**9, metadata={})  # fmt: skip
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    places = {name: "b.safetensors" if name == "lm_head.weight" else "a.safetensors" for name in new}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    read = Folder.open(folder).tensors()
+    assert read.keys() == new.keys()
+    assert read["model.norm.weight"].read().any() and (read["lm_head.weight"].read() == 1).all()
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to(folder):
+    with_config(folder, tie_word_embeddings=True)
+    assert "lm_head.weight in " in (message := refusal(folder)) and "is not model.embed_tokens.weight" in message
+    with_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
+    load_pretrained(folder, plan="dp:8", batch=(8, 16))
 
 
 def test_truncated_file(folder):

@@ -35,6 +35,18 @@ def test_roles_and_names_are_those_of_two_rows(tmp_path, config):
     assert of_weights[0] == of_weights[1]
 
 
+def test_a_part_of_a_weight_that_the_row_chooses_is_a_weight():
+    def step(state, weights):
+        found = state["x"] @ jax.lax.dynamic_index_in_dim(weights, state["token"][0], keepdims=False)
+        return {"x": found, "token": jnp.argmax(found, axis=-1).astype(jnp.int32)}
+
+    state = {"x": jax.ShapeDtypeStruct((1, 32), jnp.float32), "token": jax.ShapeDtypeStruct((1,), jnp.int32)}
+    program = (traced := trace(step, (state, jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)), {})).program
+    row = values_of_single_row(program, [program.inputs[i] for i, _ in traced.state])
+    parts = {op.results[0] for op in program.ops() if op.name == "dynamic_slice"}
+    assert set(program.outputs) <= row and parts and not parts & row
+
+
 def test_a_train_step_has_no_single_row():
     def step(state, x):
         grad = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(state["w"])

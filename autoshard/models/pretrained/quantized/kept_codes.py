@@ -60,6 +60,8 @@ def kept_weights(
                 decoded.append(next(iter(names)))
             else:
                 found[path] = both
+    if not found and not decoded:
+        raise AutoshardError(f"keep_codes: {where!r} has no weights in {scheme.code_dtype}: leave keep_codes out")
     if decoded:
         reason = f"blocks of {scheme.rows} x {scheme.columns} are not ranges of the dimensions of its parameter"
         problem = f"{decoded[0]} in {where!r}: {reason}"
@@ -167,6 +169,6 @@ def weight_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _is_matrix(layout: Layout) -> bool:
-    """Whether a parameter is a matrix `[*inputs, *outputs]` that is one tensor `[outputs, inputs]`."""
+    """Return whether a layout makes a matrix `[*inputs, *outputs]` of one tensor `[outputs, inputs]`."""
     groups = layout.groups
     return len(groups) == 2 and PART not in groups[0] + groups[1] and layout.names == groups[1] + groups[0]

@@ -11,7 +11,7 @@ from flax import nnx
 
 from autoshard.errors import AutoshardError, AutoshardWarning, ConfigError
 from autoshard.models.adapters import LoraConfig, add_adapters, load_adapter, save_adapter
-from autoshard.models.pretrained import load_pretrained, save_pretrained
+from autoshard.models.pretrained import load_pretrained, plan_pretrained, save_pretrained
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.layouts import Layout
@@ -105,9 +105,21 @@ def test_folders_without_such_codes_are_refused(tmp_path):
     folder = make_folder(tmp_path / "plain", LLAMA)
     with pytest.raises(AutoshardError, match="keep_codes is for folders in fp8"):
         load_pretrained(folder, plan="dp:8", batch=BATCH, keep_codes=True)
+    (folder / "config.json").write_text(json.dumps(FP8_LLAMA))  # which says fp8, but no tensor is
+    with pytest.raises(AutoshardError, match="has no weights in float8_e4m3fn: leave keep_codes out"):
+        load_pretrained(folder, plan="dp:8", batch=BATCH, keep_codes=True)
     odd = make_quantized_folder(tmp_path / "odd", {**FP8_LLAMA, "quantization_config": FP8})
     with pytest.raises(AutoshardError, match="no weight can stay quantized. .* blocks of 12 x 10"):
         load_pretrained(odd, plan="dp:8", batch=BATCH, keep_codes=True)
+
+
+def test_a_plan_with_codes_is_made_first(tmp_path):
+    folder = make_quantized_folder(tmp_path / "in", FP8_LLAMA)
+    plans = [plan_pretrained(folder, plan="fsdp:8", batch=BATCH, keep_codes=keep) for keep in (True, False)]
+    with pytest.raises(AutoshardError, match="plan is one of another model: .*/codes is missing in the plan and"):
+        load_pretrained(folder, plan=plans[1], keep_codes=True)
+    codes = parameters_of(load_pretrained(folder, plan=plans[0], keep_codes=True))["segments/0/layers/0/mlp/w_up/codes"]
+    assert codes.dtype == jnp.float8_e4m3fn and not codes.sharding.is_fully_replicated
 
 
 @pytest.mark.slow
