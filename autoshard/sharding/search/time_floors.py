@@ -1,12 +1,11 @@
 """Leaves out known plans that are slower than others in any case.
 
-The kernels and the collectives of activations of a plan (`StepCost.rows_us`) are a lower bound of its step time. They
-are a sum over operators. Plans compete with the part that is known of their sums (`RowsTime`): the plan with the
-smallest part goes on, and it is priced when its sum is complete. This ends when no other plan can be one of the fastest.
-So most slow plans cost the price of a few operators only.
+The time of a plan's kernels and of the collectives of its activations (`StepCost.rows_us`) is a lower bound of its step
+time. It is a sum over operators. Plans compete with the part that is known of their sums (`RowsTime`): the plan with
+the smallest part goes on, and it is priced when its sum is complete. This ends when no other plan can be one of the
+fastest. So most slow plans cost the price of a few operators only.
 
-Reports and further searches need some slower plans, too (`_Wanted`). Of the other plans, those are priced that may be
-needed there.
+Reports and further searches need some slower plans, too (`_Wanted`). These are priced next.
 """
 
 from __future__ import annotations
