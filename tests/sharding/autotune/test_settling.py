@@ -265,7 +265,7 @@ print("chosen", kind_of(made.chosen), *made.compiler_options["cpu"], made.notes[
 """
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_process_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("AUTOSHARD_CACHE", str(tmp_path))

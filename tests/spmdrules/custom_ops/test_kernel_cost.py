@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autoshard.sharding.cost.step_time import declared_us
 from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.kernel_time import declared_us
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost, declared_costs
 from autoshard.spmdrules.custom_ops.operator import operator
 
