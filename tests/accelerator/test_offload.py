@@ -13,15 +13,13 @@ from autoshard import auto_shard
 from autoshard.models import workload
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
-from tests.accelerator.comparisons import FLOAT32_TOLERANCE
 from tests.sharding.offload.steps import arguments, step_of
 from tests.sharding.programs import assert_close
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.usefixtures("full_precision")]
 
 HOST = "pinned_host"
-# Adam divides by the root of the squares of gradients: where these are about 0, rounding decides the update.
-UPDATE_TOLERANCE = 1e-3
+TOLERANCE = 1e-5  # the same operators in other kernels
 WIDE = {"layers": 6, "width": 256, "heads": 4, "context": 256, "vocab": 512}  # so that transfers overlap with compute
 
 
@@ -54,9 +52,7 @@ def test_loss_gradients_and_moments_stay(kind, words):
     step = step_of(kind)
     planned = auto_shard(step, offload=words)
     found = trained(planned, arguments())
-    expected = trained(jax.jit(step), arguments())
-    assert_close(expected[0], found[0], UPDATE_TOLERANCE)
-    assert_close(expected[1:], found[1:], FLOAT32_TOLERANCE)  # XLA may choose other kernels for the same products
+    assert_close(trained(jax.jit(step), arguments()), found, TOLERANCE)
     assert bool(on_host(found[1])) == ("optimizer" in words)
     text = planned.lower(*arguments()).compile().as_text()
     assert "S(5)" in text  # XLA's number of host memory
@@ -78,7 +74,8 @@ def test_a_transformer_trains_as_without_offload(remat):
         states.append(state)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     assert losses[0][-1] < losses[0][0]
-    assert_close(states[0].params, states[1].params, UPDATE_TOLERANCE)
+    # Adam divides by the root of the squares of gradients: where these are about 0, rounding decides the update.
+    assert_close(states[0].params, states[1].params, 1e-3)
     assert on_host(states[1].opt_state)
 
 
