@@ -17,10 +17,6 @@ ASSIGNED_CANDIDATES = 12
 # them, and they may fit with another variant. Source: chosen, not measured.
 KEPT_CANDIDATES = 40
 
-# Relative error of the least time of a group of known plans (`time_floors`). Source: chosen. In the groups of two small
-# models, llama-tiny on v5e:4x8 and moe-tiny on v5e:2x4, no plan is faster (`test_time_floors.py`).
-FLOOR_ERROR = 0.02
-
 # Most that the best device assignment gains over the default one, relative to the step time, for known plans that are
 # left out because few plans fit. Source: chosen, not measured.
 MOST_REASSIGNED_GAIN = 0.5
