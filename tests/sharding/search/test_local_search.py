@@ -99,7 +99,9 @@ def test_a_changed_plan_can_be_requested(monkeypatch):
     assert [leaf.spec for leaf in requested.inputs] == [leaf.spec for leaf in plan.inputs]
 
 
-@pytest.mark.parametrize(("name", "target"), [("gpt-tiny", "h100:8"), pytest.param("mixtral-tiny", "v5e:2x4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "target"), [("gpt-tiny", "h100:8"), pytest.param("mixtral-tiny", "v5e:2x4", marks=pytest.mark.slow)]
+)
 def test_no_work_is_repeated_to_save_communication(name, target):
     planned = plan(*workload_step(workload(name).with_(batch_size=4)), target=target, donate_argnums=0)
     assert "-" not in planned.chosen  # for a model this small, repeated work would be faster
