@@ -87,6 +87,17 @@ def test_attempts_that_save_nothing_come_to_an_end(capfd):
     assert len(supervise(replace(JOB, max_failures=0), [[75, -9, 75]] * 9 + [[0, 0, 0]], ["1"] * 9)[1]) == 10
 
 
+@pytest.fixture
+def default_signals():
+    """Signals act as in a terminal: a shell lets its background jobs, such as these tests may be, ignore SIGINT."""
+    stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in stops}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
 @pytest.mark.parametrize("stops_with", [75, None])
 def test_a_signal_stops_all_processes(number, code, stops_with):
@@ -103,6 +114,7 @@ def test_a_signal_stops_all_processes(number, code, stops_with):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("stops_with", [0, 2])
 def test_a_run_that_ends_by_itself_after_a_signal_keeps_its_code(stops_with):
     started: list[Fake] = []
@@ -115,6 +127,7 @@ def test_a_run_that_ends_by_itself_after_a_signal_keeps_its_code(stops_with):
     assert Supervisor(JOB, start, list).run() == stops_with
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_second_interrupt_kills_the_processes():
     fake = Fake("process 0", None, None)
 
