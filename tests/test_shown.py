@@ -71,7 +71,11 @@ def reached(start: Any) -> Iterator[Any]:
 
 @cache
 def classes() -> dict[str, type]:
-    """Collects all classes that the modules of the package define, except abstract ones, which have no objects."""
+    """Collects all classes that the modules of the package define, except those without objects.
+
+    Abstract classes and protocols have none. A copy of a protocol's object would also change the class: `copy` gives it
+    an attribute, which Python 3.11 then expects of every object that `isinstance` compares with the protocol.
+    """
     modules = [m.name for m in pkgutil.walk_packages(autoshard.__path__, "autoshard.")]
     found = {
         f"{name}.{cls.__qualname__}": cls
@@ -80,7 +84,11 @@ def classes() -> dict[str, type]:
         for cls in vars(importlib.import_module(name)).values()
         if inspect.isclass(cls) and cls.__module__ == name
     }
-    return {name: cls for name, cls in found.items() if not issubclass(cls, jax.Array) and not inspect.isabstract(cls)}
+    return {
+        name: cls
+        for name, cls in found.items()
+        if not (issubclass(cls, jax.Array) or inspect.isabstract(cls) or getattr(cls, "_is_protocol", False))
+    }
 
 
 def half_built(cls: type) -> Any:
