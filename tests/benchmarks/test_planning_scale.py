@@ -1,8 +1,10 @@
 """The benchmark of planning at scale: one small measurement, and the ratios of made-up measurements."""
 
+import pytest
 from planning_scale import OF_CONFIG, OF_PATTERNS, SMALL, Measured, in_a_process, rows_of
 
 
+@pytest.mark.slow
 def test_a_measurement_is_a_new_process():
     measurement = in_a_process(("plan", SMALL, "layers=1", "context=64", "vocab=256"))
     assert set(measurement.seconds) == {"trace", "plan"}

@@ -142,6 +142,7 @@ def test_adapters_of_some_layers_are_named_in_full(tmp_path: Path) -> None:
         load_adapter(stacked, tmp_path / "adapter")
 
 
+@pytest.mark.slow
 def test_a_cached_step_with_adapters_computes_the_same(tmp_path: Path) -> None:
     """Latent attention reads one weight itself, besides projecting with it."""
     lora = LoraConfig(rank=2, targets=("attention/*",), dora=True)

@@ -14,6 +14,7 @@ from autoshard import plan
 LAYERS, EMBED, FFN, ROWS = 6, 256, 512, 8192
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_residuals_of_stages_wait_on_the_host() -> None:
     """Each stage has slots in host memory, which its loop over the ticks writes and reads in place."""
