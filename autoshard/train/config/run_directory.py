@@ -78,6 +78,17 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     return config
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON lines; empty if there is none. Lines that a crash left incomplete are skipped."""
+    found = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found
+
+
 def is_taken(run_dir: Path) -> bool:
     """Whether the path is a file, or a folder that is not empty.
 

@@ -114,7 +114,7 @@ class Attempt:
         """Record at the end of the `with` block how the attempt ended: with `reason`, or with an error."""
         try:
             yield
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too; it is raised again
             self.reason = f"{type(error).__name__}: {error}".strip(": ")
             raise
         finally:
@@ -145,13 +145,7 @@ def _end_last_line(path: Path) -> None:
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:
     """Read the events of a run's attempts. Lines that a crash left incomplete are skipped."""
-    events = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            events.append(json.loads(text))
-        except ValueError:
-            continue
-    return events
+    return run_directory.read_lines(path)
 
 
 def fruitless(events: Sequence[Mapping[str, Any]], step: int, restarts: int | None) -> list[str]:

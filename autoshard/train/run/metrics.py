@@ -23,14 +23,8 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics file, up to a line that a crash left incomplete."""
-    lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            break
-    return lines
+    """Read the lines of a metrics file, without one that a crash left incomplete."""
+    return run_directory.read_lines(path)
 
 
 class Reporter:
