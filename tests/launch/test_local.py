@@ -19,6 +19,8 @@ SIZES = (
     "--preset quick --gpt.layers 1 --gpt.width 32 --gpt.heads 2 --gpt.context 16 --gpt.dropout 0 --batch-size 8 "
     "--log-every 1 --sample-tokens 0 --virtual-devices 2 --deadline-seconds 60 --data text.txt --run-dir run"
 ).split()
+# Only Linux lists the children of a process, here those of the launcher, in /proc.
+reads_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc of Linux")
 
 
 def launch(folder: Path, launching: str, training: str) -> subprocess.Popen[str]:
@@ -66,7 +68,7 @@ def test_an_error_of_a_process_ends_the_launch(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes to kill in /proc")
+@reads_proc
 def test_an_elastic_run_loses_no_saved_step_and_keeps_its_losses(tmp_path):
     """The second of two processes is killed; the rest of the run is done by one, with the same losses."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -90,7 +92,7 @@ def test_an_elastic_run_loses_no_saved_step_and_keeps_its_losses(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes to stop in /proc")
+@reads_proc
 def test_a_signal_to_the_launcher_saves_the_run(tmp_path):
     launcher = launch(tmp_path, "--processes 2", "--steps 5000")
     wait_for_step(tmp_path, 3, launcher)

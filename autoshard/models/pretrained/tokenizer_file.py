@@ -17,7 +17,7 @@ def open_tokenizer(file: Path) -> Tokenizer:
     """
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the Rust code of tokenizers raises `Exception` itself, no subclass
+    except Exception as error:  # tokenizers raises plain `Exception` from its Rust code
         raise ConfigError(f"{file} is not a tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -178,7 +178,7 @@ TRACE_FLAGS = (
 _TYPE_ERRORS = (
     _compat.ShardingTypeError,  # the operands of an operator
     TypeError,  # branches, or the carry of a loop
-    NotImplementedError,  # JAX derives no type for an operator, such as `ragged_dot`
+    NotImplementedError,  # an operator, such as `ragged_dot`, that has no rule for Explicit axes in JAX
 )
 
 

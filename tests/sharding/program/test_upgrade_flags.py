@@ -58,11 +58,10 @@ def step_of(unrolled=False, **options):
     return step
 
 
-# Older versions of `jax_remat3` ignore most policies and `prevent_cse`, and do not keep the named value itself.
-# JAX 0.10.2 has an early form of `jax_remat3`, which no later version has. The flag came to its present form together
-# with `jax_custom_jvp3`.
+# JAX 0.10 has an early form of `jax_remat3`, which ignores most policies and `prevent_cse`. The present form came
+# together with `jax_custom_jvp3`.
 current_remat3 = pytest.mark.skipif(
-    "jax_custom_jvp3" not in jax.config.values, reason="this version of JAX has an early form of jax_remat3"
+    "jax_custom_jvp3" not in jax.config.values, reason="needs jax_remat3 as newer versions of JAX have it"
 )
 
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from autoshard.train.config.command_line import parse_config
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.run.attempts import Attempt, check_first_start, fruitless, read_attempts
 from autoshard.train.run.loop import Trainer, train
+from autoshard.train.step.train_state import TrainState
 
 
 def attempt(folder: Path, step: int, limit: int = 3, error: BaseException | None = None, reason: str = "") -> None:
@@ -30,6 +32,21 @@ def attempt(folder: Path, step: int, limit: int = 3, error: BaseException | None
                 raise error
     except type(error or ValueError):
         pass
+
+
+def before_each_step(trainer: Trainer, call: Callable[[TrainState], None]) -> None:
+    """Let a trainer call a function with the state before each of its steps."""
+    step = trainer.placed.step
+
+    class Step:
+        init = step.init
+
+        def __call__(self, state: TrainState, batch: Any) -> Any:
+            call(state)
+            return step(state, batch)
+
+    stand_in: Any = Step()
+    trainer.placed = replace(trainer.placed, step=stand_in)
 
 
 def test_attempts_that_save_nothing_come_to_an_end(tmp_path):
@@ -123,15 +140,12 @@ def test_one_command_line_starts_a_run_and_continues_it(tmp_path):
 def test_a_run_records_its_attempts(make_config: Callable[..., TrainConfig], tmp_path, monkeypatch):
     config = make_config(run_dir=tmp_path / "run", steps=4, resume_if_started=True, checkpoint_every=2)
     trainer = Trainer(config)
-    step = trainer.placed.step
 
-    def broken(state, batch):
+    def fail(state: TrainState) -> None:
         if int(state.step) == 3:
             raise OSError("the network is gone")
-        return step(state, batch)
 
-    broken.init = step.init  # type: ignore[attr-defined]  # the trainer asks the step for its first state
-    trainer.placed = replace(trainer.placed, step=broken)  # pyright: ignore[reportArgumentType]  only called
+    before_each_step(trainer, fail)
     with pytest.raises(OSError, match="network"):
         trainer.run()
     train(replace(config, resume=True))
@@ -164,13 +178,6 @@ def test_a_signal_before_the_first_step_does_not_wait_for_it(make_config: Callab
 
 def test_a_signal_is_the_reason(make_config: Callable[..., TrainConfig], tmp_path):
     trainer = Trainer(make_config(run_dir=tmp_path / "run", steps=50))
-    step = trainer.placed.step
-
-    def interrupted(state, batch):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return step(state, batch)
-
-    interrupted.init = step.init  # type: ignore[attr-defined]  # the trainer asks the step for its first state
-    trainer.placed = replace(trainer.placed, step=interrupted)  # pyright: ignore[reportArgumentType]  only called
+    before_each_step(trainer, lambda _: os.kill(os.getpid(), signal.SIGTERM))
     trainer.run()
     assert read_attempts(tmp_path / "run" / "attempts.jsonl")[-1]["reason"] == "SIGTERM"

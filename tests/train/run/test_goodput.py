@@ -36,7 +36,7 @@ def test_work_after_the_last_save_is_lost():
     events = [
         event(1, "begin", 5, 0, seconds={"plan": 5.0}),
         event(1, "save", 50, 10, seconds={"plan": 5.0, "steps": 35.0, "compile": 9.0, "save": 1.0}),
-        # killed after the line of metrics at 70 s; started again at 100 s, from step 10
+        # Attempt 1 wrote its last metrics at 70 s and was killed. Attempt 2 began at 100 s, from step 10.
         event(2, "begin", 100, 10, alive=at(70), seconds={"plan": 4.0}),
         event(2, "save", 150, 20, seconds={"plan": 4.0, "steps": 45.0, "restore": 5.0}),
         event(2, "end", 160, 24, reason="ValueError", seconds={"plan": 4.0, "steps": 55.0, "restore": 5.0}),
