@@ -92,12 +92,17 @@ def test_the_kernels_of_grouped_products_are_as_exact_as_plain_jax(shape, sizes)
     assert_no_worse(kernel.compile()(*args), plain.compile()(*args), expected)
 
 
+def routing(tokens: int, experts: int) -> tuple[jax.Array, jax.Array]:
+    """Return two of the first experts for each token of four rows, `[4, tokens, 2]`, and their weights."""
+    rng = np.random.default_rng(1)
+    chosen = np.stack([rng.permutation(experts)[:2] for _ in range(4 * tokens)]).reshape(4, tokens, 2)
+    return jnp.asarray(chosen, jnp.int32), jnp.asarray(rng.random((4, tokens, 2)), jnp.float32)
+
+
 @pytest.mark.usefixtures("on_gpu")
 def test_experts_in_bfloat16_take_the_kernels_and_are_as_exact_as_without():
     x, up, down, gate = arrays((4, 512, 256), (8, 256, 384), (8, 384, 256), (8, 256, 384))
-    rng = np.random.default_rng(1)
-    chosen = jnp.asarray(np.stack([rng.permutation(8)[:2] for _ in range(4 * 512)]).reshape(4, 512, 2), jnp.int32)
-    gates = jnp.asarray(rng.random((4, 512, 2)), jnp.float32)
+    chosen, gates = routing(512, 8)
     own = jnp.arange(8, dtype=jnp.int32)
 
     def run(kernel: Any, x: Any, gates: Any, *weights: Any) -> Any:
@@ -118,9 +123,7 @@ def test_experts_in_bfloat16_take_the_kernels_and_are_as_exact_as_without():
 @pytest.mark.usefixtures("full_precision")
 def test_experts_equal_those_of_the_cpu():
     x, up, down, gate = arrays((4, 96, 32), (8, 32, 48), (8, 48, 32), (8, 32, 48))
-    rng = np.random.default_rng(1)
-    chosen = jnp.asarray(np.stack([rng.permutation(7)[:2] for _ in range(4 * 96)]).reshape(4, 96, 2), jnp.int32)
-    gates = jnp.asarray(rng.random((4, 96, 2)), jnp.float32)
+    chosen, gates = routing(96, 7)
 
     def run(x: Any, gates: Any, *weights: Any) -> Any:
         return jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(experts(x[0], x[1], chosen, *x[2:]))), (0, 1, 2, 3, 4))(
