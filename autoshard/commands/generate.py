@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         return run_pretrained(given)
     if others := given_options(given):
         raise ConfigError(
-            f"{', '.join(others)} need a pretrained folder with config.json and safetensors files; "
+            f"{', '.join(others)} need{'s' * (len(others) == 1)} a pretrained folder with config.json and safetensors files; "
             f"{str(given.run_dir)!r} is not one"
         )
     from autoshard.train.inference.exported_model import open_generator
