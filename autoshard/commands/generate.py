@@ -62,8 +62,8 @@ def run(arguments: Sequence[str]) -> int:
         return run_pretrained(given)
     if others := given_options(given):
         raise ConfigError(
-            f"{', '.join(others)} need{'s' * (len(others) == 1)} a pretrained folder with config.json and safetensors files; "
-            f"{str(given.run_dir)!r} is not one"
+            f"{', '.join(others)} need{'s' * (len(others) == 1)} a pretrained folder with config.json and safetensors "
+            f"files; {str(given.run_dir)!r} is not one"
         )
     from autoshard.train.inference.exported_model import open_generator
 
