@@ -52,7 +52,10 @@ TARGETS = ("v5e:2x4", "v6e:2x4")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its rows and the positions of its cache. Of an architecture in `fp8`, matrices are codes and scales."""
+    """A model, its rows and the positions of its cache.
+
+    If `fp8` names an architecture, its matrices are codes and scales.
+    """
 
     config: DecoderConfig
     rows: int
@@ -144,7 +147,7 @@ def row_of(name: str, target: str) -> Row:
 
 
 def _put_codes(model: Decoder, config: DecoderConfig, architecture: str) -> None:
-    """Put codes and scales of blocks of 128 x 128 in the place of matrices, as `keep_codes` does."""
+    """Replace matrices by codes and scales of blocks of 128 x 128, as `keep_codes` does."""
     family = known_families()[architecture]
     shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
     sources = sources_of(family.stacks(config), family.table(config), shapes)

@@ -1,4 +1,4 @@
-"""Products of experts on an attached GPU, in all forms that could compute them, and the planner's times.
+"""Products of experts on an attached GPU in several forms, and the times that the planner predicts.
 
 A form computes the product of rows and the matrices of their experts, the gradient of the rows, and the gradient of the
 matrices. Rows choose experts at random, so groups have different sizes. The forms:
@@ -77,8 +77,8 @@ def _grouped(call: GroupedCall) -> Form:
 
 
 def _triton(blocks: Blocks) -> Form:
-    """Return the passes as the Triton kernels compute them with these blocks. What they state to audits is not used."""
-    unpriced = KernelCost(0.0, 2, 0.0)
+    """Return the passes of the Triton kernels with these blocks."""
+    unpriced = KernelCost(0.0, 2, 0.0)  # only audits read the cost
 
     def bounds(sizes: Any) -> tuple[Any, Any]:
         ends = jnp.cumsum(sizes, dtype=jnp.int32)
@@ -125,10 +125,12 @@ def _mosaic() -> Form:
 
 
 CALLS = {"Triton": GroupedCall("triton"), "tiles": GroupedCall("tiled", launches=True)}
+# Other blocks, which are chosen around those of `kernels.constants`.
 BLOCKS = [
     Blocks(128, 128, 64, 4, 3), Blocks(128, 128, 64, 4, 4), Blocks(128, 128, 64, 8, 3), Blocks(128, 128, 64, 8, 4),
     Blocks(128, 256, 64, 8, 4), Blocks(256, 128, 64, 8, 3), Blocks(64, 256, 64, 4, 4), Blocks(128, 128, 32, 4, 4),
 ]  # fmt: skip
+# Chosen. The experts of the second are those of Mixtral 8x7B (table 1 of arXiv:2401.04088).
 SHAPES = [Shape(32768, 1024, 3584, 8), Shape(16384, 4096, 14336, 8), Shape(32768, 2048, 768, 64)]
 SMALL = Shape(512, 64, 128, 4)
 

@@ -1,8 +1,8 @@
 """Small kernels in loops on an attached GPU: the time of a launch, of products by size, and of copies by size.
 
-All kernels of a case run in one program, so the time of calling a program does not count. A loop of fixed length is one
-whose number of iterations the compiler knows. The other loop has a number of iterations on the device, as the loop over
-tiles of the experts has, and the host waits for its condition. `LOOP_WAIT_US` and `GRAPH_LAUNCH_US` come from here.
+All kernels of a case run in one program, so the time of calling a program does not count. The compiler knows the number
+of iterations of a loop of fixed length. In a loop with a condition on the device, such as the loop over tiles of the
+experts, the host reads the condition in each iteration. `LOOP_WAIT_US` and `GRAPH_LAUNCH_US` come from here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.sharding.machines.targets import Target
 
 ITERATIONS = 100
 TINY = 64  # rows and columns of a product that takes no longer than its launch
-LAUNCHED = (1, 4)  # products of an iteration: the difference is that of launches, and the rest is the loop's
+LAUNCHED = (1, 4)  # products of an iteration
 SQUARES = [2**n for n in range(6, 14)]
 TILES = [(512, 1024, 3584), (1024, 1024, 3584), (1024, 4096, 14336)]  # products of a tile of rows, there and back
 MEBIBYTES = [2**n for n in range(0, 11, 2)]  # of an array that is read and written

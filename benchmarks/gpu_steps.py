@@ -45,7 +45,7 @@ CASES: Mapping[str, Workload] = {
     "Mixtral of 8 layers of 1024, dropless, remat full": _MIXTRAL,
     "Mixtral of 8 layers of 1024, dropless, experts without kernels, remat full": _MIXTRAL,
 }
-WITHOUT_KERNELS = "experts without kernels"  # of a name: experts as a loop over tiles, as other platforms have them
+WITHOUT_KERNELS = "experts without kernels"  # part of a name: experts run as a loop over tiles, as on other platforms
 SMALL: Mapping[str, Workload] = {name: workload(name) for name in ("llama-tiny", "mixtral-tiny", "vit-tiny")}
 
 

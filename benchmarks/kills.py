@@ -4,10 +4,10 @@
     python benchmarks/kills.py --kills 3 --processes 2
     python benchmarks/kills.py --show            print the stored figures
 
-`autoshard launch` trains a small GPT in local processes. Again and again, once an attempt has saved a step, one of its
-processes gets SIGKILL, or SIGSTOP every fifth time, so that it hangs. The run must begin again from the newest
-checkpoint that was there at the signal, or from a later one. A hang is a restart that takes longer than the deadlines
-together: that of a step, that of the other processes to end, and `START_S`.
+`autoshard launch` trains a small GPT in local processes. When an attempt has saved a step, one of its processes gets
+SIGKILL. Every fifth time it gets SIGSTOP instead, so that it hangs. The run must continue from the newest checkpoint at
+the time of the signal, or from a later one. A restart counts as a hang if it takes longer than the sum of three
+deadlines: that of a step, that of the end of the other processes, and `START_S`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from autoshard.launch.constants import FAILED_S
 from autoshard.train.run.attempts import read_attempts
 
 STEP_S = 30.0  # deadline of a step
-START_S = 240.0  # chosen: until an attempt has saved its first step, beside other work on two cores
-POLL_S = 0.2
+START_S = 240.0  # deadline of the first saved step of an attempt; chosen for two cores with other work
+POLL_S = 0.2  # seconds between two looks at a condition; chosen
 STORED = RESULTS / "kills.json"
 MODEL = (
     "--preset quick --gpt.layers 1 --gpt.width 32 --gpt.heads 2 --gpt.context 16 --batch-size 16 --virtual-devices 2 "
@@ -61,7 +61,7 @@ def processes_of(launcher: subprocess.Popen[bytes]) -> list[int]:
 
 
 def kill_again_and_again(folder: Path, kills: int, processes: int) -> list[dict[str, Any]]:
-    """Launch a run, kill its processes one after another, and return a row for each kill."""
+    """Launch a run, kill one of its processes after each restart, and return a row for each kill."""
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 500)
     run_dir = folder / "run"
     command = [sys.executable, "-m", "autoshard", "launch", "--processes", str(processes), "--", "train", *MODEL,
@@ -71,24 +71,21 @@ def kill_again_and_again(folder: Path, kills: int, processes: int) -> list[dict[
     launcher = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
     chosen, rows = random.Random(0), []  # seeded: every run of the benchmark kills the same processes
 
-    def begun(attempt: int) -> dict[str, Any] | None:
+    def first(event: str, attempt: int) -> dict[str, Any] | None:
+        """Return the first such event of an attempt."""
         events = read_attempts(run_dir / "attempts.jsonl")
-        return next((each for each in events if each["event"] == "begin" and each["attempt"] == attempt), None)
-
-    def saved(attempt: int) -> bool:
-        events = read_attempts(run_dir / "attempts.jsonl")
-        return any(each["event"] == "save" and each["attempt"] == attempt for each in events)
+        return next((each for each in events if each["event"] == event and each["attempt"] == attempt), None)
 
     try:
         for kill in range(kills):
-            if not until(lambda n=kill + 1: saved(n), START_S, launcher):
+            if not until(lambda n=kill + 1: first("save", n), START_S, launcher):
                 raise SystemExit(f"attempt {kill + 1} saved nothing in {START_S:g} s; see {folder / 'log.txt'}")
             time.sleep(chosen.uniform(0.0, 2.0))
             victim, number = chosen.randrange(processes), signal.SIGSTOP if kill % 5 == 4 else signal.SIGKILL
             before = max(Checkpointer(run_dir / "checkpoints", keep=None).steps())
             os.kill(processes_of(launcher)[victim], number)
             since = time.monotonic()
-            again = until(lambda n=kill + 2: begun(n), STEP_S + FAILED_S + START_S, launcher)
+            again = until(lambda n=kill + 2: first("begin", n), STEP_S + FAILED_S + START_S, launcher)
             row = {
                 "signal": number.name,
                 "process": victim,

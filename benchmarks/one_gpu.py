@@ -90,7 +90,7 @@ def with_predictions(content: Content) -> Content:
 
 
 def measured(sections: list[str], small: bool, only: str = "") -> Iterator[Figure]:
-    """Measure the sections on the first device; of experts and steps, the cases with `only` in their name."""
+    """Measure the sections on the first device. With `only`, measure the cases that have it in their name."""
     target = target_for(jax.devices()[:1], 1)
     for section in sections:
         chosen = {"only": only} if only else {}
@@ -122,7 +122,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
     parser.add_argument("--small", action="store_true", help="tiny sizes; stores nothing")
-    parser.add_argument("--only", default="", help="a part of the names of the cases: with sections experts and steps")
+    parser.add_argument(
+        "--only", default="", help="measure only cases with this text in their name; for experts, steps"
+    )
     parser.add_argument("--predict", action="store_true", help="predict what was measured, and measure nothing")
     parser.add_argument("--show", action="store_true", help="print the stored figures")
     parser.add_argument("--out", type=Path, default=PATH, help="the file of the figures")

@@ -1,7 +1,7 @@
 """Measure the import of a pretrained folder: its rate beside plain reading of the same files, and its memory.
 
 python benchmarks/pretrained.py
-python benchmarks/pretrained.py --undisturbed      other work does not run on the cores that a reading uses
+python benchmarks/pretrained.py --undisturbed      readings take precedence over other work
 
 The folder of about 1 GB is random. It is made in the folder of temporary files, and removed. Its files are evicted from
 the page cache before each reading. Each reading runs in a process of its own; all kinds take turns. The peak of memory
@@ -66,7 +66,7 @@ def evict(folder: Path) -> None:
 
 
 def prepare(folder: Path, *, undisturbed: bool) -> None:
-    """Evict a folder's files. Then give this process real-time priority, if it is not to be disturbed."""
+    """Evict a folder's files. If `undisturbed`, then give this process real-time priority."""
     evict(folder)
     if undisturbed:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

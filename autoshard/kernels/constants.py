@@ -113,31 +113,35 @@ TILED_ROWS = 1024
 
 # --- Grouped products on NVIDIA GPUs (`grouped.triton`). Only speed depends on these figures.
 
-# Compute capabilities of the GPUs that the kernels are for: their multiprocessors have the 148 KiB of shared memory
-# that the blocks need. Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide, "Technical Specifications per
-# Compute Capability" (163 KiB and 227 KiB).
+# Compute capabilities of the GPUs that the kernels are for. The blocks need 148 KiB of shared memory, and the
+# multiprocessors of these GPUs have 163 KiB or 227 KiB. Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide,
+# "Technical Specifications per Compute Capability".
 TRITON_CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
 
-# Rows, columns and contracted elements of a block, and rows that the gradient of the matrices reads at a time. Source:
-# the fastest blocks on an H100 (`benchmarks/one_gpu.py --sections experts`).
+# Rows, columns and contracted elements of a block, and the number of rows that the gradient of the matrices reads at a
+# time. Source: the fastest blocks on an H100 (`benchmarks/one_gpu.py --sections experts`).
 TRITON_ROWS, TRITON_COLUMNS, TRITON_INNER, TRITON_GRADIENT_ROWS = 128, 256, 64, 64
 
-# Warps of a block, loads in flight, and blocks of rows that neighbouring programs share. Source: warps and loads as
-# above; the neighbours are chosen, not measured.
+# Warps of a block, loads in flight, and blocks of rows that run next to each other. Source: as above for warps and
+# loads. The number of neighbours is chosen, not measured.
 TRITON_WARPS, TRITON_STAGES, TRITON_NEIGHBOURS = 8, 3, 8
 
-# FLOP/s that the products of these kernels reach, as a fraction of those of large products. Source: an H100, 32768 rows
-# and 8 experts of 1024 x 3584 with these blocks: 0.75, 0.82 and 0.82 for the product, the gradient of the rows and that
-# of the matrices; 0.78, 0.85 and 0.85 in a second run. The other shapes of that section and the train steps judge it.
+# FLOP/s of these kernels, as a fraction of the FLOP/s of large products. Source: an H100, 32768 rows and 8 experts of
+# 1024 x 3584 with these blocks. The product, the gradient of the rows and that of the matrices reach 0.75, 0.82 and
+# 0.82, and 0.78, 0.85 and 0.85 in a second run. The other shapes of that section and the train steps judge the figure.
 TRITON_REACHED = 0.8
 
 # --- The loop over tiles on GPUs (`grouped.tiled`). Predicted times of experts without kernels depend on these figures.
 
-# Microseconds that a GPU waits in each iteration of a loop until the host has read its condition, and microseconds of
-# one launch in a loop whose launches XLA records as a graph. Source: loops with and without a condition on the device
-# on an H100 (`benchmarks/one_gpu.py --sections loops`): differences of 18.9 and 17.6 us, and 6.9 us for 5 kernels.
-LOOP_WAIT_US, GRAPH_LAUNCH_US = 18.2, 1.4
+# Microseconds that a GPU waits for the host in each iteration, because the host reads the condition of the loop.
+# Source: an H100 (`benchmarks/one_gpu.py --sections loops`). Iterations of a loop with a condition on the device take
+# 18.9 and 17.6 us longer than those of a loop of fixed length.
+LOOP_WAIT_US = 18.2
 
-# Kernels of an iteration: of the product, and of the gradient of the matrices. Counted in programs compiled for an
-# H100.
+# Microseconds of one kernel launch in a loop that XLA records as a CUDA graph. Source: the same runs; an iteration of 5
+# kernels takes 6.9 us.
+GRAPH_LAUNCH_US = 1.4
+
+# Number of kernels in an iteration: for the product, and for the gradient of the matrices. Source: programs compiled
+# for an H100.
 TILE_KERNELS, TILE_KERNELS_GRADIENT = 7, 8

@@ -29,8 +29,8 @@ class GroupedCall:
     """The static part of a call.
 
     Attributes:
-        kernel: `megablox` (on TPUs), `triton` (on NVIDIA GPUs), or `tiled`: plain JAX. Plain JAX also runs on platforms
-            that the kernel is not for.
+        kernel: `megablox` (on TPUs), `triton` (on NVIDIA GPUs), or `tiled` (plain JAX). Plain JAX also runs where the
+            platform does not match the kernel.
         vector_memory_bytes: the vector memory that a kernel on a TPU may use.
         transposed: whether the matrices are transposed.
         launches: whether the host launches each kernel of the loop over tiles, as on GPUs. The cost depends on it.

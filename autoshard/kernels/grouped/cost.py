@@ -89,7 +89,7 @@ def gradient_kernel_cost(shape: Shape, tiles: Tiles) -> KernelCost:
 
 
 def triton_product_cost(shape: Shape, blocks: Blocks) -> KernelCost:
-    """Return the cost of the Triton kernel of a product: neighbouring programs share what they read."""
+    """Return the cost of the Triton kernel of a product. Neighbouring programs share their reads."""
     read = Tiles(blocks.rows * TRITON_NEIGHBOURS, blocks.contracted, shape.columns)
     return _triton(shape, blocks.rows, shape.product_bytes(read))
 
@@ -140,6 +140,6 @@ def _launches(call: Any) -> bool:
 
 
 def _copies(visits: int, copied: float, kernels: int) -> KernelCost:
-    """Return the cost of the other kernels of a loop on a GPU, which run one after another: `copied` bytes a visit."""
+    """Return the cost of a loop's other kernels on a GPU. They run one at a time, and move `copied` bytes a visit."""
     overhead = visits * (LOOP_WAIT_US + kernels * GRAPH_LAUNCH_US)
     return KernelCost(0.0, 4, visits * copied, overhead_us=overhead)

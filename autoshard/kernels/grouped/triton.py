@@ -1,8 +1,8 @@
 """Grouped products as Pallas kernels that Triton compiles, for NVIDIA GPUs.
 
-A program of the grid computes one block of the result. For the product, a table that XLA computes first says which
-rows and which group each program has, so blocks of rows begin where groups begin and no block has rows of two groups.
-For the gradient of the matrices, each program sums over all rows of its group.
+A program of the grid computes one block of the result. For the product, XLA first computes a table of the rows and the
+group of each block. Blocks of rows begin where groups begin, so no block has rows of two groups. For the gradient of
+the matrices, each program sums over all rows of its group.
 
 Sources: MegaBlocks (arXiv:2211.15841) for the table of blocks; the order of programs is that of Triton's tutorial on
 matrix products (https://triton-lang.org/main/getting-started/tutorials/03-matrix-multiplication.html).
@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
     Attributes:
         rows: rows of a block of the product. The gradient of the matrices reads `contracted` rows at a time instead.
         columns: columns of a block of the result.
-        contracted: contracted elements that are multiplied at a time.
+        contracted: number of contracted elements that are multiplied at a time.
         warps: the warps of 32 threads that compute a block.
         stages: the number of loads in flight.
     """
@@ -68,7 +68,10 @@ def gradient_blocks(inner: int, columns: int) -> Blocks | None:
 
 
 def blocks_of_rows(rows: int, groups: int, block: int) -> int:
-    """Return the largest number of blocks of rows: each group, and the rows around them, may end with a part."""
+    """Return the most blocks of rows that groups of any sizes need.
+
+    Each group may end with a part of a block, and so may the rows before and after all groups.
+    """
     return (rows + (groups + 2) * (block - 1)) // block
 
 
@@ -93,7 +96,7 @@ def triton_product(
     visits = blocks_of_rows(count, groups, blocks.rows)
     group, first, end, steps = _table(starts, ends, count, visits, blocks, inner)
     across = columns // blocks.columns
-    # The interpreter moves a slice that reaches beyond the array; kernels mask it.
+    # The interpreter shifts slices that reach beyond the array, so it needs more rows. Compiled kernels mask them.
     padded = jnp.pad(rows, ((0, blocks.rows), (0, 0))) if interpret else rows
     out = pallas.pallas_call(
         functools.partial(_product_kernel, transposed=transposed, blocks=blocks, visits=visits, across=across),
@@ -200,7 +203,7 @@ def _gradient_kernel(
 def _place(program: Any, along: int, across: int) -> tuple[Any, Any]:
     """Return the block of rows and the block of columns of a program.
 
-    Programs that run at the same time have few blocks of rows and few of columns, so caches serve most reads.
+    Programs that run at the same time share few blocks of rows and of columns, so most reads hit the cache.
     """
     strip = program // (TRITON_NEIGHBOURS * across)
     first = strip * TRITON_NEIGHBOURS
@@ -210,11 +213,11 @@ def _place(program: Any, along: int, across: int) -> tuple[Any, Any]:
 
 
 def _stated(cost: KernelCost) -> dict[str, str]:
-    """Return a cost as the compiled program keeps it. XLA ignores it; audits read it (`sharding.hlo.triton_calls`)."""
+    """Return a cost as metadata of the kernel. XLA ignores it, and audits read it (`sharding.hlo.triton_calls`)."""
     return {name: repr(getattr(cost, name)) for name in ("flops", "itemsize", "moved_bytes", "efficiency")}
 
 
 def _divisor(size: int, largest: int) -> int:
-    """Return the largest power of 2 up to `largest` that divides a size, or 0 if it is below 16."""
+    """Return the largest power of 2 up to `largest` that divides a size, or 0 if it is below Triton's least, 16."""
     found = min(size & -size, largest)
     return found if found >= 16 else 0

@@ -163,7 +163,7 @@ def gpu_figures(chip: str) -> dict[str, Any]:
     """Return the figures of a GPU for XLA's compiler: the fields of its `gpu_device_info`, and a description.
 
     Raises:
-        ValueError: There are none.
+        ValueError: the table has no figures of this GPU.
     """
     table = tomllib.loads(GPUS.read_text())
     if chip not in table:

@@ -72,7 +72,7 @@ def find_uses(
         in_parameters: the axes that parameters have.
         owner: value without the batch -> the inputs that it was computed from.
         dispatched: values without the batch that hold its rows (`dispatched_rows`).
-        row: the values of the only row, if the batch is no axis for that reason (`single_row`).
+        row: the values of the only row of a step without a batch axis (`single_row`).
     """
     collector = _UseCollector(axes, batch, in_parameters, owner, dispatched, row)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):

@@ -14,13 +14,13 @@ from autoshard.spmdrules.ir.program import Program
 def carried_batch(program: Program, axes: LogicalAxes, state: Collection[int]) -> int | None:
     """Return the batch if the state is data; None if it is not.
 
-    Each array of the state has the batch then, no product sums over it, and there are weights that lack it and are not
-    state. In a train step, the state has the weights. Either they have no axis in common, or it is an axis that a
-    product sums over. With few weights, no product may do so, so an array of integers or booleans must have the axis,
-    too: lengths, tokens. Those of a train state are scalars.
+    The state is data if each of its arrays has the batch, no product sums over the batch, and some weights are not in
+    the state and lack the batch. A train step is different, because its state contains the weights. Either the weights
+    have no axis in common, or a product sums over it. If there are few weights, no product may do so. So an array of
+    integers or booleans, such as lengths or tokens, must have the batch, too. In a train state, these are scalars.
 
-    Other inputs do not decide which axis it is, because values that are computed from weights alone, such as weights
-    that are decoded from codes, may be larger than those of the rows.
+    Only axes that all arrays of the state have can be the batch. Otherwise values that are computed from weights alone,
+    such as weights decoded from codes, could decide, because they may be larger than the values of the rows.
 
     Args:
         program: the program.

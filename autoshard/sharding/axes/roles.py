@@ -46,7 +46,7 @@ class Roles:
     Attributes:
         inputs: program input -> its role.
         batch: the batch axis, if there is one.
-        row: the values of the only row, if the batch is no axis for that reason (`single_row`).
+        row: the values of the only row of a step without a batch axis (`single_row`).
         sequence: sequence axes.
         context: sequence axes that no loop runs over.
         residual: the axis of the residual stream, if there is one.
@@ -113,7 +113,7 @@ def find_roles(
         row: the values of the only row of a step without a batch axis (`single_row`).
         replicas: the axis of groups of rows whose sums are added later, if there is one.
         microbatch: the axis that counts the microbatches, if the step was cut into them. It is no sequence.
-        known: the roles of inputs that are known before, as of a step whose microbatches are single rows.
+        known: the roles of inputs that are already known, such as in a step whose microbatches are single rows.
     """
     batch = batch_axis(program, axes, frozenset(state)) if batch is None and not row else batch
     has_batch = [v in row or any(batch in dim for dim in dims) for v, dims in enumerate(axes.of_value)]
@@ -180,7 +180,7 @@ def find_roles(
 
 
 def _axes_beside(axes: LogicalAxes, axis: int) -> frozenset[int]:
-    """The logical axes that are beside an axis in some value."""
+    """The other logical axes of all values that have an axis."""
     return frozenset(c for dims in set(axes.of_value) if any(axis in d for d in dims) for d in dims for c in d) - {axis}
 
 
@@ -261,7 +261,7 @@ def _stacked_terms(program: Program, axes: LogicalAxes, replicas: int | None) ->
 def _input_roles(
     program: Program, has_batch: Sequence[bool], state: frozenset[int]
 ) -> tuple[dict[int, Role], dict[int, frozenset[int]]]:
-    """The role of each input, and value without the batch -> the inputs that it was computed from."""
+    """The role of each input; and, for each value without the batch, the inputs that it was computed from."""
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
 

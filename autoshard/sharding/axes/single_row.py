@@ -1,7 +1,7 @@
 """Steps with a single row whose state is data, such as the decode step of one prompt.
 
-Dimensions of size 1 have no logical axis, so the batch is not an axis. What a value is follows from what it is computed
-from instead: values that are computed from the state or from integers of the data belong to the row, and the others are
+Dimensions of size 1 have no logical axis, so the batch is not an axis. Instead, the values of the row are found by
+their sources: values that are computed from the state, or from integers of the data, belong to the row. The others are
 weights.
 """
 
@@ -12,15 +12,16 @@ from collections.abc import Collection
 from autoshard.sharding.program.array_sizes import is_float
 from autoshard.spmdrules.ir.program import Op, Program
 
-# With a number that the row computes, these take a part of a weight, such as one expert's matrix. It is a weight still.
+# Operators that take a part of a weight, such as the matrix of one expert, at a position that the row computes. The
+# result is a weight.
 _PARTS = ("dynamic_slice",)
 
 
 def values_of_single_row(program: Program, state: Collection[int]) -> frozenset[int]:
-    """Return the values that belong to the only row of a step; none if the step is not such.
+    """Return the values that belong to the only row of a step; none if it is not a step with a single row.
 
-    All arrays of the state have a dimension of size 1 then. Some are integers or booleans, such as tokens and lengths:
-    those of a train state are scalars. And matrices are not in the state: the weights.
+    In such a step, all arrays of the state have a dimension of size 1. Some of them are integers or booleans, such as
+    tokens and lengths; in a train state, integers are scalars. The weights are matrices that are not in the state.
 
     Args:
         program: the program.
@@ -38,7 +39,7 @@ def values_of_single_row(program: Program, state: Collection[int]) -> frozenset[
 def _computed_from(program: Program, first: set[int]) -> frozenset[int]:
     """Return these values and those that are computed from them."""
     ops, found, before = list(program.ops()), set(first), -1
-    while len(found) > before:  # again for what a loop carries
+    while len(found) > before:  # repeated because loops carry values
         before = len(found)
         for op in ops:
             if op.rule is not None and any(v in found for v in _sources(op)):

@@ -1,4 +1,4 @@
-"""The inputs of a program of which equal ones are left out, such as those of equal layers."""
+"""Typical inputs of a program: the first and the last of each group of equal inputs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _typical: WeakKeyDictionary[Roles, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def typical_inputs(axes: LogicalAxes, roles: Roles) -> tuple[int, ...]:
-    """The first and the last of all program inputs that have the same role, shape and logical axes, in order.
+    """Return the first and the last input of each group of equal inputs, in the order of the program.
 
-    If nothing is fixed, a layout stores equal inputs alike, such as those of equal layers.
+    Inputs are equal if they have the same role, shape and logical axes, such as one weight of several equal layers. A
+    layout stores equal inputs in the same sharding, unless the user has fixed shardings.
     """
     if roles not in _typical:
         first: dict[Any, int] = {}

@@ -57,8 +57,8 @@ WRITTEN_SOURCES = 2
 BROADCAST_GROWTH = 16
 
 # Largest number of prices of operators that a process keeps (`prices.known_prices`). It bounds memory: one takes about
-# 1 KiB.
-# Only speed depends on it. Source: chosen; a search over the variants of Llama-3 70B for 256 chips computes 40,000.
+# 1 KiB. Only speed depends on it. Source: chosen; a search over the variants of Llama-3 70B for 256 chips computes
+# 40,000.
 MOST_KNOWN_PRICES = 200_000
 
 # --- Memory (`peak_memory`, `opaque_memory`).

@@ -2,9 +2,10 @@
 
     rows_us = kernels that take or return rows of the batch, and collectives that move rows (`StepCost.rows_us`)
 
-It is a sum over operator classes. At first, each class counts with the least time that its kernel takes if its work is
-divided over all devices (`OperatorPrices.least_us`). Then one class after another is priced, those first that took the
-most time beyond that under other layouts. So the prices of a few classes show that a layout is slower than others.
+It is a sum over operator classes. The first bound is the sum of the least times of their kernels, if their work is
+divided over all devices (`OperatorPrices.least_us`). Then one class after another is priced, and its price replaces its
+least time. Classes whose prices exceeded their least times the most under other layouts come first. So the prices of a
+few classes show that a layout is slower than others.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RowsTime:
         left, done, ranked = self._numbers, 0, 0
         while left:
             yield total
-            if done >= 2 * ranked:  # other layouts may have shown meanwhile which classes matter
+            if done >= 2 * ranked:  # the excess under other layouts may be known by now
                 left, ranked = sorted(left, key=self._rank), max(done, 1)
             some, left = left[:CLASSES_PER_BOUND], left[CLASSES_PER_BOUND:]
             for number in some:
@@ -75,7 +76,7 @@ class RowsTime:
     def _class_us(
         self, number: int, canonical: CanonicalLayout, assignment: DeviceAssignment, moved: set[object]
     ) -> float:
-        """Return the microseconds of one class in a step. `moved` has the operands that other classes moved before."""
+        """Return the microseconds of one class in a step. `moved` contains operands that other classes have moved."""
         each = self._classes[number]
         price, names = self._price(number, each, canonical)
         found = price.time_us * each.runs
@@ -92,7 +93,7 @@ class RowsTime:
     def _new_runs(
         self, move: Move, axes: tuple[str, ...], operands: Sequence[SharedOperands], moved: set[object]
     ) -> float:
-        """Return how often the operands run that no other class moved before."""
+        """Return how often a step moves those of the operands that no other class has moved."""
         runs = 0.0
         for some in operands:
             if (key := (move.kind, axes, some.number)) not in moved:

@@ -198,7 +198,7 @@ class CostModel:
     def rows_us(self, layout: Layout) -> Iterator[float]:
         """Yield lower bounds of `StepCost.rows_us` under a layout, from low to high. The last one is the time itself.
 
-        Where compute can hide only some collectives of parameters (`synchronous`), the last one is a bound, too.
+        If compute can hide only some collectives of parameters (`synchronous`), the last one is also only a bound.
         """
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:

@@ -20,5 +20,5 @@ def triton_cost(i: Instruction) -> KernelCost | None:
     try:
         cost = {name: float(stated[name]) for name in ("flops", "moved_bytes", "efficiency")}
         return KernelCost(**cost, itemsize=int(stated["itemsize"]))
-    except KeyError:
+    except KeyError:  # a kernel of others, which states no cost
         return None

@@ -76,7 +76,7 @@ class Layout:
 
     @cached_property
     def small_stacks(self) -> dict[int, int]:
-        """Input: a stack of small layers that `pp` shards along the layers -> bytes of an element when it is gathered.
+        """Inputs that are stacks of small layers and that `pp` shards along the layers -> bytes of a gathered element.
 
         The stages gather such a stack once, before all ticks, after it is cast to the type of its layers.
         """

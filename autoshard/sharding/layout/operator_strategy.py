@@ -38,7 +38,7 @@ MoveKind = Literal["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "
 
 @shown
 class Move(NamedTuple):
-    """One collective that an operator needs. A search makes so many that it is not a dataclass.
+    """One collective that an operator needs. A search makes many; a named tuple is made faster than a dataclass.
 
     Attributes:
         kind: the kind of collective.

@@ -68,6 +68,7 @@ def changed(layout: Layout, change: Change) -> Layout:
             (*listed, names[change.what]) if change.added else tuple(c for c in listed if c != names[change.what])
         )
     new = Layout(layout.axes, layout.roles, layout.mesh, table, storage, sequence=layout.sequence)
+    # Specs of values without the changed logical axis stay the same. A change of storage changes none of them.
     moved = None if role else names[change.what]
     new.known_specs.update((k, spec) for k, spec in layout.known_specs.items() if all(moved not in dim for dim in k))
     return new

@@ -116,7 +116,7 @@ def plan_traced(
         counts = requested_stage_counts(machine, sizes) if schedule else stage_counts(machine, sizes)
 
     def fewer_stages(most: int) -> str:
-        """A plan like the requested one with at most so many stages; "" if there is none."""
+        """Return the requested plan with at most `most` stages instead; "" if there is no such plan."""
         used, _ = _mesh_in_use(traced, args, mesh, target, plan)
         if used is not None or not isinstance(plan, str):
             return ""
@@ -151,7 +151,10 @@ def plan_traced(
     def searched(
         rewritten: Traced, number: int, schedule: str | None, count: int | str, most_us: float = math.inf
     ) -> BoundPlan:
-        """Return the plan of a pipeline that the user did not request; a step of `most_us` or more is not needed."""
+        """Return the best plan with `number` stages, if the user did not request a pipeline.
+
+        The search may leave out plans whose step takes `most_us` microseconds or more.
+        """
         within = partial(planned, most_us=most_us)
         if count != 1:
             return staged(rewritten, number, schedule, count)
@@ -243,7 +246,7 @@ def _plan_program(
 def _mesh_in_use(
     traced: Traced, args: Any, mesh: MeshLike | None, target: str | None, plan: PlanLike | None
 ) -> tuple[MeshLike | None, Mapping[int, Spec]]:
-    """The given mesh, or else that of placed arguments, of sharding constraints, or of `jax.set_mesh`.
+    """Return the mesh that is given, or that of placed arguments, of sharding constraints, or of `jax.set_mesh`.
 
     Returns:
         The mesh, None if there is none; and the specs of placed arguments that a plan keeps, by leaf index.
@@ -259,7 +262,7 @@ def _mesh_in_use(
 
 
 def best_of(problem: PlanningProblem, best: Candidate, others: Sequence[Candidate], shortlist: Shortlist) -> BoundPlan:
-    """The plan that the judge of the shortlist prefers among the best candidates."""
+    """Return the plan that the shortlist prefers among the best candidates."""
     # The others may contain the best layout with another device assignment.
     rest = [c for c in others if c.layout is not best.layout and c.fits(problem.limit)]
     ranked = without_near_duplicates(

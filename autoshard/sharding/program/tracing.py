@@ -287,12 +287,12 @@ def trace(
         return _compat.with_constraints(made, mesh), given, shapes_of_results, _compat.typed_results(made)
 
     def traced_once() -> tuple[Any, str]:
-        """The results of `traced_with`; and JAX's message, if the program is traced without types because of it."""
+        """Return the results of `traced_with`, and JAX's message if the types do not agree and are not used."""
         try:
             return traced_with(mesh), ""
         except _TYPE_ERRORS as error:
             if mesh is not None:
-                # A program that requests shardings is a ValueError without types.
+                # If it is traced without types, a program that requests shardings raises ValueError.
                 with contextlib.suppress(*_TYPE_ERRORS, ValueError):
                     return traced_with(None), str(error).strip().split("\n")[0]
             raise

@@ -91,9 +91,9 @@ def specs_of_values(priced: Layout) -> dict[Leaves, Spec]:
 
 
 def shards_alike(priced: Layout, other: Layout, specs: Mapping[Leaves, Spec]) -> bool:
-    """Whether another layout shards all values like a layout that was priced, so that it has the same price.
+    """Return whether another layout shards all values like a priced layout. Then both have the same price.
 
-    All other shardings follow from these specs, from the storage and from the mesh axes of the batch.
+    The other shardings follow from these specs, from the storage and from the mesh axes of the batch.
 
     Args:
         priced: the layout that was priced.
@@ -108,7 +108,7 @@ def shards_alike(priced: Layout, other: Layout, specs: Mapping[Leaves, Spec]) ->
 
 
 def _may_pay(better: Sequence[Candidate], now: Candidate, known: Candidate, limit: float) -> bool:
-    """Whether changes may gain enough over the best known plan: their gains together, times `GAINS_TOGETHER`."""
+    """Return whether the sum of the changes' gains, times `GAINS_TOGETHER`, is enough over the best known plan."""
     if not (now.fits(limit) and known.fits(limit)):
         return True
     gain = sum(candidate_time(now) - candidate_time(c) for c in better)

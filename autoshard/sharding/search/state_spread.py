@@ -60,8 +60,8 @@ def spread_better(
 
     Args:
         known: the known plans, best first.
-        price: prices a layout with this strategy; returns None if the layout is not allowed, or takes more than the
-            given number of microseconds in any case.
+        price: prices a layout with this strategy; returns None if the layout is not allowed, or certainly takes more
+            than the given number of microseconds.
         limit: memory of one device, in bytes.
     """
     seen = {c.layout.sharding_key() for c in known}

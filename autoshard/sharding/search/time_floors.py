@@ -1,9 +1,9 @@
 """Leaves out known plans that are slower than others in any case.
 
 The time of a plan's kernels and of the collectives of its activations (`StepCost.rows_us`) is a lower bound of its step
-time. It is a sum over operators. Plans compete with the part that is known of their sums (`RowsTime`): the plan with
-the smallest part goes on, and it is priced when its sum is complete. This ends when no other plan can be one of the
-fastest. So most slow plans cost the price of a few operators only.
+time. It is a sum over operators, computed in steps (`RowsTime`). Each step raises the bound of the plan whose bound is
+the lowest. A plan is priced when its sum is complete. This ends when no other plan can be one of the fastest. So for
+most slow plans, only a few operators are priced.
 
 Reports and further searches need some slower plans, too (`_Wanted`). These are priced next.
 """
@@ -87,7 +87,7 @@ class _Runner(NamedTuple):
 
 
 class _Race:
-    """Known plans, by the part of the time of rows that is known.
+    """Known plans, ordered by lower bounds of their time of rows.
 
     Args:
         layouts: the known plans.
@@ -118,7 +118,7 @@ class _Race:
 
 
 class _Wanted:
-    """What needs slower plans: the best plan of each kind, other ways of attention, and the gains of padding.
+    """Decides which slower plans are also needed: the best of each kind, other ways of attention, and padded plans.
 
     Args:
         limit: memory of one device, in bytes.
@@ -127,7 +127,7 @@ class _Wanted:
     def __init__(self, limit: float):
         self._limit = limit
         self._best_us = math.inf
-        # What needs plans -> inner mesh axes -> the time of the fastest plan with them that fits.
+        # Need -> inner mesh axes -> the time of the fastest plan with these axes that fits.
         self._times: dict[str, dict[Hashable, float]] = defaultdict(dict)
 
     def add(self, name: str, layout: Layout, candidate: Candidate) -> None:
@@ -150,7 +150,7 @@ class _Wanted:
 
 
 def _needs(name: str) -> Iterator[tuple[str, Hashable, int]]:
-    """Yield what may need a plan, its inner mesh axes, and how many different ones are needed at most."""
+    """Yield the needs that a plan may serve: name, inner mesh axes, and most different inner axes that are needed."""
     if not is_request(name):
         return
     plan = parse_request(name)

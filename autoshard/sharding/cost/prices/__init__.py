@@ -1,1 +1,1 @@
-"""The price of one run of an operator under a sharding, and what is known of prices already."""
+"""The price of one run of an operator under a sharding, and a cache of such prices."""

@@ -28,18 +28,18 @@ _SpecOf = Callable[[Layout, int], Spec]
 
 
 class SpecQueries:
-    """The specs that pricing the operator classes needs from a layout. Values of one class share a query.
+    """Queries for the specs that the prices of operator classes depend on. Values of one class share a query.
 
     Attributes:
         queries: pairs (function, value). `function(layout, value)` is a spec.
         numbers: the specs that layouts gave so far, numbered.
         specs: the same as a list.
         renamed: the mesh axes and the ways of attention of a layout -> numbers of specs -> their canonical form, and
-            its number.
-        forms: the canonical forms so far, numbered. A number is hashed faster than nested tuples.
+            the number of this form.
+        forms: the canonical forms so far, with their numbers. A number is hashed faster than nested tuples.
         keys: number of a form, sizes of its mesh axes and ways of attention -> a number (`CanonicalSpecs.number`).
-        of_class: for each operator class, a function that picks from the answers to all queries those for its operands,
-            for its results, and for what its kernel reads and writes.
+        of_class: for each operator class, a function of the answers to all queries. It returns the answers for the
+            operands, for the results, and for the values that the kernel reads and writes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SpecQueries:
 
 
 def _picker(queries: Sequence[int]) -> Callable[[Mapping[int, int]], tuple[int, ...]]:
-    """A function that picks the answers to these queries, as a tuple."""
+    """Return a function that returns the answers to these queries, as a tuple."""
     if len(queries) > 1:
         return operator.itemgetter(*queries)  # twice as fast as a list comprehension, and a search makes many calls
     return lambda answers: tuple([answers[query] for query in queries])
@@ -95,7 +95,7 @@ class CanonicalSpecs(NamedTuple):
         sizes: number -> their size.
         sequence: number -> how attention runs over them (`Layout.sequence`).
         specs: the specs.
-        number: equal for specs of one program with the same prices.
+        number: specs of one program with the same number have the same prices.
     """
 
     names: Names
@@ -106,7 +106,7 @@ class CanonicalSpecs(NamedTuple):
 
 
 class _Answers(dict[int, int]):
-    """Number of a query -> number of the spec that a layout answers. Specs are derived when they are first needed."""
+    """The answers of a layout: number of a query -> number of a spec. A spec is derived when it is first needed."""
 
     def __init__(self, layout: Layout, queries: SpecQueries):
         super().__init__()
@@ -124,7 +124,7 @@ class _Answers(dict[int, int]):
 
 
 class CanonicalLayout:
-    """The answers of one layout to the queries. It does not keep the layout.
+    """The specs of one layout in canonical form. It refers to the layout weakly.
 
     Attributes:
         priced: number of an operator class -> its price and the names of its mesh axes, once they are known.
@@ -155,9 +155,9 @@ class CanonicalLayout:
 
 
 def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str, str]) -> Renamed:
-    """Return specs with mesh axes numbered in mesh order. Axes that follow each other in every spec become one.
+    """Return specs with numbers for mesh axes, in mesh order. Axes that follow each other in every spec become one.
 
-    Those over which attention runs in different ways (`Layout.sequence`) stay apart.
+    Two such axes stay separate if attention runs over them in different ways (`Layout.sequence`).
 
     Args:
         specs: the specs.

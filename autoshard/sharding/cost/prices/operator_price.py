@@ -39,13 +39,13 @@ from autoshard.spmdrules.ir.program import Op
 
 @shown
 class _Known(NamedTuple):
-    """What is known of an operator on a machine without its sharding.
+    """The facts about an operator on a machine that do not depend on its sharding.
 
     Attributes:
         is_decision_point: see `operator_kinds.is_decision_point`.
         is_declared: see `operator_kinds.is_declared`.
         busy_s: seconds that the whole operator keeps the matrix unit busy; 0 if it does not use it.
-        tile: the size of the tiles that its product fills; 1 if it fills all.
+        tile: the size of the tiles of its product; 1 for other operators.
         masked: see `flops.masked_groups`.
         moves_rows: whether it returns rows of the batch.
     """
@@ -120,7 +120,7 @@ class OperatorPrices:
     def least_us(self, op_class: OperatorClass, devices: int) -> float:
         """Return the least microseconds of one run of a class's kernel under any layout.
 
-        Its work is divided over all devices. Declared operators count as 0, because the cost of a shard is theirs.
+        Its work is divided over all devices. Declared operators count as 0, because they state the cost of a shard.
         """
         known, facts = self._known_of(op_class.op), op_class.facts(self.axes, self.fusion)
         if known.is_declared:
@@ -170,10 +170,10 @@ class OperatorPrices:
         """Return the microseconds of a kernel's reads and writes.
 
         Args:
-            facts: what is known of the kernel.
+            facts: the facts about the kernel.
             mesh: mesh axis -> size.
-            memory: the specs of what it reads and writes.
-            resharded: value -> the spec in which the operator takes or returns it instead.
+            memory: the specs of the values that it reads and writes.
+            resharded: value -> its spec at the operator, if that differs from the one in `memory`.
         """
         shards = [
             (whole / shard_count(resharded.get(v, spec), mesh) * narrow, on_chip)

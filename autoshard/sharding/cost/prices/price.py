@@ -1,4 +1,4 @@
-"""What one run of an operator costs."""
+"""The cost of one run of an operator."""
 
 from __future__ import annotations
 
