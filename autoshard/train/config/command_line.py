@@ -228,10 +228,10 @@ def _check_shape_options(config: TrainConfig, arguments: Sequence[str]) -> None:
 
 
 def _check_optimizer_options(config: TrainConfig, arguments: Sequence[str]) -> None:
-    """Refuse options that the optimizer and the schedule do not use.
+    """Check that the optimizer and the schedule use the options that are given.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: They do not use an option.
     """
     for setting, users in unused_settings(config.optimizer).items():
         option = f"--optimizer.{setting.replace('_', '-')}"

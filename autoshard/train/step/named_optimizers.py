@@ -77,7 +77,7 @@ def check_schedule(name: str) -> None:
 
 
 def takes(name: str, argument: str) -> bool:
-    """Whether an optimizer of `OPTIMIZERS` has an argument; False for a user's own."""
+    """Return whether an optimizer of `OPTIMIZERS` has an argument; False for a user's own."""
     return name in OPTIMIZERS and argument in _parameters(OPTIMIZERS[name])
 
 
