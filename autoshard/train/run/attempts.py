@@ -102,7 +102,7 @@ class Attempt:
         self._write("save", step=step, seconds=_rounded(self.goodput.seconds()))
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds by cause over all attempts so far; in other than the main process, of this attempt only."""
+        """Return the seconds by cause over all attempts so far; in processes but the main one, only of this attempt."""
         if not distributed.is_main() or self._path is None:
             return self.goodput.seconds()
         events = [event for event in read_attempts(self._path) if event["attempt"] <= self.number]
@@ -153,8 +153,8 @@ def fruitless(events: Sequence[Mapping[str, Any]], step: int, restarts: int | No
     """Return how each attempt since the last one that is not a failure ended, oldest first.
 
     An attempt is a failure if it began at the step of the newest checkpoint, so that it saved nothing, and no signal
-    asked it to stop. An attempt that ended before it began to train left no event, but the launcher counted it. Attempts
-    before the last launch by hand do not count.
+    asked it to stop. An attempt that ended before it began to train left no event, but the launcher counted it.
+    Attempts before the last launch by hand do not count.
 
     Args:
         events: Events of the run's attempts, oldest first.
