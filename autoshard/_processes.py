@@ -18,6 +18,7 @@ from autoshard import _compat
 from autoshard.errors import AutoshardError
 
 DEADLINE_S = 900.0  # for another process to reach the same call; chosen: long enough to compile a large program
+COORDINATOR_PORT = 8476  # of process 0, where each host has one process; source: JAX's own default on TPUs
 EXIT_RESTART = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, run the command again
 RESTARTS = "AUTOSHARD_RESTARTS"  # environment variable: how often a launcher has started the run again
 _numbers = itertools.count()  # numbers the exchanges, which every process makes in the same order

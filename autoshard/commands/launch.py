@@ -19,7 +19,7 @@ from autoshard.launch.machine import machine_of
 from autoshard.launch.settings import process_settings
 from autoshard.launch.volume import read_volume
 from autoshard.sharding.layout.plan_request import parse_request
-from autoshard.train.config.command_line import parse_config
+from autoshard.train.config.command_line import option_names, parse_config
 from autoshard.train.config.train_config import TrainConfig
 
 _SUMMARY = """Start `autoshard train` on several hosts, and start it again when it asks for it.
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _shown(given: argparse.Namespace, job: Job, hosts: Sequence[str]) -> str:
-    """Return what would be submitted."""
+    """Return the text for `--print`: the command lines, batch script or manifest."""
     if given.on in ("local", "ssh"):
         return local.show(job) if given.on == "local" else ssh.show(job, hosts)
     if given.on == "slurm":
@@ -175,7 +175,7 @@ def _train_arguments(arguments: Sequence[str]) -> list[str]:
     if not arguments or arguments[0] != "train":
         what = f"not {arguments[0]!r}" if arguments else "and there is nothing"
         raise ConfigError(f"launch starts `train`, {what} after --: write `{_EXAMPLE}`")
-    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    names = option_names(arguments)
     if "--run-dir" not in names:
         raise ConfigError("a restart must find the run: give --run-dir to train, a folder that all hosts share")
     for name in ("--resume-if-started", "--max-failures"):
@@ -187,7 +187,7 @@ def _train_arguments(arguments: Sequence[str]) -> list[str]:
 def _job(given: argparse.Namespace, train: Sequence[str], hosts: Sequence[str]) -> Job:
     folder = _folder(given)
     with warnings.catch_warnings(), contextlib.chdir(folder if folder.is_dir() else Path()):
-        warnings.simplefilter("ignore")  # the run itself repeats them
+        warnings.simplefilter("ignore")  # the run itself warns again
         config = parse_config(train, TrainConfig, "autoshard train", "")
     assert config.run_dir is not None
     machine = machine_of(given.target) if given.target is not None else None

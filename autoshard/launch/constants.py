@@ -1,17 +1,17 @@
 """Constants of the launchers."""
 
-# Seconds that a process has to save and end after a signal, before it is killed. Source: chosen; enough to write 100 GB
-# a host at 1 GB/s.
+# Seconds that a process has to save and end after a signal, before it is killed. Source: chosen. In this time, a host
+# writes 100 GB at 1 GB/s.
 SAVE_S = 120
-# Seconds that the other processes have to end by themselves once one has failed. Source: chosen. They notice a broken
-# connection at once, and wait 5 s to tell each other which process is lost.
+# Seconds that the other processes have to end by themselves after one has failed. Source: chosen. They notice a broken
+# connection at once, and then need 5 s to tell each other which process is lost.
 FAILED_S = 30
-# Exit code of a Slurm task after an error. Source: the highest code, so that no killed task has a higher one.
+# Exit code of a Slurm task after an error. Source: srun returns the highest code of its tasks, and this is the highest
+# possible one. So an error is seen even if other tasks were killed.
 SLURM_ERROR = 255
-# Restarts of a JobSet. Source: chosen, as no limit: the run itself ends attempts that save nothing new.
+# Most restarts of a JobSet. Source: chosen so high that it is no limit. The run itself gives up after attempts that
+# save nothing new.
 MAX_RESTARTS = 1000
-# Port of the process that coordinates the others, where each host has one process. Source: JAX's own default on TPUs.
-PORT = 8476
 # Chips of a TPU host that is part of a larger slice. Source: the machine types of GKE whose names end in -4t.
 CHIPS_PER_HOST = 4
 # Values of the node label cloud.google.com/gke-tpu-accelerator, by chip. Source: GKE's table of TPU machine types.
@@ -31,11 +31,12 @@ GKE_GPUS = {
     "b200": "nvidia-b200",
     "gb200": "nvidia-gb200",
 }
-# What xpk calls a TPU, before the topology. Source: its table of systems.
+# Names of TPUs in xpk, where they differ from the chip's name. Source: xpk's table of systems.
 XPK_TPUS = {"v5e": "v5litepod"}
-# TensorCores by which SkyPilot counts a TPU, by chip. Source: its catalog of TPUs, tpu-v5p-8 being four chips.
+# TensorCores of a chip, for TPUs that SkyPilot counts by TensorCores. Source: its catalog, where tpu-v5p-8 has four
+# chips.
 SKYPILOT_TPU_CORES = {"v4": 2, "v5p": 2}
-# What SkyPilot calls a TPU. Source: its catalog.
+# Names of TPUs in SkyPilot, where they differ from the chip's name. Source: its catalog.
 SKYPILOT_TPUS = {"v5e": "v5litepod"}
-# What SkyPilot calls a GPU, where that is not the chip's name. Source: its catalog.
+# Names of GPUs in SkyPilot, where they differ from the chip's name in upper case. Source: its catalog.
 SKYPILOT_GPUS = {"a100-40": "A100", "a100-80": "A100-80GB"}

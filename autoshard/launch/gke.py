@@ -6,9 +6,9 @@ import shutil
 import subprocess
 from pathlib import PurePosixPath
 
-from autoshard._processes import EXIT_RESTART, RESTARTS
+from autoshard._processes import COORDINATOR_PORT, EXIT_RESTART, RESTARTS
 from autoshard.errors import ConfigError
-from autoshard.launch.constants import GKE_GPUS, GKE_TPUS, MAX_RESTARTS, PORT, SAVE_S, XPK_TPUS
+from autoshard.launch.constants import GKE_GPUS, GKE_TPUS, MAX_RESTARTS, SAVE_S, XPK_TPUS
 from autoshard.launch.job import Job
 from autoshard.launch.machine import Machine
 from autoshard.launch.rendering import render
@@ -23,7 +23,7 @@ def show(job: Job, image: str) -> str:
         image: Container image in which `autoshard` is installed.
 
     Raises:
-        ConfigError: The machine is none that GKE has, or the run's folder does not outlive a host.
+        ConfigError: No machine is given, GKE does not have it, or the run's folder does not outlive a host.
     """
     machine = _machine(job)
     check_outlives(PurePosixPath(job.run_dir), job.volume, "gke")
@@ -35,7 +35,7 @@ def show(job: Job, image: str) -> str:
         accelerator=(GKE_TPUS | GKE_GPUS)[machine.chip],
         max_restarts=MAX_RESTARTS,
         save_s=SAVE_S,
-        port=PORT,
+        port=COORDINATOR_PORT,
         restarts=RESTARTS,
     )
 
@@ -44,7 +44,7 @@ def xpk_command(job: Job, image: str, cluster: str) -> list[str]:
     """Return the command line of xpk for a job on TPUs.
 
     Raises:
-        ConfigError: A volume is given: xpk has its own.
+        ConfigError: A volume is given, but xpk attaches its own; or GKE does not have the machine.
     """
     machine = _machine(job)
     if job.volume is not None:
@@ -61,7 +61,7 @@ def xpk_command(job: Job, image: str, cluster: str) -> list[str]:
 
 
 def uses_xpk(job: Job, cluster: str | None) -> bool:
-    """Whether xpk submits the job: it is installed, a cluster is named, and the machine is a TPU."""
+    """Return whether xpk submits the job: xpk is installed, a cluster is named, and the machine is a TPU."""
     return cluster is not None and _machine(job).platform == "tpu" and shutil.which("xpk") is not None
 
 

@@ -1,4 +1,4 @@
-"""What is launched: a training run, the hosts that it needs, and what its launcher may do."""
+"""The job of a launcher: a training run, its hosts, and how it is restarted."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Job:
         train: Arguments of `autoshard train`.
         run_dir: Folder of the run, as those arguments give it.
         hosts: Number of hosts, or of local processes.
-        fewest_hosts: Hosts that are enough to restart; equal to `hosts` if the run is not elastic.
+        fewest_hosts: Smallest number of hosts for a restart; equal to `hosts` if the run is not elastic.
         max_failures: Attempts in a row without a new checkpoint, after which the run gives up.
         folder: Folder in which the command runs; `.` leaves it to the container image.
-        machine: The machine that is asked for; None leaves it to the scheduler's own options.
+        machine: The machine to request; None leaves it to the scheduler's own options.
         coordinator: Address of the first process on the interface that the processes use, as HOST or HOST:PORT; None
-            lets the environment say it.
+            leaves it to the environment.
         env: Environment variables of every process.
         volume: Storage that every host mounts; None if they share the run's folder already.
     """
@@ -51,10 +51,10 @@ class Job:
     volume: Volume | None = None
 
     def __post_init__(self) -> None:
-        """Refuse names that a scheduler would refuse.
+        """Check the name.
 
         Raises:
-            ConfigError: The name is not one.
+            ConfigError: A scheduler would refuse the name.
         """
         if not _NAME.fullmatch(self.name):
             raise ConfigError(

@@ -21,9 +21,9 @@ class Machine:
         platform: `tpu`, `cuda` or `cpu`.
         topology: The shape of a TPU slice, such as `4x4x4`; empty for others.
         slices: Number of slices; 1 for others.
-        hosts_per_slice: Hosts of a slice, or all hosts.
+        hosts_per_slice: Hosts of a slice; all hosts if there are no slices.
         chips_per_host: Chips of a host.
-        devices: JAX devices in all.
+        devices: Number of JAX devices of all hosts together.
     """
 
     chip: str
@@ -53,7 +53,7 @@ def machine_of(target: str) -> Machine:
 
     Raises:
         TargetError: There is no such target.
-        ConfigError: The target is a file, which does not say what to ask a scheduler for.
+        ConfigError: The target is a file, which does not name a machine that a scheduler has.
 
     Example:
         >>> machine_of("v5p:4x4x4*2").hosts

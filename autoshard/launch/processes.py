@@ -5,7 +5,7 @@ all 0                                   the run is finished
 75, or killed by a signal               the processes start again, on as many hosts as are left if the run is elastic
 any other                               an error: it is not repeated
 
-A process that JAX aborts because another one is lost is not lost itself, so its host counts as left.
+If a process is lost, JAX aborts the other ones. Their hosts are not lost, so a restart uses them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LocalProcess:
 
     Attributes:
         name: Its name in messages.
-        child: The process. It is in a session of its own, so that Ctrl-C in a terminal reaches the launcher alone.
+        child: The process. It is in a session of its own, so that Ctrl-C in a terminal reaches only the launcher.
     """
 
     name: str
@@ -68,7 +68,7 @@ class LocalProcess:
 
     @classmethod
     def start(cls, name: str, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None) -> LocalProcess:
-        """Start a command with these environment variables alone."""
+        """Start a command with these environment variables and no others."""
         return cls(name, subprocess.Popen(command, env=dict(env), cwd=cwd, start_new_session=True))
 
     def poll(self) -> int | None:
@@ -108,8 +108,8 @@ class Supervisor:
         """Run until the job is finished, fails, or is stopped by a signal to this process.
 
         Returns:
-            0 if the run is finished, 75 if a signal stopped it or it saves nothing any more, 130 after Ctrl-C, else the
-            code of the process that failed.
+            0 if the run is finished, 75 if a signal stopped it or too many attempts saved no new step, 130 after
+            Ctrl-C, else the code of the process that failed.
         """
         hosts, restarts, failures, saved = self._job.hosts, 0, 0, self._saved()
         with self._signals():
@@ -140,7 +140,7 @@ class Supervisor:
                 _say(f"{what}; restart {restarts}, with {hosts} of {self._job.hosts}")
 
     def _wait(self, processes: Sequence[Process]) -> list[int]:
-        """Wait for all processes. Those that were killed here get code 75, because it is not they that failed."""
+        """Wait for all processes; return their codes. Those that were killed here did not fail, so they get code 75."""
         asked: float | None = None  # when the processes were asked to stop
         failed: float | None = None  # when the first one failed
         killed: set[str] = set()
@@ -171,7 +171,7 @@ class Supervisor:
             self._hurry = self._signal is not None and number == signal.SIGINT  # the second Ctrl-C
             self._signal = number
 
-        # A signal that nohup, for one, lets this process ignore stays ignored.
+        # A signal that this process ignores from its start, such as under nohup, stays ignored.
         stops = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]
         previous = {number: signal.signal(number, remember) for number in stops}
         try:

@@ -1,4 +1,4 @@
-"""Fill in the templates of what schedulers read."""
+"""Fill in the templates of batch scripts and manifests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def render(template: str, **values: Any) -> str:
 
     Args:
         template: Name of a file in `templates`.
-        **values: What the template names. A name that is missing is an error.
+        **values: The variables of the template. A missing one is an error.
     """
     environment = Environment(
         loader=PackageLoader("autoshard.launch"),
@@ -25,7 +25,7 @@ def render(template: str, **values: Any) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # noqa: S701  the text is a shell script or YAML, not HTML
     )
-    # A JSON text is a YAML text, except that YAML knows no surrogates, in which JSON escapes some characters.
+    # JSON strings are YAML strings, except that JSON escapes some characters as surrogates, which YAML does not have.
     environment.filters["yaml"] = partial(json.dumps, ensure_ascii=False)
     environment.filters["unexpanded"] = _unexpanded
     environment.filters["sh"] = shlex.quote
@@ -33,5 +33,5 @@ def render(template: str, **values: Any) -> str:
 
 
 def _unexpanded(text: str) -> str:
-    """Return a text whose references $(NAME) Kubernetes does not expand."""
+    """Return a text with $ escaped, so that Kubernetes does not expand references such as $(NAME)."""
     return text.replace("$", "$$")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard._processes import RESTARTS
-from autoshard.launch.constants import PORT
+from autoshard._processes import COORDINATOR_PORT, RESTARTS
 
 
 def process_settings(address: str, count: int, process: int, restarts: int) -> dict[str, str]:
@@ -13,7 +12,7 @@ def process_settings(address: str, count: int, process: int, restarts: int) -> d
         address: Address of process 0, as HOST:PORT.
         count: Number of processes.
         process: Number of the process.
-        restarts: How often the run was started again.
+        restarts: Number of restarts of the run so far.
     """
     return {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -30,4 +29,4 @@ def with_port(address: str) -> str:
         >>> with_port("10.0.0.1")
         '10.0.0.1:8476'
     """
-    return address if ":" in address.rpartition("]")[2] else f"{address}:{PORT}"
+    return address if ":" in address.rpartition("]")[2] else f"{address}:{COORDINATOR_PORT}"

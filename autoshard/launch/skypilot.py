@@ -29,10 +29,10 @@ def show(job: Job, image: str | None) -> str:
 
 
 def accelerators(job: Job) -> str:
-    """Return the accelerators of a node in SkyPilot's words: `H100:8` or `tpu-v5p-64`.
+    """Return the accelerators of a node under SkyPilot's names, such as `H100:8` or `tpu-v5p-64`.
 
     Raises:
-        ConfigError: No machine is given, or one of several slices, which SkyPilot does not have.
+        ConfigError: No machine is given, or it has several slices, which SkyPilot cannot start.
     """
     machine = job.machine
     if machine is None or machine.platform == "cpu":

@@ -43,10 +43,10 @@ def submit(job: Job, options: Sequence[str] = ()) -> int:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuse options that the script sets itself, and those that are no long options.
+    """Check that the options are long ones, and that the script does not set them itself.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: An option is short, or the script sets it.
     """
     own = "job-name nodes ntasks ntasks-per-node gpus-per-node requeue no-requeue open-mode signal chdir".split()
     for option in options:
@@ -58,6 +58,6 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def _quoted(option: str) -> str:
-    """Return an option as a line of a batch script has it."""
+    """Return an option in the form that a line of a batch script needs."""
     name, equals, value = option.removeprefix("--").partition("=")
     return f"--{name}{equals}{shlex.quote(value) if value else ''}"

@@ -16,7 +16,8 @@ from autoshard.launch.settings import process_settings, with_port
 
 _UNREACHABLE = 255  # ssh's own exit code when there is no connection
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")  # seconds; chosen
-# A host that is silent for a minute is lost. Chosen: below the deadline of a step, so that the lost host is known.
+# A host counts as lost after a minute of silence. Chosen: shorter than the deadline of a step, so that the launcher
+# knows which host is lost before the others stop.
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 
 # The remote shell runs the command beside a reader of its standard input. When the connection ends, for whatever
@@ -110,6 +111,6 @@ def _saved_steps(job: Job, hosts: Sequence[str]) -> list[str]:
 
 
 def answers(host: str) -> bool:
-    """Whether a host accepts a connection."""
+    """Return whether a host accepts a connection."""
     command = ["ssh", *_OPTIONS, host, "true"]
     return subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0

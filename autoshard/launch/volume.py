@@ -15,7 +15,7 @@ class Volume:
     """Storage that every host mounts.
 
     Attributes:
-        source: What is mounted: a persistent volume claim on GKE, a bucket such as `gs://runs` for SkyPilot.
+        source: The storage: a persistent volume claim on GKE, or a bucket such as `gs://runs` for SkyPilot.
         path: Where it is mounted.
     """
 
@@ -40,7 +40,7 @@ def read_volume(text: str) -> Volume:
 
 
 def check_outlives(run_dir: PurePosixPath, volume: Volume | None, launcher: str) -> None:
-    """Refuse a run's folder on a disk that is lost at a restart.
+    """Check that the run's folder is in the volume, so that a restart does not lose it.
 
     Raises:
         ConfigError: There is no volume, or the folder is not in it.

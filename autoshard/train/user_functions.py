@@ -13,7 +13,7 @@ from autoshard.errors import ConfigError
 
 
 def is_function(name: str | None) -> bool:
-    """Whether a name has the form package.module:function and is not an existing path."""
+    """Return whether a name has the form package.module:function and is not an existing path."""
     if name is None or ":" not in name or Path(name).exists():
         return False
     module, _, function = name.partition(":")

@@ -1,6 +1,6 @@
-"""Tensors of a folder that its model does not use: they are not loaded, and copied when the model is saved.
+"""Tensors of a folder that its model does not use. They are not loaded; saving the model copies them.
 
-Such are the layers of DeepSeek-V3 that predict one more token. `Family.copied` names the tensors.
+Examples are the layers of DeepSeek-V3 that predict further tokens. `Family.copied` names the tensors.
 """
 
 from __future__ import annotations

@@ -198,6 +198,6 @@ def check_tied_head(have: Mapping[str, Tensor], embedding: str, where: str) -> N
     same_shape = pair[0].shape == pair[1].shape
     if not (same_shape and all(map(same, range(0, pair[1].shape[0], rows)))):
         raise AutoshardError(
-            f"{HEAD} in {where} is not {embedding}, although its {CONFIG} says that both are one: "
+            f"{HEAD} and {embedding} in {where} differ, although its {CONFIG} says that they are the same: "
             "set tie_word_embeddings to false there"
         )

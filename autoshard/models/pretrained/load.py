@@ -63,9 +63,9 @@ def load_pretrained(
         dtype: dtype of the parameters; by default each has the stored one.
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
-        keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen:
-            each product decodes its weight. A weight whose blocks are
-            not ranges of its dimensions is decoded when it is read.
+        keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen,
+            and each product decodes its weight. A weight whose blocks are not ranges of its dimensions is decoded when
+            it is read.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
             `attention`; and `compute_dtype`, the dtype of the computation.
 
@@ -124,7 +124,7 @@ def plan_pretrained(
     keep_codes: bool = False,
     **options: Any,
 ) -> Plan:
-    """Plan the training of a folder's model. Only its `config.json` is read, and with `keep_codes` its files' headers.
+    """Plan the training of a folder's model from its `config.json`, and with `keep_codes` also from its files' headers.
 
     Args:
         path: the folder.
@@ -134,8 +134,8 @@ def plan_pretrained(
         **options: of `plan`, and fields of the model's config.
 
     Raises:
-        AutoshardError: the architecture or a feature of the config is not known; with `keep_codes`, also that of
-            `load_pretrained`.
+        AutoshardError: the architecture or a feature of the config is not known; with `keep_codes`, also if the files
+            are wrong, or no weight can stay quantized.
     """
     folder = Folder.open(path)
     family = family_of(folder.config, str(folder.path / CONFIG))
@@ -161,7 +161,7 @@ class Described:
         shapes: path of each parameter -> its shape and dtype, before the files are looked at.
         sources: path of each parameter -> its tensors.
         dtype: the requested dtype of the parameters.
-        kept: the weights that stay codes and scales, which are parameters instead of them.
+        kept: the weights that stay quantized. Their codes and scales are parameters in their place.
     """
 
     cfg: Any
@@ -203,15 +203,15 @@ class Described:
         return cls(cfg, family, origin, graph, shapes, sources, dtype)
 
     def fitted(self, folder: Folder, tensors: Mapping[str, Tensor]) -> Described:
-        """Return the same with the spelling of names that fits most of the tensors, and with tensors that are copied.
+        """Return the same with the spelling of names that fits most of the tensors, and the tensors to copy.
 
         Args:
             folder: the folder.
             tensors: the folder's tensors.
 
         Raises:
-            AutoshardError: tensors are missing or unexpected, or have other shapes or dtypes; or there is a head that
-                is not the embedding, although the config says so.
+            AutoshardError: tensors are missing or unexpected, or have other shapes or dtypes; or the config says that
+                the head is the embedding, but their values differ.
         """
         copied = copied_patterns(self.family, folder, tensors)
 
@@ -242,7 +242,7 @@ class Described:
 
         Args:
             folder: the folder.
-            tensors: its tensors, of which those that are quantized are decoded.
+            tensors: its tensors, with those that are quantized decoded.
 
         Raises:
             AutoshardError: no weight can stay quantized.

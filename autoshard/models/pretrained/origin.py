@@ -39,7 +39,7 @@ class Origin:
 
     @classmethod
     def of(cls, family: Family, folder: Folder) -> Origin:
-        """Return the origin of a folder's model. Its tensors are not looked at, so none are copied."""
+        """Return the origin of a folder's model, without the tensors to copy; `with_tensors` adds these."""
         config = folder.config
         name = next(name for name in config["architectures"] if name in family.architectures)
         # A text model is saved under other names than those of its codes and scales in the whole model's folder.
@@ -48,7 +48,7 @@ class Origin:
         return cls(name, json.dumps(config), text_of=folder.text_of, quantized=quantized, folder=place)
 
     def with_tensors(self, folder: Folder, spelling: int, copied: Iterable[str]) -> Origin:
-        """Return the same with what the folder's tensors say."""
+        """Return the same with the spelling of the folder's tensors, and the patterns of those that are copied."""
         copied = tuple(copied)
         place = str(folder.path.absolute()) if copied else self.folder
         return replace(self, spelling=spelling, copied=copied, folder=place)

@@ -97,13 +97,13 @@ def _source(problem: str, remedy: str) -> Iterator[None]:
 
 
 def _quantized(tensors: Sequence[Tensor], folder: Folder) -> list[Tensor]:
-    """Return the tensors as codes and scales, where a folder has such."""
+    """Return the tensors, with codes and scales in the place of those that the folder has quantized."""
     scheme, stored = folder.scheme, folder.stored_tensors()
     return [*tensors] if scheme is None else scheme.stored(tensors, stored)
 
 
 def _decoded(tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str | None) -> list[Tensor]:
-    """Return plain tensors in the place of those that are codes and scales."""
+    """Return the tensors, with decoded ones in the place of codes and scales."""
     scheme = scheme_of(Config(config, CONFIG))
     if scheme is None:
         return [*tensors]

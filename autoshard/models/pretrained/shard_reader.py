@@ -1,7 +1,7 @@
 """Reads shards of parameters. Several threads read pieces of tensors, and copy them to their places.
 
-    shard   a range of a parameter, which devices hold
-    piece   a range of a shard that is a part of one tensor, of at most `PIECE_BYTES`
+    shard   the range of a parameter that a device holds
+    piece   a part of a shard, from one tensor and of at most `PIECE_BYTES`
 
 While one thread waits for the disk, another copies. A piece stays in the processor's cache between reading and
 transposing.
@@ -55,12 +55,12 @@ class Shard:
 @shown
 @dataclass(frozen=True)
 class Piece:
-    """A part of a shard, and the part of a tensor that it is made of.
+    """A part of a shard that is read from one tensor.
 
     Attributes:
         shard: the shard.
         tensor: the tensor.
-        outer: where the piece is in the shard's dimensions of layers and experts.
+        outer: indices of the piece in the leading dimensions of the shard, those of layers and experts.
         inner: the range in the other dimensions of the parameter.
     """
 
@@ -90,7 +90,7 @@ class Piece:
 
         Args:
             values: the array.
-            memory: memory for a part of a tensor whose values are ordered or stored otherwise than in the shard.
+            memory: memory for values that are in another order or dtype in the tensor than in the shard.
 
         Raises:
             CheckpointError: a value is too large for the dtype of the shard.
@@ -98,7 +98,7 @@ class Piece:
         layout = self.shard.source.layout
         starts = [start for start, _ in self.shard.ranges[self.shard.source.leading :]]
         within = [slice(i.start - n, i.stop - n) for i, n in zip(self.inner, starts, strict=True)]
-        target = values[(*self.outer, *within, ...)]  # with an ellipsis it is never a copy
+        target = values[(*self.outer, *within, ...)]  # the ellipsis makes it a view, also for a single value
 
         def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
             same = layout.in_order and target.dtype == dtype and target.flags.c_contiguous

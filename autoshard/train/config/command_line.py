@@ -219,7 +219,7 @@ def _check_shape_options(config: TrainConfig, arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: There is one.
     """
-    given = [name for name in _names(arguments) if name.startswith("--gpt.") and name != "--gpt.context"]
+    given = [name for name in option_names(arguments) if name.startswith("--gpt.") and name != "--gpt.context"]
     if config.pretrained.folder is not None and given:
         raise ConfigError(
             f"{given[0]} is for the built-in model, but --from {config.pretrained.folder} says what the model is: "
@@ -228,22 +228,25 @@ def _check_shape_options(config: TrainConfig, arguments: Sequence[str]) -> None:
 
 
 def _check_optimizer_options(config: TrainConfig, arguments: Sequence[str]) -> None:
-    """Refuse options that the optimizer and the schedule do not use.
+    """Check that the optimizer and the schedule use the options that are given.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: They do not use an option.
     """
     for setting, users in unused_settings(config.optimizer).items():
         option = f"--optimizer.{setting.replace('_', '-')}"
-        if option in _names(arguments):
+        if option in option_names(arguments):
             raise ConfigError(
                 f"{option} is for {users}, not for --optimizer.name {config.optimizer.name} and --optimizer.schedule "
                 f"{config.optimizer.schedule}: leave it out; --optimizer.arguments has the optimizer's own"
             )
 
 
-def _names(arguments: Sequence[str]) -> list[str]:
-    """Return the options among arguments, spelt with dashes and without their values."""
+def option_names(arguments: Sequence[str]) -> list[str]:
+    """Return the names of the options among arguments, with dashes and without their values.
+
+    Values of options that are arguments of their own are in the list, too.
+    """
     return [argument.partition("=")[0].replace("_", "-") for argument in arguments]
 
 
@@ -267,7 +270,7 @@ def _fit_warmup(config: Command, arguments: Sequence[str]) -> Command:
 
 def _sets_warmup(config: TrainConfig, arguments: Sequence[str]) -> bool:
     """Whether an option or a file sets the warm-up, rather than the preset."""
-    if "--optimizer.warmup-steps" in _names(arguments):
+    if "--optimizer.warmup-steps" in option_names(arguments):
         return True
     settings = tomllib.loads(config.config.read_text()) if config.config else {}
     return "warmup_steps" in settings.get("optimizer", {})

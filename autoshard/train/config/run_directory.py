@@ -164,8 +164,8 @@ def keep_pretrained(run_dir: Path, files: Iterable[Path], write_tensors: Callabl
 
     Args:
         run_dir: The run's folder.
-        files: The files.
-        write_tensors: Writes the tensors that the model does not use into a folder.
+        files: The files to copy.
+        write_tensors: Writes the tensors that the model does not use into the folder that it is given.
 
     Raises:
         ConfigError: A file cannot be read or written.

@@ -91,7 +91,7 @@ def export_pretrained(
 
 
 def _copies(config: TrainConfig, described: Described, dtype: str | None) -> list[Tensor]:
-    """Return the tensors of the pretrained folder that the model does not use and the run keeps, not quantized."""
+    """Return the tensors that the model does not use and the run keeps, decoded if they are quantized."""
     folder = Folder.open(config.model_folder)
     if not folder.has_tensors:
         return []

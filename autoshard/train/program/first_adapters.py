@@ -101,7 +101,7 @@ def adapter_start(
 
 
 def dense_shapes(described: Described, leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights that are quantized when they are read, before they are; by path."""
+    """Return the shapes, before quantization, of the weights that are quantized when they are read; by path."""
     paths = [path.removesuffix(f"/{CODES}") for path in leaves if path.endswith(f"/{BASE}/{CODES}")]
     paths = [path for path in paths if path.removesuffix(f"/{BASE}") not in described.kept]
     return {path: described.shapes[path.removesuffix(f"/{BASE}")].shape for path in paths}

@@ -77,7 +77,7 @@ def describe(config: TrainConfig) -> Described:
 
 
 def _kept(config: TrainConfig, described: Described) -> Kept:
-    """Return the weights of a run that stay codes and scales: those of its folder, or those that the run has noted."""
+    """Return the weights of a run that stay codes and scales: those that it has noted, else those of its folder."""
     folder = Folder.open(config.model_folder)
     note = folder.path / KEPT_CODES
     if not note.exists():

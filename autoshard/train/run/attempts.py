@@ -1,7 +1,8 @@
 """Attempts to train a run: when each began and how it ended, and when to give up.
 
-A launcher starts a run again after every loss of a process. If attempt after attempt saves nothing new, the cause will
-not go away by itself. The file is in the run's folder, so it counts the same under every launcher.
+A launcher starts a run again after every loss of a process. If several attempts in a row save no new step, the cause
+will not go away by itself, so another attempt is refused. Attempts are recorded in the run's folder, so every launcher
+counts the same ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Attempt:
     """This attempt to train a run. Only the main process writes.
 
     Attributes:
-        goodput: Measures where its time goes.
+        goodput: Measures its time by cause.
         number: Its number, from 1; 0 before it begins.
         step: Steps done.
         reason: How the attempt ended: `finished` or the name of a signal; empty before.
@@ -50,7 +51,7 @@ class Attempt:
         self._path: Path | None = None
 
     def check(self, run_dir: Path, step: int) -> None:
-        """Refuse another attempt if those before it were in vain. Nothing is written; every process must call this.
+        """Refuse another attempt if too many saved no new step. Nothing is written; every process must call this.
 
         The first attempt after a launch by hand is never refused.
 
@@ -59,8 +60,8 @@ class Attempt:
             step: Step of the newest checkpoint.
 
         Raises:
-            AutoshardError: As many attempts as the limit allows began at this step and saved no later one. Raised in
-                every process.
+            AutoshardError: As many attempts as the limit allows began at this step and saved no later one.
+                Every process raises it.
         """
         failed: list[str] = []
         if distributed.is_main() and (restarts := restarts_so_far()) != 0:
@@ -101,7 +102,7 @@ class Attempt:
         self._write("save", step=step, seconds=_rounded(self.goodput.seconds()))
 
     def spent(self) -> dict[str, float]:
-        """Return the seconds by cause over all attempts so far; those of this attempt alone in other processes."""
+        """Return the seconds by cause over all attempts so far; in processes but the main one, only of this attempt."""
         if not distributed.is_main() or self._path is None:
             return self.goodput.seconds()
         events = [event for event in read_attempts(self._path) if event["attempt"] <= self.number]
@@ -149,23 +150,23 @@ def read_attempts(path: Path) -> list[dict[str, Any]]:
 
 
 def fruitless(events: Sequence[Mapping[str, Any]], step: int, restarts: int | None) -> list[str]:
-    """Return how each of the last attempts ended, back to the last one that does not count as a failure.
+    """Return how each attempt since the last one that is not a failure ended, oldest first.
 
-    An attempt fails if it began at the step of the newest checkpoint and was not ended by a signal that asked it to
-    stop: had it saved anything, the newest checkpoint would be a later one. An attempt that ended before it began to
-    train left no event, but the launcher counted it. The count starts with the last launch by hand.
+    An attempt is a failure if it began at the step of the newest checkpoint, so that it saved nothing, and no signal
+    asked it to stop. An attempt that ended before it began to train left no event, but the launcher counted it.
+    Attempts before the last launch by hand do not count.
 
     Args:
         events: Events of the run's attempts, oldest first.
         step: Step of the newest checkpoint.
-        restarts: How often the launcher has started the run again; None if it does not say.
+        restarts: Number of restarts by the launcher so far; None if it does not say.
     """
     ends = {event["attempt"]: event["reason"] for event in events if event["event"] == "end"}
     failed: list[str] = []
     for event in reversed([event for event in events if event["event"] == "begin"]):
         before = event.get("restarts")
         if restarts is not None and before is not None:
-            # A count that is not higher is that of another launch, of which this event is no part.
+            # The count grows within one launch. If it did not grow, this event belongs to an earlier launch.
             unseen = restarts - before - 1 if restarts > before else restarts
             failed += ["it ended before it began to train"] * unseen
             if restarts <= before:
@@ -193,15 +194,15 @@ def restarts_so_far() -> int | None:
 
 
 def check_first_start(limit: int) -> None:
-    """Refuse to start a run once more that has never begun.
+    """Refuse another start if too many starts ended before the run began to train.
 
-    Until its folder exists, a run cannot record attempts, so this relies on the launcher's own count.
+    A run cannot record attempts until its folder exists, so this relies on the launcher's own count.
 
     Args:
         limit: Attempts after which to give up; 0 for no limit.
 
     Raises:
-        AutoshardError: The launcher has started the run that often.
+        AutoshardError: The launcher has restarted the run as often as the limit allows.
         ConfigError: The variable is not a number.
     """
     restarts = restarts_so_far() or 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from autoshard._processes import COORDINATOR_PORT
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 
@@ -12,7 +13,6 @@ _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID")
 _SKYPILOT = ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
 _ONE_TASK = "start the processes with srun, or unset SLURM_NTASKS to train in one process"
-_SKYPILOT_PORT = 8476  # chosen: JAX's own default on TPUs
 
 
 @shown
@@ -55,7 +55,7 @@ def find_place() -> Place | None:
         addresses = os.environ.get(_SKYPILOT[2], "").split()
         if len(addresses) != count:
             raise ConfigError(f"{_SKYPILOT[0]} is {count}, but {_SKYPILOT[2]} has {len(addresses)} addresses")
-        return _place(f"{addresses[0]}:{_SKYPILOT_PORT}", count, process, _SKYPILOT)
+        return _place(f"{addresses[0]}:{COORDINATOR_PORT}", count, process, _SKYPILOT)
     return None
 
 

@@ -62,7 +62,7 @@ class Goodput:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each cause so far; those of no cause are `start` or, after `begin_steps`, `steps`."""
+        """Return the seconds of each cause so far. Time without a cause is `start`, or `steps` after `begin_steps`."""
         return {STEPS if self._steps_begun else START: self._rest(), **self._spent}
 
     def _rest(self) -> float:

@@ -15,7 +15,8 @@ from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.train.config import run_directory
 
-PROJECT = "autoshard"  # of Weights & Biases, and the experiment of MLflow, unless their environment variables name one
+# Name of the Weights & Biases project and of the MLflow experiment, unless an environment variable of theirs gives one.
+PROJECT = "autoshard"
 
 
 @shown
@@ -26,7 +27,7 @@ class MetricWriter(Protocol):
         """Write the metrics of a step."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the metrics that are still buffered, and end the recording."""
 
 
 class _TensorBoard:
@@ -90,10 +91,10 @@ _WRITERS: Mapping[str, tuple[str, Callable[[Path, Mapping[str, Any], int], Metri
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Refuse unknown names, and those whose package is not installed.
+    """Check that each name is that of a writer, and that the writer's package is installed.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: A name is unknown, or a package is not installed.
     """
     for name in names:
         if name not in _WRITERS:
@@ -110,23 +111,23 @@ def open_writers(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any
 
     Args:
         names: Names of writers.
-        run_dir: Folder of the run. Identifiers of a run in other services are kept there, so that a resumed run
-            continues its curves.
-        settings: Settings of the run.
-        start: Step that the run continues from.
+        run_dir: Folder of the run. It keeps the run's identifiers in Weights & Biases and MLflow, so that a resumed run
+            continues its curves there.
+        settings: Settings of the run, as nested dictionaries.
+        start: Step from which the run continues; 0 for a new run.
     """
     return [_WRITERS[name][1](run_dir, settings, start) for name in names]
 
 
 def _kept_name(file: Path, make: Callable[[], str]) -> str:
-    """Return the text of a file, which is made at the first call."""
+    """Return the text of a file. If the file does not exist, write the text that `make` returns."""
     if not file.exists():
         file.write_text(make())
     return file.read_text()
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted names."""
+    """Return nested settings as one dictionary with dotted names."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
         found |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

@@ -52,8 +52,8 @@ class Reporter:
             start: Step that the run continues from. Later steps were lost in a crash, and their metrics are dropped.
             enabled: Whether this process reports.
             per: What the loss is a mean over.
-            writers: Names of where metrics go besides the JSON lines.
-            settings: Settings of the run, for writers that keep them.
+            writers: Names of further writers of metrics; see `open_writers`.
+            settings: Settings of the run, for writers that record them.
         """
         self.enabled = enabled
         self._steps, self._per = steps, per

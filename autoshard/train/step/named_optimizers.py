@@ -25,7 +25,7 @@ OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "rmsprop": optax.rmsprop,
     "sgd": optax.sgd,
 }
-"""Functions of optax whose updates depend on nothing but gradients and parameters."""
+"""Functions of optax whose updates depend only on gradients and parameters."""
 
 
 def _wsd(peak: float, last: float, steps: int, share: float) -> optax.Schedule:
@@ -39,14 +39,15 @@ SCHEDULES: Mapping[str, Callable[[float, float, int, float], optax.Schedule]] = 
     "wsd": _wsd,
     "constant": lambda peak, last, steps, share: optax.constant_schedule(peak),
 }
-"""Make the schedule after the warm-up, from the peak, the last rate, the number of steps and the share that decays."""
+"""Functions that make the schedule after the warm-up. Their arguments are the peak rate, the last rate, the number of
+steps, and the share of the steps in which the rate decays."""
 
-
-_LITERALS = {"True": "true", "False": "false", "None": "null"}  # of Python; as texts all three would be true
+# Python's spellings -> those of JSON. Without them, all three would be texts, which count as true.
+_LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
 def check_optimizer(name: str, arguments: Sequence[str]) -> None:
-    """Refuse an unknown optimizer, and arguments that it does not take.
+    """Check the name of an optimizer and the arguments that it is given.
 
     Raises:
         ConfigError: The name is unknown, or an argument is unknown or malformed.
@@ -67,7 +68,7 @@ def check_optimizer(name: str, arguments: Sequence[str]) -> None:
 
 
 def check_schedule(name: str) -> None:
-    """Refuse an unknown schedule.
+    """Check the name of a schedule.
 
     Raises:
         ConfigError: The name is unknown.
@@ -77,7 +78,7 @@ def check_schedule(name: str) -> None:
 
 
 def takes(name: str, argument: str) -> bool:
-    """Whether an optimizer of `OPTIMIZERS` has an argument; False for a user's own."""
+    """Return whether an optimizer of `OPTIMIZERS` has an argument; False for a user's own."""
     return name in OPTIMIZERS and argument in _parameters(OPTIMIZERS[name])
 
 
@@ -90,7 +91,7 @@ def optimizer_by_name(
         name: A name of `OPTIMIZERS`, or package.module:function.
         schedule: The learning rate.
         arguments: Arguments of its function, as NAME=VALUE. Values are JSON, True, False, None, or text.
-        settings: Arguments that it gets if it has them, unless `arguments` has them too.
+        settings: Further arguments. Those that the function does not have, or that `arguments` has too, are left out.
     """
     given = {key: _value(text) for key, _, text in (argument.partition("=") for argument in arguments)}
     if is_function(name):

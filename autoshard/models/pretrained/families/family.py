@@ -69,8 +69,8 @@ class Family:
         model: makes the model from its config and `rngs`. Its `loss` takes a batch.
         stacks: the stacks of layers of a model with this config.
         unneeded: further names that a folder may have with this config, as regular expressions.
-        copied: names of tensors that the model does not use and other programs do, as regular expressions -> what they
-            are. Saving the model copies them from its folder. The argument is the folder's `config.json`.
+        copied: names of tensors that other programs use and the model does not, as regular expressions -> what they
+            are, for messages. Saving the model copies them from its folder. The argument is the folder's `config.json`.
         batch: the shapes of a batch to plan for, from the config and the rows and positions, or None.
         text_of: architectures of models with towers, for images or sound, whose text model belongs to this family. Only
             the text model of their folders is read.

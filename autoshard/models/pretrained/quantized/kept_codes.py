@@ -28,7 +28,6 @@ from autoshard.models.pretrained.tables import Source, Stored, Table
 FORM = "fp8"
 CODES, SCALE = "codes", "scale"
 
-
 Kept = Mapping[str, tuple[Source, Source]]
 """Path of each weight that stays quantized -> the tensors of its codes, and those of its scales."""
 
@@ -36,9 +35,7 @@ Kept = Mapping[str, tuple[Source, Source]]
 def kept_weights(
     sources: Mapping[str, Source], stored: Mapping[str, Tensor], scheme: Scheme | None, where: str
 ) -> dict[str, tuple[Source, Source]]:
-    """Return the weights of a folder that can stay quantized, as `Kept`.
-
-    A warning names quantized weights that cannot.
+    """Return the weights of a folder that can stay quantized, as `Kept`. Warn of quantized weights that cannot.
 
     Args:
         sources: the tensors of each parameter, by its path.
@@ -47,7 +44,7 @@ def kept_weights(
         where: the folder, for messages.
 
     Raises:
-        AutoshardError: no weight can.
+        AutoshardError: no weight can stay quantized.
     """
     if not isinstance(scheme, Fp8Blocks):
         raise AutoshardError(f"keep_codes is for folders in fp8 with scales of blocks; {where!r} is not: leave it out")
@@ -83,7 +80,7 @@ def codes_and_scales(source: Source, scheme: Fp8Blocks) -> tuple[Source, Source]
 
 
 def codes_of(sources: Mapping[str, Source], scheme: Scheme | None) -> dict[str, tuple[Source, Source]]:
-    """Return weights that are known to stay quantized, as `Kept`.
+    """Return those of the weights that can stay quantized, as `Kept`.
 
     Args:
         sources: the tensors of each of these weights, by its path.

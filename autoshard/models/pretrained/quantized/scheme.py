@@ -145,9 +145,9 @@ class Scheme(ABC):
 
 
 def cast_tensor(tensor: Tensor, dtype: str | None) -> Tensor:
-    """Return a tensor in a dtype if it is floating-point, and in its own otherwise.
+    """Return a tensor in a dtype if it is floating-point, and in its own dtype otherwise.
 
-    Decoded tensors are read as float32. Without a dtype, they get the one that they say.
+    Decoded tensors are read as float32. Without a dtype, they are cast to `Tensor.dtype`.
     """
     kept = dtype if dtype is not None and "float" in tensor.dtype else tensor.dtype
     return Tensor(tensor.name, tensor.shape, kept, lambda: cast_values(tensor.name, tensor.read(), kept))
