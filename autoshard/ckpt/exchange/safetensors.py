@@ -172,7 +172,7 @@ def read(folder: Path) -> list[Tensor]:
     wrong = [f"{name} has no {tensor}" for tensor, name in (places or {}).items() if tensor not in have[name]]
     if wrong:
         raise CheckpointError(f"{folder / INDEX} names tensors that are not in their files:\n{listing(wrong)}")
-    chosen = places or {}  # of a tensor that two files have, such as a new one and an old one
+    chosen = places or {}  # if two files have a tensor, such as an old and a new one, the index says which is read
     return [one for name, tensors in by_file.items() for one in tensors if chosen.get(one.name, name) == name]
 
 

@@ -33,9 +33,12 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 class QuantizedWeight(nnx.Module):
     """A frozen weight `[*inputs, *outputs]` in few bits. In stacked layers its arrays have a leading dimension.
 
-    Parameters: `codes`, int8 or float8_e4m3fn `[*inputs, *outputs]`, or with nf4 uint8 with half as many of the last
-    outputs; and `scale`, float32 `[*outputs]`, or with nf4 `[*inputs, *outputs]` with a block of the last inputs in
-    place of each, or with fp8 `[*inputs, *outputs]` with a block in place of the elements of each dimension.
+    Parameters, where `scale` is float32:
+
+        form   codes                                                   scale
+        int8   int8 [*inputs, *outputs]                                [*outputs]
+        nf4    uint8 [*inputs, *outputs], half as many last outputs    [*inputs, *outputs], the last inputs in blocks
+        fp8    float8_e4m3fn [*inputs, *outputs]                       [*inputs, *outputs], each dimension in blocks
 
     Args:
         codes: the codes.
@@ -115,9 +118,10 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
 
 
 def _scaled_blocks(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return codes times the scales of their blocks. The number of blocks divides each dimension.
+    """Return codes times the scales of their blocks. The size of each dimension is a multiple of its number of blocks.
 
-    Scales are repeated along the last dimension, because on TPUs a reshape that splits that of the codes is a copy.
+    Scales are repeated along the last dimension, because on TPUs a reshape that splits the last dimension of the codes
+    is a copy.
     """
     scale = jnp.repeat(scale, codes.shape[-1] // scale.shape[-1], axis=-1) if scale.shape[-1] > 1 else scale
     elements: list[int] = []

@@ -45,7 +45,7 @@ def segments_of(kinds: Sequence[Hashable]) -> tuple[Segment, ...]:
     """
     found: list[Segment] = []
     first, number = 0, {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
-    numbers = [number[kind] for kind in kinds]  # compared faster than kinds
+    numbers = [number[kind] for kind in kinds]  # integers, because comparing kinds is slow
     while first < len(kinds):
         repeats = [1 + same // size for size, same in enumerate(_common_prefixes(numbers[first:]), start=1)]
         size, count = max(
@@ -58,7 +58,7 @@ def segments_of(kinds: Sequence[Hashable]) -> tuple[Segment, ...]:
 
 
 def _common_prefixes(numbers: Sequence[int]) -> list[int]:
-    """Return how many numbers from each place but the first on are those from the first place on.
+    """Return for each place after the first, and the end, how many numbers from there on equal the first numbers.
 
     The time is proportional to the length (D. Gusfield, Algorithms on Strings, Trees, and Sequences, section 1.4).
 
@@ -66,7 +66,7 @@ def _common_prefixes(numbers: Sequence[int]) -> list[int]:
     [0, 3, 0, 1, 0]
     """
     found = [0] * (len(numbers) + 1)
-    start = stop = 0  # the range that reaches farthest and equals the first numbers
+    start = stop = 0  # of the ranges that equal the first numbers, the one that reaches farthest
     for place in range(1, len(numbers)):
         same = min(stop - place, found[place - start]) if place < stop else 0
         while place + same < len(numbers) and numbers[same] == numbers[place + same]:

@@ -76,8 +76,8 @@ def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         events: The events of `attempts.jsonl`, oldest first, with the seconds of their attempt so far.
 
     Returns:
-        Seconds by cause, which add up to the time since the start of the first attempt. An attempt counts up to the
-        step from which the next one continued.
+        Seconds by cause, which add up to the time since the start of the first attempt. The time of an attempt after
+        the step from which the next one continued is `lost`.
     """
     spent: defaultdict[str, float] = defaultdict(float)
     begins = [n for n, event in enumerate(events) if event["event"] == "begin"]
