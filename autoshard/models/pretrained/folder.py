@@ -177,16 +177,16 @@ def check_tensors(
         raise AutoshardError(f"the tensors in {where} are not those of the model in its {CONFIG}:\n{listing(wrong)}")
 
 
-def check_tied_head(have: Mapping[str, Tensor], embedding: str, where: str) -> None:
+def check_tied_head(folder: Folder, have: Mapping[str, Tensor], embedding: str) -> None:
     """Compare a head that the folder has with the embedding that the model uses in its place.
 
     Args:
-        have: the folder's tensors, with a head.
+        folder: the folder.
+        have: its tensors, with a head.
         embedding: the name of the embedding `[vocabulary, width]`.
-        where: the folder, for messages.
 
     Raises:
-        AutoshardError: their values differ, so the model is not the one that was trained.
+        AutoshardError: their values differ, so the model is not the one that was trained; or a file is damaged.
     """
     pair = have[HEAD], have[embedding]
     rows = max(PIECE_BYTES // max(pair[1].nbytes // max(pair[1].shape[0], 1), 1), 1)
@@ -195,9 +195,10 @@ def check_tied_head(have: Mapping[str, Tensor], embedding: str, where: str) -> N
         head, own = (one.read_part((slice(first, first + rows), slice(None))).astype(np.float32) for one in pair)
         return np.array_equal(head, own, equal_nan=True)
 
-    same_shape = pair[0].shape == pair[1].shape
-    if not (same_shape and all(map(same, range(0, pair[1].shape[0], rows)))):
+    with folder.reading(HEAD):
+        tied = pair[0].shape == pair[1].shape and all(map(same, range(0, pair[1].shape[0], rows)))
+    if not tied:
         raise AutoshardError(
-            f"{HEAD} and {embedding} in {where} differ, although its {CONFIG} says that they are the same: "
+            f"{HEAD} in {str(folder.path)!r} is not {embedding}, although its {CONFIG} says that they are the same: "
             "set tie_word_embeddings to false there"
         )

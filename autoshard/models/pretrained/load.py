@@ -229,8 +229,7 @@ class Described:
         }
         check_tensors(tensors, wanted, ignored, coded, str(folder.path))
         if HEAD in ignored and (embedding := next((choices[best][e] for e in EMBEDDINGS if e in choices[best]), None)):
-            with folder.reading(HEAD):
-                check_tied_head(tensors, embedding.names[()], str(folder.path))
+            check_tied_head(folder, tensors, embedding.names[()])
         if origin == self.origin:
             return self
         model = nnx.merge(self.graph, as_tree(self.shapes))

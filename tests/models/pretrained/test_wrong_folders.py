@@ -85,6 +85,7 @@ def test_of_a_tensor_in_two_files_the_index_chooses(folder):
 def test_a_head_that_is_not_the_embedding_it_is_tied_to(folder):
     with_config(folder, tie_word_embeddings=True)
     assert "lm_head.weight in " in (message := refusal(folder)) and "is not model.embed_tokens.weight" in message
+    assert "damaged" not in message
     with_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"]}))
     load_pretrained(folder, plan="dp:8", batch=(8, 16))
 
