@@ -34,7 +34,7 @@ from autoshard.ckpt import Checkpointer
 from autoshard.launch.constants import FAILED_S
 from autoshard.train.run.attempts import read_attempts
 
-STEP_S = 30.0  # deadline of a step
+STEP_S = 30.0  # deadline of a step, unless --step-seconds gives another
 START_S = 240.0  # deadline of the first saved step of an attempt; chosen for two cores with other work
 POLL_S = 0.2  # seconds between two looks at a condition; chosen
 STORED = RESULTS / "kills.json"
@@ -60,47 +60,62 @@ def processes_of(launcher: subprocess.Popen[bytes]) -> list[int]:
     return [int(pid) for pid in children.read_text().split()]
 
 
-def kill_again_and_again(folder: Path, kills: int, processes: int) -> list[dict[str, Any]]:
+def kill_again_and_again(folder: Path, kills: int, processes: int, step_s: float) -> list[dict[str, Any]]:
     """Launch a run, kill one of its processes after each restart, and return a row for each kill."""
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 500)
     run_dir = folder / "run"
     command = [sys.executable, "-m", "autoshard", "launch", "--processes", str(processes), "--", "train", *MODEL,
-               "--data", "text.txt", "--run-dir", "run", "--deadline-seconds", str(STEP_S)]  # fmt: skip
+               "--data", "text.txt", "--run-dir", "run", "--deadline-seconds", str(step_s)]  # fmt: skip
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     log = (folder / "log.txt").open("wb")
     launcher = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
     chosen, rows = random.Random(0), []  # seeded: every run of the benchmark kills the same processes
+    attempt = 0  # the last attempt that was killed
 
-    def first(event: str, attempt: int) -> dict[str, Any] | None:
-        """Return the first such event of an attempt."""
-        events = read_attempts(run_dir / "attempts.jsonl")
-        return next((each for each in events if each["event"] == event and each["attempt"] == attempt), None)
+    def first(event: str) -> dict[str, Any] | None:
+        """Return the newest attempt's first such event, if that attempt began after the last kill."""
+        events = [each for each in read_attempts(run_dir / "attempts.jsonl") if each["attempt"] > attempt]
+        newest = max((each["attempt"] for each in events), default=0)
+        return next((each for each in events if each["event"] == event and each["attempt"] == newest), None)
+
+    def ready() -> tuple[int, list[int]] | None:
+        """Return the number of an attempt that has saved, and its processes."""
+        pids = processes_of(launcher)
+        return (saved["attempt"], pids) if (saved := first("save")) and len(pids) == processes else None
 
     try:
         for kill in range(kills):
-            if not until(lambda n=kill + 1: first("save", n), START_S, launcher):
-                raise SystemExit(f"attempt {kill + 1} saved nothing in {START_S:g} s; see {folder / 'log.txt'}")
+            if not until(ready, START_S, launcher):
+                raise SystemExit(f"no attempt after {attempt} saved in {START_S:g} s:\n{_end_of(folder / 'log.txt')}")
             time.sleep(chosen.uniform(0.0, 2.0))
             victim, number = chosen.randrange(processes), signal.SIGSTOP if kill % 5 == 4 else signal.SIGKILL
+            if (again := until(ready, START_S, launcher)) is None:
+                raise SystemExit(f"no process is left to kill:\n{_end_of(folder / 'log.txt')}")
             before = max(Checkpointer(run_dir / "checkpoints", keep=None).steps())
-            os.kill(processes_of(launcher)[victim], number)
+            unasked, (attempt, pids) = again[0] - attempt - 1, again
+            os.kill(pids[victim], number)
             since = time.monotonic()
-            again = until(lambda n=kill + 2: first("begin", n), STEP_S + FAILED_S + START_S, launcher)
+            begun = until(lambda: first("begin"), step_s + FAILED_S + START_S, launcher)
             row = {
                 "signal": number.name,
                 "process": victim,
+                "attempts_without_a_kill": unasked,
                 "saved_before": before,
-                "continued_from": again["step"] if again else None,
+                "continued_from": begun["step"] if begun else None,
                 "seconds": round(time.monotonic() - since, 1),
             }
             print(row, flush=True)
             rows.append(row)
-            if again is None:
+            if begun is None:
                 break
     finally:
         launcher.terminate()
         launcher.wait(300)
     return rows
+
+
+def _end_of(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -111,6 +126,7 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "kills": len(rows),
         "lost_steps": sum(max(each, 0) for each in lost),
         "hangs": sum(row["continued_from"] is None for row in rows),
+        "attempts_without_a_kill": sum(row["attempts_without_a_kill"] for row in rows),
         "restart_seconds_median": statistics.median(seconds),
         "restart_seconds_longest": max(seconds),
     }
@@ -121,14 +137,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--step-seconds", type=float, default=STEP_S, help="deadline of a step")
     parser.add_argument("--show", action="store_true", help="print the stored figures only")
     given = parser.parse_args()
     if given.show:
         stored = json.loads(STORED.read_text())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            rows = kill_again_and_again(Path(folder), given.kills, given.processes)
-        stored = {"processes": given.processes, "figures": figures(rows), "rows": rows}
+            rows = kill_again_and_again(Path(folder), given.kills, given.processes, given.step_seconds)
+        stored = {
+            "processes": given.processes,
+            "step_seconds": given.step_seconds,
+            "figures": figures(rows),
+            "rows": rows,
+        }
         if given.kills >= 50:
             STORED.write_text(json.dumps(stored, indent=1) + "\n")
     table = Table("figure", "value", title=f"{stored['processes']} local processes")

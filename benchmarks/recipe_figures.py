@@ -7,7 +7,8 @@ from math import exp, log
 from statistics import median
 from typing import Any
 
-from recipe_rows import Result, Side
+from plan_sides import Side
+from recipe_rows import Result
 from rich.table import Table
 
 FAMILIES = ("llama", "mistral", "mixtral", "gpt3")

@@ -35,10 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from common import PACKAGES
+from plan_sides import Side
 from recipe_calibration import ROWS
 from recipe_figures import figures, table
 from recipe_file import OWN, RecipeFileError, read_recipes
-from recipe_rows import Result, Side, result_of
+from recipe_rows import Result, result_of
 from rich.console import Console
 
 _SIDES = ("recipe", "best", "recipe_without")  # of a result

@@ -10,9 +10,10 @@ import pytest
 import recipe_rows
 import recipe_stand_ins as stand_ins
 import recipes
+from plan_sides import Side
 from recipe_figures import figures, table
 from recipe_file import OWN, Entry, Recipe, RecipeFileError, read_recipes
-from recipe_rows import Result, Side, result_of
+from recipe_rows import Result, result_of
 from recipe_settings import UnavailableError, settings_of
 from recipe_words import POLICIES, VALUES, Remat, WordsError, parse_note, parse_remat, parse_sharding
 
@@ -357,7 +358,7 @@ def test_options_with_reports_of_wrong_numbers_are_compiled_with_and_without(tmp
         used[name] = options
         return side
 
-    monkeypatch.setattr(recipe_rows, "_with_compiled", compile_under)
+    monkeypatch.setattr(recipe_rows, "with_compiled", compile_under)
     monkeypatch.setattr(recipe_rows, "_best_plan", lambda settings: (Side(), None))
     found = result_of(one, compile_plans=True, timeout_s=1.0, folder=tmp_path)
     assert found.reported == ("sparse-core-reductions (AXLearn reports abnormal losses)",)

@@ -1,0 +1,123 @@
+"""Plan public models for pods, and write a page for each.
+
+    python benchmarks/gallery.py                              plan all models for all machines, then write the pages
+    python benchmarks/gallery.py llama3.1-8b --target v5p:4x8x8 --compile
+    python benchmarks/gallery.py --pages                      write the pages from the stored figures
+
+Every machine has 256 chips, and every chip the same share of the batch (`gallery_models.py`). The planner chooses the
+strategy, the rematerialization, the values on the host and the microbatches. With `--compile` the plan is compiled by
+the machine's own compiler, without the machine, and `estimate.py` judges the program; a figure that is stored stays
+until the plan changes. Results are stored in `results/gallery.json` after each plan, pages in `docs/gallery/`.
+
+The MFU counts the products of one step without rematerialization, divided by the step time and the chips' peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import common
+import jax
+from gallery_models import MODELS, TARGETS, command, gallery_workload
+from gallery_pages import write_pages
+from plan_rows import Store
+from plan_sides import Side, side_of, unless_impossible, with_compiled
+
+from autoshard import plan
+from autoshard.models.workloads import Workload
+from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.program.flops import matmul_flops
+from autoshard.spmdrules.ir.program import build
+from autoshard.train.program.build import workload_variants
+from autoshard.train.program.workload_search import workload_search
+
+STORED = common.RESULTS / "gallery.json"
+FOLDER = common.RESULTS / "gallery"
+TIMEOUT_S = 600.0  # chosen: seconds after which a compiler is stopped
+LEFT_OUT = ("parameter:", "optimizer:", "data:", "activations")  # beginnings of paragraphs of a plan's text
+
+
+def step_flops(work: Workload) -> float:
+    """Return the FLOPs of the products of a training step without rematerialization."""
+    step, *shapes = workload_variants(work)
+    program = build(jax.make_jaxpr(lambda *given: step(*given, remat="none", microbatches=1))(*shapes))
+    return sum(op.trips * sum(matmul_flops(op).values()) for op in program.ops())
+
+
+def shown_text(text: str) -> str:
+    """Return what a page shows of a plan's text: all but the paragraphs about single arrays."""
+    return "\n\n".join(part for part in text.split("\n\n") if not part.startswith(LEFT_OUT))
+
+
+def planned(model: str, target: str, compile_plan: bool, timeout_s: float) -> dict[str, Any]:
+    """Plan a model for a machine, and return the cell of the gallery."""
+    work, since, made = gallery_workload(model, target), time.process_time(), None
+    side = Side()
+    with unless_impossible() as outcome:
+        search = workload_search(work, {"target": target})
+        made = plan(*workload_variants(work), target=target, variants=search, donate_argnums=0)
+        side = side_of(made, **made.variant)
+    if made is None:
+        side = Side(problem=outcome.problem)
+    planning_s = time.process_time() - since
+    if compile_plan:
+        side = with_compiled(
+            side, made, Store(f"{model}-{target.replace(':', '-')}", target, FOLDER, timeout_s), "plan", None
+        )
+    machine = find_target(target)
+    peak = machine.devices * machine.chip.flops
+    return asdict(side) | {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "jax": version("jax"),
+        "batch_size": work.batch_size,
+        "context": getattr(work.config, "context", None),
+        "command": command(work, target),
+        "planning_cpu_seconds": round(planning_s, 1),
+        "least_seconds": step_flops(work) / peak,
+        "text": [] if made is None else shown_text(str(made)).splitlines(),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help=f"default: all of {', '.join(MODELS)}")
+    parser.add_argument("--target", nargs="+", default=list(TARGETS), help="default: %(default)s")
+    parser.add_argument("--compile", action="store_true", help="compile the plans too")
+    parser.add_argument("--missing", action="store_true", help="plan only what is not stored")
+    parser.add_argument("--pages", action="store_true", help="plan nothing; write the pages")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds after which a compiler is stopped")
+    given = parser.parse_args(arguments)
+    if unknown := [each for each in given.models if each not in MODELS]:
+        parser.error(f"unknown model {unknown[0]!r}; the gallery has {', '.join(MODELS)}")
+    cells: dict[str, dict[str, Any]] = json.loads(STORED.read_text()) if STORED.exists() else {}
+    for model in [] if given.pages else given.models or MODELS:
+        for target in given.target:
+            row = cells.setdefault(model, {})
+            if given.missing and target in row:
+                continue
+            found = planned(model, target, given.compile, given.timeout)
+            if found["compiled"] is None and _same_plan(found, row.get(target)):
+                found["compiled"] = row[target]["compiled"]
+            row[target] = found
+            print(
+                f"{model} {target}: {found['words'] or found['problem']}, {found['planning_cpu_seconds']} s", flush=True
+            )
+            STORED.write_text(json.dumps(cells, indent=1) + "\n")
+    write_pages(cells)
+
+
+def _same_plan(found: dict[str, Any], stored: dict[str, Any] | None) -> bool:
+    names = ("words", "remat", "microbatches", "batch_size", "context")
+    return stored is not None and all(found[name] == stored[name] for name in names)
+
+
+if __name__ == "__main__":
+    main()
