@@ -21,8 +21,8 @@ def run(arguments: Sequence[str]) -> int:
     """Train; see `autoshard train --help`.
 
     Returns:
-        0 after the last step; 130 after Ctrl-C; 75 after SIGTERM or if another process was lost. After 75 the run can
-        be started again with --resume.
+        0 after the last step; 130 after Ctrl-C; 75 after SIGTERM or a cloud's notice, or if another process was lost.
+        After 75 the run can be started again with --resume.
     """
     config = read_settings(arguments, TrainConfig, "train", _DESCRIPTION)
     import jax
@@ -39,4 +39,4 @@ def run(arguments: Sequence[str]) -> int:
         if not is_lost_peer(error):
             raise
         exit_for_restart(f"another process was lost: {str(error).splitlines()[0][:300]}")
-    return 0 if stopped_by is None else EXIT_RESTART if "SIGTERM" in stopped_by else 130
+    return 0 if stopped_by is None else 130 if "SIGINT" in stopped_by else EXIT_RESTART

@@ -24,6 +24,7 @@ from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config import run_directory
 from autoshard.train.run import distributed
 from autoshard.train.run.goodput import Goodput, account
+from autoshard.train.run.maintenance import NOTICE
 
 
 @shown
@@ -34,7 +35,7 @@ class Attempt:
         goodput: Measures its time by cause.
         number: Its number, from 1; 0 before it begins.
         step: Steps done.
-        reason: How the attempt ended: `finished` or the name of a signal; empty before.
+        reason: How the attempt ended: `finished`, the name of a signal or a notice; empty before.
     """
 
     def __init__(self, limit: int) -> None:
@@ -172,7 +173,7 @@ def fruitless(events: Sequence[Mapping[str, Any]], step: int, restarts: int | No
             if restarts <= before:
                 break
         reason = ends.get(event["attempt"], "it left no reason, as a killed process does")
-        if event["step"] != step or reason == "finished" or reason.startswith("SIG"):
+        if event["step"] != step or reason == "finished" or reason.startswith(("SIG", NOTICE)):
             break
         failed.append(reason)
         if before == 0:

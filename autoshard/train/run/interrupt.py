@@ -1,4 +1,4 @@
-"""Stop a run after the current step on SIGTERM or Ctrl-C, all processes after the same step."""
+"""Stop a run after the current step on SIGTERM, Ctrl-C or a cloud's notice, all processes after the same step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,32 @@ STOP_LATENCY_S = 2.0  # chosen: seconds until all processes notice a signal to o
 
 
 class Interrupts:
-    """Record the first signal in the `with` block instead of stopping; a second Ctrl-C stops at once."""
+    """Record the first signal in the `with` block instead of stopping; a second Ctrl-C stops at once.
+
+    Attributes:
+        received: Name of the signal, or a notice; None before.
+    """
 
     def __init__(self) -> None:
         """Start without catching signals."""
         self.received: str | None = None
+        self._number = 0
         self._previous: dict[int, Any] = {}
 
     @property
     def number(self) -> int:
-        """Number of the signal that this process received; 0 if none."""
-        known = signal.Signals.__members__
-        return int(known[self.received]) if self.received is not None and self.received in known else 0
+        """Number of the signal that this process received, SIGTERM for a notice; 0 if none."""
+        return self._number
+
+    def notice(self, text: str) -> None:
+        """Record that this machine will be stopped, unless a signal came before."""
+        if self.received is None:
+            self.received, self._number = text, int(signal.SIGTERM)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
+        self.received, self._number = signal.Signals(number).name, number
 
     def __enter__(self) -> Interrupts:
         """Install the signal handlers; Python allows this only in the main thread."""

@@ -33,6 +33,7 @@ from autoshard.train.run.announcements import conclude, report_start
 from autoshard.train.run.attempts import Attempt, check_first_start
 from autoshard.train.run.goodput import goodput_of, goodput_text
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
+from autoshard.train.run.maintenance import MaintenanceNotices, find_notices
 from autoshard.train.run.metric_writers import check_writers
 from autoshard.train.run.metrics import Reporter
 from autoshard.train.run.resumption import (
@@ -124,6 +125,7 @@ class Trainer:
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             checkpoints.claim()  # before anything in the folder changes, because another run may be training in it
             interrupts = stack.enter_context(Interrupts())
+            stack.enter_context(MaintenanceNotices(interrupts.notice, find_notices()))
             self._attempt.begin(self.run_dir, checkpoints.latest() or 0)
             state = self._first_state(checkpoints)
             checkpoints.prepare(state)

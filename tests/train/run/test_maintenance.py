@@ -1,0 +1,122 @@
+"""Notices of clouds, read from servers that answer as theirs do."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoshard.train.run import loop, maintenance
+from autoshard.train.run.interrupt import Interrupts
+from autoshard.train.run.loop import train
+from autoshard.train.run.maintenance import MaintenanceNotices, amazon_notice, find_notices, google_notice
+
+Answer = Callable[[str, str, Mapping[str, str]], str | None]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], str]]:
+    """Start a server; `answer(method, path, headers)` returns a text, or None for 404."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answer: Answer) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                text = answer(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+                self.send_response(404 if text is None else 200)
+                self.end_headers()
+                self.wfile.write((text or "").encode())
+
+            do_PUT = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Print nothing."""
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("entries", "notice"),
+    [
+        ({"/preempted": "FALSE", "/maintenance-event": "NONE"}, None),
+        ({"/preempted": "FALSE", "/maintenance-event": "MIGRATE_ON_HOST_MAINTENANCE"}, None),
+        (
+            {"/preempted": "FALSE", "/maintenance-event": "TERMINATE_ON_HOST_MAINTENANCE"},
+            "notice of maintenance (TERMINATE_ON_HOST_MAINTENANCE)",
+        ),
+        ({"/preempted": "TRUE", "/maintenance-event": "NONE"}, "notice of a preemption"),
+        ({}, None),
+    ],
+)
+def test_google(
+    serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch, entries: Mapping[str, str], notice: str | None
+) -> None:
+    """Not through a proxy, which knows nothing of this machine."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    server = serve(lambda _, path, headers: entries.get(path) if headers["metadata-flavor"] == "Google" else None)
+    assert google_notice(server) == notice
+
+
+@pytest.mark.parametrize(("action", "notice"), [(None, None), ('{"action": "stop"}', "notice of a spot interruption")])
+def test_amazon(serve: Callable[[Answer], str], action: str | None, notice: str | None) -> None:
+    def answer(method: str, path: str, headers: Mapping[str, str]) -> str | None:
+        if (method, path) == ("PUT", "/api/token"):
+            return "secret" if "x-aws-ec2-metadata-token-ttl-seconds" in headers else None
+        known = path == "/meta-data/spot/instance-action" and headers.get("x-aws-ec2-metadata-token") == "secret"
+        return action if known else None
+
+    assert amazon_notice(serve(answer)) == notice
+
+
+def test_a_server_that_is_not_there_sends_no_notice() -> None:
+    assert google_notice("http://127.0.0.1:9/") is None
+    assert amazon_notice("http://127.0.0.1:9/") is None
+
+
+def test_the_cloud_is_read_from_the_hardware(tmp_path: Path) -> None:
+    assert find_notices(tmp_path) is None
+    (tmp_path / "product_name").write_text("Google Compute Engine\n")
+    assert find_notices(tmp_path) is google_notice
+    (tmp_path / "product_name").write_text("p5.48xlarge\n")
+    (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
+    assert find_notices(tmp_path) is amazon_notice
+
+
+def test_the_first_notice_is_reported_once() -> None:
+    answers, reported, read = iter([None, None, "notice of a preemption"]), [], threading.Event()
+
+    def report(text: str) -> None:
+        reported.append(text)
+        read.set()
+
+    with MaintenanceNotices(report, lambda: next(answers), poll_s=0.01):
+        assert read.wait(30)
+    assert reported == ["notice of a preemption"]
+
+
+def test_a_signal_counts_more_than_a_later_notice() -> None:
+    interrupts = Interrupts()
+    interrupts.notice("notice of a preemption")
+    assert (interrupts.received, interrupts.number) == ("notice of a preemption", 15)
+    interrupts = Interrupts()
+    interrupts._remember(2, None)  # pyright: ignore[reportArgumentType]
+    interrupts.notice("notice of a preemption")
+    assert (interrupts.received, interrupts.number) == ("SIGINT", 2)
+
+
+@pytest.mark.whole
+def test_a_notice_ends_a_run_with_a_saved_step(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "find_notices", lambda: lambda: "notice of a preemption")
+    result = train(make_config(steps=1000))
+    assert result.interrupted_by == "notice of a preemption"
+    assert (result.run_dir / "checkpoints" / f"step_{result.step:08d}").is_dir() and result.step < 1000
+    assert maintenance.NOTICE in (result.run_dir / "attempts.jsonl").read_text()
