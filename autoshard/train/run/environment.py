@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from autoshard._processes import COORDINATOR_PORT
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+from autoshard.train.run import cloud_metadata
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID")
@@ -60,7 +62,10 @@ def find_place() -> Place | None:
 
 
 def is_in_cluster() -> bool:
-    """Return whether variables of a launcher that JAX detects by itself describe more than one process.
+    """Return whether a launcher or a TPU pod that JAX detects by itself has more than one process.
+
+    Launchers are known by their variables. TPU VMs that were made without one have none, so that the cloud's metadata
+    server is asked.
 
     Raises:
         ConfigError: Slurm has several tasks, but this process is none of them.
@@ -70,7 +75,19 @@ def is_in_cluster() -> bool:
     if _SLURM[0] in several:
         _numbers(_SLURM, _ONE_TASK)
     hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")
-    return bool(several) or len(hosts) > 1
+    return bool(several) or len(hosts) > 1 or _is_in_tpu_slice()
+
+
+def _is_in_tpu_slice() -> bool:
+    """Return whether this machine is a TPU VM of Google's with other hosts, and JAX may use its TPUs."""
+    platforms = os.environ.get("JAX_PLATFORMS", "tpu").split(",")
+    if "tpu" not in platforms or "TPU_SKIP_MDS_QUERY" in os.environ or cloud_metadata.find_cloud() != "google":
+        return False
+    hosts = (cloud_metadata.google("attributes/worker-network-endpoints") or "").split(",")
+    slices = re.search(
+        r"^MEGASCALE_NUM_SLICES: *'?(\d+)", cloud_metadata.google("attributes/tpu-env") or "", re.MULTILINE
+    )
+    return len(hosts) > 1 or (slices is not None and int(slices[1]) > 1)
 
 
 def _place(address: str, count: int, process: int, names: tuple[str, ...]) -> Place:

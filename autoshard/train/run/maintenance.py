@@ -11,52 +11,33 @@ Sources: the clouds' documentation of their metadata servers.
 from __future__ import annotations
 
 import threading
-import urllib.request
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
-GOOGLE = "http://metadata.google.internal/computeMetadata/v1/instance/"
-AMAZON = "http://169.254.169.254/latest/"
+from autoshard.train.run import cloud_metadata
+
 NOTICE = "notice of"  # beginning of every notice
 POLL_S = 5.0  # between two queries; source: what Amazon recommends
-TIMEOUT_S = 2.0  # of a query; chosen: the server is on the machine's own host
-_TOKEN_S = "21600"  # lifetime of Amazon's session token; source: its longest
-_HARDWARE = Path("/sys/class/dmi/id")
-_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # metadata servers are never behind one
 
 Read = Callable[[], str | None]
 
 
-def find_notices(hardware: Path = _HARDWARE) -> Read | None:
-    """Return the function that reads the notices of the cloud that this machine belongs to; None elsewhere.
-
-    Args:
-        hardware: The folder in which Linux describes the machine's hardware.
-    """
-    product, vendor = _text(hardware / "product_name"), _text(hardware / "sys_vendor")
-    if product.startswith("Google"):
-        return google_notice
-    if vendor.startswith("Amazon"):
-        return amazon_notice
-    return None
+def find_notices() -> Read | None:
+    """Return the function that reads the notices of the cloud that this machine belongs to; None elsewhere."""
+    cloud = cloud_metadata.find_cloud()
+    return {"google": google_notice, "amazon": amazon_notice}[cloud] if cloud else None
 
 
-def google_notice(server: str = GOOGLE) -> str | None:
+def google_notice() -> str | None:
     """Return Google's notice; None if there is none or the server does not answer."""
-    headers = {"Metadata-Flavor": "Google"}
-    if _get(f"{server}preempted", headers) == "TRUE":
+    if cloud_metadata.google("preempted") == "TRUE":
         return f"{NOTICE} a preemption"
-    event = _get(f"{server}maintenance-event", headers) or ""
+    event = cloud_metadata.google("maintenance-event") or ""
     return f"{NOTICE} maintenance ({event})" if event.startswith("TERMINATE") else None
 
 
-def amazon_notice(server: str = AMAZON) -> str | None:
+def amazon_notice() -> str | None:
     """Return Amazon's notice; None if there is none or the server does not answer."""
-    token = _get(f"{server}api/token", {"X-aws-ec2-metadata-token-ttl-seconds": _TOKEN_S}, method="PUT")
-    if token is None:
-        return None
-    action = _get(f"{server}meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
-    return None if action is None else f"{NOTICE} a spot interruption"
+    return None if cloud_metadata.amazon("spot/instance-action") is None else f"{NOTICE} a spot interruption"
 
 
 class MaintenanceNotices:
@@ -89,19 +70,3 @@ class MaintenanceNotices:
                 self._report(notice)
                 return
             self._ended.wait(self._poll_s)
-
-
-def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    request = urllib.request.Request(url, headers=dict(headers), method=method)
-    try:
-        with _NO_PROXY.open(request, timeout=TIMEOUT_S) as response:
-            return response.read().decode(errors="replace").strip()
-    except (OSError, ValueError):  # HTTPError of a missing entry is an OSError
-        return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

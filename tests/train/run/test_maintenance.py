@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from autoshard.train.run import loop, maintenance
+from autoshard.train.run import cloud_metadata, loop, maintenance
+from autoshard.train.run.environment import is_in_cluster
 from autoshard.train.run.interrupt import Interrupts
 from autoshard.train.run.loop import train
 from autoshard.train.run.maintenance import MaintenanceNotices, amazon_notice, find_notices, google_notice
@@ -63,32 +64,60 @@ def test_google(
     """Not through a proxy, which knows nothing of this machine."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     server = serve(lambda _, path, headers: entries.get(path) if headers["metadata-flavor"] == "Google" else None)
-    assert google_notice(server) == notice
+    monkeypatch.setattr(cloud_metadata, "GOOGLE", server)
+    assert google_notice() == notice
 
 
 @pytest.mark.parametrize(("action", "notice"), [(None, None), ('{"action": "stop"}', "notice of a spot interruption")])
-def test_amazon(serve: Callable[[Answer], str], action: str | None, notice: str | None) -> None:
+def test_amazon(
+    serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch, action: str | None, notice: str | None
+) -> None:
     def answer(method: str, path: str, headers: Mapping[str, str]) -> str | None:
         if (method, path) == ("PUT", "/api/token"):
             return "secret" if "x-aws-ec2-metadata-token-ttl-seconds" in headers else None
         known = path == "/meta-data/spot/instance-action" and headers.get("x-aws-ec2-metadata-token") == "secret"
         return action if known else None
 
-    assert amazon_notice(serve(answer)) == notice
+    monkeypatch.setattr(cloud_metadata, "AMAZON", serve(answer))
+    assert amazon_notice() == notice
 
 
-def test_a_server_that_is_not_there_sends_no_notice() -> None:
-    assert google_notice("http://127.0.0.1:9/") is None
-    assert amazon_notice("http://127.0.0.1:9/") is None
+def test_a_server_that_is_not_there_sends_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud_metadata, "GOOGLE", "http://127.0.0.1:9/")
+    monkeypatch.setattr(cloud_metadata, "AMAZON", "http://127.0.0.1:9/")
+    assert google_notice() is None and amazon_notice() is None
 
 
-def test_the_cloud_is_read_from_the_hardware(tmp_path: Path) -> None:
-    assert find_notices(tmp_path) is None
+def test_the_cloud_is_read_from_the_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cloud_metadata, "HARDWARE", tmp_path)
+    assert find_notices() is None
     (tmp_path / "product_name").write_text("Google Compute Engine\n")
-    assert find_notices(tmp_path) is google_notice
+    assert find_notices() is google_notice
     (tmp_path / "product_name").write_text("p5.48xlarge\n")
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
-    assert find_notices(tmp_path) is amazon_notice
+    assert find_notices() is amazon_notice
+
+
+@pytest.mark.parametrize(
+    ("entries", "several"),
+    [
+        ({}, False),
+        ({"/attributes/worker-network-endpoints": "10.0.0.1"}, False),
+        ({"/attributes/worker-network-endpoints": "10.0.0.1,10.0.0.2"}, True),
+        ({"/attributes/tpu-env": "ZONE: 'z'\nMEGASCALE_NUM_SLICES: '2'\n"}, True),
+        ({"/attributes/tpu-env": "MEGASCALE_NUM_SLICES: '1'\n"}, False),
+    ],
+)
+def test_a_tpu_vm_knows_whether_it_has_other_hosts(
+    serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch, entries: Mapping[str, str], several: bool
+) -> None:
+    monkeypatch.setattr(cloud_metadata, "GOOGLE", serve(lambda _, path, headers: entries.get(path)))
+    monkeypatch.setattr(cloud_metadata, "find_cloud", lambda: "google")
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not is_in_cluster()
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
+    assert is_in_cluster() == several
 
 
 def test_the_first_notice_is_reported_once() -> None:
