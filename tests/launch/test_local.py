@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,19 @@ SIZES = (
     "--preset quick --gpt.layers 1 --gpt.width 32 --gpt.heads 2 --gpt.context 16 --gpt.dropout 0 --batch-size 8 "
     "--log-every 1 --sample-tokens 0 --virtual-devices 2 --deadline-seconds 60 --data text.txt --run-dir run"
 ).split()
+# A network of their own for the processes below, whose loopback interface is slow.
+SLOW_NETWORK = (
+    "unshare", "-n", "sh", "-c",
+    'ip link set lo up && tc qdisc add dev lo root tbf rate 8mbit burst 64kb latency 400ms && exec "$@"', "sh",
+)  # fmt: skip
 # Only Linux lists the children of a process, here those of the launcher, in /proc.
 reads_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc of Linux")
 
 
-def launch(folder: Path, launching: str, training: str) -> subprocess.Popen[str]:
+def launch(folder: Path, launching: str, training: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 200)
     command = [
+        *before,
         sys.executable,
         "-m",
         "autoshard",
@@ -102,3 +109,26 @@ def test_a_signal_to_the_launcher_saves_the_run(tmp_path):
     assert end["reason"].startswith("SIGTERM") and end["step"] >= 3
     saved = json.loads((tmp_path / "run/config.json").read_text())
     assert saved["steps"] == 5000 and list((tmp_path / "run/checkpoints").glob(f"step_*{end['step']}"))
+
+
+def slows_networks() -> bool:
+    try:
+        return subprocess.run([*SLOW_NETWORK, "true"], capture_output=True, timeout=30).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_slow_network_changes_no_loss(tmp_path):
+    """The gradients of a step take longer than the step; nothing is taken for a hang or a loss."""
+    if not slows_networks():
+        pytest.skip("this user may not slow a network: needs unshare and tc")
+    found = {}
+    for name, before in (("fast", ()), ("slow", SLOW_NETWORK)):
+        (tmp_path / name).mkdir()
+        launcher = launch(tmp_path / name, "--processes 2", "--steps 20 --gpt.dtype float32 --plan dp:4", before)
+        _, errors = launcher.communicate(timeout=300)
+        assert launcher.returncode == 0 and "restart" not in errors, errors
+        found[name] = losses(tmp_path / name)
+    assert found["slow"] == pytest.approx(found["fast"], rel=1e-6) and len(found["fast"]) == 20

@@ -77,7 +77,8 @@ def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     Returns:
         Seconds by cause, which add up to the time since the start of the first attempt. The time of an attempt after
-        the step from which the next one continued is `lost`.
+        the step from which the next one continued is `lost`. Only times from one attempt to the next are read from the
+        clock, which may jump.
     """
     spent: defaultdict[str, float] = defaultdict(float)
     begins = [n for n, event in enumerate(events) if event["event"] == "begin"]
@@ -90,11 +91,18 @@ def account(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             _add(spent, kept[-1])
             alive = max(_time(events[until], "alive"), _time(own[-1]))
             started = _time(events[until]) - sum(events[until].get("seconds", {}).values())
-            spent[LOST] += alive - _time(kept[-1])
+            spent[LOST] += _between(kept[-1], own[-1]) + alive - _time(own[-1])
             spent[BETWEEN] += max(started - alive, 0.0)
         else:
             _add(spent, own[-1])
     return dict(spent)
+
+
+def _between(event: Mapping[str, Any], later: Mapping[str, Any]) -> float:
+    """Return the seconds between two events of an attempt."""
+    if "seconds" in event and "seconds" in later:
+        return max(sum(later["seconds"].values()) - sum(event["seconds"].values()), 0.0)
+    return max(_time(later) - _time(event), 0.0)
 
 
 def _add(spent: defaultdict[str, float], event: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def test_time_is_counted_by_cause_and_the_rest_is_steps():
 
 
 def at(second: int) -> str:
-    return f"2026-01-01T00:{second // 60:02d}:{second % 60:02d}.000+00:00"
+    return f"2026-01-01T{second // 3600:02d}:{second // 60 % 60:02d}:{second % 60:02d}.000+00:00"
 
 
 def event(attempt: int, kind: str, second: int, step: int, **values: object) -> dict[str, object]:
@@ -64,3 +64,15 @@ def test_an_attempt_that_saved_nothing_is_lost_whole():
     ]
     assert account(events) == {"lost": 40.0, "between": 20.0, "steps": 30.0}
     assert goodput_of({}) == 0.0
+
+
+@pytest.mark.parametrize("jump", [-3600, 3600])
+def test_a_clock_that_jumps_within_an_attempt_changes_nothing(jump: int) -> None:
+    events = [
+        event(1, "begin", 3605, 0, seconds={"plan": 5.0}),
+        event(1, "save", 3650, 10, seconds={"plan": 5.0, "steps": 45.0}),
+        event(1, "save", 3660 + jump, 20, seconds={"plan": 5.0, "steps": 55.0}),
+        event(2, "begin", 3700 + jump, 10, alive=at(3670 + jump), seconds={"plan": 4.0}),
+        event(2, "end", 3710 + jump, 30, reason="finished", seconds={"plan": 4.0, "steps": 10.0}),
+    ]
+    assert account(events) == {"plan": 9.0, "steps": 55.0, "lost": 20.0, "between": 26.0}

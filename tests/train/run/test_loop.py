@@ -1,5 +1,6 @@
 """Whole runs: their files, resuming, interruption, and refused settings."""
 
+import itertools
 import json
 import os
 import re
@@ -278,6 +279,21 @@ def test_processes_agree_on_stopping_from_time_to_time_and_after_the_last_step(m
     assert run(6, 0.01) == [1, 3, 5, 6]
     others["signal"] = signal.SIGTERM
     assert run(6, 0.01) == [1, "SIGTERM in another process"]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_a_clock_that_jumps_changes_no_save(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, jump: float
+) -> None:
+    """A checkpoint is due after minutes of work, whatever the clock says; no time is negative or a day too long."""
+    real, calls = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: real() + (jump if next(calls) > 2 else 0.0))
+    result = train(make_config(steps=6, checkpoint_minutes=10.0, log_every=1))
+    assert Checkpointer(result.run_dir / "checkpoints", keep=None).steps() == [6]
+    seconds = [v for line in read_metrics(result.run_dir / "metrics.jsonl") for k, v in line.items() if "seconds" in k]
+    assert seconds and all(0 <= each < 1000 for each in seconds)
+    assert "goodput" in capsys.readouterr().out
 
 
 @pytest.mark.whole
