@@ -22,6 +22,7 @@ from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.config.rows_config import RowsConfig
 from autoshard.train.data.rows.records import has_rows
 from autoshard.train.old_names import accepts_old_fields
+from autoshard.train.step.guard import GuardConfig
 from autoshard.train.step.optimizer import OptimizerConfig
 from autoshard.train.step.preference import DpoConfig
 from autoshard.train.step.train_step import BatchKind
@@ -97,6 +98,8 @@ class TrainConfig:
     """How --loss dpo compares pairs of answers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How parameters are updated."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What the run does after a step whose loss or gradient is not finite, or a spike."""
 
     plan: str | None = None
     """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses. A run that is resumed with fewer or

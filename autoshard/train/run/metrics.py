@@ -14,6 +14,8 @@ from rich.text import Text
 from autoshard.train.config import run_directory
 from autoshard.train.run.metric_writers import open_writers
 
+INCIDENT = "incident"  # the field that records of bad steps have
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics file, without one that a crash left incomplete."""
@@ -37,7 +39,7 @@ class Reporter:
         writers: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the metrics files, and drop the lines of steps after `start`.
+        """Open the metrics files, and drop the lines of steps after `start`, except incidents.
 
         Args:
             run_dir: Folder of the run.
@@ -49,16 +51,12 @@ class Reporter:
             settings: Settings of the run, for writers that record them.
         """
         self.enabled = enabled
+        self.run_dir = run_dir
         self._steps, self._per = steps, per
+        self._named_writers, self._settings = writers, settings or {}
         if not enabled:
             return
-        path = run_dir / run_directory.METRICS
-        kept = [line for line in read_metrics(path) if line["step"] <= start]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(path)
-        self._lines = path.open("a", buffering=1)
-        self._writers = open_writers(writers, run_dir, settings or {}, start)
+        self._open(start)
         self._console = Console(highlight=False)
         self._bar = Progress(
             TextColumn("step"),
@@ -71,6 +69,27 @@ class Reporter:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=steps, completed=start, figures="")
+
+    def _open(self, start: int) -> None:
+        path = self.run_dir / run_directory.METRICS
+        kept = [line for line in read_metrics(path) if line["step"] <= start or INCIDENT in line]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(path)
+        self._lines = path.open("a", buffering=1)
+        self._writers = open_writers(self._named_writers, self.run_dir, self._settings, start)
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics of the steps after `step`, which the run trains again. Incidents stay."""
+        if self.enabled:
+            self._close_files()
+            self._open(step)
+            self._bar.update(self._task, completed=step)
+
+    def incident(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write a record of a bad step to the JSON lines."""
+        if self.enabled:
+            self._lines.write(json.dumps({"step": step, **values}) + "\n")
 
     def print(self, text: str) -> None:
         """Print a text without markup."""
@@ -109,9 +128,12 @@ class Reporter:
         """Stop the progress bar and close the files."""
         if self.enabled and not self._lines.closed:
             self._bar.stop()
-            self._lines.close()
-            for writer in self._writers:
-                writer.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._lines.close()
+        for writer in self._writers:
+            writer.close()
 
 
 def _figures(values: Mapping[str, float], per: str) -> str:
