@@ -80,8 +80,8 @@ def test_a_run_stops_and_names_the_first_leaf(make_config: MakeConfig) -> None:
 
 
 def test_a_skipped_step_is_as_if_its_batch_were_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
-    shape = dict(optimizer=CONSTANT, ema_decay=0.5, ema_every=2)
-    skipping = make_config(steps=6, guard=GuardConfig("skip"), checkpoint_every=4, **shape)
+    shape = dict(optimizer=CONSTANT, ema_decay=0.5, ema_every=2, guard=GuardConfig("skip"))
+    skipping = make_config(steps=6, checkpoint_every=4, **shape)
     skipped = run(skipping, {2: no_number})
     without = run(make_config(steps=5, run_dir=tmp_path / "without", **shape), order=lambda step: step + (step >= 2))
     check_same(skipped, without, "params", "opt_state", "ema", "variables")
