@@ -188,6 +188,8 @@ class TrainConfig:
             problems.append(f"deadline_seconds is {self.deadline_seconds}; it must be positive")
         if not 0 <= self.ema_decay < 1:
             problems.append(f"ema_decay is {self.ema_decay}; it must be at least 0 and below 1")
+        if self.ema_decay and self.optimizer.name == "schedule_free":
+            problems.append("ema_decay and schedule_free both average the parameters: leave out ema_decay")
         if self.allow_other_data and not self.resume:
             problems.append("allow_other_data is only for resumed runs: add --resume, or leave it out")
         if self.resume_if_started and self.run_dir is None:

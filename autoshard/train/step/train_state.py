@@ -21,7 +21,7 @@ from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.train.step.ema import NO_AVERAGE, EmaConfig, start
 from autoshard.train.step.guard import GuardConfig, first_guard
-from autoshard.train.step.optimizer import matches, path_name
+from autoshard.train.step.parameter_paths import matches, path_name
 
 Tree = Any
 

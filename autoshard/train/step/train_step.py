@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -27,6 +28,7 @@ from autoshard.train.step.guard import (
     unless_bad,
     updates_so_far,
 )
+from autoshard.train.step.schedule_free import evaluated_value, schedule_free_state
 from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
 
 Batch = Mapping[str, jax.Array]
@@ -166,7 +168,12 @@ def make_eval_step(program: Program, loss_of: Loss = loss_and_weight) -> EvalSte
 
 
 def eval_params(state: TrainState, use_ema: bool = True) -> Tree:
-    """Return the parameters to evaluate: their moving average if there is one and `use_ema` is set."""
+    """Return the parameters to evaluate: their average, or the parameters themselves if there is none.
+
+    A schedule-free optimizer has its own average. The moving average is used if there is one and `use_ema` is set.
+    """
+    if (own := schedule_free_state(state.opt_state)) is not None:
+        return jax.tree.map(partial(evaluated_value, b1=own.b1), state.params, own.z)
     return averaged_params(state.ema, state.params) if use_ema and state.ema is not None else state.params
 
 

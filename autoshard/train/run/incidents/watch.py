@@ -25,7 +25,7 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.run.incidents.batch_order import BatchOrder
 from autoshard.train.run.metrics import Reporter
 from autoshard.train.step.guard import GOOD, IN_A_ROW, NON_FINITE, SQUARES, VERDICT
-from autoshard.train.step.optimizer import path_name
+from autoshard.train.step.parameter_paths import path_name
 
 Tree = Any
 
