@@ -33,6 +33,7 @@ from autoshard.train.program.saved_state import restore_state
 from autoshard.train.run import distributed
 from autoshard.train.run.announcements import conclude, report_start
 from autoshard.train.run.attempts import Attempt, check_first_start
+from autoshard.train.run.device_memory import fullest_device
 from autoshard.train.run.goodput import goodput_of, goodput_text
 from autoshard.train.run.incidents.batch_order import BatchOrder
 from autoshard.train.run.incidents.watch import RollbackRequested, Watch, freed_on_rollback
@@ -328,7 +329,8 @@ class Trainer:
         shown = {name: value for name, value in metrics.items() if name not in (VERDICT, SQUARES, "weight")}
         values = {name: float(value) for name, value in jax.device_get(shown).items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}  # others are incidents
-        reporter.record(step, finite | clock.rates(step, self.config.steps))
+        memory = fullest_device(self.placed.plan, step)
+        reporter.record(step, finite | clock.rates(step, self.config.steps) | memory)
 
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)

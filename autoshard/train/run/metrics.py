@@ -11,7 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from autoshard._units import bytes_text, duration_text
 from autoshard.train.config import run_directory
+from autoshard.train.run.device_memory import MEASURED, PREDICTED
 from autoshard.train.run.metric_writers import open_writers
 
 INCIDENT = "incident"  # the field that records of bad steps have
@@ -140,11 +142,19 @@ def _figures(values: Mapping[str, float], per: str) -> str:
     """Format metrics as a short text; the loss is one per `per`."""
     formats = {
         "loss": "loss {:.4f}",
+        "skipped_steps": "{:.0f} skipped",
         "tokens_per_second": "{:,.0f} tokens/s",
         "mfu": "MFU {:.1%}",
-        "eta_seconds": "ETA {:.0f} s",
+        MEASURED: "memory {}",
+        PREDICTED: "memory {} (predicted)",
+        "eta_seconds": "ETA {}",
         "val_loss": f"validation loss {{:.4f}} nats per {per}",
         "val_bits_per_byte": "{:.4f} bits per byte",
     }
-    shown = {name: value for name, value in values.items() if name != "eta_seconds" or value > 0}
+    shown: dict[str, float | str] = dict(values)
+    shown |= {name: bytes_text(values[name]) for name in (MEASURED, PREDICTED) if name in values}
+    shown |= {"eta_seconds": duration_text(values["eta_seconds"])} if "eta_seconds" in values else {}
+    for name in ("eta_seconds", "skipped_steps"):
+        if values.get(name) == 0:
+            del shown[name]
     return "  ".join(text.format(shown[name]) for name, text in formats.items() if name in shown)
