@@ -18,7 +18,7 @@ from autoshard import replace_kernels
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.spmdrules.custom_ops import operator
-from autoshard.train.step.optimizer import path_name
+from autoshard.train.step.parameter_paths import path_name
 
 _PARAMETERS = ("params", "frozen")  # the parts of a state that are used in the step as they are stored
 

@@ -25,7 +25,8 @@ from autoshard.models.workloads import Workload
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.custom_ops import operator
 from autoshard.train.program.build import workload_step
-from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer, path_name
+from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.step.parameter_paths import path_name
 from autoshard.train.step.train_state import Program, make_program
 from autoshard.train.step.train_step import make_train_step
 

@@ -18,6 +18,7 @@ from autoshard._columns import listing
 from autoshard._shown import shown
 from autoshard.ckpt.exchange.constants import SHARD_BYTES
 from autoshard.ckpt.exchange.safetensors import DTYPES, Tensor, write
+from autoshard.ckpt.exchange.schedule_free import B1, Z, average, schedule_free_path
 from autoshard.ckpt.restore.restore import damage_error, damaged_leaves, expected_digests, read_manifest, reading
 from autoshard.ckpt.state import array_digest
 from autoshard.ckpt.state.named_leaves import Key, LeafSpec
@@ -173,12 +174,18 @@ def step_model(path: Any, step: int, *, use_ema: bool | None = False, dtype: str
             f"{where} has no moving average of the parameters yet: leave out use_ema=True (--use-ema)."
         )
 
+    # A schedule-free optimizer has no moving average; its own average is the model.
+    free = schedule_free_path(specs)
+    b1 = read(specs[*free, B1]) if free is not None else None
+
     def tensor(key: Key, spec: LeafSpec) -> Tensor:
         is_mean = spec.key[: len(AVERAGE[0])] == AVERAGE[0]
         tensor_dtype = _exported_dtype(specs["params", *key] if is_mean else spec, dtype)
 
         def values() -> np.ndarray:
             saved = read(spec)
+            if free is not None and b1 is not None and spec.key == ("params", *key) and (*free, Z, *key) in specs:
+                saved = average(saved, read(specs[*free, Z, *key]), b1)
             return cast_values(name, saved / np.float32(weight) if is_mean else saved, tensor_dtype)
 
         name = ".".join(key)

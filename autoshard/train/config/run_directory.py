@@ -19,6 +19,7 @@ CHECKPOINTS = "checkpoints"
 PRETRAINED = "pretrained"  # config, tokenizer and unused tensors of the pretrained model that the run started from
 METRICS = "metrics.jsonl"
 ATTEMPTS = "attempts.jsonl"
+ROLLBACKS = "rollbacks.jsonl"  # which batches the rollbacks of the run left out
 TENSORBOARD = "tensorboard"
 PLAN_TEXT = "plan.txt"
 PLAN_JSON = "plan.json"

@@ -22,6 +22,7 @@ from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.config.rows_config import RowsConfig
 from autoshard.train.data.rows.records import has_rows
 from autoshard.train.old_names import accepts_old_fields
+from autoshard.train.step.guard import GuardConfig
 from autoshard.train.step.optimizer import OptimizerConfig
 from autoshard.train.step.preference import DpoConfig
 from autoshard.train.step.train_step import BatchKind
@@ -97,6 +98,8 @@ class TrainConfig:
     """How --loss dpo compares pairs of answers."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """How parameters are updated."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What the run does after a step whose loss or gradient is not finite, or a spike."""
 
     plan: str | None = None
     """Plan to use, such as 'fsdp:8' or 'dp:2 tp:4'. Default: the planner chooses. A run that is resumed with fewer or
@@ -185,6 +188,8 @@ class TrainConfig:
             problems.append(f"deadline_seconds is {self.deadline_seconds}; it must be positive")
         if not 0 <= self.ema_decay < 1:
             problems.append(f"ema_decay is {self.ema_decay}; it must be at least 0 and below 1")
+        if self.ema_decay and self.optimizer.name == "schedule_free":
+            problems.append("ema_decay and schedule_free both average the parameters: leave out ema_decay")
         if self.allow_other_data and not self.resume:
             problems.append("allow_other_data is only for resumed runs: add --resume, or leave it out")
         if self.resume_if_started and self.run_dir is None:

@@ -18,7 +18,9 @@ from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, Description
 from autoshard.ckpt.exchange import safetensors
 from autoshard.ckpt.exchange.export import MODEL_PARTS
+from autoshard.ckpt.exchange.schedule_free import B1, Z, schedule_free_path
 from autoshard.errors import AutoshardError, ConfigError
+from autoshard.train.step.schedule_free import evaluated_value
 
 
 @shown
@@ -109,11 +111,30 @@ def _placed(saved: safetensors.Tensor, like: Any) -> jax.Array:
 def parameters(checkpoints: Checkpointer, step: int, like: Any) -> Any:
     """Load a step's parameters, frozen parameters and variables, with the shardings of `like`.
 
+    Parameters that a schedule-free optimizer trained are its average; see `train.step.schedule_free`.
+
     Raises:
         CheckpointError: The parameters do not match the model, or are damaged.
     """
     description = checkpoints.describe(step)
-    return checkpoints.restore(step, {"params": like}, partial=True, rename=_other_parts(description))["params"]
+    rename = _other_parts(description)
+    leaves = {tuple(leaf.name.split("/")): leaf for leaf in description.leaves}
+    free = schedule_free_path(leaves)
+    if free is None:
+        return checkpoints.restore(step, {"params": like}, partial=True, rename=rename)["params"]
+    root = "/".join(free)
+    flat, tree = jax.tree_util.tree_flatten_with_path(like)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    trained = [n for n, name in enumerate(names) if (*free, Z, *name.split("/")) in leaves]
+    b1 = leaves[*free, B1]
+    own = {n: leaf if n in trained else None for n, (_, leaf) in enumerate(flat)}
+    template = {"params": like, "z": tree.unflatten(own.values()), "b1": jax.ShapeDtypeStruct((), b1.dtype)}
+    rename |= {f"{root}/{Z}": "z", f"{root}/{B1}": "b1"}
+    state = checkpoints.restore(step, template, partial=True, rename=rename)
+    values = tree.flatten_up_to(state["params"])
+    for n, z in zip(trained, jax.tree.leaves(state["z"]), strict=True):
+        values[n] = evaluated_value(values[n], z, float(state["b1"]))
+    return tree.unflatten(values)
 
 
 def averaged_parameters(checkpoints: Checkpointer, step: int, like: Any, *, or_parameters: bool = False) -> Any:

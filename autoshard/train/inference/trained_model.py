@@ -13,6 +13,7 @@ from autoshard.train.config import run_directory
 from autoshard.train.config.stored_config import checkpoint_config, from_dict
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of
+from autoshard.train.program.saved_state import restore_state
 from autoshard.train.step.train_state import Program, TrainState
 
 
@@ -56,5 +57,5 @@ def load_trained(run_dir: Path, step: int | None = None) -> Trained:
     config = replace(from_dict(run_directory.read_config(run_dir), str(run_dir)), run_dir=run_dir)
     program = make_program_of(config)
     with contextlib.closing(open_checkpoints(run_dir)) as checkpoints:
-        state = checkpoints.restore(step, program.abstract_state(), config=checkpoint_config(config))
+        state = restore_state(checkpoints, program.abstract_state(), program, checkpoint_config(config), step)
     return Trained(config, program, state, int(state.step))

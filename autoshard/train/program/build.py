@@ -104,7 +104,9 @@ def make_program_of(config: TrainConfig) -> Program:
     optimizer = make_optimizer(config.optimizer, config.steps)
     ema = EmaConfig(config.ema_decay, config.ema_every, config.ema_spike)
     freeze = (*config.freeze, *frozen_globs(config))
-    return make_program(model_builder(config), optimizer, freeze=freeze, ema=ema, train=trained_globs(config))
+    return make_program(
+        model_builder(config), optimizer, freeze=freeze, ema=ema, train=trained_globs(config), guard=config.guard
+    )
 
 
 def is_pipelined(config: TrainConfig) -> bool:

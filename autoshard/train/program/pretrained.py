@@ -42,7 +42,7 @@ from autoshard.train.program.first_adapters import (
     quantized_values,
     with_adapter_settings,
 )
-from autoshard.train.step.optimizer import path_name
+from autoshard.train.step.parameter_paths import path_name
 from autoshard.train.step.preference import REFERENCE
 from autoshard.train.step.train_state import Program, TrainState
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,10 +29,14 @@ from autoshard.train.program.planned_step import (
     with_offload,
 )
 from autoshard.train.program.pretrained import first_state, keep_copied, kept_files, open_weights
+from autoshard.train.program.saved_state import restore_state
 from autoshard.train.run import distributed
 from autoshard.train.run.announcements import conclude, report_start
 from autoshard.train.run.attempts import Attempt, check_first_start
+from autoshard.train.run.device_memory import fullest_device
 from autoshard.train.run.goodput import goodput_of, goodput_text
+from autoshard.train.run.incidents.batch_order import BatchOrder
+from autoshard.train.run.incidents.watch import RollbackRequested, Watch, freed_on_rollback
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.maintenance import MaintenanceNotices, find_notices
 from autoshard.train.run.metric_writers import check_writers
@@ -44,9 +49,10 @@ from autoshard.train.run.resumption import (
     stored_config,
     with_searched_variant,
 )
-from autoshard.train.run.saving import Saver, check_finite, retention_policy
+from autoshard.train.run.saving import Saver, retention_policy
 from autoshard.train.run.throughput import Clock, peak_seconds_per_step, tokens_per_step
 from autoshard.train.run.watchdog import Watchdog
+from autoshard.train.step.guard import SQUARES, VERDICT
 from autoshard.train.step.train_state import Program, TrainState
 from autoshard.train.step.train_step import eval_params, make_eval_step
 
@@ -111,6 +117,7 @@ class Trainer:
             else:
                 self.placed, self._planned_anew = place_again(place, config, stored)
         self._eval_step: PlacedEvalStep | None = None
+        self._compiled = False
         self._watchdog = Watchdog(config.deadline_seconds)
         self.run_dir = self._claim_run_dir()
 
@@ -149,7 +156,7 @@ class Trainer:
                 evaluation = self._evaluate(state, step, reporter, batches=0)
             with self._watchdog.paused():
                 if checkpoints.latest() != step:
-                    saver.save(step, state, self._metrics, evaluation, block=True)
+                    saver.save(step, state, evaluation, block=True)
             spent = self._attempt.spent()
             causes = {f"seconds_{cause}": seconds for cause, seconds in spent.items()}
             reporter.write(step, {"goodput": goodput_of(spent), **causes})
@@ -165,7 +172,7 @@ class Trainer:
         with contextlib.closing(checkpoints):
             checkpoints.claim()
             state = self._first_state(checkpoints)
-            self._saver(checkpoints).save(0, state, {}, None, block=True)
+            self._saver(checkpoints).save(0, state, None, block=True)
             if distributed.is_main():
                 run_directory.write_plan(self.run_dir, self.placed.plan, 0)
         return self.run_dir
@@ -206,21 +213,27 @@ class Trainer:
 
     def _first_state(self, checkpoints: Checkpointer) -> TrainState:
         if not self.config.resume or checkpoints.latest() is None:
-            if self.config.pretrained.folder is not None:
-                return first_state(self.config, self.program, self.placed.state_shapes)
-            return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
-        with self._goodput.spent_on("restore"):
-            state = checkpoints.restore(like=self.placed.state_shapes, config=checkpoint_config(self.config))
+            return self._new_state()
+        state = self._restored(checkpoints)
         assert checkpoints.restored is not None
         step = self._attempt.step = checkpoints.restored.step
         check_resumable(self.config, self._data_digest, step, checkpoints.config(step))
         return state
 
-    def _batches(self, start: int) -> Prefetcher:
+    def _new_state(self) -> TrainState:
+        if self.config.pretrained.folder is not None:
+            return first_state(self.config, self.program, self.placed.state_shapes)
+        return self.placed.step.init(self.program.create_state, jax.random.key(self.config.seed))
+
+    def _restored(self, checkpoints: Checkpointer) -> TrainState:
+        with self._goodput.spent_on("restore"):
+            return restore_state(checkpoints, self.placed.state_shapes, self.program, checkpoint_config(self.config))
+
+    def _batches(self, start: int, order: BatchOrder) -> Prefetcher:
         def make(step: int) -> tuple[int, dict[str, jax.Array]]:
-            placed = self.placed
+            placed, index = self.placed, order.batch_of(step)
             return step, place_batch(
-                lambda rows: self.source.batch(step, rows), placed.batch_shapes, placed.batch_shardings
+                lambda rows: self.source.batch(index, rows), placed.batch_shapes, placed.batch_shardings
             )
 
         return Prefetcher(range(start, self.config.steps), make, self.config.prefetch)
@@ -234,51 +247,92 @@ class Trainer:
         interrupts: Interrupts,
     ) -> tuple[int, TrainState, bool]:
         """Train until the last step or a signal; return the steps done, the state, and whether it was a signal."""
-        config, done, last_loss, stopped = self.config, start, None, False
-        self._metrics: dict[str, jax.Array] = {}  # metrics of the last step
+        watch = Watch(self.config, self.placed.state_shapes.params, BatchOrder(self.run_dir), reporter)
+        self._clock = Clock(tokens_per_step(self.placed), peak_seconds_per_step(self.config, self.placed))
+        reporter.start()
+        self._goodput.begin_steps()
+        # A signal that came while the state was made or restored does not wait for the first step to compile.
+        if start < self.config.steps and StopAgreement(interrupts, start, at_least_every=1).after(start, last=True):
+            return start, state, True
+        while True:
+            try:
+                return self._steps_from(state, start, saver, reporter, interrupts, watch)
+            except RollbackRequested as requested:
+                with self._clock.paused(), self._watchdog.paused():
+                    state, start = self._rolled_back(saver.checkpoints, watch, requested.bad_step, reporter)
+
+    def _rolled_back(
+        self, checkpoints: Checkpointer, watch: Watch, bad_step: int, reporter: Reporter
+    ) -> tuple[TrainState, int]:
+        """Restore the newest checkpoint, or make the first state again, and leave out the bad batch."""
+        # Bad states are never saved, so the newest checkpoint is good.
+        resumes = checkpoints.latest() is not None
+        state = self._restored(checkpoints) if resumes else self._new_state()
+        step = int(state.step)
+        watch.forget()
+        made = watch.order.roll_back(bad_step, step)
+        reporter.rewind(step)
+        left_out = f"batch {made.first}" if made.first == made.last else f"batches {made.first} to {made.last}"
+        reporter.print(f"rolled back to step {step}; {left_out} of the data are left out")
+        return state, step
+
+    def _steps_from(
+        self,
+        state: TrainState,
+        start: int,
+        saver: Saver,
+        reporter: Reporter,
+        interrupts: Interrupts,
+        watch: Watch,
+    ) -> tuple[int, TrainState, bool]:
+        config, clock, done, last_loss, stopped = self.config, self._clock, start, None, False
         every = SaveEvery(
             config.checkpoint_every,
             config.checkpoint_minutes,
             agreed=lambda due: bool(distributed.value_of_main_process(due)),
             asked_every=config.log_every if jax.process_count() > 1 else 1,
         )
-        clock = Clock(tokens_per_step(self.placed), peak_seconds_per_step(config, self.placed))
         stop_agreement = StopAgreement(interrupts, start, at_least_every=config.log_every)
-        reporter.start()
-        self._goodput.begin_steps()
-        # A signal that came while the state was made or restored does not wait for the first step to compile.
-        if start < config.steps and StopAgreement(interrupts, start, at_least_every=1).after(start, last=True):
-            return start, state, True
-        with self._batches(start) as batches:
+        with self._batches(start, watch.order) as batches, freed_on_rollback() as held:
             for step, batch in self._goodput.waiting(batches, "data"):
-                with self._goodput.spent_on("compile") if step == start else contextlib.nullcontext():
+                compiles = step == start and not self._compiled
+                with self._goodput.spent_on("compile") if compiles else contextlib.nullcontext():
                     state, metrics = self.placed.step(state, batch)
-                self._metrics = metrics
+                self._compiled, held.state = True, state
                 # At most one step is in flight while the next is dispatched, so that a signal takes effect soon.
                 jax.block_until_ready(last_loss)
                 self._watchdog.beat(done)
                 self._attempt.step = done = step + 1
                 last_loss = metrics["loss"]
+                watch.add(done, batch, metrics)
+                logs = done % config.log_every == 0 or done in (start + 1, config.steps)
+                evaluates = config.eval_every and done % config.eval_every == 0 and done < config.steps
+                saves = done < config.steps and every.due(done)
+                # The verdict of a step is read before its state is used.
+                watch.settle(state.params, but=0 if logs or evaluates or saves else 1)
                 reporter.advance(done)
-                if done % config.log_every == 0 or done in (start + 1, config.steps):
+                if logs:
                     self._log(done, metrics, clock, reporter)
                 evaluation = None
-                if config.eval_every and done % config.eval_every == 0 and done < config.steps:
+                if evaluates:
                     with clock.paused():
                         evaluation = self._evaluate(state, done, reporter, config.eval_batches)
-                if done < config.steps and every.due(done):
+                if saves:
                     with clock.paused(), self._watchdog.paused():
-                        saver.save(done, state, metrics, evaluation)
+                        saver.save(done, state, evaluation)
                     every.saved()
                 stopped = stop_agreement.after(done, last=done >= config.steps)
                 if stopped:
+                    watch.settle(state.params)
                     break
         return done, state, stopped
 
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
-        values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}
-        check_finite(step, values, self.config, self.run_dir)
-        reporter.record(step, values | clock.rates(step, self.config.steps))
+        shown = {name: value for name, value in metrics.items() if name not in (VERDICT, SQUARES, "weight")}
+        values = {name: float(value) for name, value in jax.device_get(shown).items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}  # others are incidents
+        memory = fullest_device(self.placed.plan, step)
+        reporter.record(step, finite | clock.rates(step, self.config.steps) | memory)
 
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)

@@ -11,8 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from autoshard._units import bytes_text, duration_text
 from autoshard.train.config import run_directory
+from autoshard.train.run.device_memory import MEASURED, PREDICTED
 from autoshard.train.run.metric_writers import open_writers
+
+INCIDENT = "incident"  # the field that records of bad steps have
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -37,7 +41,7 @@ class Reporter:
         writers: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the metrics files, and drop the lines of steps after `start`.
+        """Open the metrics files, and drop the lines of steps after `start`, except incidents.
 
         Args:
             run_dir: Folder of the run.
@@ -49,16 +53,12 @@ class Reporter:
             settings: Settings of the run, for writers that record them.
         """
         self.enabled = enabled
+        self.run_dir = run_dir
         self._steps, self._per = steps, per
+        self._named_writers, self._settings = writers, settings or {}
         if not enabled:
             return
-        path = run_dir / run_directory.METRICS
-        kept = [line for line in read_metrics(path) if line["step"] <= start]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(path)
-        self._lines = path.open("a", buffering=1)
-        self._writers = open_writers(writers, run_dir, settings or {}, start)
+        self._open(start)
         self._console = Console(highlight=False)
         self._bar = Progress(
             TextColumn("step"),
@@ -71,6 +71,27 @@ class Reporter:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("train", total=steps, completed=start, figures="")
+
+    def _open(self, start: int) -> None:
+        path = self.run_dir / run_directory.METRICS
+        kept = [line for line in read_metrics(path) if line["step"] <= start or INCIDENT in line]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.replace(path)
+        self._lines = path.open("a", buffering=1)
+        self._writers = open_writers(self._named_writers, self.run_dir, self._settings, start)
+
+    def rewind(self, step: int) -> None:
+        """Drop the metrics of the steps after `step`, which the run trains again. Incidents stay."""
+        if self.enabled:
+            self._close_files()
+            self._open(step)
+            self._bar.update(self._task, completed=step)
+
+    def incident(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write a record of a bad step to the JSON lines."""
+        if self.enabled:
+            self._lines.write(json.dumps({"step": step, **values}) + "\n")
 
     def print(self, text: str) -> None:
         """Print a text without markup."""
@@ -109,20 +130,31 @@ class Reporter:
         """Stop the progress bar and close the files."""
         if self.enabled and not self._lines.closed:
             self._bar.stop()
-            self._lines.close()
-            for writer in self._writers:
-                writer.close()
+            self._close_files()
+
+    def _close_files(self) -> None:
+        self._lines.close()
+        for writer in self._writers:
+            writer.close()
 
 
 def _figures(values: Mapping[str, float], per: str) -> str:
     """Format metrics as a short text; the loss is one per `per`."""
     formats = {
         "loss": "loss {:.4f}",
+        "skipped_steps": "{:.0f} skipped",
         "tokens_per_second": "{:,.0f} tokens/s",
         "mfu": "MFU {:.1%}",
-        "eta_seconds": "ETA {:.0f} s",
+        MEASURED: "memory {}",
+        PREDICTED: "memory {} (predicted)",
+        "eta_seconds": "ETA {}",
         "val_loss": f"validation loss {{:.4f}} nats per {per}",
         "val_bits_per_byte": "{:.4f} bits per byte",
     }
-    shown = {name: value for name, value in values.items() if name != "eta_seconds" or value > 0}
+    shown: dict[str, float | str] = dict(values)
+    shown |= {name: bytes_text(values[name]) for name in (MEASURED, PREDICTED) if name in values}
+    shown |= {"eta_seconds": duration_text(values["eta_seconds"])} if "eta_seconds" in values else {}
+    for name in ("eta_seconds", "skipped_steps"):
+        if values.get(name) == 0:
+            del shown[name]
     return "  ".join(text.format(shown[name]) for name, text in formats.items() if name in shown)

@@ -1,17 +1,11 @@
-"""Save the state of a run: only a good one, with its config, its plan and its evaluation."""
+"""Save the state of a run, with its config, its plan and its evaluation, and decide which states are kept."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import jax
 
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, RetentionPolicy
-from autoshard.errors import AutoshardError
 from autoshard.train.config import run_directory
 from autoshard.train.config.stored_config import checkpoint_config
 from autoshard.train.config.train_config import TrainConfig
@@ -57,7 +51,6 @@ class Saver:
         self,
         step: int,
         state: TrainState,
-        metrics: Mapping[str, jax.Array],
         evaluation: Evaluation | None,
         block: bool = False,
     ) -> None:
@@ -66,14 +59,9 @@ class Saver:
         Args:
             step: Steps done.
             state: The state after them.
-            metrics: Metrics of the last step; empty before the first.
             evaluation: The evaluation of this state; None without one.
             block: Whether to wait until the state is on disk.
-
-        Raises:
-            AutoshardError: The loss or the gradient norm of the last step is not finite.
         """
-        check_finite(step, jax.device_get(metrics), self._config, self._run_dir)
         with self._attempt.goodput.spent_on("save"):
             self.checkpoints.save(
                 step,
@@ -86,20 +74,6 @@ class Saver:
         self._attempt.saved(step)
         if distributed.is_main():
             write_inference(self._run_dir / run_directory.CHECKPOINTS, self._config, self._program)
-
-
-def check_finite(step: int, metrics: Mapping[str, Any], config: TrainConfig, run_dir: Path) -> None:
-    """Stop a run that has diverged, before its state is saved and replaces an earlier checkpoint.
-
-    Raises:
-        AutoshardError: The loss or the gradient norm of the last step is not finite.
-    """
-    for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        if not math.isfinite(value := float(metrics.get(name, 0.0))):
-            raise AutoshardError(
-                f"the {what} is {value} at step {step}: try a lower --optimizer.learning-rate "
-                f"(it is {config.optimizer.learning_rate}); checkpoints are in {run_dir}"
-            )
 
 
 def retention_policy(config: TrainConfig) -> RetentionPolicy:

@@ -9,9 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
+from optax import contrib
 
 from autoshard.errors import ConfigError
 from autoshard.train.user_functions import is_function, load_function
+
+
+def schedule_free(
+    learning_rate: optax.Schedule,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    weight_lr_power: float = 2.0,
+    mask: Any = None,
+) -> optax.GradientTransformation:
+    """Make AdamW without first moment whose iterates are averaged (Defazio et al., arXiv:2405.15682)."""
+    base = optax.adamw(learning_rate, b1=0.0, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask)
+    return contrib.schedule_free(base, learning_rate, b1=b1, weight_lr_power=weight_lr_power)
+
 
 OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adafactor": optax.adafactor,
@@ -21,8 +37,10 @@ OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
     "adan": optax.adan,
     "lamb": optax.lamb,
     "lion": optax.lion,
+    "muon": contrib.muon,
     "nadamw": optax.nadamw,
     "rmsprop": optax.rmsprop,
+    "schedule_free": schedule_free,
     "sgd": optax.sgd,
 }
 """Functions of optax whose updates depend only on gradients and parameters."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import optax
 
 from autoshard.errors import ConfigError
+from autoshard.train.step.matrices import check_matrices, matrix_dimensions, read_matrices
 from autoshard.train.step.named_optimizers import (
     OPTIMIZERS,
     SCHEDULES,
@@ -20,6 +20,7 @@ from autoshard.train.step.named_optimizers import (
     optimizer_by_name,
     takes,
 )
+from autoshard.train.step.parameter_paths import matches, path_name
 from autoshard.train.user_functions import is_function, load_function
 
 
@@ -28,8 +29,9 @@ class OptimizerConfig:
     """How parameters are updated."""
 
     name: str = "adamw"
-    """The optimizer: adamw, sgd, another of optax (adafactor, adagrad, adam, adan, lamb, lion, nadamw, rmsprop), or
-    package.module:function, which is called with the schedule and returns an optax.GradientTransformation."""
+    """The optimizer: adamw, sgd, muon, schedule_free, another of optax (adafactor, adagrad, adam, adan, lamb, lion,
+    nadamw, rmsprop), or package.module:function, which is called with the schedule and returns an
+    optax.GradientTransformation."""
     arguments: tuple[str, ...] = ()
     """Arguments of the optimizer's function in optax, such as b1=0.95 b2=0.98. They take precedence over the settings
     below."""
@@ -46,17 +48,23 @@ class OptimizerConfig:
     warmup_steps: int = 100
     """Steps of linear warm-up."""
     beta1: float = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW: decay of the first moment; also of Muon's Adam. Schedule-free: share of the average in the parameters that
+    the gradient is taken at."""
     beta2: float = 0.95
-    """AdamW: decay of the second moment."""
+    """AdamW, schedule_free and Muon's Adam: decay of the second moment."""
     epsilon: float = 1e-8
-    """AdamW: added to the square root of the second moment."""
+    """AdamW, schedule_free and muon: added to the square root of the second moment; Muon also adds it to norms."""
     weight_decay: float = 0.1
-    """AdamW, adan, lamb, lion and nadamw: decoupled weight decay; only matrices are decayed."""
+    """AdamW, adan, lamb, lion, nadamw, schedule_free and muon: decoupled weight decay; only matrices are decayed. Muon
+    decays those that it orthogonalizes."""
     no_decay: tuple[str, ...] = ("*bias", "*scale", "*norm*", "*/b[qkvo]", "*/b_*")
     """Globs over /-joined paths of parameters that are not decayed. Vectors never are."""
     momentum: float = 0.0
     """SGD: momentum."""
+    matrices: tuple[str, ...] = ()
+    """Muon: which parameters are matrices, as GLOB=INPUTS:OUTPUTS with the numbers of their dimensions, such as
+    '*conv/kernel=0,1,2:3'; other dimensions stack matrices. GLOB=none leaves a parameter to Adam. The built-in models
+    need none; of others, parameters of rank 2 are matrices, except embeddings, heads and stacked vectors."""
     clip_norm: float = 1.0
     """Gradients with a larger global norm are scaled down to this norm; 0 turns clipping off."""
 
@@ -64,6 +72,14 @@ class OptimizerConfig:
         """Refuse unknown names, and negative and non-finite numbers, each kind in one error."""
         check_optimizer(self.name, self.arguments)
         check_schedule(self.schedule)
+        read_matrices(self.matrices)
+        if self.name == "schedule_free" and self.schedule in SCHEDULES and self.schedule != "constant":
+            raise ConfigError(
+                f"optimizer.schedule is {self.schedule}, but schedule_free averages the parameters in place of a "
+                "decay: give --optimizer.schedule constant"
+            )
+        if self.name == "schedule_free" and not 0 < self.beta1 < 1:
+            raise ConfigError(f"beta1 is {self.beta1}; with schedule_free it must be above 0 and below 1")
         if not 0 < self.decay_share <= 1:
             raise ConfigError(f"decay_share is {self.decay_share}; it must be above 0 and at most 1")
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
@@ -76,7 +92,8 @@ class OptimizerConfig:
 def unused_settings(config: OptimizerConfig) -> dict[str, str]:
     """Return the settings that have no effect with the optimizer and the schedule, and what each is for."""
     decaying = [name for name in OPTIMIZERS if takes(name, "weight_decay")]
-    users = dict.fromkeys(("beta1", "beta2", "epsilon"), ["adamw"]) | {"momentum": ["sgd"]}
+    adams = ["adamw", "muon", "schedule_free"]
+    users = dict.fromkeys(("beta1", "beta2", "epsilon"), adams) | {"momentum": ["sgd"], "matrices": ["muon"]}
     users |= dict.fromkeys(("weight_decay", "no_decay"), decaying)
     unused = {
         setting: f"--optimizer.name {', '.join(names)}" for setting, names in users.items() if config.name not in names
@@ -86,16 +103,6 @@ def unused_settings(config: OptimizerConfig) -> dict[str, str]:
     if config.schedule == "constant":
         unused["min_learning_rate"] = "--optimizer.schedule cosine, linear, wsd"
     return unused
-
-
-def path_name(path: Sequence[Any]) -> str:
-    """Write a pytree key path as `layers/0/attention/kernel`."""
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a path matches one of the globs. `*` also matches `/`."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -149,6 +156,27 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     }
     if config.name == "sgd":
         settings = {"momentum": config.momentum or None}
-    elif config.name == "adamw":
+    elif config.name in ("adamw", "schedule_free"):
         settings |= {"b1": config.beta1, "b2": config.beta2, "eps": config.epsilon}
+    elif config.name == "muon":
+        given = read_matrices(config.matrices)
+        settings = {
+            "weight_decay": config.weight_decay,
+            "adam_b1": config.beta1,
+            "adam_b2": config.beta2,
+            "eps": config.epsilon,
+            "muon_weight_dimension_numbers": lambda params: matrix_dimensions(params, given, config.no_decay),
+        }
+        muon = optimizer_by_name(config.name, schedule, config.arguments, settings)
+        return _checked(optax.chain(clip, muon), lambda params: check_matrices(params, given, config.no_decay))
     return optax.chain(clip, optimizer_by_name(config.name, schedule, config.arguments, settings))
+
+
+def _checked(optimizer: optax.GradientTransformation, check: Callable[[Any], None]) -> optax.GradientTransformation:
+    """Return an optimizer that first checks the parameters that it is to update."""
+
+    def init(params: Any) -> Any:
+        check(params)
+        return optimizer.init(params)
+
+    return optax.GradientTransformation(init, optimizer.update)

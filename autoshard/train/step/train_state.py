@@ -20,7 +20,8 @@ from flax import nnx
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
 from autoshard.train.step.ema import NO_AVERAGE, EmaConfig, start
-from autoshard.train.step.optimizer import matches, path_name
+from autoshard.train.step.guard import GuardConfig, first_guard
+from autoshard.train.step.parameter_paths import matches, path_name
 
 Tree = Any
 
@@ -39,6 +40,7 @@ class TrainState:
         opt_state: The optimizer's state.
         ema: Moving average of `params` (`ema.Average`); None if the program has none.
         key: Data of the run's random key, uint32 `[2]`.
+        guard: What `guard.judge` knows of the steps before; None if it needs nothing.
     """
 
     step: jax.Array
@@ -48,6 +50,7 @@ class TrainState:
     opt_state: Tree
     ema: Tree
     key: jax.Array
+    guard: Tree = None
 
 
 @shown
@@ -63,6 +66,7 @@ class Program:
         freeze: Globs over the paths of frozen parameters.
         ema: How the parameters are averaged.
         train: Globs over the paths of parameters that are trained. Others are frozen.
+        guard: What a step does if it is bad; None if steps are not judged.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -72,6 +76,7 @@ class Program:
     freeze: tuple[str, ...] = ()
     ema: EmaConfig = NO_AVERAGE
     train: tuple[str, ...] = ("*",)
+    guard: GuardConfig | None = None
 
     def create_state(self, key: jax.Array, values: Mapping[str, jax.Array] | None = None) -> TrainState:
         """Make a new state from a random key. The function is pure, so that it can run under `jit` with shardings.
@@ -95,7 +100,12 @@ class Program:
             opt_state=self.optimizer.init(params),
             ema=start(params) if self.ema.decay else None,
             key=jax.random.key_data(run_key),
+            guard=self.first_guard(),
         )
+
+    def first_guard(self) -> Tree:
+        """Make the guard's part of a new state."""
+        return first_guard(self.guard)
 
     def abstract_state(self) -> TrainState:
         """Return the shapes and dtypes of a state."""
@@ -140,6 +150,7 @@ def make_program(
     freeze: tuple[str, ...] = (),
     ema: EmaConfig = NO_AVERAGE,
     train: tuple[str, ...] = ("*",),
+    guard: GuardConfig | None = None,
 ) -> Program:
     """Make a program from a model and an optimizer. No array is allocated.
 
@@ -149,6 +160,7 @@ def make_program(
         freeze: Globs over `/`-joined parameter paths; matching parameters are not trained.
         ema: How the parameters are averaged; by default they are not.
         train: Globs over the paths of parameters that are trained; by default all are.
+        guard: What a step does if it is bad; by default steps are not judged.
 
     Raises:
         ConfigError: A glob matches no parameter, or all parameters are frozen.
@@ -156,7 +168,7 @@ def make_program(
     model = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     _check_freeze(model, freeze)
     graph, _, _, streams, _ = _split(model, freeze, train)
-    return Program(build, optimizer, graph, streams, freeze, ema, train)
+    return Program(build, optimizer, graph, streams, freeze, ema, train, guard)
 
 
 def _split(model: nnx.Module, freeze: tuple[str, ...], train: tuple[str, ...]) -> tuple[Any, Tree, Tree, Tree, Tree]:

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -17,6 +18,17 @@ from autoshard.errors import ConfigError
 from autoshard.models import cross_entropy
 from autoshard.train.old_names import accepts_old_keywords
 from autoshard.train.step.ema import averaged_params, updated
+from autoshard.train.step.guard import (
+    IN_A_ROW,
+    SKIPPED,
+    SQUARES,
+    VERDICT,
+    gradient_squares,
+    judge,
+    unless_bad,
+    updates_so_far,
+)
+from autoshard.train.step.schedule_free import evaluated_value, schedule_free_state
 from autoshard.train.step.train_state import Program, TrainState, Tree, as_key
 
 Batch = Mapping[str, jax.Array]
@@ -70,6 +82,8 @@ def make_train_step(
     The gradient is that of the token-weighted mean over the whole batch, for any number of microbatches: the sums of
     losses, gradients and weights are accumulated over the microbatches and divided once.
 
+    If the program has a guard, a bad step keeps the state, and the metrics have the verdict; see `guard`.
+
     Args:
         program: The model and its optimizer.
         schedule: Learning rate by step, for the metrics.
@@ -110,18 +124,27 @@ def make_train_step(
         loss, weight, variables, gradients = accumulated(state, batch)
         scale = 1.0 / jnp.maximum(weight, 1.0)
         gradients = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
+        squares = gradient_squares(gradients)
+        mean_loss, norm = loss * scale, jnp.sqrt(functools.reduce(jnp.add, squares))
+        done = updates_so_far(state.step, state.guard)
         updates, opt_state = program.optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        mean_loss, norm = loss * scale, optax.tree.norm(gradients)
         ema = state.ema
         if ema is not None:
-            ema = updated(ema, params, mean_loss, jnp.isfinite(norm), state.step + 1, program.ema)
+            ema = updated(ema, params, mean_loss, jnp.isfinite(norm), done + 1, program.ema)
         metrics = {
             "loss": mean_loss,
             "grad_norm": norm,
-            "learning_rate": jnp.asarray(schedule(state.step), jnp.float32),
+            "learning_rate": jnp.asarray(schedule(done), jnp.float32),
             "weight": weight,
         }
+        after, guard = (params, variables, opt_state, ema), state.guard
+        if program.guard is not None:
+            verdict, guard = judge(program.guard, guard, mean_loss, norm)
+            after = unless_bad(verdict, (state.params, state.variables, state.opt_state, state.ema), after)
+            metrics |= {VERDICT: verdict, SQUARES: jnp.stack([each.astype(jnp.float32) for each in squares])}
+            metrics |= {name: guard[name] for name in (SKIPPED, IN_A_ROW) if guard is not None and name in guard}
+        params, variables, opt_state, ema = after
         return replace(
             state,
             step=state.step + 1,
@@ -129,6 +152,7 @@ def make_train_step(
             variables=variables,
             opt_state=opt_state,
             ema=ema,
+            guard=guard,
         ), metrics
 
     return train_step
@@ -144,7 +168,12 @@ def make_eval_step(program: Program, loss_of: Loss = loss_and_weight) -> EvalSte
 
 
 def eval_params(state: TrainState, use_ema: bool = True) -> Tree:
-    """Return the parameters to evaluate: their moving average if there is one and `use_ema` is set."""
+    """Return the parameters to evaluate: their average, or the parameters themselves if there is none.
+
+    A schedule-free optimizer has its own average. The moving average is used if there is one and `use_ema` is set.
+    """
+    if (own := schedule_free_state(state.opt_state)) is not None:
+        return jax.tree.map(partial(evaluated_value, b1=own.b1), state.params, own.z)
     return averaged_params(state.ema, state.params) if use_ema and state.ema is not None else state.params
 
 

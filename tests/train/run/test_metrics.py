@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from autoshard._units import duration_text
 from autoshard.train.config import run_directory
 from autoshard.train.run.metrics import Reporter, read_metrics
 
@@ -25,3 +26,17 @@ def test_only_the_process_that_reports_writes(tmp_path: Path, capsys: pytest.Cap
     lines = [{"step": 1, "loss": 2.5}, last] if enabled else []
     assert read_metrics(tmp_path / run_directory.METRICS) == lines
     assert any(tmp_path.iterdir()) == enabled
+
+
+def test_a_line_has_the_memory_and_the_skipped_steps(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    reporter = Reporter(tmp_path, steps=4, start=0, enabled=True)
+    reporter.record(1, {"loss": 2.5, "skipped_steps": 0, "mfu": 0.5, "memory_bytes": 3 * 2**30, "eta_seconds": 90.0})
+    reporter.record(2, {"loss": 2.5, "skipped_steps": 2, "predicted_memory_bytes": 2**20})
+    reporter.incident(3, {"incident": "rollback", "why": "the loss is nan", "leaf": "w"})
+    reporter.rewind(1)
+    reporter.close()
+    assert capsys.readouterr().out.splitlines() == [
+        f"step 1/4  loss 2.5000  MFU 50.0%  memory 3.00 GiB  ETA {duration_text(90.0)}",
+        "step 2/4  loss 2.5000  2 skipped  memory 1.00 MiB (predicted)",
+    ]
+    assert [line["step"] for line in read_metrics(tmp_path / run_directory.METRICS)] == [1, 3]

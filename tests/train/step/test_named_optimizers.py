@@ -54,7 +54,7 @@ def test_wsd_decays_in_the_last_part_only():
     assert constant == 1.0 and 0.1 < middle < 1.0 and late == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adamw", "sgd"}))
+@pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adamw", "sgd", "muon", "schedule_free"}))
 def test_an_optimizer_of_optax_gets_the_schedule_the_clipping_and_the_decay(name):
     config = OptimizerConfig(name=name, clip_norm=1.0, weight_decay=0.25, **RATES)
     decays = (
@@ -83,7 +83,10 @@ def test_words_of_python_are_no_texts():
 @pytest.mark.parametrize(
     ("options", "refused"),
     [
-        ("--optimizer.name lion --optimizer.beta1 0.8", "--optimizer.beta1 is for --optimizer.name adamw, not"),
+        (
+            "--optimizer.name lion --optimizer.beta1 0.8",
+            "--optimizer.beta1 is for --optimizer.name adamw, muon, schedule_free, not",
+        ),
         (
             "--optimizer.name adam --optimizer.weight_decay=0",
             "--optimizer.weight-decay is for --optimizer.name adamw, ad",
@@ -134,7 +137,7 @@ def test_a_sharded_step_equals_one_device(name):
     ("settings", "message"),
     [
         (dict(name="adamv"), r"optimizer.name is 'adamv'; did you mean 'adam'\? Give adafactor, .*or package.module"),
-        (dict(name="muon"), "optimizer.name is 'muon'; give adafactor"),
+        (dict(name="sophia"), "optimizer.name is 'sophia'; give adafactor"),
         (dict(name="lion", arguments=("b1=abc",)), "optimizer.arguments b1=abc: it must be a number, such as 0.9"),
         (dict(name="lion", arguments=("b1=true",)), "optimizer.arguments b1=true: it must be a number"),
         (dict(name="sgd", arguments=("nesterov=1",)), "nesterov=1: it must be true or false, such as false"),

@@ -12,7 +12,7 @@ from flax import nnx
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig
 from autoshard.train.step.ema import EmaConfig, averaged_params
-from autoshard.train.step.optimizer import path_name
+from autoshard.train.step.parameter_paths import path_name
 from autoshard.train.step.train_state import Program, TrainState, fill_streams, make_program
 from autoshard.train.step.train_step import batch_shapes, make_train_step
 
