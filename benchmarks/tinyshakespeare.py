@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from common import Row, report
 
 from autoshard.train.config.presets import preset
-from autoshard.train.config.train_config import to_dict
+from autoshard.train.config.stored_config import to_dict
 from autoshard.train.run.loop import train
 
 PUBLISHED_LOSS = 1.88

@@ -23,16 +23,10 @@ import tyro
 
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config import run_directory
+from autoshard.train.config.merging import merge, replaced, similar, suggestion
 from autoshard.train.config.presets import preset
-from autoshard.train.config.train_config import (
-    RESUMABLE_CHANGES,
-    TrainConfig,
-    from_dict,
-    merge,
-    replaced,
-    similar,
-    suggestion,
-)
+from autoshard.train.config.stored_config import RESUMABLE_CHANGES, from_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.old_names import current_options
 from autoshard.train.step.optimizer import unused_settings
 

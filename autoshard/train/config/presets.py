@@ -7,7 +7,8 @@ from types import MappingProxyType
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPTConfig
-from autoshard.train.config.train_config import TrainConfig, suggestion
+from autoshard.train.config.merging import suggestion
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.step.optimizer import OptimizerConfig
 
 

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
-import json
 import warnings
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Literal
 
 from autoshard._shown import shown
-from autoshard._typed import convert
 from autoshard.errors import ConfigError, PlanError
 from autoshard.models import GPTConfig
 from autoshard.models.adapters import LoraConfig
-from autoshard.models.remat.offload_words import AUTO, NONE, offload_remat, selects_layers
+from autoshard.models.remat.offload_words import AUTO
 from autoshard.sharding.pipeline.pipelining import stages_of
 from autoshard.sharding.pipeline.schedule_words import read_schedule
 from autoshard.train.config import run_directory
+from autoshard.train.config.offload_checks import offload_problems
 from autoshard.train.config.pretrained_checks import pretrained_problems
 from autoshard.train.config.pretrained_config import PretrainedConfig
 from autoshard.train.config.rows_config import RowsConfig
 from autoshard.train.data.rows.records import has_rows
-from autoshard.train.old_names import accepts_old_fields, current_settings
+from autoshard.train.old_names import accepts_old_fields
 from autoshard.train.step.optimizer import OptimizerConfig
 from autoshard.train.step.preference import DpoConfig
 from autoshard.train.step.train_step import BatchKind
-
-RESUMABLE_CHANGES = frozenset(
-    "preset config run_dir resume steps mesh target memory_limit_bytes plan measure variants offload compiler_options "
-    "gather overlap schedule virtual_devices log_every metrics eval_every eval_batches checkpoint_every "
-    "checkpoint_minutes keep_checkpoints keep_best keep_every sample_tokens prompt prefetch use_ema "
-    "deadline_seconds allow_other_data resume_if_started max_failures".split()
-)
-"""Settings that may change when a run is resumed. All others define what is trained and on which data."""
 
 
 @shown
@@ -209,30 +197,9 @@ class TrainConfig:
             read_schedule(self.schedule)
         except PlanError as error:
             problems.append(str(error))
-        problems += self._offload_problems() + pretrained_problems(self)
+        problems += offload_problems(self) + pretrained_problems(self)
         if problems:
             raise ConfigError("; ".join(problems))
-
-    def _offload_problems(self) -> list[str]:
-        if self.offload == NONE:
-            return []
-        if not self.is_built_in:
-            own = "leave it out, or use jax.checkpoint with an offloading policy in your model"
-            other = f"only the built-in model has named values, not {self.model_name}"
-            return [f"offload is {self.offload!r}, but {other}: {own}"]
-        if self.offload == AUTO:
-            return []
-        try:
-            remat = offload_remat(self.offload, self.gpt.layers, scan=self.gpt.scan_layers)
-        except ValueError as error:
-            return [str(error)]
-        if self.variants == "search" and selects_layers(self.offload):
-            return [f"offload is {self.offload!r}, whose slices over layers say what each layer keeps, and variants is "
-                    "'search': give one of them"]  # fmt: skip
-        if self.variants == "given" and self.gpt.remat not in ("none", remat):
-            return [f"offload is {self.offload!r} and gpt.remat is {self.gpt.remat!r}: both say what a layer keeps; "
-                    f"give one of them, such as gpt.remat '{remat} keep:NAMES'"]  # fmt: skip
-        return []
 
     @functools.cached_property
     def reads_rows(self) -> bool:
@@ -303,96 +270,3 @@ class TrainConfig:
             stacklevel=2,
         )
         return self.microbatches
-
-
-def merge(config: Any, changes: Mapping[str, Any], where: str) -> Any:
-    """Return a config with some settings replaced, nested tables included.
-
-    Args:
-        config: A config dataclass.
-        changes: Setting to value, as read from TOML or JSON. Old names of settings are accepted.
-        where: Names the source of the changes, for messages.
-
-    Raises:
-        ConfigError: A setting is unknown, or a value does not fit its type.
-    """
-    known = [entry.name for entry in dataclasses.fields(config)]
-    types = get_type_hints(type(config))
-    values: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, value in (current_settings(changes, where) if isinstance(config, TrainConfig) else changes).items():
-        if name not in known:
-            raise ConfigError(f"{where}: unknown setting {name!r}{suggestion(name, known)}")
-        current = getattr(config, name)
-        if dataclasses.is_dataclass(current):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{where}: {name} is {value!r}, but it is a table of settings: write [{name}]")
-            values[name] = merge(current, value, f"{where}: [{name}]")
-        else:
-            values[name] = convert(value, types[name], name, problems)
-    if problems:
-        raise ConfigError(f"{where}: {'; '.join(problems)}")
-    return replaced(config, where, **values)
-
-
-def replaced(config: Any, where: str, /, **values: Any) -> Any:
-    """`dataclasses.replace` with errors that name the source of the values."""
-    try:
-        return dataclasses.replace(config, **values)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """End of a message about an unknown name: the similar known names, or all of them if none is similar."""
-    known = list(known)
-    close = similar(name, known)
-    return f": did you mean {' or '.join(close)}?" if close else f": known are {', '.join(known)}"
-
-
-def similar(name: str, known: Iterable[str]) -> list[str]:
-    """The known names that are similar to an unknown one, at most three, the most similar first."""
-    return difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
-
-
-def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return the config as JSON values."""
-    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
-
-
-def from_dict(values: Mapping[str, Any], where: str) -> TrainConfig:
-    """Return the config that `to_dict` wrote."""
-    return merge(TrainConfig(), values, where)
-
-
-def identity(config: TrainConfig) -> dict[str, Any]:
-    """Return the settings that must not change when a run is resumed."""
-    return {name: value for name, value in to_dict(config).items() if name not in RESUMABLE_CHANGES}
-
-
-def checkpoint_config(config: TrainConfig) -> dict[str, Any]:
-    """Return the config stored in a checkpoint: `model` must match on restore, `run` is information only."""
-    values = identity(config)
-    shape = values["gpt"] if config.pretrained.folder is None else {"lora": lora_shape(values["lora"])}
-    return {"model": {"name": config.model_name, **shape}, "run": values}
-
-
-LATER_LORA = ("dora", "quantize")
-
-
-def lora_shape(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of adapters that a checkpoint must match. Older checkpoints do not name the later ones."""
-    kept = {name: value for name, value in lora.items() if name != "path"}
-    return {name: value for name, value in kept.items() if name not in LATER_LORA or value not in (False, "none")}
-
-
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """List the settings in which two configs differ: name, value before, value now. A nested one is `gpt.layers`."""
-    found: list[tuple[str, Any, Any]] = []
-    for name in sorted({*before, *now}):
-        a, b = before.get(name), now.get(name)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            found += changed_settings(a, b, f"{prefix}{name}.")
-        elif a != b:
-            found.append((f"{prefix}{name}", a, b))
-    return found

@@ -20,7 +20,8 @@ from autoshard.models.pretrained.folder import CONFIG, Folder
 from autoshard.models.pretrained.load import Described
 from autoshard.models.pretrained.save import tensors_of, without_quantization, write_pretrained
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, from_dict
+from autoshard.train.config.stored_config import from_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.pretrained import describe, kept_files, sources_in
 
 

@@ -10,7 +10,8 @@ from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer
 from autoshard.errors import ConfigError
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, checkpoint_config, from_dict
+from autoshard.train.config.stored_config import checkpoint_config, from_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of
 from autoshard.train.step.train_state import Program, TrainState
 

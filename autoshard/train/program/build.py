@@ -18,7 +18,8 @@ from autoshard.models.moe import MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
-from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.config.merging import replaced
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.rows.encoding import RowEncoder
 from autoshard.train.data.rows.row_source import row_source
 from autoshard.train.data.text_data import Source, TokenSource, text_source

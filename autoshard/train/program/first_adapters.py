@@ -16,7 +16,8 @@ from autoshard.models.adapters.rows import BASE, MAGNITUDES, A, B
 from autoshard.models.pretrained.load import Described
 from autoshard.models.pretrained.tables import Source
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, from_dict
+from autoshard.train.config.stored_config import from_dict
+from autoshard.train.config.train_config import TrainConfig
 
 CODES, SCALE = "codes", "scale"  # the parameters of a `QuantizedWeight`
 _OF_ADAPTER = ("rank", "alpha", "targets", "rslora", "dora")  # settings that the folder of an adapter has

@@ -33,7 +33,8 @@ from autoshard.models.pretrained.quantized.kept_codes import (
 )
 from autoshard.models.pretrained.tables import Source, sources_of
 from autoshard.sharding.api.plan import Plan
-from autoshard.train.config.train_config import TrainConfig, replaced
+from autoshard.train.config.merging import replaced
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.first_adapters import (
     CODES,
     adapter_start,

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from autoshard._shown import shown
-from autoshard.ckpt import Checkpointer, Restored, RetentionPolicy, SaveEvery
-from autoshard.errors import AutoshardError, ConfigError
-from autoshard.models import flops_per_token
+from autoshard.ckpt import Checkpointer, SaveEvery
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, checkpoint_config, to_dict
+from autoshard.train.config.stored_config import checkpoint_config, to_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.prefetch import Prefetcher, place_batch
 from autoshard.train.data.text_data import Source
-from autoshard.train.data.tokenizer import load_codec
-from autoshard.train.inference.exported_model import write_inference
-from autoshard.train.inference.text_generation import sample_text
 from autoshard.train.program.build import fit_vocab, loss_item, loss_of, make_program_of, make_source, train_step_of
 from autoshard.train.program.evaluation import Evaluation, evaluate
 from autoshard.train.program.planned_step import (
@@ -36,12 +29,12 @@ from autoshard.train.program.planned_step import (
 )
 from autoshard.train.program.pretrained import first_state, keep_copied, kept_files, open_weights
 from autoshard.train.run import distributed
+from autoshard.train.run.announcements import conclude, report_start
 from autoshard.train.run.attempts import Attempt, check_first_start
 from autoshard.train.run.goodput import goodput_of, goodput_text
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
-from autoshard.train.run.loss_plot import plot_loss
 from autoshard.train.run.metric_writers import check_writers
-from autoshard.train.run.metrics import Reporter, peak_flops, read_metrics
+from autoshard.train.run.metrics import Reporter
 from autoshard.train.run.resumption import (
     check_resumable,
     check_same_run,
@@ -50,7 +43,8 @@ from autoshard.train.run.resumption import (
     stored_config,
     with_searched_variant,
 )
-from autoshard.train.run.throughput import Clock
+from autoshard.train.run.saving import Saver, check_finite, retention_policy
+from autoshard.train.run.throughput import Clock, peak_seconds_per_step, tokens_per_step
 from autoshard.train.run.watchdog import Watchdog
 from autoshard.train.step.train_state import Program, TrainState
 from autoshard.train.step.train_step import eval_params, make_eval_step
@@ -126,21 +120,26 @@ class Trainer:
 
     def _run(self) -> Result:
         checkpoints = Checkpointer(self.run_dir / run_directory.CHECKPOINTS, keep=retention_policy(self.config))
+        saver = self._saver(checkpoints)
         with contextlib.closing(checkpoints), contextlib.ExitStack() as stack:
             checkpoints.claim()  # before anything in the folder changes, because another run may be training in it
             interrupts = stack.enter_context(Interrupts())
             self._attempt.begin(self.run_dir, checkpoints.latest() or 0)
             state = self._first_state(checkpoints)
             checkpoints.prepare(state)
-            self._plan_text = self.placed.plan.to_json()  # once, because it takes longer than a save
             start = int(state.step)
             options = {"start": start, "enabled": distributed.is_main(), "per": loss_item(self.config)}
             options |= {"writers": self.config.metrics, "settings": to_dict(self.config)}
             reporter = Reporter(self.run_dir, steps=self.config.steps, **options)
             stack.callback(reporter.close)
-            self._report_start(reporter, start, checkpoints.restored)
+            report_start(
+                reporter, self.config, self.placed, self.run_dir, start, checkpoints.restored, self._planned_anew
+            )
+            if distributed.is_main():
+                self._write_config(self.run_dir)  # a resumed run's config changes only after its state was restored
+                run_directory.write_plan(self.run_dir, self.placed.plan, start)
             self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
-            step, state, stopped = self._steps(state, start, checkpoints, reporter, interrupts)
+            step, state, stopped = self._steps(state, start, saver, reporter, interrupts)
             # A signal after the last step is ignored: the other processes evaluate and sample, and need this one.
             interrupted_by = interrupts.received if stopped else None
             evaluation = None
@@ -148,12 +147,12 @@ class Trainer:
                 evaluation = self._evaluate(state, step, reporter, batches=0)
             with self._watchdog.paused():
                 if checkpoints.latest() != step:
-                    self._save(checkpoints, step, state, evaluation, block=True)
+                    saver.save(step, state, self._metrics, evaluation, block=True)
             spent = self._attempt.spent()
             causes = {f"seconds_{cause}": seconds for cause, seconds in spent.items()}
             reporter.write(step, {"goodput": goodput_of(spent), **causes})
             reporter.close()
-            self._conclude(state, step, reporter, interrupted_by)
+            conclude(reporter, self.config, self.program, self.run_dir, state, step, interrupted_by)
             reporter.print(goodput_text(spent, self._attempt.number))
             self._attempt.reason = interrupted_by or "finished"
         return Result(self.run_dir, step, evaluation, interrupted_by)
@@ -164,11 +163,15 @@ class Trainer:
         with contextlib.closing(checkpoints):
             checkpoints.claim()
             state = self._first_state(checkpoints)
-            self._metrics, self._plan_text = {}, self.placed.plan.to_json()
-            self._save(checkpoints, 0, state, None, block=True)
+            self._saver(checkpoints).save(0, state, {}, None, block=True)
             if distributed.is_main():
                 run_directory.write_plan(self.run_dir, self.placed.plan, 0)
         return self.run_dir
+
+    def _saver(self, checkpoints: Checkpointer) -> Saver:
+        return Saver(
+            self.config, self.program, self.placed, self._data_digest, self.run_dir, checkpoints, self._attempt
+        )
 
     def _check_run_dir(self) -> None:
         """Refuse a folder that is taken or cannot be written to, and damaged weights. Nothing is written before."""
@@ -211,26 +214,6 @@ class Trainer:
         check_resumable(self.config, self._data_digest, step, checkpoints.config(step))
         return state
 
-    def _report_start(self, reporter: Reporter, start: int, restored: Restored | None) -> None:
-        reporter.print(str(self.placed.plan))
-        if self._planned_anew is not None:
-            reporter.print(self._planned_anew)
-        parameters = sum(
-            leaf.size for leaf in jax.tree.leaves((self.placed.state_shapes.params, self.placed.state_shapes.frozen))
-        )
-        origin = f"continues from step {start}" if self.config.resume else "starts"
-        complete = start >= self.config.steps
-        if restored is not None:
-            reporter.print(f"restored {restored}")
-        reporter.print(
-            f"{parameters:,} parameters on {self.placed.plan.mesh.size} {jax.devices()[0].platform} devices; "
-            f"the run {origin} in {self.run_dir}"
-            + (f", and has all its steps already; to train further, give more --steps than {start}" if complete else "")
-        )
-        if distributed.is_main():
-            self._write_config(self.run_dir)  # a resumed run's config changes only after its state was restored
-            run_directory.write_plan(self.run_dir, self.placed.plan, start)
-
     def _batches(self, start: int) -> Prefetcher:
         def make(step: int) -> tuple[int, dict[str, jax.Array]]:
             placed = self.placed
@@ -244,7 +227,7 @@ class Trainer:
         self,
         state: TrainState,
         start: int,
-        checkpoints: Checkpointer,
+        saver: Saver,
         reporter: Reporter,
         interrupts: Interrupts,
     ) -> tuple[int, TrainState, bool]:
@@ -257,7 +240,7 @@ class Trainer:
             agreed=lambda due: bool(distributed.value_of_main_process(due)),
             asked_every=config.log_every if jax.process_count() > 1 else 1,
         )
-        clock = Clock(self._tokens_per_step(), self._peak_seconds_per_step())
+        clock = Clock(tokens_per_step(self.placed), peak_seconds_per_step(config, self.placed))
         stop_agreement = StopAgreement(interrupts, start, at_least_every=config.log_every)
         reporter.start()
         self._goodput.begin_steps()
@@ -283,52 +266,17 @@ class Trainer:
                         evaluation = self._evaluate(state, done, reporter, config.eval_batches)
                 if done < config.steps and every.due(done):
                     with clock.paused(), self._watchdog.paused():
-                        self._save(checkpoints, done, state, evaluation)
+                        saver.save(done, state, metrics, evaluation)
                     every.saved()
                 stopped = stop_agreement.after(done, last=done >= config.steps)
                 if stopped:
                     break
         return done, state, stopped
 
-    def _save(
-        self,
-        checkpoints: Checkpointer,
-        step: int,
-        state: TrainState,
-        evaluation: Evaluation | None,
-        block: bool = False,
-    ) -> None:
-        self._check_finite(step, jax.device_get(self._metrics))
-        with self._goodput.spent_on("save"):
-            checkpoints.save(
-                step,
-                state,
-                config=checkpoint_config(self.config) | {"data": self._data_digest},
-                metrics=evaluation.metrics() if evaluation is not None else {},
-                plan=self._plan_text,
-                block=block,
-            )
-        self._attempt.saved(step)
-        if distributed.is_main():
-            write_inference(self.run_dir / run_directory.CHECKPOINTS, self.config, self.program)
-
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}
-        self._check_finite(step, values)
+        check_finite(step, values, self.config, self.run_dir)
         reporter.record(step, values | clock.rates(step, self.config.steps))
-
-    def _check_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Stop a run that has diverged, before its state is saved and replaces an earlier checkpoint.
-
-        Raises:
-            AutoshardError: The loss or the gradient norm of the last step is not finite.
-        """
-        for name, what in (("loss", "loss"), ("grad_norm", "gradient norm")):
-            if not math.isfinite(value := float(metrics.get(name, 0.0))):
-                raise AutoshardError(
-                    f"the {what} is {value} at step {step}: try a lower --optimizer.learning-rate "
-                    f"(it is {self.config.optimizer.learning_rate}); checkpoints are in {self.run_dir}"
-                )
 
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)
@@ -345,48 +293,6 @@ class Trainer:
             )
         reporter.record(step, evaluation.metrics())
         return evaluation
-
-    def _conclude(self, state: TrainState, step: int, reporter: Reporter, interrupted_by: str | None) -> None:
-        if interrupted_by is None and self.config.sample_tokens:
-            text, shown = self._sample(state)
-            reporter.print(shown)
-            if text is not None and distributed.is_main():
-                (self.run_dir / run_directory.SAMPLE).write_text(text)
-        if distributed.is_main():
-            lines = read_metrics(self.run_dir / run_directory.METRICS)
-            plot_loss(lines, self.run_dir / run_directory.PLOT, loss_item(self.config))
-        ended = f"{interrupted_by}: saved and stopped" if interrupted_by else "finished"
-        more = f"; continue with --run-dir {self.run_dir} --resume" if interrupted_by else ""
-        reporter.print(
-            f"{ended} at step {step}/{self.config.steps}. Checkpoint, metrics and {run_directory.PLOT} are in "
-            f"{self.run_dir}{more}"
-        )
-
-    def _sample(self, state: TrainState) -> tuple[str | None, str]:
-        """Return a sample if there is one, and what to print: the sample, or why there is none."""
-        codec, count = load_codec(self.config.tokenizer_file), self.config.sample_tokens
-        try:
-            text = sample_text(self.program, state, codec, self.config.prompt, count, use_ema=self.config.use_ema)
-        except ConfigError as error:  # a tokenizer may have no token for the prompt
-            return None, f"No sample: {error}"
-        return text, f"Sample:\n{text}" if text is not None else "No sample: the model is not a built-in one."
-
-    def _tokens_per_step(self) -> int:
-        return math.prod(self.placed.batch_shapes["inputs"].shape)
-
-    def _peak_seconds_per_step(self) -> float | None:
-        """Time of a step at the devices' peak FLOP/s, in seconds; None if the peak or the model's FLOPs are unknown."""
-        peak = peak_flops(jax.devices()[0].device_kind)
-        if peak is None or not self.config.is_built_in:
-            return None
-        return flops_per_token(self.config.gpt) * self._tokens_per_step() / (peak * self.placed.plan.mesh.size)
-
-
-def retention_policy(config: TrainConfig) -> RetentionPolicy:
-    """Return the policy that decides which checkpoints of a run are kept."""
-    return RetentionPolicy(
-        config.keep_checkpoints or None, best=config.keep_best, metric="val_loss", every=config.keep_every
-    )
 
 
 def train(config: TrainConfig) -> Result:

@@ -11,15 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from autoshard.sharding.machines.chips import CHIPS, chip_name
 from autoshard.train.config import run_directory
 from autoshard.train.run.metric_writers import open_writers
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Return a device's peak bf16 FLOP/s; None if it is unknown, as for CPUs."""
-    chip = chip_name(device_kind)
-    return None if chip is None else CHIPS[chip].flops
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,9 @@ from autoshard.sharding.layout.plan_request import is_request, parse_request
 from autoshard.sharding.layout.request_scaling import scaled_meshes, scaled_requests
 from autoshard.sharding.machines.targets import find_target, target_for
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, changed_settings, from_dict, identity
+from autoshard.train.config.merging import changed_settings
+from autoshard.train.config.stored_config import from_dict, identity
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.planned_step import PlacedStep, parse_mesh
 
 Place = Callable[[TrainConfig, Plan | None], PlacedStep]

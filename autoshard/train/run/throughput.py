@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
+
+import jax
+
+from autoshard.models import flops_per_token
+from autoshard.sharding.machines.chips import CHIPS, chip_name
+from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.program.planned_step import PlacedStep
 
 
 class Clock:
@@ -45,3 +53,22 @@ class Clock:
             return {}
         rates = {"tokens_per_second": self._tokens / seconds, "eta_seconds": seconds * (steps - step)}
         return rates if self._peak_seconds is None else rates | {"mfu": self._peak_seconds / seconds}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return a device's peak bf16 FLOP/s; None if it is unknown, as for CPUs."""
+    chip = chip_name(device_kind)
+    return None if chip is None else CHIPS[chip].flops
+
+
+def tokens_per_step(placed: PlacedStep) -> int:
+    """Return the number of tokens in a step's batch."""
+    return math.prod(placed.batch_shapes["inputs"].shape)
+
+
+def peak_seconds_per_step(config: TrainConfig, placed: PlacedStep) -> float | None:
+    """Return the time of a step at the devices' peak FLOP/s, in seconds; None if the peak or the FLOPs are unknown."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    if peak is None or not config.is_built_in:
+        return None
+    return flops_per_token(config.gpt) * tokens_per_step(placed) / (peak * placed.plan.mesh.size)

@@ -16,7 +16,8 @@ from autoshard.errors import ConfigError
 from autoshard.models.workloads import workload
 from autoshard.train.config.command_line import parse_config
 from autoshard.train.config.presets import PRESETS
-from autoshard.train.config.train_config import TrainConfig, from_dict, to_dict
+from autoshard.train.config.stored_config import from_dict, to_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.old_names import accepts_old_keywords, current_options
 from autoshard.train.program.build import workload_step, workload_variants
 from autoshard.train.step.train_step import make_train_step

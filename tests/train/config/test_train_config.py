@@ -8,8 +8,10 @@ import pytest
 
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.train.config.command_line import parse_config
+from autoshard.train.config.merging import changed_settings, merge
 from autoshard.train.config.presets import PRESETS
-from autoshard.train.config.train_config import TrainConfig, changed_settings, from_dict, identity, merge, to_dict
+from autoshard.train.config.stored_config import from_dict, identity, to_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.step.optimizer import learning_rate_schedule
 
 

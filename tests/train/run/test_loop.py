@@ -23,7 +23,7 @@ from autoshard.models import flops_per_token
 from autoshard.train.config import run_directory
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.inference.trained_model import load_trained
-from autoshard.train.run import interrupt, loop
+from autoshard.train.run import interrupt, loop, throughput
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
 from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
@@ -130,7 +130,7 @@ def test_how_often_metrics_and_checkpoints_are_written(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a learning rate of zero two evaluations differ only by their batches."""
-    monkeypatch.setattr(loop, "peak_flops", lambda kind: 1e9)
+    monkeypatch.setattr(throughput, "peak_flops", lambda kind: 1e9)
     config = make_config(
         steps=5, log_every=3, checkpoint_every=2, keep_checkpoints=0, eval_every=2, eval_batches=1,
         optimizer=dict(name="sgd", learning_rate=0.0, min_learning_rate=0.0),

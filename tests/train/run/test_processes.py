@@ -14,7 +14,8 @@ import pytest
 
 from autoshard.ckpt import Checkpointer
 from autoshard.errors import ConfigError
-from autoshard.train.config.train_config import TrainConfig, to_dict
+from autoshard.train.config.stored_config import to_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.run import distributed
 from autoshard.train.run.distributed import initialize, set_virtual_devices
 from autoshard.train.run.loop import train
@@ -33,7 +34,7 @@ TRAINING = """
 import json, sys
 from dataclasses import replace
 from autoshard.train.run import distributed
-from autoshard.train.config.train_config import from_dict
+from autoshard.train.config.stored_config import from_dict
 from autoshard.train.run.loop import Trainer
 distributed.initialize()
 with open(sys.argv[1]) as file:

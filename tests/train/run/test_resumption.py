@@ -16,7 +16,8 @@ from autoshard.ckpt import Checkpointer
 from autoshard.cli import main
 from autoshard.errors import AutoshardWarning, ConfigError, PlanError
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, to_dict
+from autoshard.train.config.stored_config import to_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.run import resumption
 from autoshard.train.run.loop import train
 from autoshard.train.run.metrics import read_metrics
