@@ -16,7 +16,8 @@ from autoshard.ckpt import Checkpointer, CheckpointError, RetentionPolicy
 from autoshard.errors import ConfigError, PlanError
 from autoshard.sharding.api.plan import Plan
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, from_dict
+from autoshard.train.config.stored_config import from_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.report.series import Metrics, read_series
 from autoshard.train.run.attempts import read_attempts
 
@@ -186,7 +187,7 @@ def read_checkpoints(
     found = []
     for step in sorted({*saved, *described}):
         one = described.get(step)
-        if step in intact:
+        if step in intact and one is not None:
             time = saved.get(step) or one.written_by.get("time", "")
             found.append(Checkpoint(step, time, one.nbytes, one.file_bytes, one.metrics, fates[step]))
         else:

@@ -8,7 +8,8 @@ from html import escape
 from typing import Any
 
 from autoshard._html.parts import folded, table
-from autoshard.train.config.train_config import TrainConfig, to_dict
+from autoshard.train.config.stored_config import to_dict
+from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.report.run_files import Run
 
 _OWN = ("run_dir", "preset", "config")  # where a run is and how it was called, not what it does

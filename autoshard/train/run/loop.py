@@ -13,10 +13,12 @@ import jax
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, SaveEvery
 from autoshard.train.config import run_directory
+from autoshard.train.config.profile_words import read_profile
 from autoshard.train.config.stored_config import checkpoint_config, to_dict
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.prefetch import Prefetcher, place_batch
 from autoshard.train.data.text_data import Source
+from autoshard.train.profile.capture import Profiler
 from autoshard.train.program.build import fit_vocab, loss_item, loss_of, make_program_of, make_source, train_step_of
 from autoshard.train.program.evaluation import Evaluation, evaluate
 from autoshard.train.program.planned_step import (
@@ -195,7 +197,8 @@ class Trainer:
         return run_dir
 
     def _write_config(self, run_dir: Path) -> None:
-        kept = replace(self.config, run_dir=run_dir, resume=False, resume_if_started=False, allow_other_data=False)
+        once = {"resume": False, "resume_if_started": False, "allow_other_data": False, "profile": None}
+        kept = replace(self.config, run_dir=run_dir, **once)
         run_directory.write_config(run_dir, to_dict(kept))
 
     @property
@@ -247,16 +250,24 @@ class Trainer:
         # A signal that came while the state was made or restored does not wait for the first step to compile.
         if start < config.steps and StopAgreement(interrupts, start, at_least_every=1).after(start, last=True):
             return start, state, True
-        with self._batches(start) as batches:
+        with self._batches(start) as batches, self._profiler(start, reporter) as profiler:
             for step, batch in self._goodput.waiting(batches, "data"):
+                if profiler.begins(step + 1):
+                    with clock.paused(), self._goodput.spent_on("profile"):
+                        profiler.begin(last_loss)
                 with self._goodput.spent_on("compile") if step == start else contextlib.nullcontext():
-                    state, metrics = self.placed.step(state, batch)
+                    with profiler.step(step + 1):
+                        state, metrics = self.placed.step(state, batch)
                 self._metrics = metrics
                 # At most one step is in flight while the next is dispatched, so that a signal takes effect soon.
                 jax.block_until_ready(last_loss)
                 self._watchdog.beat(done)
                 self._attempt.step = done = step + 1
                 last_loss = metrics["loss"]
+                if profiler.ends(done):
+                    jax.block_until_ready(last_loss)
+                    with clock.paused(), self._watchdog.paused(), self._goodput.spent_on("profile"):
+                        profiler.end(last_loss)
                 reporter.advance(done)
                 if done % config.log_every == 0 or done in (start + 1, config.steps):
                     self._log(done, metrics, clock, reporter)
@@ -272,6 +283,10 @@ class Trainer:
                 if stopped:
                     break
         return done, state, stopped
+
+    def _profiler(self, start: int, reporter: Reporter) -> Profiler:
+        window = read_profile(self.config.profile, self.config.steps)
+        return Profiler(window, self.run_dir, self.placed, start, reporter.print, enabled=distributed.is_main())
 
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}

@@ -8,7 +8,8 @@ import numpy as np
 
 from autoshard.ckpt import Checkpointer
 from autoshard.train.config import run_directory
-from autoshard.train.config.train_config import TrainConfig, to_dict
+from autoshard.train.config.stored_config import to_dict
+from autoshard.train.config.train_config import TrainConfig
 from tests.sharding.report.plans import planned
 
 EVIL = "<script>window.evil = 1</script>&\"'"
