@@ -46,7 +46,7 @@ from autoshard.train.run.resumption import (
     with_searched_variant,
 )
 from autoshard.train.run.saving import Saver, check_finite, retention_policy
-from autoshard.train.run.throughput import Clock, peak_seconds_per_step, tokens_per_step
+from autoshard.train.run.throughput import Clock, peak_memory, peak_seconds_per_step, tokens_per_step
 from autoshard.train.run.watchdog import Watchdog
 from autoshard.train.step.train_state import Program, TrainState
 from autoshard.train.step.train_step import eval_params, make_eval_step
@@ -291,7 +291,7 @@ class Trainer:
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "weight"}
         check_finite(step, values, self.config, self.run_dir)
-        reporter.record(step, values | clock.rates(step, self.config.steps))
+        reporter.record(step, values | clock.rates(step, self.config.steps) | peak_memory())
 
     def _evaluate(self, state: TrainState, step: int, reporter: Reporter, batches: int) -> Evaluation:
         parts = (eval_params(state, self.config.use_ema), state.frozen, state.variables)

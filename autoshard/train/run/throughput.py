@@ -61,6 +61,13 @@ def peak_flops(device_kind: str) -> float | None:
     return None if chip is None else CHIPS[chip].flops
 
 
+def peak_memory() -> dict[str, float]:
+    """Return the peak memory so far of the fullest device of this process, in bytes; empty if devices do not tell."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    known = [float(peak) for peak in peaks if peak is not None]
+    return {"peak_memory_bytes": max(known)} if known else {}
+
+
 def tokens_per_step(placed: PlacedStep) -> int:
     """Return the number of tokens in a step's batch."""
     return math.prod(placed.batch_shapes["inputs"].shape)

@@ -1,10 +1,11 @@
 """Rates of a run: they cover the steps between two calls, without pauses and compilation."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from autoshard.train.run.throughput import Clock
+from autoshard.train.run.throughput import Clock, peak_memory
 
 
 def test_rates_cover_the_steps_since_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +30,10 @@ def test_without_a_known_peak_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -
     clock.rates(1, 2)
     now[0] += 1.0
     assert clock.rates(2, 2) == {"tokens_per_second": 64.0, "eta_seconds": 0.0}
+
+
+def test_peak_memory_is_that_of_the_fullest_device(monkeypatch):
+    assert peak_memory() == {}  # CPUs do not tell
+    devices = [SimpleNamespace(memory_stats=lambda n=n: {"peak_bytes_in_use": n} if n else None) for n in (5, 0, 7)]
+    monkeypatch.setattr("jax.local_devices", lambda: devices)
+    assert peak_memory() == {"peak_memory_bytes": 7.0}
