@@ -53,6 +53,7 @@ class Profiler:
         self._folder, self._placed, self._start, self._say = run_dir / FOLDER, placed, start, say
         self._window = window if enabled else None
         self._recorded: list[int] | None = None
+        self._last: Any = None
         if self._window is not None and self._window.last <= start:
             say(f"no trace is recorded: this attempt begins at step {start + 1}, after {self._window} of --profile")
             self._window = None
@@ -64,8 +65,15 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._recorded is not None:
-            self._stop()
+        if self._recorded is None:
+            return
+        if error is None:  # a signal ended the run within the window
+            self.end()
+            return
+        self._recorded = None
+        with contextlib.suppress(Exception):  # the error of the run is raised, not one of the trace that it cut short
+            jax.profiler.stop_trace()
+        self._say(f"the trace in {self._folder} ends with an error of the run, so its collectives have no names")
 
     def begins(self, step: int) -> bool:
         """Whether the trace begins with this step."""
@@ -75,13 +83,9 @@ class Profiler:
         """Whether the trace ends with this step."""
         return self._recorded is not None and self._window is not None and step == self._window.last
 
-    def begin(self, before: Any) -> None:
-        """Begin the trace.
-
-        Args:
-            before: Results of the step before; the trace begins when they are computed.
-        """
-        jax.block_until_ready(before)
+    def begin(self) -> None:
+        """Begin the trace, when the steps before are computed."""
+        jax.block_until_ready(self._last)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it records every Python call, which slows the host and fills the trace
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
@@ -97,14 +101,14 @@ class Profiler:
         with jax.profiler.StepTraceAnnotation(STEP, step_num=step):
             yield
 
-    def end(self, after: Any) -> None:
-        """End the trace when results are computed, and write the names of what is in it."""
-        jax.block_until_ready(after)
-        self._stop()
+    def ran(self, result: Any) -> None:
+        """Keep a result of the newest step, by which the trace knows that it has ended."""
+        self._last = result
 
-    def _stop(self) -> None:
+    def end(self) -> None:
+        """End the trace when its steps are computed, and write the names of what is in it."""
+        jax.block_until_ready(self._last)
         steps, self._recorded = self._recorded or [], None
-        self._first = None
         jax.profiler.stop_trace()
         session = max((self._folder / "plugins" / "profile").iterdir(), key=lambda path: path.stat().st_mtime)
         names = self._names() | {"session": session.name, "steps": steps, "compiled": self._start + 1 in steps}

@@ -120,8 +120,9 @@ def _incidents(records: Sequence[dict[str, Any]]) -> str:
         kind = str(record.get("incident"))
         why, leaf = (str(record.get(name) or "")[:REASON_LENGTH] for name in ("why", "leaf"))
         parameter = f"<code>{escape(leaf)}</code>" if leaf else ""
-        rows.append([f"<b>{record['step']:,}</b>", escape(_INCIDENTS.get(kind, kind)), escape(why), parameter])
-    return _shown_and_folded(["step", "what", "why", "parameter"], rows, (), INCIDENTS_SHOWN, len(records))
+        batch = escape(str(record.get("batch", "")))
+        rows.append([f"<b>{record['step']:,}</b>", escape(_INCIDENTS.get(kind, kind)), escape(why), parameter, batch])
+    return _shown_and_folded(["step", "what", "why", "parameter", "batch"], rows, (), INCIDENTS_SHOWN, len(records))
 
 
 def checkpoints_section(run: Run) -> str:

@@ -135,8 +135,9 @@ def thinned(steps: Numbers, values: Numbers, buckets: int = BUCKETS) -> tuple[Nu
     Example:
         >>> steps, values = np.arange(1e6), np.zeros(1_000_000)
         >>> values[123_456] = 7.0
-        >>> [len(kept), kept.max()] if (kept := thinned(steps, values)[1]) is not None else None
-        [501, 7.0]
+        >>> kept_steps, kept_values = thinned(steps, values)
+        >>> len(kept_steps), float(kept_values.max())
+        (501, 7.0)
     """
     if len(steps) <= 4 * buckets:
         return steps, values

@@ -254,7 +254,7 @@ class Trainer:
             for step, batch in self._goodput.waiting(batches, "data"):
                 if profiler.begins(step + 1):
                     with clock.paused(), self._goodput.spent_on("profile"):
-                        profiler.begin(last_loss)
+                        profiler.begin()
                 with self._goodput.spent_on("compile") if step == start else contextlib.nullcontext():
                     with profiler.step(step + 1):
                         state, metrics = self.placed.step(state, batch)
@@ -264,10 +264,10 @@ class Trainer:
                 self._watchdog.beat(done)
                 self._attempt.step = done = step + 1
                 last_loss = metrics["loss"]
+                profiler.ran(last_loss)
                 if profiler.ends(done):
-                    jax.block_until_ready(last_loss)
                     with clock.paused(), self._watchdog.paused(), self._goodput.spent_on("profile"):
-                        profiler.end(last_loss)
+                        profiler.end()
                 reporter.advance(done)
                 if done % config.log_every == 0 or done in (start + 1, config.steps):
                     self._log(done, metrics, clock, reporter)

@@ -43,6 +43,27 @@ def test_a_run_records_a_trace_that_its_plan_is_compared_with(make_config, capsy
     assert json.loads(capsys.readouterr().out)["session"] == names["session"]
 
 
+def test_an_error_in_the_window_ends_the_trace_and_is_raised(tmp_path):
+    said = []
+    for _ in range(2):  # a second trace can begin, so the first one was ended
+        with pytest.raises(ZeroDivisionError):
+            with Profiler(read_profile("1:3", 9), tmp_path, None, 0, said.append) as profiler:  # type: ignore[arg-type]
+                profiler.begin()
+                with profiler.step(1):
+                    raise ZeroDivisionError
+    assert (
+        said == [f"the trace in {tmp_path}/profile ends with an error of the run, so its collectives have no names"] * 2
+    )
+
+
+def test_a_signal_in_the_window_ends_the_trace_with_the_steps_so_far(make_config, monkeypatch):
+    """The run stops after step 3, as after a signal."""
+    monkeypatch.setattr("autoshard.train.run.loop.StopAgreement.after", lambda self, step, last: step == 3)
+    run = train(make_config(profile="2:5", steps=6)).run_dir
+    assert read_names(run)["steps"] == [2, 3]
+    assert compare_trace(run).steps == (2, 3)
+
+
 def test_a_window_before_the_attempt_is_said_and_not_recorded(tmp_path):
     said = []
     with Profiler(read_profile("2:3", 9), tmp_path, None, 4, said.append) as profiler:  # type: ignore[arg-type]

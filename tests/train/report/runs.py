@@ -81,7 +81,7 @@ def troubled(folder: Path) -> Path:
     metrics[10]["accuracy"] = 0.1
     metrics[60]["accuracy"] = 0.7
     metrics += [
-        {"step": 45, "incident": "skip", "why": "the loss is nan", "leaf": EVIL},
+        {"step": 45, "incident": "skip", "why": "the loss is nan", "leaf": EVIL, "batch": 44},
         {"step": 55, "incident": "rollback", "why": f"20 steps in a row were skipped {EVIL}"},
         {"step": 70, "incident": EVIL, "why": None},
         {"step": 40, "val_loss": 3.2},
