@@ -295,7 +295,10 @@ def _gradients(plan: ShardingPlan, program: Program, computation: Computation, s
     results = program.entry.operands_of(program.entry.root)
     if program.entry.root.opcode != "tuple" or len(results) != len(plan.outputs):
         return
-    loops, parameters = _loops(program), {leaf.path for leaf in plan.inputs if leaf.role == "parameter"}
+    paths = [leaf.path for leaf in plan.inputs if leaf.role == "parameter"]
+    # A step returns the state in a tuple, `0/params/wq` as in its arguments, or alone, `params/wq`.
+    parameters = {path.partition("/")[2]: path for path in paths} | {path: path for path in paths}
+    loops = _loops(program)
     parts = computation.users.get(start.name, []) if start.shape.startswith("(") else [start]
     parts = [part for part in parts if _largest(part) > 1]  # a sum, such as the norm of all gradients, scales them all
     pending = [(computation, part, _largest(part) / program.partitions) for part in parts]
@@ -308,7 +311,8 @@ def _gradients(plan: ShardingPlan, program: Program, computation: Computation, s
             positions = [n for n, name in enumerate(user.operands) if name == i.name]
             following = []
             if user is program.entry.root:
-                yield from (path for n in positions if (path := plan.outputs[n].path) in parameters)
+                updated = [plan.outputs[n].path for n in positions]
+                yield from (parameters[path] for path in updated if path in parameters)
             elif user.opcode == "tuple" and user is where.root and where.name in loops:
                 outer, loop = loops[where.name]
                 following = [(outer, g, least) for g in outer.users.get(loop.name, ()) if g.index in positions]

@@ -1,6 +1,7 @@
 """The names of the collectives of a compiled program: the inputs that they gather, the gradients that they reduce."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import autoshard
@@ -8,14 +9,18 @@ from autoshard.sharding.audit.named_collectives import module_of, module_scope, 
 from tests.sharding.example_step import shapes, train_step
 
 
+def names_of(step, arguments):
+    """The names in a step under `fsdp:8`, compiled for the CPU."""
+    plan = autoshard.plan(step, *arguments, plan="fsdp:8", donate_argnums=0)
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), arguments, plan.in_shardings()
+    )
+    return name_collectives(plan, plan.jit().lower(*placed).compile().as_text())
+
+
 @pytest.fixture(scope="module")
 def named():
-    """The names in the example's step under `fsdp:8`, compiled for the CPU."""
-    plan = autoshard.plan(train_step, *shapes(), plan="fsdp:8", donate_argnums=0)
-    arguments = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes(), plan.in_shardings()
-    )
-    return name_collectives(plan, plan.jit().lower(*arguments).compile().as_text())
+    return names_of(train_step, shapes())
 
 
 def test_every_gather_names_its_parameter(named):
@@ -35,6 +40,19 @@ def test_reductions_name_the_parameters_whose_gradients_they_sum(named):
     assert all(" of gradients of 0/params/" in each.name for each in reduced)
     loss = [each for each in named.collectives if each.kind == "all-reduce" and each.step_bytes < 100]
     assert all(not each.tensors for each in loss)  # a sum of scalars is no gradient
+
+
+def test_the_norm_that_scales_all_gradients_is_no_gradient():
+    def clipped(params, batch):
+        grads = jax.grad(lambda p: jnp.mean((batch @ p["a"] @ p["b"]) ** 2))(params)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda p, g: p - g / norm, params, grads)
+
+    square, rows = (jax.ShapeDtypeStruct((n, 64), "float32") for n in (64, 256))
+    found = names_of(clipped, ({"a": square, "b": square}, rows))
+    reduced = [each for each in found.collectives if each.kind in ("all-reduce", "reduce-scatter")]
+    assert {path for each in reduced for path in each.tensors} == {"0/a", "0/b"}
+    assert all(not each.tensors for each in reduced if each.step_bytes < 64)
 
 
 def test_every_scheduled_instruction_has_a_module(named):

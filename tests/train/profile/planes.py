@@ -40,6 +40,7 @@ def tpu(core, slow=0):
             ("all-gather-start.2", begin + 30, 2, {}),
             ("%all-gather-done.2 = f32[8]{0} all-gather-done(%all-gather-start.2)", begin + 100, 10 + slow, {}),
         ]
+    ops.append(("copy.4", 2500, 5, {}))  # between two runs
     modules.append(("jit_eval_step(78)", 3000, 50, {}))
     ops.append(("fusion.9", 3010, 5, {}))
     steps = [("1", 1000, 200, {}), ("2", 2000, 200, {})]

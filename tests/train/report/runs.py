@@ -80,6 +80,7 @@ def troubled(folder: Path) -> Path:
     metrics[44]["loss"] = float("nan")
     metrics[10]["accuracy"] = 0.1
     metrics[60]["accuracy"] = 0.7
+    metrics[20][EVIL] = metrics[21][EVIL] = 1.0
     metrics += [
         {"step": 45, "incident": "skip", "why": "the loss is nan", "leaf": EVIL, "batch": 44},
         {"step": 55, "incident": "rollback", "why": f"20 steps in a row were skipped {EVIL}"},
