@@ -19,6 +19,8 @@ COMMANDS = {
     "rules": "list the sharding rule of each operator",
     "ckpt": "inspect, compare, copy, remove and export checkpoints",
     "generate": "sample text from a trained model",
+    "report": "write one HTML page of a run",
+    "profile": "compare the trace of a run with its plan",
     "bench": "time a train step under its plan against hand-written jax.jit",
 }
 

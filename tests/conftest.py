@@ -194,3 +194,15 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s)
 
     return run
+
+
+@pytest.fixture(scope="session", name="browser")
+def running_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Browser]:
+    """A headless Chromium."""
+    path = browser.chromium()
+    if path is None:
+        pytest.fail(
+            f"AUTOSHARD_BROWSER=required, but there is no browser: none of {', '.join(browser.NAMES)} is on PATH"
+        )
+    with browser.Browser(path, tmp_path_factory.mktemp("browser") / "profile") as running:
+        yield running

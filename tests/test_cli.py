@@ -20,7 +20,7 @@ from autoshard.cli import COMMANDS, main
 from autoshard.commands.absent_accelerators import skip_absent_accelerators
 from autoshard.commands.arguments import check_writable
 from autoshard.commands.plan import show
-from autoshard.commands.plan_verification import verification
+from autoshard.commands.plan_options.verification import verification
 from autoshard.errors import AutoshardWarning, ConfigError
 from autoshard.sharding.audit import aot_compile
 from autoshard.train.config.run_directory import CHECKPOINTS, write_config

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from autoshard._shown import shown
 from autoshard.commands.arguments import cannot_write, check_writable
-from autoshard.commands.plan_arguments import parse_fixed, parse_path_spec, parse_setting, plan_parser, unique
-from autoshard.commands.plan_verification import verification
+from autoshard.commands.plan_options.arguments import parse_fixed, parse_path_spec, parse_setting, plan_parser, unique
+from autoshard.commands.plan_options.verification import verification
 from autoshard.commands.settings import read_settings
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config.train_config import TrainConfig

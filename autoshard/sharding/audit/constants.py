@@ -29,3 +29,9 @@ SHOWN_ENTRIES = 8
 
 # Number of device groups that the text of a collective shows if they span no mesh axis.
 SHOWN_GROUPS = 4
+
+# Instructions that are followed from a collective to the input or the parameter that it moves; chosen.
+SEARCH_STEPS = 200
+
+# Tensors that the name of a collective lists; chosen.
+NAMED_TENSORS = 3

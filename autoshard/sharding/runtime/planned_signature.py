@@ -58,6 +58,13 @@ class PlannedSignature:
         """Lower the jitted function for the shapes of the signature."""
         return lower_as_planned(self.jitted, self.traced, self.in_shardings)
 
+    def compiled(self) -> Any:
+        """Return the program that calls run, as `jax.jit(...).lower(...).compile()` does. JAX has it after a call."""
+        pairs = zip(self.traced.in_avals, self.in_shardings, strict=True)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type, sharding=s) for x, s in pairs]
+        arguments = self.traced.jit_arguments(*jax.tree.unflatten(self.traced.in_tree, shapes))
+        return self.jitted.lower(*arguments).compile()
+
     @functools.cached_property
     def in_shardings(self) -> list[Any]:
         """The sharding of each flat input."""

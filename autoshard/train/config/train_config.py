@@ -19,6 +19,7 @@ from autoshard.train.config import run_directory
 from autoshard.train.config.offload_checks import offload_problems
 from autoshard.train.config.pretrained_checks import pretrained_problems
 from autoshard.train.config.pretrained_config import PretrainedConfig
+from autoshard.train.config.profile_words import profile_problems
 from autoshard.train.config.rows_config import RowsConfig
 from autoshard.train.data.rows.records import has_rows
 from autoshard.train.old_names import accepts_old_fields
@@ -139,6 +140,9 @@ class TrainConfig:
     virtual_devices: int | None = None
     """Number of virtual devices that the CPU is split into."""
 
+    profile: str | None = None
+    """Steps of which a trace is recorded, such as 10 or 10:12: the first and the last one, as the log numbers them. The
+    trace is in RUN/profile; `autoshard profile RUN` compares it with the plan. It applies to this attempt only."""
     log_every: int = 10
     """Steps between lines of metrics."""
     metrics: tuple[str, ...] = ("tensorboard",)
@@ -202,7 +206,7 @@ class TrainConfig:
             read_schedule(self.schedule)
         except PlanError as error:
             problems.append(str(error))
-        problems += offload_problems(self) + pretrained_problems(self)
+        problems += offload_problems(self) + pretrained_problems(self) + profile_problems(self.profile, self.steps)
         if problems:
             raise ConfigError("; ".join(problems))
 

@@ -23,8 +23,8 @@ from autoshard._shown import shown
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.train.config import run_directory
 from autoshard.train.run import distributed
+from autoshard.train.run.cloud.maintenance import NOTICE
 from autoshard.train.run.goodput import Goodput, account
-from autoshard.train.run.maintenance import NOTICE
 
 
 @shown

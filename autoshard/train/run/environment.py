@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autoshard._processes import COORDINATOR_PORT
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
-from autoshard.train.run import cloud_metadata
+from autoshard.train.run.cloud import metadata
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _SLURM = ("SLURM_NTASKS", "SLURM_PROCID")
@@ -81,12 +81,10 @@ def is_in_cluster() -> bool:
 def _is_in_tpu_slice() -> bool:
     """Return whether this machine is a TPU VM of Google's with other hosts, and JAX may use its TPUs."""
     platforms = os.environ.get("JAX_PLATFORMS", "tpu").split(",")
-    if "tpu" not in platforms or "TPU_SKIP_MDS_QUERY" in os.environ or cloud_metadata.find_cloud() != "google":
+    if "tpu" not in platforms or "TPU_SKIP_MDS_QUERY" in os.environ or metadata.find_cloud() != "google":
         return False
-    hosts = (cloud_metadata.google("attributes/worker-network-endpoints") or "").split(",")
-    slices = re.search(
-        r"^MEGASCALE_NUM_SLICES: *'?(\d+)", cloud_metadata.google("attributes/tpu-env") or "", re.MULTILINE
-    )
+    hosts = (metadata.google("attributes/worker-network-endpoints") or "").split(",")
+    slices = re.search(r"^MEGASCALE_NUM_SLICES: *'?(\d+)", metadata.google("attributes/tpu-env") or "", re.MULTILINE)
     return len(hosts) > 1 or (slices is not None and int(slices[1]) > 1)
 
 

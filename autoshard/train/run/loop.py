@@ -14,10 +14,12 @@ import jax
 from autoshard._shown import shown
 from autoshard.ckpt import Checkpointer, SaveEvery
 from autoshard.train.config import run_directory
+from autoshard.train.config.profile_words import read_profile
 from autoshard.train.config.stored_config import checkpoint_config, to_dict
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.data.prefetch import Prefetcher, place_batch
 from autoshard.train.data.text_data import Source
+from autoshard.train.profile.capture import Profiler
 from autoshard.train.program.build import fit_vocab, loss_item, loss_of, make_program_of, make_source, train_step_of
 from autoshard.train.program.evaluation import Evaluation, evaluate
 from autoshard.train.program.planned_step import (
@@ -33,12 +35,12 @@ from autoshard.train.program.saved_state import restore_state
 from autoshard.train.run import distributed
 from autoshard.train.run.announcements import conclude, report_start
 from autoshard.train.run.attempts import Attempt, check_first_start
+from autoshard.train.run.cloud.maintenance import MaintenanceNotices, find_notices
 from autoshard.train.run.device_memory import fullest_device
 from autoshard.train.run.goodput import goodput_of, goodput_text
 from autoshard.train.run.incidents.batch_order import BatchOrder
 from autoshard.train.run.incidents.watch import RollbackRequested, Watch, freed_on_rollback
 from autoshard.train.run.interrupt import Interrupts, StopAgreement
-from autoshard.train.run.maintenance import MaintenanceNotices, find_notices
 from autoshard.train.run.metric_writers import check_writers
 from autoshard.train.run.metrics import Reporter
 from autoshard.train.run.resumption import (
@@ -204,7 +206,8 @@ class Trainer:
         return run_dir
 
     def _write_config(self, run_dir: Path) -> None:
-        kept = replace(self.config, run_dir=run_dir, resume=False, resume_if_started=False, allow_other_data=False)
+        once = {"resume": False, "resume_if_started": False, "allow_other_data": False, "profile": None}
+        kept = replace(self.config, run_dir=run_dir, **once)
         run_directory.write_config(run_dir, to_dict(kept))
 
     @property
@@ -254,12 +257,13 @@ class Trainer:
         # A signal that came while the state was made or restored does not wait for the first step to compile.
         if start < self.config.steps and StopAgreement(interrupts, start, at_least_every=1).after(start, last=True):
             return start, state, True
-        while True:
-            try:
-                return self._steps_from(state, start, saver, reporter, interrupts, watch)
-            except RollbackRequested as requested:
-                with self._clock.paused(), self._watchdog.paused():
-                    state, start = self._rolled_back(saver.checkpoints, watch, requested.bad_step, reporter)
+        with self._profiler(start, reporter) as profiler:
+            while True:
+                try:
+                    return self._steps_from(state, start, saver, reporter, interrupts, watch, profiler)
+                except RollbackRequested as requested:
+                    with self._clock.paused(), self._watchdog.paused():
+                        state, start = self._rolled_back(saver.checkpoints, watch, requested.bad_step, reporter)
 
     def _rolled_back(
         self, checkpoints: Checkpointer, watch: Watch, bad_step: int, reporter: Reporter
@@ -284,6 +288,7 @@ class Trainer:
         reporter: Reporter,
         interrupts: Interrupts,
         watch: Watch,
+        profiler: Profiler,
     ) -> tuple[int, TrainState, bool]:
         config, clock, done, last_loss, stopped = self.config, self._clock, start, None, False
         every = SaveEvery(
@@ -295,9 +300,13 @@ class Trainer:
         stop_agreement = StopAgreement(interrupts, start, at_least_every=config.log_every)
         with self._batches(start, watch.order) as batches, freed_on_rollback() as held:
             for step, batch in self._goodput.waiting(batches, "data"):
+                if profiler.begins(step + 1):
+                    with clock.paused(), self._goodput.spent_on("profile"):
+                        profiler.begin()
                 compiles = step == start and not self._compiled
                 with self._goodput.spent_on("compile") if compiles else contextlib.nullcontext():
-                    state, metrics = self.placed.step(state, batch)
+                    with profiler.step(step + 1):
+                        state, metrics = self.placed.step(state, batch)
                 self._compiled, held.state = True, state
                 # At most one step is in flight while the next is dispatched, so that a signal takes effect soon.
                 jax.block_until_ready(last_loss)
@@ -310,6 +319,10 @@ class Trainer:
                 saves = done < config.steps and every.due(done)
                 # The verdict of a step is read before its state is used.
                 watch.settle(state.params, but=0 if logs or evaluates or saves else 1)
+                profiler.ran(last_loss)
+                if profiler.ends(done):
+                    with clock.paused(), self._watchdog.paused(), self._goodput.spent_on("profile"):
+                        profiler.end()
                 reporter.advance(done)
                 if logs:
                     self._log(done, metrics, clock, reporter)
@@ -326,6 +339,10 @@ class Trainer:
                     watch.settle(state.params)
                     break
         return done, state, stopped
+
+    def _profiler(self, start: int, reporter: Reporter) -> Profiler:
+        window = read_profile(self.config.profile, self.config.steps)
+        return Profiler(window, self.run_dir, self.placed, start, reporter.print, enabled=distributed.is_main())
 
     def _log(self, step: int, metrics: dict[str, jax.Array], clock: Clock, reporter: Reporter) -> None:
         shown = {name: value for name, value in metrics.items() if name not in (VERDICT, SQUARES, "weight")}

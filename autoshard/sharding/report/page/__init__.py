@@ -10,6 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from autoshard._html.document import Part, document, sections
+from autoshard._html.parts import folded
 from autoshard._units import line_text
 from autoshard.errors import PlanError
 from autoshard.sharding.plan.gather_words import WORDS
@@ -21,15 +23,13 @@ from autoshard.sharding.report.page.compiled import compiled_section
 from autoshard.sharding.report.page.costs import collectives_section, memory_section, time_section
 from autoshard.sharding.report.page.headline import headline
 from autoshard.sharding.report.page.mesh import legend, mesh_section
-from autoshard.sharding.report.page.parts import AxisLabels, folded, section
-from autoshard.sharding.report.page.script import DIGEST, SCRIPT
+from autoshard.sharding.report.page.parts import AxisLabels
+from autoshard.sharding.report.page.script import SCRIPT
 from autoshard.sharding.report.page.search import search_section
 from autoshard.sharding.report.page.style import STYLE
 from autoshard.sharding.report.page.tensors import tensors_section
 from autoshard.sharding.report.pipeline_texts import pipeline_texts
 from autoshard.sharding.report.summary import padding_texts, title, unknown_text
-
-POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{DIGEST}'; base-uri 'none'; form-action 'none'"
 
 
 def to_html(plan: ShardingPlan, path: Any) -> None:
@@ -55,8 +55,18 @@ def to_html(plan: ShardingPlan, path: Any) -> None:
 
 def page(plan: ShardingPlan) -> str:
     """Return the HTML of the page."""
+    style, parts = plan_parts(plan)
+    body = f"{headline(plan)}{sections(parts)}"
+    return document(f"Plan: {title(plan)}", STYLE + style, body, [SCRIPT])
+
+
+def plan_parts(plan: ShardingPlan) -> tuple[str, list[Part]]:
+    """Return the colours of the plan's logical axes as a style sheet, and the sections of the page.
+
+    The sections need `STYLE`, and `SCRIPT` for their search fields.
+    """
     paint = AxisLabels(plan)
-    parts = [
+    return paint.style, [
         ("mesh", "Mesh", mesh_section(plan, paint),
          "The devices of the machine, once for each mesh axis: one group along the axis is blue."),
         ("axes", "Logical axes", legend(paint) if paint.number else "",
@@ -74,16 +84,6 @@ def page(plan: ShardingPlan) -> str:
          "storage only, gathered for use. Click a name for the reasons and all paths."),
         ("notes", "Notes", _notes(plan), ""),
     ]  # fmt: skip
-    shown = [part for part in parts if part[2]]
-    links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _, _ in shown)
-    body = "\n".join(section(name, heading, inner, remark) for name, heading, inner, remark in shown)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"/><title>Plan: {escape(title(plan))}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(POLICY)}"/>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"/>\n<style>{STYLE}{paint.style}</style>'
-        f'</head>\n<body><main>{headline(plan)}<nav aria-label="Sections">{links}</nav>\n{body}\n</main>'
-        f"<script>{SCRIPT}</script></body></html>\n"
-    )
 
 
 def _notes(plan: ShardingPlan) -> str:

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from autoshard._html.scales import LogScale, grid
 from autoshard._shown import shown
 from autoshard._units import bytes_text, time_text
 from autoshard.sharding.report.constants import FAR_FROM_CHOSEN
-
-PAD = 0.05  # margin at each edge, as a fraction of the chart
-TICKS = 5  # largest number of ticks on an axis
 
 
 @shown
@@ -36,34 +34,6 @@ class Point:
     title: str
 
 
-@shown
-@dataclass(frozen=True)
-class Scale:
-    """A logarithmic scale between two logarithms."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def over(cls, values: Sequence[float]) -> Scale:
-        """Return a scale over all values, with a margin."""
-        low, high = math.log(min(values)), math.log(max(values))
-        margin = max((high - low) * PAD, 0.02)
-        return cls(low - margin, high + margin)
-
-    def at(self, value: float) -> float:
-        """Return the position of a value, in percent."""
-        return 100 * (math.log(value) - self.low) / (self.high - self.low)
-
-    def ticks(self, base: float, steps: Sequence[float]) -> list[float]:
-        """Return at most `TICKS` round values on the scale: powers of `base` times one of `steps`."""
-        first = math.floor(self.low / math.log(base))
-        last = math.ceil(self.high / math.log(base))
-        values = [base**k * s for k in range(first, last + 1) for s in steps]
-        inside = [v for v in values if self.low <= math.log(v) <= self.high]
-        return inside[:: -(-len(inside) // TICKS)] if inside else []
-
-
 def scatter(points: Sequence[Point], limit: float, time_us: float) -> str:
     """Return the HTML of the chart; empty if no plan can be drawn.
 
@@ -80,8 +50,8 @@ def scatter(points: Sequence[Point], limit: float, time_us: float) -> str:
     far = len(points) - len(drawn)
     omitted = f"not drawn: {far} with over {FAR_FROM_CHOSEN} times the step time or the limit" if far else ""
     edge = [limit] if 0 < limit < math.inf else []
-    across = Scale.over([p.nbytes for p in drawn] + edge)
-    up = Scale.over([p.time_us for p in drawn])
+    across = LogScale.over([p.nbytes for p in drawn] + edge)
+    up = LogScale.over([p.time_us for p in drawn])
     dots = "".join(_dots(drawn, across, up))
     fitting = sum(p.classes.startswith(("fit", "won")) for p in drawn)
     label = f"step time against memory per device: {len(drawn)} plans, {fitting} of which fit; see the table below"
@@ -106,7 +76,7 @@ def _chart_key(points: Sequence[Point], omitted: str) -> str:
     return f'<p class="chart-key">{keys}{line}{f"<span>{omitted}</span>" if omitted else ""}</p>'
 
 
-def _dots(points: Sequence[Point], across: Scale, up: Scale) -> Iterator[str]:
+def _dots(points: Sequence[Point], across: LogScale, up: LogScale) -> Iterator[str]:
     """Yield the points. The chosen one comes last, so it is on top. Of equal points at one place, only one is drawn."""
     taken = set()
     for p in sorted(points, key=lambda p: p.classes.startswith("won")):
@@ -117,12 +87,11 @@ def _dots(points: Sequence[Point], across: Scale, up: Scale) -> Iterator[str]:
             yield f'<i class="pt {p.classes}" style="left:{x:.2f}%;bottom:{y:.2f}%" title="{escape(p.title)}"></i>'
 
 
-def _axes(across: Scale, up: Scale) -> str:
+def _axes(across: LogScale, up: LogScale) -> str:
     xs = across.ticks(2.0, [1.0])
-    ys = up.ticks(10.0, [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0])
-    lines = [f'<i class="gx" style="left:{across.at(x):.2f}%"><b>{_round(bytes_text(x))}</b></i>' for x in xs]
-    lines += [f'<i class="gy" style="bottom:{up.at(y):.2f}%"><b>{_round(time_text(y))}</b></i>' for y in ys]
-    return "".join(lines)
+    return grid(
+        [(across.at(x), _round(bytes_text(x))) for x in xs], [(up.at(y), _round(time_text(y))) for y in up.ticks()]
+    )
 
 
 def _round(text: str) -> str:
@@ -131,7 +100,7 @@ def _round(text: str) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
-def _front(points: Sequence[Point], across: Scale, up: Scale) -> str:
+def _front(points: Sequence[Point], across: LogScale, up: LogScale) -> str:
     """Draw the Pareto front: no plan is both faster and smaller than one on it."""
     best, path = math.inf, []
     for p in sorted(points, key=lambda p: (p.nbytes, p.time_us)):

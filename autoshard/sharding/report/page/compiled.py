@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
+from autoshard._html.parts import folded, table
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
 from autoshard.sharding.audit.audit import FAILURES, Audit
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.page.parts import folded, table
 from autoshard.sharding.report.summary import exposed_us, mesh_sizes
 
 PARTS = {

@@ -6,11 +6,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 
+from autoshard._html.parts import bar, bar_legend, folded, key, search_box, stack, table
 from autoshard._units import bytes_text, line_text, percent_text, time_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.compiled import compiled_audit, measured_us, source_of
-from autoshard.sharding.report.page.legends import bar_legend
-from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, key, kind_class, search_box, stack, table
+from autoshard.sharding.report.page.parts import AxisLabels, kind_class
 from autoshard.sharding.report.summary import exposed_us, local_bytes, memory_rows, mesh_sizes
 
 COLLECTIVES_SHOWN = 12

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from html import escape
 
-from autoshard._shown import shown
+from autoshard._html.card import Card
 from autoshard._units import bytes_text, percent_text, ratio_text, time_text, variant_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.report.page.compiled import audit_of, compiled_audit, failure_text, measured_us, source_of
@@ -22,34 +21,6 @@ from autoshard.sharding.report.summary import (
     title,
     totals,
 )
-
-
-@shown
-@dataclass(frozen=True)
-class Card:
-    """A main figure of the plan.
-
-    Attributes:
-        heading: What it is.
-        figure: Its value as text.
-        source: Where the value comes from: `estimated`, `compiled` or `measured`.
-        remarks: Lines below it.
-        is_bad: Whether it exceeds a limit.
-    """
-
-    heading: str
-    figure: str
-    source: str
-    remarks: tuple[str, ...] = ()
-    is_bad: bool = False
-
-    @property
-    def html(self) -> str:
-        """The card as HTML."""
-        bad = ' class="bad"' if self.is_bad else ""
-        remarks = "".join(f"<small>{escape(remark)}</small>" for remark in self.remarks)
-        return (f'<div class="card"><h3>{escape(self.heading)}</h3><p{bad}>{escape(self.figure)}</p>'
-                f'<small class="source">{escape(self.source)}</small>{remarks}</div>')  # fmt: skip
 
 
 def headline(plan: ShardingPlan) -> str:

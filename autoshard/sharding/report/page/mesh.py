@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from autoshard._html.parts import bar_legend, folded
 from autoshard._shown import shown
 from autoshard._units import bytes_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
-from autoshard.sharding.report.page.legends import bar_legend
-from autoshard.sharding.report.page.parts import AxisLabels, folded
+from autoshard.sharding.report.page.parts import AxisLabels
 from autoshard.sharding.report.summary import axis_traffic, mesh_sizes, storage_roles
 
 DEVICES_SHOWN = 1024

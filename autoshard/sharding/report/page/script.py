@@ -3,8 +3,7 @@
 Without the script (in a mail program or a strict browser) the whole content is still readable.
 """
 
-import base64
-import hashlib
+from autoshard._html.document import digest
 
 SCRIPT = """
 (() => {
@@ -131,4 +130,4 @@ SCRIPT = """
 })();
 """
 
-DIGEST = "sha256-" + base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+DIGEST = digest(SCRIPT)

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from autoshard._html.parts import bar, bar_legend, folded, search_box, table
 from autoshard._shown import shown
 from autoshard._units import bytes_text, ratio_text, time_text, variant_text
 from autoshard.sharding.plan.search_record import PricedPlan, SearchRecord
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.constants import ALTERNATIVE_TIE
 from autoshard.sharding.report.page.chart import Point, scatter
-from autoshard.sharding.report.page.legends import bar_legend
-from autoshard.sharding.report.page.parts import bar, folded, search_box, table
 from autoshard.sharding.report.search_outcome import history_of, is_fastest, is_tie, plan_counts, ratio_or_tie
 
 SHOWN = 12  # rows that are shown at first; the others are folded

@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from html import escape
 
+from autoshard._html.parts import bar, bar_legend, folded, search_box, share, table
 from autoshard._units import bytes_text, line_text, spec_text
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Activation
 from autoshard.sharding.report.explanation import group_reasons
-from autoshard.sharding.report.page.legends import bar_legend
-from autoshard.sharding.report.page.parts import AxisLabels, bar, folded, search_box, share, table
+from autoshard.sharding.report.page.parts import AxisLabels
 from autoshard.sharding.report.summary import Group, groups, groups_by_role, local_bytes, path_text, totals
 
 ACTIVATIONS_SHOWN = 10

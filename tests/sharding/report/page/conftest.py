@@ -1,4 +1,4 @@
-"""A browser, and pages of plans in it."""
+"""Pages of plans in a browser."""
 
 import itertools
 from functools import cache
@@ -7,17 +7,7 @@ import pytest
 
 from autoshard.sharding.api.plan import Plan
 from autoshard.sharding.report.page import page
-from tests.browser import NAMES, Browser, chromium
 from tests.sharding.report.page.plans import PLANS, WIDE
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory):
-    path = chromium()
-    if path is None:
-        pytest.fail(f"AUTOSHARD_BROWSER=required, but there is no browser: none of {', '.join(NAMES)} is on PATH")
-    with Browser(path, tmp_path_factory.mktemp("browser") / "profile") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from autoshard.train.run import cloud_metadata
+from autoshard.train.run.cloud import metadata
 
 NOTICE = "notice of"  # beginning of every notice
 POLL_S = 5.0  # between two queries; source: what Amazon recommends
@@ -23,21 +23,21 @@ Read = Callable[[], str | None]
 
 def find_notices() -> Read | None:
     """Return the function that reads the notices of the cloud that this machine belongs to; None elsewhere."""
-    cloud = cloud_metadata.find_cloud()
+    cloud = metadata.find_cloud()
     return {"google": google_notice, "amazon": amazon_notice}[cloud] if cloud else None
 
 
 def google_notice() -> str | None:
     """Return Google's notice; None if there is none or the server does not answer."""
-    if cloud_metadata.google("preempted") == "TRUE":
+    if metadata.google("preempted") == "TRUE":
         return f"{NOTICE} a preemption"
-    event = cloud_metadata.google("maintenance-event") or ""
+    event = metadata.google("maintenance-event") or ""
     return f"{NOTICE} maintenance ({event})" if event.startswith("TERMINATE") else None
 
 
 def amazon_notice() -> str | None:
     """Return Amazon's notice; None if there is none or the server does not answer."""
-    return None if cloud_metadata.amazon("spot/instance-action") is None else f"{NOTICE} a spot interruption"
+    return None if metadata.amazon("spot/instance-action") is None else f"{NOTICE} a spot interruption"
 
 
 class MaintenanceNotices:

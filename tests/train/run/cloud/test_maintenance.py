@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from autoshard.train.run import cloud_metadata, loop, maintenance
+from autoshard.train.run import loop
+from autoshard.train.run.cloud import maintenance, metadata
+from autoshard.train.run.cloud.maintenance import MaintenanceNotices, amazon_notice, find_notices, google_notice
 from autoshard.train.run.environment import is_in_cluster
 from autoshard.train.run.interrupt import Interrupts
 from autoshard.train.run.loop import train
-from autoshard.train.run.maintenance import MaintenanceNotices, amazon_notice, find_notices, google_notice
 
 Answer = Callable[[str, str, Mapping[str, str]], str | None]
 
@@ -64,7 +65,7 @@ def test_google(
     """Not through a proxy, which knows nothing of this machine."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     server = serve(lambda _, path, headers: entries.get(path) if headers["metadata-flavor"] == "Google" else None)
-    monkeypatch.setattr(cloud_metadata, "GOOGLE", server)
+    monkeypatch.setattr(metadata, "GOOGLE", server)
     assert google_notice() == notice
 
 
@@ -78,18 +79,18 @@ def test_amazon(
         known = path == "/meta-data/spot/instance-action" and headers.get("x-aws-ec2-metadata-token") == "secret"
         return action if known else None
 
-    monkeypatch.setattr(cloud_metadata, "AMAZON", serve(answer))
+    monkeypatch.setattr(metadata, "AMAZON", serve(answer))
     assert amazon_notice() == notice
 
 
 def test_a_server_that_is_not_there_sends_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud_metadata, "GOOGLE", "http://127.0.0.1:9/")
-    monkeypatch.setattr(cloud_metadata, "AMAZON", "http://127.0.0.1:9/")
+    monkeypatch.setattr(metadata, "GOOGLE", "http://127.0.0.1:9/")
+    monkeypatch.setattr(metadata, "AMAZON", "http://127.0.0.1:9/")
     assert google_notice() is None and amazon_notice() is None
 
 
 def test_the_cloud_is_read_from_the_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud_metadata, "HARDWARE", tmp_path)
+    monkeypatch.setattr(metadata, "HARDWARE", tmp_path)
     assert find_notices() is None
     (tmp_path / "product_name").write_text("Google Compute Engine\n")
     assert find_notices() is google_notice
@@ -111,8 +112,8 @@ def test_the_cloud_is_read_from_the_hardware(tmp_path: Path, monkeypatch: pytest
 def test_a_tpu_vm_knows_whether_it_has_other_hosts(
     serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch, entries: Mapping[str, str], several: bool
 ) -> None:
-    monkeypatch.setattr(cloud_metadata, "GOOGLE", serve(lambda _, path, headers: entries.get(path)))
-    monkeypatch.setattr(cloud_metadata, "find_cloud", lambda: "google")
+    monkeypatch.setattr(metadata, "GOOGLE", serve(lambda _, path, headers: entries.get(path)))
+    monkeypatch.setattr(metadata, "find_cloud", lambda: "google")
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert not is_in_cluster()

@@ -1,0 +1,1 @@
+"""Traces of steps: recording them, naming what is in them, and comparing them with the plan."""
