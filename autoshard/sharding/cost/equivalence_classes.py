@@ -79,11 +79,13 @@ class SharedOperands:
         number: identifies them.
         first: for each value, the number of the first operator that takes it, counted as in `Program.ops`.
         last: for each value, the number of the last one.
+        is_moved_for_one: whether a layout can move each of them for one operand of one operator only.
     """
 
     number: int
     first: np.ndarray
     last: np.ndarray
+    is_moved_for_one: bool
 
 
 @shown
@@ -234,12 +236,16 @@ def operator_classes(
         found.runs += op.trips
         found.numbers.append(number)
     priced = [each for each in classes.values() if _may_cost(each, axes, roles)]
-    _note_shared(priced, ops, axes, merged)
+    _note_shared(priced, ops, axes, roles, merged)
     return priced
 
 
 def _note_shared(
-    classes: Sequence[OperatorClass], ops: Sequence[tuple[Op, int]], axes: LogicalAxes, merged: Mapping[int, int]
+    classes: Sequence[OperatorClass],
+    ops: Sequence[tuple[Op, int]],
+    axes: LogicalAxes,
+    roles: Roles,
+    merged: Mapping[int, int],
 ) -> None:
     """Set `shared` of each class. One value in two loops counts as two, because each loop moves it again."""
     aliases, layers = axes.parameter_aliases, axes.stack_positions
@@ -256,10 +262,13 @@ def _note_shared(
         same_users[tuple(places)].append(places)
     for each in classes:
         each.shared = [[] for _ in each.op.operands]
+    moves = [is_decision_point(each.op) or _returns_rows(each.op, axes, roles) for each in classes]
     for number, (places, values) in enumerate(same_users.items()):
+        is_single = sum(moves[n] for n, _ in places) == 1
         for n, i in places:
             first, last = (np.array([value[n, i][end] for value in values]) for end in (0, -1))
-            classes[n].shared[i].append(SharedOperands(number, first, last))
+            for_one = is_single and moves[n] and bool((first == last).all())
+            classes[n].shared[i].append(SharedOperands(number, first, last, for_one))
 
 
 def _may_cost(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
@@ -267,9 +276,13 @@ def _may_cost(op_class: OperatorClass, axes: LogicalAxes, roles: Roles) -> bool:
     op = op_class.op
     if op_class.kernel is not None or is_decision_point(op):
         return True
-    if not any(roles.batch in dim for v in op.results for dim in axes.of_value[v]):
+    if not _returns_rows(op, axes, roles):
         return False
     return not all(_stays(v, op, axes, roles) for v in op.operands)
+
+
+def _returns_rows(op: Op, axes: LogicalAxes, roles: Roles) -> bool:
+    return any(roles.batch in dim for v in op.results for dim in axes.of_value[v])
 
 
 def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:

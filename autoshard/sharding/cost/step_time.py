@@ -24,6 +24,7 @@ estimates are two to five times as long, by an irregular factor (`benchmarks/com
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -154,13 +155,16 @@ class CostModel:
             price, names = canonical.priced.get(number) or self._price(number, each, canonical)
             compute += price.time_us * each.runs
             times_us.append(price.time_us)
-            if price.held_bytes:
-                buffers["opaque", number] = LiveBuffers(price.held_bytes, each.members, each.members)
+            held_bytes, inside = self._held_inside(each, price)
+            if held_bytes:
+                buffers["opaque", number] = LiveBuffers(held_bytes, each.members, each.members)
             for move in price.moves:
                 new, (name, *others) = each.members, move.axes
                 axes = tuple(a for name in move.axes for a in names[name]) if others else names[name]
                 if move.array >= 0 and sequential and self._is_state(each.op.operands[move.array]):
                     in_order.append(LiveBuffers(move.local_bytes + move.wire_bytes, each.members, each.members))
+                elif move.array in inside:
+                    new = new if move.array < 0 else np.concatenate([some.first for some in each.shared[move.array]])
                 elif move.array >= 0 and not move.hops:
                     new = self._add_moved(buffers, move, axes, each.shared[move.array])
                     if self.early is not None and self._is_state(each.op.operands[move.array]):
@@ -216,6 +220,27 @@ class CostModel:
                 same = {"gather": self.gather, "synchronous": self.synchronous}
                 self._by_distinct[distinct] = CostModel(*common, distinct, **same)
         return self._by_distinct[distinct]
+
+    def _held_inside(self, each: OperatorClass, price: Price) -> tuple[float, frozenset[int]]:
+        """Return the bytes that an operator holds while it runs, and the moved arrays that are counted among them.
+
+        Operands count as 0, 1, ..., results as -1, -2, ...
+        """
+        if price.inside is None:
+            return price.held_bytes, frozenset()
+        gathered, scattered = defaultdict[int, float](float), defaultdict[int, float](float)
+        for move in price.moves:
+            if move.array < 0 and move.kind == "reduce-scatter":
+                scattered[-1 - move.array] = max(scattered[-1 - move.array], move.local_bytes)
+            elif move.kind == "all-gather" and move.array >= 0 and self._is_gathered_for_one(each, move.array):
+                gathered[move.array] += move.local_bytes + move.wire_bytes
+        return price.inside.peak_with(gathered, scattered), frozenset([*gathered, *(-1 - n for n in scattered)])
+
+    def _is_gathered_for_one(self, each: OperatorClass, operand: int) -> bool:
+        """Whether an operand is gathered when the operator begins, and nothing else takes the gathered value."""
+        if (self.gather == SEQUENTIAL or self.early is not None) and self._is_state(each.op.operands[operand]):
+            return False
+        return all(some.is_moved_for_one for some in each.shared[operand])
 
     def _add_moved(
         self, buffers: dict[Any, LiveBuffers], move: Move, axes: tuple[str, ...], operands: Sequence[SharedOperands]

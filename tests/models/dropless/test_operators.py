@@ -121,6 +121,27 @@ def test_its_memory_shrinks_with_its_shard():
     assert half.moved_bytes < whole.moved_bytes and thin.peak_bytes < whole.peak_bytes
 
 
+def test_its_gradients_are_scattered_one_after_another():
+    """Compiled for tpu7x, the matrices are held until their last product; one whole gradient is held at a time."""
+    shapes = [(BATCH, SEQ, n) for n in (EMBED, TOP_K, TOP_K)]
+    shapes += [(EXPERTS,), (EXPERTS, EMBED, FFN), (EXPERTS, EMBED, FFN), (EXPERTS, FFN, EMBED), (BATCH, SEQ, EMBED)]
+    types = ["float32", "float32", "int32", "int32", *["float32"] * 4]
+    traced = operator_of(functools.partial(operators.swiglu_experts_gradients, **OPTIONS), *operands(), operands()[0])
+    memory = trace_opaque_memory(traced.eqn.params["fn"], tuple(zip(shapes, types, strict=True)), "tpu")
+    assert memory is not None
+    gate, up, down = memory.last_uses[4:7]
+    assert down < up < gate  # of the matrices' last products, in the backward pass
+    made = [first for first, _ in memory.results[2:]]
+    assert made[2] < made[1] < made[0] and all(first == last for first, last in memory.results[2:])
+    large = 1e9  # bytes of a gathered matrix and of a gradient, beside which the own values are small
+    matrices, gradients = dict.fromkeys((4, 5, 6), large), dict.fromkeys((2, 3, 4), large)
+    assert memory.peak_with({}, {}) == memory.peak_bytes
+    assert memory.peak_with({}, gradients) == pytest.approx(large, rel=0.01)
+    assert memory.peak_with(matrices, gradients) == pytest.approx(3 * large, rel=0.01)
+    assert memory.peak_with({4: large}, {2: large}) == pytest.approx(large, rel=0.01)  # freed, then made
+    assert memory.peak_with({4: large}, {4: large}) == pytest.approx(2 * large, rel=0.01)  # needed after it is made
+
+
 def spec_of(planned, end):
     (leaf,) = [leaf for leaf in planned.inputs if leaf.path.endswith(end) and "opt_state" not in leaf.path]
     return leaf.axes, tuple(leaf.spec)

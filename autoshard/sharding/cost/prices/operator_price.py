@@ -115,7 +115,7 @@ class OperatorPrices:
             time = max(time, known.busy_s / shards * 1e6)
         copied = self._masked_copies(op, known.masked, strategy, mesh)
         time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
-        return Price(time, moves, opaque.peak_bytes if opaque else copied)
+        return Price(time, moves, opaque.peak_bytes if opaque else copied, inside=opaque)
 
     def least_us(self, op_class: OperatorClass, devices: int) -> float:
         """Return the least microseconds of one run of a class's kernel under any layout.
