@@ -472,7 +472,7 @@ def test_non_finite_states_do_not_replace_checkpoints(make_config: MakeConfig) -
     """The loss is checked before each save, even if it is rarely logged, so that good checkpoints are kept."""
     optimizer = dict(name="sgd", learning_rate=1e12, min_learning_rate=1e12, clip_norm=0.0, warmup_steps=0)
     config = make_config(steps=20, log_every=20, checkpoint_every=1, keep_checkpoints=2, optimizer=optimizer)
-    with pytest.raises(AutoshardError, match="the (loss|gradient norm) is (nan|inf) at step"):
+    with pytest.raises(AutoshardError, match=r"step \d+: the (loss|gradient norm) is (nan|inf)"):
         train(config)
     assert config.run_dir is not None
     with Checkpointer(config.run_dir / "checkpoints") as checkpoints:
