@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 600
 
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<words>[^\n]*) -->\n)?^```(?P<language>python|sh)\n(?P<text>.*?)^```\n(?:\n^```text\n(?P<output>.*?)^```\n)?",
+    r"(?:^<!-- (?P<words>[^\n]*) -->\n)?^```(?P<language>python|sh)\n(?P<text>.*?)^```\n"
+    r"(?:\n^```text\n(?P<output>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
 
