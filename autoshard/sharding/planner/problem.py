@@ -134,7 +134,7 @@ class PlanningProblem:
         if opaque:
             texts.append(
                 f"no rule for {_listed(opaque)}. Every device gathers the operands and repeats the work. Declare a "
-                "rule: by @autoshard.operator for a function that runs this code, or by @autoshard.rule for the primitive"
+                "rule: by @autoshard.operator for a function that runs it, or by @autoshard.rule for the primitive"
             )
         text = f"auto_shard({self.traced.name}): {'. '.join(texts)}"
         if strict:
