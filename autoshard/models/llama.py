@@ -41,4 +41,5 @@ LLAMA: Mapping[str, GPTConfig] = MappingProxyType(
         "llama3.1-405b": _llama31(width=16_384, layers=126, heads=128, ffn=53_248),
     }
 )
+"""The published sizes of LLaMA, Llama 2, Llama 3 and Llama 3.1, by name."""
 """The published sizes. Use `dataclasses.replace` for other settings."""

@@ -58,6 +58,7 @@ ALPA_GPT: Mapping[str, GPTConfig] = MappingProxyType(
         "gpt-39b": _gpt(8192, 48, 64),
     }
 )
+"""GPT at the sizes of Alpa's benchmark (arXiv:2201.12023), by name."""
 
 ALPA_MOE: Mapping[str, MoEConfig] = MappingProxyType(
     {
@@ -68,10 +69,12 @@ ALPA_MOE: Mapping[str, MoEConfig] = MappingProxyType(
         "moe-10b": _moe(1536, 16, 32),
     }
 )
+"""Mixtures of experts at the sizes of Alpa's benchmark, by name."""
 
 GPT3: Mapping[str, GPTConfig] = MappingProxyType(
     {"gpt3-175b": _gpt3(vocab=50_304, width=12_288, layers=96, heads=96, context=2048)}
 )
+"""The largest GPT-3 (arXiv:2005.14165), by name."""
 
 # Layers of Mistral and Mixtral.
 _mistral = partial(
@@ -84,6 +87,7 @@ _mixtral = partial(MoEConfig, dispatch="dropless", z_weight=0.0)
 MISTRAL: Mapping[str, GPTConfig] = MappingProxyType(
     {"mistral-7b": _mistral(vocab=32_000, width=4096, layers=32, heads=32, ffn=14_336)}
 )
+"""The published size of Mistral, by name."""
 
 MIXTRAL: Mapping[str, MoEConfig] = MappingProxyType(
     {
@@ -95,6 +99,7 @@ MIXTRAL: Mapping[str, MoEConfig] = MappingProxyType(
         ),
     }
 )
+"""The published sizes of Mixtral, by name."""
 
 _resnet50 = partial(WideResNetConfig, stages=(3, 4, 6, 3))
 _resnet101 = partial(WideResNetConfig, stages=(3, 4, 23, 3))
@@ -110,6 +115,7 @@ ALPA_WIDE_RESNET: Mapping[str, WideResNetConfig] = MappingProxyType(
         "wide-resnet-13b": _resnet101(channels=320, width_factor=16),
     }
 )
+"""Wide ResNets at the sizes of Alpa's benchmark, by name."""
 
 _vit = partial(ViTConfig, remat="full", dtype="bfloat16")
 
@@ -122,3 +128,4 @@ VIT: Mapping[str, ViTConfig] = MappingProxyType(
         "vit-h14": _vit(width=1280, layers=32, heads=16, patch=14),
     }
 )
+"""Published sizes of vision transformers, by name."""

@@ -23,8 +23,6 @@ from autoshard.models.remat.named_values import NAMED_VALUES
 
 HOST, KEEP = "host", "keep"
 
-# The values of a config's `remat` besides named values, each with its policy of `jax.checkpoint`; `none` does not use
-# `jax.checkpoint`.
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -34,6 +32,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "dots_saveable": jax.checkpoint_policies.dots_saveable,
     "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
+"""Words of `remat` -> their policies of `jax.checkpoint`. `none` does not use `jax.checkpoint`."""
 
 
 def remat_policies(remat: str) -> tuple[str, ...]:

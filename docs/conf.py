@@ -1,0 +1,68 @@
+"""How Sphinx builds the site: `make docs`. Every warning is an error there."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS.parent), str(DOCS / "_extensions")]
+
+project = "autoshard"
+author = "The autoshard authors"
+copyright = author  # noqa: A001  Sphinx gives the name
+release = version = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["version"]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "external_types",
+    "public_names",
+    "repository_pages",
+    "soft_references",
+]
+root_doc = "index"
+exclude_patterns = ["_*"]
+nitpicky = True
+suppress_warnings = ["config.cache"]
+
+# Pages are Markdown. Headings have the anchors that the repository's web page gives them.
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "deflist"]
+
+# Signatures are short: names without their module, one parameter per line where a line does not hold them.
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True}
+autodoc_class_signature = "mixed"
+autosummary_generate = False
+napoleon_numpy_docstring = False
+napoleon_use_ivar = False
+napoleon_use_rtype = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+default_role = "soft"
+
+html_theme = "pydata_sphinx_theme"
+html_title = "autoshard"
+html_copy_source = False
+html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "show_prev_next": True,
+    "navigation_with_keys": False,
+    "navbar_align": "left",
+    "header_links_before_dropdown": 6,
+    "show_toc_level": 2,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
