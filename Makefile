@@ -22,7 +22,7 @@ DOCS_STAMP := $(VENV)/.stamp-docs
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots docs lock release clean
+.PHONY: help setup dev train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots pictures docs lock release clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -80,6 +80,9 @@ against: $(DEV_STAMP) ## Compare planning, dispatch and propagation with another
 
 screenshots: $(DEV_STAMP) ## Renew docs/plan.png, the picture of a plan's page: ARGS=FOLDER for whole pages, dark and narrow too.
 	@JAX_PLATFORMS=cpu $(BIN)/python -m scripts.screenshots $(ARGS)
+
+pictures: $(RUN_STAMP) ## Renew docs/pictures, the pictures of plans: ARGS=FOLDER to write them elsewhere.
+	@JAX_PLATFORMS=cpu $(BIN)/python -m scripts.plan_pictures $(ARGS)
 
 docs: $(DOCS_STAMP) ## Build the site of docs/ in build/docs: a broken link or a public name without an entry fails.
 	@JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -qW --keep-going -E -d build/doctrees docs build/docs
