@@ -64,14 +64,16 @@ html_theme = "pydata_sphinx_theme"
 html_title = "autoshard"
 html_copy_source = False
 html_show_sourcelink = False
+templates_path = ["_templates"]
+html_sidebars = {"**": ["all-pages"]}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "show_prev_next": True,
     "navigation_with_keys": False,
-    "navbar_align": "left",
-    "header_links_before_dropdown": 6,
-    "show_toc_level": 2,
+    "navbar_center": [],  # all pages are in the sidebar
+    "collapse_navigation": False,
+    "show_toc_level": 1,
     "footer_start": ["copyright"],
     "footer_end": [],
 }

@@ -27,7 +27,7 @@ from autoshard.sharding.pipeline.schedule_words import make_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, FORWARD, WEIGHTS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-MODEL = "plan llama2-7b --batch-size 128 --context 2048".split()
+MODEL = "plan llama2-7b --batch-size 128 --context 2048 --verify 0".split()
 MACHINES = ("v5e:4x4", "v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16")
 SHOWN = "v5e:8x8"
 SCHEDULES = ("gpipe", "1f1b", "zb")
