@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import blocks, differences
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))  # some show parts of the programs, and what they print
 MAX_LINES = 80  # chosen: two minutes of reading
 
 PLANNED = ("train_step on cpu:8", "memory per device", "sharded:", "one device:")
@@ -40,3 +43,6 @@ def test_example_runs(name, tmp_path):
     assert "AutoshardWarning" not in completed.stderr
     for text in OUTPUTS[name]:
         assert text in completed.stdout, completed.stdout
+    for block in (block for page in PAGES for block in blocks(page)):
+        if block.source == EXAMPLES / f"{name}.py":
+            assert not differences(block, completed.stdout), differences(block, completed.stdout)

@@ -133,8 +133,8 @@ class PlanningProblem:
         texts = [f"{_listed(on_host)} {NO_RULE[next(iter(on_host))]}"] if on_host else []
         if opaque:
             texts.append(
-                f"no rule for {_listed(opaque)}. Every device gathers the operands and repeats the work. Write a rule "
-                "with @autoshard.rule"
+                f"no rule for {_listed(opaque)}. Every device gathers the operands and repeats the work. Declare a rule: "
+                "by @autoshard.operator for the function that runs this code, or by @autoshard.rule for the primitive"
             )
         text = f"auto_shard({self.traced.name}): {'. '.join(texts)}"
         if strict:
