@@ -28,7 +28,7 @@ exclude_patterns = ["_*"]
 nitpicky = True
 # Types of internal modules, which some public signatures name, are text.
 nitpick_ignore_regex = [("py:.*", r"autoshard\.\w+\.\w+\..*|BoundPlan|Options")]
-suppress_warnings = ["config.cache", "toc.empty_glob"]
+suppress_warnings = ["config.cache"]
 
 # Pages are Markdown. Headings have the anchors that the repository's web page gives them.
 myst_heading_anchors = 4

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -39,8 +40,15 @@ STAGES, MICROBATCHES = 4, 8
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8a8a"
 KINDS = {"dp": (GREY, "o"), "fsdp": (BLUE, "o"), "tp": (GREEN, "^"), "cp": (ORANGE, "s"), "hybrid": (RED, "D")}
 PARTS = {FORWARD: BLUE, BACKWARD: ORANGE, WEIGHTS: GREEN}
-LAYER = [f"attention/{name}" for name in ("wq", "wk", "wv", "wo")] + [f"mlp/{name}" for name in ("w_gate", "w_up", "w_down")]
-STYLE = {"font.size": 9, "svg.hashsalt": "autoshard", "axes.spines.top": False, "axes.spines.right": False}
+LAYER = [f"attention/{name}" for name in ("wq", "wk", "wv", "wo")] + [
+    f"mlp/{name}" for name in ("w_gate", "w_up", "w_down")
+]
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "svg.hashsalt": "autoshard",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def test_docstrings_become_restructured_text(written, read):
     assert docstrings.readable(written) == read
 
 
-def test_the_first_page_runs_and_prints_what_it_shows(tmp_path, monkeypatch):
+def test_the_first_page_runs_and_prints_what_it_shows(tmp_path):
     compared = 0
     for block, printed in run_blocks(FIRST_PAGE, tmp_path, slow=False):
         assert not differences(block, printed), differences(block, printed)

@@ -1,4 +1,4 @@
-"""Links from signatures to the types of other libraries, without their inventories, so that a build needs no network."""
+"""Links from signatures to the types of other libraries, without their inventories: a build needs no network."""
 
 from typing import Any
 

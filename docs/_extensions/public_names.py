@@ -114,7 +114,7 @@ def attribute_lines(cls: type) -> list[str]:
 
 
 def described_attributes(cls: type) -> list[str]:
-    """The attributes that the docstrings of a class and of its bases describe: no entries are made from their values."""
+    """The attributes that the docstrings of a class and of its bases describe. Their values get no entries."""
     lines = [line for base in cls.__mro__ if is_ours(base) for line in attribute_lines(base)]
     return [found[1] for line in lines if (found := re.match(r"    (\w+):", line))]
 
@@ -206,7 +206,9 @@ def check(app: Sphinx, env: BuildEnvironment) -> None:
     """Warns of each public name without an entry."""
     documented = set(env.domains.python_domain.objects)
     for name in missing_names(documented):
-        LOGGER.warning("%s is public and has no entry in the API reference: add it to a page of docs/api", name, type="api")
+        LOGGER.warning(
+            "%s is public and has no entry in the API reference: add it to a page of docs/api", name, type="api"
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
