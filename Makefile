@@ -17,11 +17,12 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c requireme
 CPU8 := JAX_PLATFORMS=cpu XLA_FLAGS="$(XLA_FLAGS) --xla_force_host_platform_device_count=8"
 RUN_STAMP := $(VENV)/.stamp-run
 DEV_STAMP := $(VENV)/.stamp-dev
+DOCS_STAMP := $(VENV)/.stamp-docs
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots lock release clean
+.PHONY: help setup dev train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots pictures docs lock release clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -80,9 +81,16 @@ against: $(DEV_STAMP) ## Compare planning, dispatch and propagation with another
 screenshots: $(DEV_STAMP) ## Renew docs/plan.png, the picture of a plan's page: ARGS=FOLDER for whole pages, dark and narrow too.
 	@JAX_PLATFORMS=cpu $(BIN)/python -m scripts.screenshots $(ARGS)
 
+pictures: $(RUN_STAMP) ## Renew docs/pictures, the pictures of plans: ARGS=FOLDER to write them elsewhere.
+	@JAX_PLATFORMS=cpu $(BIN)/python -m scripts.plan_pictures $(ARGS)
+
+docs: $(DOCS_STAMP) ## Build the site of docs/ in build/docs: a broken link or a public name without an entry fails.
+	@JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -qW --keep-going -E -d build/doctrees docs build/docs
+	@echo "the site: build/docs/index.html"
+
 lock: ## Lock the newest versions: make lock OLD=python3.11 NEW=python3.12
 	@for python in $(OLD) $(NEW); do rm -rf .venv-lock-$$python; $$python -m venv .venv-lock-$$python || exit 1; \
-	  .venv-lock-$$python/bin/python -m pip install -qq --disable-pip-version-check hatchling '.[dev]' || exit 1; \
+	  .venv-lock-$$python/bin/python -m pip install -qq --disable-pip-version-check hatchling '.[dev,docs]' || exit 1; \
 	  .venv-lock-$$python/bin/python -m pip uninstall -qqy autoshard; done
 	@$(PYTHON) scripts/lock.py .venv-lock-$(OLD)/bin/python .venv-lock-$(NEW)/bin/python > requirements.lock.new
 	@mv requirements.lock.new requirements.lock; rm -rf .venv-lock-$(OLD) .venv-lock-$(NEW)
@@ -110,4 +118,9 @@ $(RUN_STAMP): pyproject.toml requirements.lock | $(BIN)/python
 $(DEV_STAMP): $(RUN_STAMP)
 	@echo "installing what the tests need"
 	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+$(DOCS_STAMP): $(RUN_STAMP)
+	@echo "installing what the site needs"
+	@$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@

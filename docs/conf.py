@@ -15,10 +15,9 @@ release = version = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())[
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "sphinx_design",
+    "docstrings",
     "external_types",
     "public_names",
     "repository_pages",
@@ -27,6 +26,8 @@ extensions = [
 root_doc = "index"
 exclude_patterns = ["_*"]
 nitpicky = True
+# Types of internal modules, which some public signatures name, are text.
+nitpick_ignore_regex = [("py:.*", r"autoshard\.\w+\.\w+\..*|BoundPlan|Options")]
 suppress_warnings = ["config.cache"]
 
 # Pages are Markdown. Headings have the anchors that the repository's web page gives them.
@@ -39,7 +40,17 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 autodoc_class_signature = "mixed"
-autosummary_generate = False
+autodoc_type_aliases = {
+    name: f"autoshard.sharding.{module}.{name}"
+    for name, module in {
+        "KernelWord": "program.kernel_records",
+        "MeshLike": "machines.device_mesh",
+        "OptionRequest": "machines.option_requests",
+        "OverlapRequest": "plan.overlap_words",
+        "PlanLike": "planner.planning",
+        "Variants": "planner.variants",
+    }.items()
+}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = False
 napoleon_use_rtype = False
@@ -53,14 +64,16 @@ html_theme = "pydata_sphinx_theme"
 html_title = "autoshard"
 html_copy_source = False
 html_show_sourcelink = False
+templates_path = ["_templates"]
+html_sidebars = {"**": ["all-pages"]}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_theme_options = {
     "show_prev_next": True,
     "navigation_with_keys": False,
-    "navbar_align": "left",
-    "header_links_before_dropdown": 6,
-    "show_toc_level": 2,
+    "navbar_center": [],  # all pages are in the sidebar
+    "collapse_navigation": False,
+    "show_toc_level": 1,
     "footer_start": ["copyright"],
     "footer_end": [],
 }

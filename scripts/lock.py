@@ -11,7 +11,7 @@ import argparse
 import subprocess
 
 HEADER = """\
-# Exact versions of everything that a run and the tests need, on Python 3.11 and on 3.12 and later.
+# Exact versions of everything that a run, the tests and the site need, on Python 3.11 and on 3.12 and later.
 # pip takes it as constraints: pip install -c requirements.lock -e '.[dev]'
 # Written by scripts/lock.py (make lock); not by hand.
 """

@@ -17,10 +17,12 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, UnionType
+from typing import Any, get_origin
 
+from docstrings import readable
 from docutils import nodes
+from docutils.parsers.rst.directives import flag
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -38,21 +40,34 @@ class Public(SphinxDirective):
 
     required_arguments = 1
     has_content = True
+    option_spec = {"made-for-users": flag}  # classes whose objects users get from functions: no constructor is shown
 
     def run(self) -> list[nodes.Node]:
         module = self.arguments[0]
         names = [line.strip() for line in self.content if line.strip()]
-        lines = [f".. py:currentmodule:: {module}", "", ".. autosummary::", "   :nosignatures:", ""]
-        lines += [*(f"   {name}" for name in names), ""]
+        lines = [f".. py:currentmodule:: {module}", ""]
+        if len(names) > 1:
+            lines += [".. list-table::", "   :class: names", ""]
+            for name in names:
+                lines += [f"   * - :py:obj:`~{module}.{name}`", f"     - {summary(module, name)}"]
+            lines += [""]
         for name in names:
-            lines += [*entry(module, name), ""]
+            lines += [*entry(module, name, "made-for-users" in self.options), ""]
         section = nodes.section()
         section.document = self.state.document
         nested_parse_with_titles(self.state, StringList(lines, source=self.get_source_info()[0]), section)
         return section.children
 
 
-def entry(module: str, name: str) -> list[str]:
+def summary(module: str, name: str) -> str:
+    """The first sentence of a name's documentation, in one line."""
+    value = getattr(importlib.import_module(module), name)
+    described = inspect.isclass(value) or inspect.isroutine(value)
+    paragraph = (inspect.getdoc(value) or "").split("\n\n")[0] if described else "\n".join(data_text(module, name))
+    return " ".join(readable(re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0].split("\n")))
+
+
+def entry(module: str, name: str, made_for_users: bool = False) -> list[str]:
     """The directive that documents a name."""
     value = getattr(importlib.import_module(module), name)
     if inspect.isclass(value):
@@ -60,20 +75,31 @@ def entry(module: str, name: str) -> list[str]:
         foreign = [base.__name__ for base in value.__mro__ if not is_ours(base)]
         described = described_attributes(value)
         return [
-            f".. {kind}:: {name}",
+            f".. {kind}:: {name}{'()' if made_for_users else ''}",
             f"   :inherited-members: {', '.join(foreign)}",
             f"   :exclude-members: {', '.join(described)}",
         ]
     if inspect.isroutine(value):
         return [f".. autofunction:: {name}"]
+    text = data_text(module, name)
+    is_type = isinstance(value, UnionType) or get_origin(value) is not None
+    return [f".. py:{'type' if is_type else 'data'}:: {name}", "", *(f"   {line}" for line in readable(text))]
+
+
+def data_text(module: str, name: str) -> list[str]:
+    """The docstring below an assignment.
+
+    Raises:
+        ValueError: there is none.
+    """
     home = defining_module(module, name)
     text = ModuleAnalyzer.for_module(home).find_attr_docs().get(("", name))
     if text is None:
-        raise ValueError(f"{home}.{name} has no docstring: write one below the assignment, as of an attribute")
-    return [f".. py:data:: {name}", "", *(f"   {line}" for line in text)]
+        raise ValueError(f"{home}.{name} has no docstring: write one below the assignment")
+    return text
 
 
-SECTION = re.compile(r"^Attributes:\n((?:\n|    .*(?:\n|$))+)", re.MULTILINE)
+SECTION = re.compile(r"^(?:Attributes|Args):\n((?:\n|    .*(?:\n|$))+)", re.MULTILINE)
 
 
 def is_ours(cls: type) -> bool:
@@ -82,13 +108,13 @@ def is_ours(cls: type) -> bool:
 
 
 def attribute_lines(cls: type) -> list[str]:
-    """The lines under `Attributes:` in the docstring of a class."""
+    """The lines under `Attributes:`, or `Args:`, in the docstring of a class."""
     section = SECTION.search(inspect.cleandoc(cls.__doc__ or ""))
     return section[1].rstrip().splitlines() if section else []
 
 
 def described_attributes(cls: type) -> list[str]:
-    """The attributes that the docstrings of a class and of its bases describe: no entries are made from their values."""
+    """The attributes that the docstrings of a class and of its bases describe. Their values get no entries."""
     lines = [line for base in cls.__mro__ if is_ours(base) for line in attribute_lines(base)]
     return [found[1] for line in lines if (found := re.match(r"    (\w+):", line))]
 
@@ -164,20 +190,31 @@ def missing_names(documented: set[str]) -> list[str]:
         if name not in documented and id(value) not in seen:
             missing.append(name)
         elif name in documented and inspect.isclass(value):
-            missing += [member for member in public_members(name, value) if member not in documented]
+            described = {f"{name}.{attribute}" for attribute in described_attributes(value)}
+            missing += [member for member in public_members(name, value) if member not in documented | described]
     return missing
+
+
+def without_constructor(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, result: str | None
+) -> tuple[str, None] | None:
+    """Leaves out the empty parentheses that `entry` writes for classes that users do not construct."""
+    return ("", None) if what == "class" and signature == "()" else None
 
 
 def check(app: Sphinx, env: BuildEnvironment) -> None:
     """Warns of each public name without an entry."""
     documented = set(env.domains.python_domain.objects)
     for name in missing_names(documented):
-        LOGGER.warning("%s is public and has no entry in the API reference: add it to a page of docs/api", name, type="api")
+        LOGGER.warning(
+            "%s is public and has no entry in the API reference: add it to a page of docs/api", name, type="api"
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Registers the directive and the check."""
     app.add_directive("public", Public)
     app.connect("autodoc-process-docstring", add_inherited_attributes, priority=400)
+    app.connect("autodoc-process-signature", without_constructor, priority=400)  # before `parsable`
     app.connect("env-check-consistency", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

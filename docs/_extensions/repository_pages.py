@@ -1,7 +1,7 @@
 """Pages of the repository's root on the site, and links to them.
 
-The page `project/NAME` of the site has the text of a file at the root, such as CONTRIBUTING.md. In the repository, it is
-a stub with a link to that file. Links between pages are those of the repository, relative to each file, so that they
+The page `project/NAME` of the site has the text of a file at the root, such as CONTRIBUTING.md. In the repository, it
+is a stub with a link to that file. Links between pages are those of the repository, relative to each file, so that they
 work on the repository's web page too. On the site, links to such a file lead to its page.
 """
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-PAGES = {
-    f"project/{name.lower()}": f"../{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "RELEASING", "SECURITY")
-}  # fmt: skip
+NAMES = ("README", "CONTRIBUTING", "CHANGELOG", "RELEASING", "SECURITY")
+PAGES = {f"project/{name.lower()}": f"../{name}.md" for name in NAMES}
 LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 

@@ -23,6 +23,7 @@ from autoshard.sharding.machines.targets import Target, find_target, target_for
 from autoshard.spmdrules.core.placement import Spec, from_partition_spec
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+"""A mesh: of devices, an abstract one, or sizes such as `{"data": 4, "model": 2}`."""
 
 
 @shown

@@ -28,6 +28,7 @@ from autoshard.sharding.machines.targets import Target
 Value = str | bool | int | float
 Part = str | Options  # the name of an option set, or single options
 OptionRequest = str | Options | Sequence[Part]
+"""Options for XLA: a mapping, the name of an option set, or a list of these."""
 
 _FORM = (
     "give the name of an option set such as 'scoped-vmem', a mapping {name of an XLA option: value}, a list of both, "

@@ -23,6 +23,7 @@ KINDS = {
 
 Overlap = dict[str, dict[str, str]]
 OverlapRequest = str | Sequence[str] | Mapping[str, Mapping[str, str]]
+"""A table such as `{"experts/*": {"gather": "off"}}`, or its text, or lines of its text."""
 
 _FORM = "give {path: {kind: 'on' or 'off'}}, such as {'experts/*': {'gather': 'off'}}"
 

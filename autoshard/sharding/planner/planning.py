@@ -60,6 +60,7 @@ from autoshard.sharding.search.candidate import Candidate, SearchCounts
 from autoshard.spmdrules.core.placement import Spec
 
 PlanLike = str | Mapping[str, Sequence[str]] | ShardingPlan
+"""A plan to use: text such as "fsdp:8 tp:4", a table of mesh axes and their logical axes, or a plan."""
 
 
 @paused()

@@ -47,6 +47,7 @@ class Attempt:
 
 Next = Callable[[Sequence[Attempt]], Sequence[Mapping[str, Any]]]
 Variants = Mapping[str, Sequence[Any]] | Next
+"""Keywords with their values, or a function from the attempts so far to the keywords to try next."""
 
 
 def checked_variants(variants: Any, fn: Callable[..., Any]) -> Variants | None:

@@ -10,6 +10,7 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 
 KernelWord = Literal["off", "auto", "require"]
+"""A word of `kernels=`."""
 WORDS: tuple[KernelWord, ...] = get_args(KernelWord)
 
 
