@@ -8,6 +8,7 @@ from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
 from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Op
+from autoshard.spmdrules.reference.coverage import runs_on_host
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
@@ -34,7 +35,12 @@ def is_decision_point(op: Op) -> bool:
 
 def constrained(op: Op) -> bool:
     """Whether the operands and results of an operator get sharding constraints, so that XLA shards it as planned."""
-    return op.name in _CONSTRAINED
+    return op.name in _CONSTRAINED or is_unknown(op)
+
+
+def is_unknown(op: Op) -> bool:
+    """Whether the operator has no rule and runs on the devices: its operands are gathered, and every device runs it."""
+    return op.rule is not None and op.rule.is_unknown and not runs_on_host(op.name)
 
 
 def is_declared(op: Op) -> bool:

@@ -138,4 +138,4 @@ def replicated_rule(avals: tuple[Any, ...], results: tuple[Any, ...]) -> Rule:
 
     operands = tuple(dims(f"w{i}_", tuple(a.shape)) for i, a in enumerate(avals))
     outs = tuple(dims(f"r{i}_", tuple(a.shape)) for i, a in enumerate(results))
-    return Rule(operands, outs, tuple(factors))
+    return Rule(operands, outs, tuple(factors), is_unknown=True)

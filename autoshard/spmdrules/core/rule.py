@@ -133,6 +133,7 @@ class Rule:
         moves: operands whose elements are only moved and copied: partials of any operation pass through.
         local: rewrites the parameters (such as shapes) for a shard: `local(params, shard) -> params`.
         body: replaces the operator on a shard: `body(shard, *operand_shards) -> results`.
+        is_unknown: whether nothing is known about the operator, so that every dimension is whole.
     """
 
     operands: tuple[Dims, ...]
@@ -142,6 +143,7 @@ class Rule:
     moves: tuple[int, ...] = ()
     local: LocalParams | None = field(default=None, compare=False, repr=False)
     body: Body | None = field(default=None, compare=False, repr=False)
+    is_unknown: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self):
         known = {f.name for f in self.factors}
