@@ -63,7 +63,7 @@ class OptimizerConfig:
     """SGD: momentum."""
     matrices: tuple[str, ...] = ()
     """Muon: which parameters are matrices, as GLOB=INPUTS:OUTPUTS with the numbers of their dimensions, such as
-    '*conv/kernel=0,1,2:3'; other dimensions stack matrices. GLOB=none leaves a parameter to Adam. The built-in models
+    `*conv/kernel=0,1,2:3`; other dimensions stack matrices. GLOB=none leaves a parameter to Adam. The built-in models
     need none; of others, parameters of rank 2 are matrices, except embeddings, heads and stacked vectors."""
     clip_norm: float = 1.0
     """Gradients with a larger global norm are scaled down to this norm; 0 turns clipping off."""
