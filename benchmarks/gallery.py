@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -98,18 +99,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [each for each in given.models if each not in MODELS]:
         parser.error(f"unknown model {unknown[0]!r}; the gallery has {', '.join(MODELS)}")
     cells: dict[str, dict[str, Any]] = json.loads(STORED.read_text()) if STORED.exists() else {}
-    for model in [] if given.pages else given.models or MODELS:
-        for target in given.target:
-            row = cells.setdefault(model, {})
-            if given.missing and target in row:
+    for target in [] if given.pages else given.target:
+        for model in given.models or MODELS:
+            stored = cells.get(model, {}).get(target)
+            if given.missing and stored is not None:
                 continue
             found = planned(model, target, given.compile, given.timeout)
-            if found["compiled"] is None and _same_plan(found, row.get(target)):
-                found["compiled"] = row[target]["compiled"]
-            row[target] = found
-            print(
-                f"{model} {target}: {found['words'] or found['problem']}, {found['planning_cpu_seconds']} s", flush=True
-            )
+            if found["compiled"] is None and _same_plan(found, stored):
+                found["compiled"] = stored["compiled"]
+            row = cells.get(model, {}) | {target: found}
+            cells[model] = {each: row[each] for each in (*TARGETS, *row) if each in row}
+            cells = {each: cells[each] for each in (*MODELS, *cells) if each in cells}
+            print(f"{model} {target}: {found['words'] or found['problem'][:100]}, {found['planning_cpu_seconds']} s")
+            sys.stdout.flush()
             STORED.write_text(json.dumps(cells, indent=1) + "\n")
     write_pages(cells)
 
