@@ -127,7 +127,10 @@ def test_a_spike_is_skipped_and_the_options_may_change_when_a_run_is_resumed(mak
     state = run(second, {36: other_text})
     assert [(line["incident"], line["step"]) for line in incidents(second)] == [("skip", 37)]
     assert int(state.guard["skipped_steps"]) == 1 and int(state.guard["seen"]) == 9
-    third = dataclasses.replace(second, steps=42, guard=GuardConfig())
+    norms = dataclasses.replace(second, steps=42, guard=dataclasses.replace(guard, spike_of="grad_norm"))
+    state = run(norms)
+    assert int(state.guard["skipped_steps"]) == 1 and int(state.guard["seen"]) == 2  # no loss is among the norms
+    third = dataclasses.replace(second, steps=44, guard=GuardConfig())
     assert run(third).guard is None
 
 
