@@ -71,6 +71,15 @@ class GuardConfig:
         """Return what to do after a bad step."""
         return self.non_finite if verdict == NON_FINITE else self.spikes
 
+    def unused_settings(self) -> dict[str, str]:
+        """Return the settings that have no effect with the others, and what each needs."""
+        reactions = (self.non_finite, self.spikes)
+        unused = {} if self.spike_factor else dict.fromkeys(("spike_of", "spike_window"), "--guard.spike-factor")
+        for setting, reaction in (("max_skips", "skip"), ("max_rollbacks", "rollback")):
+            if reaction not in reactions:
+                unused[setting] = f"--guard.non-finite {reaction} or --guard.spikes {reaction}"
+        return unused
+
     @property
     def skips(self) -> bool:
         """Whether the run goes on behind a step without its update."""
@@ -93,15 +102,6 @@ def first_guard(config: GuardConfig | None) -> Tree:
     return guard
 
 
-def updates_so_far(step: jax.Array, guard: Tree) -> jax.Array:
-    """Return the number of updates before a step, int32 `[]`: its number without the skipped steps."""
-    return step if guard is None or SKIPPED not in guard else step - guard[SKIPPED]
-
-
-def gradient_squares(gradients: Tree) -> list[jax.Array]:
-    """Return the sum of squares of each gradient, `[]`; it is not finite if the gradient is not."""
-    return [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients)]
-
 def kept_guard(guard: Mapping[str, jax.Array], first: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Return the guard's part of a state for changed settings: counts are kept, the window of spikes begins anew.
 
@@ -116,6 +116,15 @@ def _recent(config: GuardConfig) -> str:
     """The name of the window, by what is in it: losses are never compared with norms if a run changes `spike_of`."""
     return f"recent_{config.spike_of}"
 
+
+def updates_so_far(step: jax.Array, guard: Tree) -> jax.Array:
+    """Return the number of updates before a step, int32 `[]`: its number without the skipped steps."""
+    return step if guard is None or SKIPPED not in guard else step - guard[SKIPPED]
+
+
+def gradient_squares(gradients: Tree) -> list[jax.Array]:
+    """Return the sum of squares of each gradient, `[]`; it is not finite if the gradient is not."""
+    return [jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients)]
 
 
 def judge(config: GuardConfig, guard: Tree, loss: jax.Array, norm: jax.Array) -> tuple[jax.Array, Tree]:
