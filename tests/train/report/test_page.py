@@ -69,6 +69,16 @@ def test_a_run_without_evaluation(tmp_path):
 def test_every_attempt_ends_as_its_events_say(tmp_path):
     folder = write(tmp_path / "run", (), [event(1, "begin", 1, 0), event(1, "end", 2, 0, reason="SIGINT")])
     assert "Stopped by SIGINT" in text_of(folder)
+    notice = "notice of a preemption"
+    folder = write(tmp_path / "notice", (), [event(1, "begin", 1, 0), event(1, "end", 2, 0, reason=notice)])
+    assert f"Stopped by {notice}" in text_of(folder) and f"{notice}: saved and stopped" in text_of(folder)
+
+
+def test_a_step_that_a_rollback_undid_is_not_done(tmp_path):
+    bad = {"step": 40, "incident": "rollback", "why": "the loss is nan", "leaf": "w", "batch": 39}
+    folder = write(tmp_path / "run", [*curve(1, 5), bad], [event(1, "begin", 1, 0)])
+    page = run_page(read_run(folder))
+    assert "step 5 of" in page and "rollback at step 40" in page
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path):
