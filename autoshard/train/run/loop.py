@@ -264,6 +264,9 @@ class Trainer:
                 except RollbackRequested as requested:
                     with self._clock.paused(), self._watchdog.paused():
                         state, start = self._rolled_back(saver.checkpoints, watch, requested.bad_step, reporter)
+                    self._clock.rewind(start)
+                    with self._goodput.spent_on("profile"):
+                        profiler.rewind(start)
 
     def _rolled_back(
         self, checkpoints: Checkpointer, watch: Watch, bad_step: int, reporter: Reporter
@@ -274,6 +277,7 @@ class Trainer:
         state = self._restored(checkpoints) if resumes else self._new_state()
         step = int(state.step)
         watch.forget()
+        self._attempt.rolled_back(step)
         made = watch.order.roll_back(bad_step, step)
         reporter.rewind(step)
         left_out = f"batch {made.first}" if made.first == made.last else f"batches {made.first} to {made.last}"
