@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -168,3 +170,24 @@ def test_limits_end_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(AutoshardError, match=r"the run was rolled back 2 times, which is --guard.max-rollbacks"):
         run(rolling, bad)
     assert [line["incident"] for line in incidents(rolling)] == ["rollback", "rollback", "stop"]
+
+
+@pytest.mark.slow
+def test_a_signal_during_a_rollback_saves_and_the_resumed_run_is_the_same(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = dict(steps=8, optimizer=CONSTANT, checkpoint_every=2, guard=GuardConfig("rollback"))
+    whole = run(make_config(run_dir=tmp_path / "whole", **shape), {3: no_number})
+    restored, parts = Trainer._restored, make_config(run_dir=tmp_path / "parts", **shape)
+
+    def signalled(trainer: Trainer, checkpoints: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return restored(trainer, checkpoints)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_restored", signalled)
+        assert int(run(parts, {3: no_number}).step) == 3  # one step after the restored one
+    resumed = run(dataclasses.replace(parts, resume=True), {3: no_number})
+    check_same(whole, resumed, "step", "params", "opt_state")
+    assert len(incidents(parts)) == 1
+    assert [line["step"] for line in lines(parts) if "learning_rate" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
