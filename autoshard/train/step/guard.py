@@ -74,7 +74,8 @@ class GuardConfig:
     def unused_settings(self) -> dict[str, str]:
         """Return the settings that have no effect with the others, and what each needs."""
         reactions = (self.non_finite, self.spikes)
-        unused = {} if self.spike_factor else dict.fromkeys(("spike_of", "spike_window"), "--guard.spike-factor")
+        spikes = [] if self.spike_factor else ["spike_of", "spike_window"]
+        unused = dict.fromkeys(spikes, "--guard.spike-factor")
         for setting, reaction in (("max_skips", "skip"), ("max_rollbacks", "rollback")):
             if reaction not in reactions:
                 unused[setting] = f"--guard.non-finite {reaction} or --guard.spikes {reaction}"
