@@ -66,10 +66,9 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.finish()
         if self._recorded is None:
-            return
-        if error is None:  # a signal ended the run within the window
-            self.end()
             return
         self._recorded = None
         with contextlib.suppress(Exception):  # the error of the run is raised, not one of the trace that it cut short
@@ -120,6 +119,11 @@ class Profiler:
     def ran(self, result: Any) -> None:
         """Keep a result of the newest step, by which the trace knows that it has ended."""
         self._last = result
+
+    def finish(self) -> None:
+        """End a trace whose run ended within the window, as after a signal."""
+        if self._recorded is not None:
+            self.end()
 
     def end(self) -> None:
         """End the trace when its steps are computed, and write the names of what is in it."""
