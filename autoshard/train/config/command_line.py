@@ -55,6 +55,7 @@ def parse_config(arguments: Sequence[str], kind: type[Command], prog: str, descr
             config = tyro.cli(kind, default=base, args=list(arguments), prog=prog, description=description)
             _check_shape_options(config, arguments)
             _check_optimizer_options(config, arguments)
+            _check_guard_options(config, arguments)
             if config.resume_if_started and _has_started(config.run_dir):
                 config = dataclasses.replace(config, resume=True)
             return _fit_warmup(config, arguments)
@@ -234,6 +235,18 @@ def _check_optimizer_options(config: TrainConfig, arguments: Sequence[str]) -> N
                 f"{option} is for {users}, not for --optimizer.name {config.optimizer.name} and --optimizer.schedule "
                 f"{config.optimizer.schedule}: leave it out; --optimizer.arguments has the optimizer's own"
             )
+
+
+def _check_guard_options(config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Check that the given options of the guard have an effect.
+
+    Raises:
+        ConfigError: One has none.
+    """
+    for setting, needed in config.guard.unused_settings().items():
+        option = f"--guard.{setting.replace('_', '-')}"
+        if option in option_names(arguments):
+            raise ConfigError(f"{option} has no effect without {needed}: give that too, or leave {option} out")
 
 
 def option_names(arguments: Sequence[str]) -> list[str]:

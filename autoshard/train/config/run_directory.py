@@ -90,6 +90,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def end_last_line(path: Path) -> None:
+    """End a line that a crash left incomplete, so that what is appended is a line of its own."""
+    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
+
+
 def is_taken(run_dir: Path) -> bool:
     """Whether the path is a file, or a folder that is not empty.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -65,10 +66,9 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self.finish()
         if self._recorded is None:
-            return
-        if error is None:  # a signal ended the run within the window
-            self.end()
             return
         self._recorded = None
         with contextlib.suppress(Exception):  # the error of the run is raised, not one of the trace that it cut short
@@ -89,7 +89,7 @@ class Profiler:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it records every Python call, which slows the host and fills the trace
         jax.profiler.start_trace(str(self._folder), profiler_options=options)
-        self._recorded, self._first = [], None  # once, also if the run rolls back
+        self._recorded, self._first = [], None  # once
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -101,17 +101,36 @@ class Profiler:
         with jax.profiler.StepTraceAnnotation(STEP, step_num=step):
             yield
 
+    def rewind(self, step: int) -> None:
+        """Drop what is recorded so far, because the run goes back to a step; the window is recorded from there on."""
+        if self._recorded is None or self._window is None:
+            return
+        self._recorded, self._first = None, max(self._window.first, step + 1)
+        jax.profiler.stop_trace()
+        shutil.rmtree(self._session())
+        self._say(
+            f"the run was rolled back in {self._window} of --profile: the trace begins again at step {self._first}"
+        )
+
+    def _session(self) -> Path:
+        """Return the folder of the newest trace."""
+        return max((self._folder / "plugins" / "profile").iterdir(), key=lambda path: path.stat().st_mtime)
+
     def ran(self, result: Any) -> None:
         """Keep a result of the newest step, by which the trace knows that it has ended."""
         self._last = result
+
+    def finish(self) -> None:
+        """End a trace whose run ended within the window, as after a signal."""
+        if self._recorded is not None:
+            self.end()
 
     def end(self) -> None:
         """End the trace when its steps are computed, and write the names of what is in it."""
         jax.block_until_ready(self._last)
         steps, self._recorded = self._recorded or [], None
         jax.profiler.stop_trace()
-        session = max((self._folder / "plugins" / "profile").iterdir(), key=lambda path: path.stat().st_mtime)
-        names = self._names() | {"session": session.name, "steps": steps, "compiled": self._start + 1 in steps}
+        names = self._names() | {"session": self._session().name, "steps": steps, "compiled": self._start + 1 in steps}
         file = self._folder / NAMES
         temporary = file.with_suffix(".tmp")
         temporary.write_text(json.dumps(names, indent=1) + "\n")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from autoshard.ckpt import Checkpointer
+from autoshard.train.step.guard import kept_guard
 from autoshard.train.step.train_state import Program, TrainState
 
 _PART = "guard/"
@@ -18,7 +19,7 @@ _PART = "guard/"
 def restore_state(
     checkpoints: Checkpointer, like: TrainState, program: Program, config: Mapping[str, Any], step: int | None = None
 ) -> TrainState:
-    """Read a state. The guard's part is read if it has the same shapes, and is that of a first step otherwise.
+    """Read a state. If the guard's part has other leaves or shapes, only its counts are kept.
 
     Args:
         checkpoints: Where the state was saved.
@@ -41,6 +42,8 @@ def restore_state(
         for name, leaf in saved.items()
     }
     state = checkpoints.restore(step, replace(like, guard=read or None), config=config)
+    if like.guard is None:
+        return replace(state, guard=None)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like.guard)
-    first = jax.jit(program.first_guard, out_shardings=shardings)() if like.guard is not None else None
-    return replace(state, guard=first)
+    first = jax.jit(program.first_guard, out_shardings=shardings)()
+    return replace(state, guard=kept_guard(state.guard or {}, first))

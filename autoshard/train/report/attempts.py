@@ -9,6 +9,7 @@ from typing import Any
 
 from autoshard._shown import shown
 from autoshard.train.report.constants import REASON_LENGTH
+from autoshard.train.run.cloud.maintenance import NOTICE
 from autoshard.train.run.goodput import BETWEEN, LOST, STEPS, account
 
 FINISHED = "finished"
@@ -46,12 +47,12 @@ class AttemptRecord:
 
     @property
     def kind(self) -> str:
-        """How it ended: `finished`, `stopped` by a signal, `failed`, `killed`, or `open` without a recorded end."""
+        """How it ended: `finished`, `stopped` by a signal or notice, `failed`, `killed`; `open` if nothing says how."""
         if self.reason is None:
             return "open" if self.is_last else "killed"
         if self.reason == FINISHED:
             return "finished"
-        return "stopped" if self.reason.startswith("SIG") else "failed"
+        return "stopped" if self.reason.startswith(("SIG", NOTICE)) else "failed"
 
     @property
     def ending(self) -> str:

@@ -78,7 +78,8 @@ def _chart(
     run: Run, title: str, curves: Sequence[Curve], text: Callable[[float], str], *, from_zero: bool = False
 ) -> str:
     marks: Marks = marks_of(run)
-    return chart(title, curves, text, marks=marks, from_zero=from_zero, last_step=done(run))
+    last = max([done(run), *(step for step, _, _ in marks)])
+    return chart(title, curves, text, marks=marks, from_zero=from_zero, last_step=last)
 
 
 def _side_by_side(*charts: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -183,7 +184,7 @@ def read_checkpoints(
             except CheckpointError as error:
                 described[step] = error
     intact = {step: one.metrics for step, one in described.items() if not isinstance(one, CheckpointError)}
-    fates = _fates(intact, config)
+    fates = fates_of(intact, config)
     found = []
     for step in sorted({*saved, *described}):
         one = described.get(step)
@@ -196,7 +197,7 @@ def read_checkpoints(
     return found
 
 
-def _fates(metrics: Mapping[int, Mapping[str, float]], config: TrainConfig | None) -> dict[int, str]:
+def fates_of(metrics: Mapping[int, Mapping[str, float]], config: TrainConfig | None) -> dict[int, str]:
     """Return why each step is kept."""
     reasons: dict[int, list[str]] = {step: [] for step in metrics}
     best = _best(metrics, 1)
@@ -214,6 +215,7 @@ def _fates(metrics: Mapping[int, Mapping[str, float]], config: TrainConfig | Non
 
 
 def _best(metrics: Mapping[int, Mapping[str, float]], count: int) -> set[int]:
-    """Return the steps with the smallest held-out loss; of equal ones the newer."""
-    scored = sorted((values[METRIC], -step) for step, values in metrics.items() if METRIC in values)
+    """Return the steps with the smallest finite held-out loss; of equal ones the newer."""
+    losses = {step: values.get(METRIC, math.nan) for step, values in metrics.items()}
+    scored = sorted((loss, -step) for step, loss in losses.items() if math.isfinite(loss))
     return {-step for _, step in scored[:count]}

@@ -46,7 +46,7 @@ class Metrics:
     Attributes:
         series: Name of a metric -> its values.
         incidents: The records of incidents.
-        last_step: The largest step of a record; 0 without records.
+        last_step: The largest step with metrics; 0 without metrics.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -69,10 +69,10 @@ def read_series(run_dir: Any) -> Metrics:
         step = record.get("step")
         if not isinstance(step, int):
             continue
-        found.last_step = max(found.last_step, step)
-        if "incident" in record:
+        if "incident" in record:  # its step may be one that a rollback undid
             found.incidents.append(record)
             continue
+        found.last_step = max(found.last_step, step)
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 series = found.series.get(name) or found.series.setdefault(name, Series())

@@ -50,6 +50,7 @@ class Attempt:
         self.reason = ""
         self._limit = limit
         self._path: Path | None = None
+        self._steps_seconds: dict[int, float] = {}  # saved step -> seconds of the steps until then
 
     def check(self, run_dir: Path, step: int) -> None:
         """Refuse another attempt if too many saved no new step. Nothing is written; every process must call this.
@@ -87,7 +88,7 @@ class Attempt:
         self.number = 1 + max((event["attempt"] for event in events), default=0)
         metrics = run_dir / run_directory.METRICS
         if distributed.is_main():
-            _end_last_line(self._path)
+            run_directory.end_last_line(self._path)
         self._write(
             "begin",
             step=step,
@@ -100,7 +101,13 @@ class Attempt:
 
     def saved(self, step: int) -> None:
         """Record that a checkpoint of a step was saved, with the time spent so far."""
+        self._steps_seconds[step] = self.goodput.steps_seconds
         self._write("save", step=step, seconds=_rounded(self.goodput.seconds()))
+
+    def rolled_back(self, step: int) -> None:
+        """Count the steps after a restored one as lost work. The attempt began with it if it did not save it."""
+        self.step = step
+        self.goodput.lose_steps_after(self._steps_seconds.get(step, 0.0))
 
     def spent(self) -> dict[str, float]:
         """Return the seconds by cause over all attempts so far; in processes but the main one, only of this attempt."""
@@ -137,12 +144,6 @@ def _time_text(seconds: float) -> str:
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
     return {cause: round(each, 3) for cause, each in seconds.items()}
-
-
-def _end_last_line(path: Path) -> None:
-    """End a line that a crash left incomplete, so that the next event is a line of its own."""
-    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
-        path.write_bytes(data + b"\n")
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 plan, compile, restore, data, evaluation, save      measured in this process
 start                                               the rest of the time before the first step of an attempt
-lost                                                steps after the last save of an attempt, which are done again
+lost                                                steps that are done again: those after the last save of an attempt,
+                                                    and those that a rollback undoes
 between                                             from the end of an attempt to the beginning of the next
 steps                                               the rest
 """
@@ -37,6 +38,15 @@ class Goodput:
         """Count the time so far that has no cause as `start`, and from now on as `steps`."""
         self._spent[START] += self._rest()
         self._steps_begun = True
+
+    @property
+    def steps_seconds(self) -> float:
+        """Seconds of the steps that count so far."""
+        return self._rest() if self._steps_begun else 0.0
+
+    def lose_steps_after(self, seconds: float) -> None:
+        """Count the time of steps as `lost`, except the first `seconds` of it, because they are done again."""
+        self._spent[LOST] += max(self._rest() - seconds, 0.0)
 
     @contextlib.contextmanager
     def spent_on(self, cause: str) -> Iterator[None]:

@@ -150,7 +150,8 @@ class Trainer:
                 self._write_config(self.run_dir)  # a resumed run's config changes only after its state was restored
                 run_directory.write_plan(self.run_dir, self.placed.plan, start)
             self._watchdog = stack.enter_context(Watchdog(self.config.deadline_seconds))
-            step, state, stopped = self._steps(state, start, saver, reporter, interrupts)
+            profiler = stack.enter_context(self._profiler(start, reporter))
+            step, state, stopped = self._steps(state, start, saver, reporter, interrupts, profiler)
             # A signal after the last step is ignored: the other processes evaluate and sample, and need this one.
             interrupted_by = interrupts.received if stopped else None
             evaluation = None
@@ -159,6 +160,8 @@ class Trainer:
             with self._watchdog.paused():
                 if checkpoints.latest() != step:
                     saver.save(step, state, evaluation, block=True)
+                with self._goodput.spent_on("profile"):
+                    profiler.finish()  # after the save, because a signal may leave little time
             spent = self._attempt.spent()
             causes = {f"seconds_{cause}": seconds for cause, seconds in spent.items()}
             reporter.write(step, {"goodput": goodput_of(spent), **causes})
@@ -248,6 +251,7 @@ class Trainer:
         saver: Saver,
         reporter: Reporter,
         interrupts: Interrupts,
+        profiler: Profiler,
     ) -> tuple[int, TrainState, bool]:
         """Train until the last step or a signal; return the steps done, the state, and whether it was a signal."""
         watch = Watch(self.config, self.placed.state_shapes.params, BatchOrder(self.run_dir), reporter)
@@ -257,13 +261,15 @@ class Trainer:
         # A signal that came while the state was made or restored does not wait for the first step to compile.
         if start < self.config.steps and StopAgreement(interrupts, start, at_least_every=1).after(start, last=True):
             return start, state, True
-        with self._profiler(start, reporter) as profiler:
-            while True:
-                try:
-                    return self._steps_from(state, start, saver, reporter, interrupts, watch, profiler)
-                except RollbackRequested as requested:
-                    with self._clock.paused(), self._watchdog.paused():
-                        state, start = self._rolled_back(saver.checkpoints, watch, requested.bad_step, reporter)
+        while True:
+            try:
+                return self._steps_from(state, start, saver, reporter, interrupts, watch, profiler)
+            except RollbackRequested as requested:
+                with self._watchdog.paused():
+                    state, start = self._rolled_back(saver.checkpoints, watch, requested.bad_step, reporter)
+                    with self._goodput.spent_on("profile"):
+                        profiler.rewind(start)
+                self._clock.rewind(start)
 
     def _rolled_back(
         self, checkpoints: Checkpointer, watch: Watch, bad_step: int, reporter: Reporter
@@ -274,6 +280,7 @@ class Trainer:
         state = self._restored(checkpoints) if resumes else self._new_state()
         step = int(state.step)
         watch.forget()
+        self._attempt.rolled_back(step)
         made = watch.order.roll_back(bad_step, step)
         reporter.rewind(step)
         left_out = f"batch {made.first}" if made.first == made.last else f"batches {made.first} to {made.last}"

@@ -32,7 +32,8 @@ class MetricWriter(Protocol):
 
 class _TensorBoard:
     def __init__(self, run_dir: Path, settings: Mapping[str, Any], start: int) -> None:
-        self._board = SummaryWriter(str(run_dir / run_directory.TENSORBOARD), purge_step=start + 1 if start else None)
+        # Also at step 0, because an earlier attempt may have ended before its first checkpoint.
+        self._board = SummaryWriter(str(run_dir / run_directory.TENSORBOARD), purge_step=start + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -37,6 +37,11 @@ class Clock:
         yield
         self._since += time.perf_counter() - before
 
+    def rewind(self, step: int) -> None:
+        """Measure anew from a step, because the run goes back to it."""
+        self._since = time.perf_counter()
+        self._step = step if self._step is not None else None
+
     def rates(self, step: int, steps: int) -> dict[str, float]:
         """Return tokens per second, ETA in seconds, and MFU if the peak is known.
 

@@ -14,6 +14,7 @@ that is :math:`l > f m`. No step is a spike before the window is full.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,6 +71,16 @@ class GuardConfig:
         """Return what to do after a bad step."""
         return self.non_finite if verdict == NON_FINITE else self.spikes
 
+    def unused_settings(self) -> dict[str, str]:
+        """Return the settings that have no effect with the others, and what each needs."""
+        reactions = (self.non_finite, self.spikes)
+        spikes = [] if self.spike_factor else ["spike_of", "spike_window"]
+        unused = dict.fromkeys(spikes, "--guard.spike-factor")
+        for setting, reaction in (("max_skips", "skip"), ("max_rollbacks", "rollback")):
+            if reaction not in reactions:
+                unused[setting] = f"--guard.non-finite {reaction} or --guard.spikes {reaction}"
+        return unused
+
     @property
     def skips(self) -> bool:
         """Whether the run goes on behind a step without its update."""
@@ -80,15 +91,31 @@ def first_guard(config: GuardConfig | None) -> Tree:
     """Make the guard's part of the train state before the first step; None if it needs none.
 
     Returns:
-        `skipped_steps` and `skips_in_a_row`, int32 `[]`, if steps may be skipped; `recent`, float32 `[spike_window]`,
-        the values of the last good steps, and `seen`, int32 `[]`, their number so far, if spikes are looked for.
+        `skipped_steps` and `skips_in_a_row`, int32 `[]`, if steps may be skipped; `recent_loss` or `recent_grad_norm`,
+        float32 `[spike_window]`, the values of the last good steps, and `seen`, int32 `[]`, their number so far, if
+        spikes are looked for.
     """
     if config is None or not (config.skips or config.spike_factor):
         return None
     guard = {name: jnp.zeros((), jnp.int32) for name in (SKIPPED, IN_A_ROW)} if config.skips else {}
     if config.spike_factor:
-        guard |= {"recent": jnp.zeros((config.spike_window,), jnp.float32), "seen": jnp.zeros((), jnp.int32)}
+        guard |= {_recent(config): jnp.zeros((config.spike_window,), jnp.float32), "seen": jnp.zeros((), jnp.int32)}
     return guard
+
+
+def kept_guard(guard: Mapping[str, jax.Array], first: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the guard's part of a state for changed settings: counts are kept, the window of spikes begins anew.
+
+    Args:
+        guard: The part that was saved.
+        first: The part that the changed settings need, before the first step.
+    """
+    return {**first, **{name: guard[name] for name in (SKIPPED, IN_A_ROW) if name in guard and name in first}}
+
+
+def _recent(config: GuardConfig) -> str:
+    """The name of the window, by what is in it: losses are never compared with norms if a run changes `spike_of`."""
+    return f"recent_{config.spike_of}"
 
 
 def updates_so_far(step: jax.Array, guard: Tree) -> jax.Array:
@@ -120,14 +147,14 @@ def judge(config: GuardConfig, guard: Tree, loss: jax.Array, norm: jax.Array) ->
     after = dict(guard)
     if config.spike_factor:
         value = (loss if config.spike_of == "loss" else norm).astype(jnp.float32)
-        recent, seen = guard["recent"], guard["seen"]
+        recent, seen = guard[_recent(config)], guard["seen"]
         median = jnp.sort(recent)[config.spike_window // 2]
         limit = median + (config.spike_factor - 1.0) * jnp.abs(median)
         spike = finite & (seen >= config.spike_window) & (value > limit)
         verdict = jnp.where(spike, SPIKE, verdict).astype(jnp.int32)
         here = jnp.arange(config.spike_window) == seen % config.spike_window
         good = verdict == GOOD
-        after["recent"] = jnp.where(here & good, value, recent)
+        after[_recent(config)] = jnp.where(here & good, value, recent)
         after["seen"] = seen + good.astype(jnp.int32)
     if config.skips:
         bad = (verdict != GOOD).astype(jnp.int32)

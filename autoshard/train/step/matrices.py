@@ -123,5 +123,6 @@ def check_matrices(params: Any, given: Mapping[str, Axes], vectors: Sequence[str
     if not any(matrix_axes(name, rank, given, vectors) for name, rank in shapes.items()):
         raise ConfigError(
             f"optimizer.name muon: none of the parameters is a matrix to orthogonalize: {', '.join(shapes)}. Name the "
-            "dimensions with --optimizer.matrices GLOB=INPUTS:OUTPUTS, or use another optimizer"
+            "dimensions with --optimizer.matrices GLOB=INPUTS:OUTPUTS, match fewer parameters with "
+            "--optimizer.no-decay, or use another optimizer"
         )

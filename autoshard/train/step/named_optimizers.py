@@ -83,6 +83,8 @@ def check_optimizer(name: str, arguments: Sequence[str]) -> None:
             raise ConfigError(f"optimizer.arguments: {name} has no {key!r}; it has {', '.join(accepted)}")
         if accepted is not None:
             _check_value(f"optimizer.arguments {argument}", accepted[key], _value(text))
+        if (name, key) == ("schedule_free", "b1") and not 0 < _value(text) < 1:
+            raise ConfigError(f"optimizer.arguments {argument}: with schedule_free it must be above 0 and below 1")
 
 
 def check_schedule(name: str) -> None:

@@ -58,7 +58,8 @@ class OptimizerConfig:
     """AdamW, adan, lamb, lion, nadamw, schedule_free and muon: decoupled weight decay; only matrices are decayed. Muon
     decays those that it orthogonalizes."""
     no_decay: tuple[str, ...] = ("*bias", "*scale", "*norm*", "*/b[qkvo]", "*/b_*")
-    """Globs over /-joined paths of parameters that are not decayed. Vectors never are."""
+    """Globs over /-joined paths of parameters that are not decayed. Vectors never are. Muon leaves these
+    parameters to Adam."""
     momentum: float = 0.0
     """SGD: momentum."""
     matrices: tuple[str, ...] = ()

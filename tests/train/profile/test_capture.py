@@ -59,7 +59,16 @@ def test_an_error_in_the_window_ends_the_trace_and_is_raised(tmp_path):
 def test_a_signal_in_the_window_ends_the_trace_with_the_steps_so_far(make_config, monkeypatch):
     """The run stops after step 3, as after a signal."""
     monkeypatch.setattr("autoshard.train.run.loop.StopAgreement.after", lambda self, step, last: step == 3)
-    run = train(make_config(profile="2:5", steps=6)).run_dir
+    saved: list[bool] = []
+    names = Profiler._names
+    monkeypatch.setattr(Profiler, "_names", lambda self: saved.append(is_saved(3)) or names(self))
+    config = make_config(profile="2:5", steps=6)
+
+    def is_saved(step: int) -> bool:
+        return (config.run_dir / "checkpoints" / f"step_{step:08d}").is_dir()
+
+    run = train(config).run_dir
+    assert saved == [True]  # the state comes first: little time may be left
     assert read_names(run)["steps"] == [2, 3]
     assert compare_trace(run).steps == (2, 3)
 

@@ -11,7 +11,7 @@ from autoshard.cli import main
 from autoshard.errors import ConfigError
 from autoshard.train.config import run_directory
 from autoshard.train.report.page import run_page, write_report
-from autoshard.train.report.run_files import read_run
+from autoshard.train.report.run_files import fates_of, read_run
 from autoshard.train.report.series import read_series, runs, smoothed, thinned
 from tests.sharding.report.html_reader import read
 from tests.train.report.runs import EVIL, curve, event, failed_first, finished, long, troubled, write
@@ -69,6 +69,24 @@ def test_a_run_without_evaluation(tmp_path):
 def test_every_attempt_ends_as_its_events_say(tmp_path):
     folder = write(tmp_path / "run", (), [event(1, "begin", 1, 0), event(1, "end", 2, 0, reason="SIGINT")])
     assert "Stopped by SIGINT" in text_of(folder)
+    notice = "notice of a preemption"
+    folder = write(tmp_path / "notice", (), [event(1, "begin", 1, 0), event(1, "end", 2, 0, reason=notice)])
+    assert f"Stopped by {notice}" in text_of(folder) and f"{notice}: saved and stopped" in text_of(folder)
+
+
+def test_a_step_that_a_rollback_undid_is_not_done(tmp_path):
+    bad = {"step": 40, "incident": "rollback", "why": "the loss is nan", "leaf": "w", "batch": 39}
+    folder = write(tmp_path / "run", [*curve(1, 5), bad], [event(1, "begin", 1, 0)])
+    page = run_page(read_run(folder))
+    assert "step 5 of" in page and "rollback at step 40" in page
+
+
+def test_a_loss_that_is_not_finite_is_not_the_best():
+    nan, inf = float("nan"), float("inf")
+    found = fates_of(
+        {10: {"val_loss": nan}, 20: {"val_loss": 2.0}, 30: {"val_loss": -inf}, 40: {"val_loss": nan}}, None
+    )
+    assert [step for step, fate in found.items() if "best" in fate] == [20]
 
 
 def test_damaged_files_are_named_and_the_rest_is_shown(tmp_path):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from autoshard.train.run.attempts import Attempt
 from autoshard.train.run.goodput import Goodput, account, goodput_of, goodput_text
 
 
@@ -22,6 +23,22 @@ def test_time_is_counted_by_cause_and_the_rest_is_steps():
     found = goodput.seconds()
     assert 0.1 <= found["save"] < 0.5 and found["data"] < 0.05 and found["steps"] >= 0.06
     assert list(found) == ["steps", "start", "save", "data"] and 0.02 <= found["start"] < 0.5
+
+
+def test_steps_that_a_rollback_undoes_are_lost(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    attempt = Attempt(limit=0)
+    now[0] += 1.0
+    attempt.goodput.begin_steps()
+    now[0] += 4.0
+    attempt.saved(2)
+    now[0] += 3.0
+    attempt.rolled_back(2)
+    assert attempt.goodput.seconds() == {"start": 1.0, "steps": 4.0, "lost": 3.0} and attempt.step == 2
+    now[0] += 5.0
+    attempt.rolled_back(0)  # the attempt began with it
+    assert attempt.goodput.seconds() == {"start": 1.0, "steps": 0.0, "lost": 12.0}
 
 
 def at(second: int) -> str:

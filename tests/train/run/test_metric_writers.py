@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from autoshard.errors import ConfigError
+from autoshard.train.run import metric_writers
 from autoshard.train.run.metric_writers import check_writers, open_writers
 from autoshard.train.run.metrics import Reporter
 
@@ -91,6 +92,15 @@ def test_tensorboard_is_a_folder_of_the_run(tmp_path):
     writer.write(1, {"loss": 1.0})
     writer.close()
     assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_tensorboard_drops_the_steps_that_are_done_again(tmp_path, monkeypatch, start):
+    given: list[Any] = []
+    board = SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+    monkeypatch.setattr(metric_writers, "SummaryWriter", lambda folder, purge_step: given.append(purge_step) or board)
+    report(tmp_path, "tensorboard", start)
+    assert given == [start + 1]
 
 
 def test_unknown_and_missing_services_are_named(monkeypatch):

@@ -20,6 +20,10 @@ def test_rates_cover_the_steps_since_the_last_call(monkeypatch: pytest.MonkeyPat
     assert clock.rates(7, 20) == pytest.approx({"tokens_per_second": 32.0, "eta_seconds": 26.0, "mfu": 0.25})
     now[0] += 1.0
     assert clock.rates(8, 20)["tokens_per_second"] == pytest.approx(64.0)
+    now[0] += 100.0  # steps that a rollback undoes
+    clock.rewind(4)
+    now[0] += 3.0
+    assert clock.rates(7, 20)["tokens_per_second"] == pytest.approx(64.0)
 
 
 def test_without_a_known_peak_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,16 @@
 """The verdict on a step, from its loss and its gradient."""
 
+import contextlib
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard.errors import ConfigError
-from autoshard.train.step.guard import GOOD, NON_FINITE, SPIKE, GuardConfig, first_guard, judge
+from autoshard.train.config.command_line import parse_config
+from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.step.guard import GOOD, NON_FINITE, SPIKE, GuardConfig, first_guard, judge, kept_guard
 
 
 def verdicts(config: GuardConfig, losses: list[float], norm: float = 1.0) -> tuple[list[int], dict]:
@@ -41,6 +46,33 @@ def test_the_norm_of_the_gradient_counts_too() -> None:
 
 def test_no_state_without_need() -> None:
     assert first_guard(GuardConfig()) is first_guard(GuardConfig("rollback")) is None
+
+
+def test_changed_settings_keep_the_counts_and_never_compare_losses_with_norms() -> None:
+    config = GuardConfig("skip", spike_factor=2.0, spike_window=1)
+    _, guard = verdicts(config, [1.0, np.nan])
+    norms = dataclasses.replace(config, spike_of="grad_norm")
+    first = first_guard(norms)
+    kept = kept_guard(guard, first)
+    assert kept.keys() == first.keys() != guard.keys()
+    assert int(kept["skipped_steps"]) == int(kept["skips_in_a_row"]) == 1 and int(kept["seen"]) == 0
+    assert kept_guard({}, first) == first
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ("--guard.spike-window 8", "--guard.spike-window has no effect without --guard.spike-factor: give that too"),
+        ("--guard.spike_of=grad_norm", "--guard.spike-of has no effect without --guard.spike-factor"),
+        ("--guard.max-skips 3", "--guard.max-skips has no effect without --guard.non-finite skip or --guard.spikes"),
+        ("--guard.non-finite skip --guard.max-rollbacks 3", "--guard.max-rollbacks has no effect without"),
+        ("--guard.non-finite skip --guard.max-skips 3", None),
+        ("--guard.spike-factor 3 --guard.spikes rollback --guard.spike-window 8 --guard.max-rollbacks 1", None),
+    ],
+)
+def test_options_that_have_no_effect_are_refused(options: str, refused: str | None) -> None:
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        parse_config(options.split(), TrainConfig, "autoshard train", "")
 
 
 def test_invalid_settings() -> None:

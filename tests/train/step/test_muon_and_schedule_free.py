@@ -74,6 +74,13 @@ def test_wrong_matrices_are_refused() -> None:
             make_optimizer(OptimizerConfig(name="muon", matrices=matrices, **RATES), 9).init({"x": jnp.ones((2, 2))})
 
 
+def test_parameters_that_are_not_decayed_are_no_matrices() -> None:
+    """So the setting also decides what Muon updates, and the error names it."""
+    optimizer = make_optimizer(OptimizerConfig(name="muon", no_decay=("*",), **RATES), 9)
+    with pytest.raises(ConfigError, match="none of the parameters is a matrix .* with --optimizer.no-decay"):
+        optimizer.init({"x": jnp.ones((2, 2))})
+
+
 def test_each_layer_of_a_stacked_parameter_is_a_matrix_of_its_own() -> None:
     key, shape, optimizer = jax.random.key(0), (2, 8, 2, 6), make_optimizer(OptimizerConfig(name="muon", **RATES), 20)
     stacked = {"blocks": {"attention": {"wq": jax.random.normal(key, shape)}}}

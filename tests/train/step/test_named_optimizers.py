@@ -140,6 +140,10 @@ def test_a_sharded_step_equals_one_device(name):
         (dict(name="sophia"), "optimizer.name is 'sophia'; give adafactor"),
         (dict(name="lion", arguments=("b1=abc",)), "optimizer.arguments b1=abc: it must be a number, such as 0.9"),
         (dict(name="lion", arguments=("b1=true",)), "optimizer.arguments b1=true: it must be a number"),
+        (
+            dict(name="schedule_free", schedule="constant", arguments=("b1=0",)),
+            "optimizer.arguments b1=0: with schedule_free it must be above 0 and below 1",
+        ),
         (dict(name="sgd", arguments=("nesterov=1",)), "nesterov=1: it must be true or false, such as false"),
         (dict(schedule="cosin"), r"optimizer.schedule is 'cosin'; did you mean 'cosine'\?"),
         (dict(name="lion", arguments=("b3=1",)), "optimizer.arguments: lion has no 'b3'; it has b1, b2"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +42,7 @@ def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
     try:
         with _NO_PROXY.open(request, timeout=_TIMEOUT_S) as response:
             return response.read().decode(errors="replace").strip()
-    except (OSError, ValueError):  # the error for a missing entry is an OSError
+    except (OSError, HTTPException, ValueError):  # the error for a missing entry is an OSError
         return None
 
 

@@ -62,6 +62,7 @@ class BatchOrder:
         made = Rollback(bad_step, step, first=self.batch_of(step), last=self.batch_of(bad_step - 1))
         self.rollbacks.append(made)
         if distributed.is_main():
+            run_directory.end_last_line(self._path)
             with self._path.open("a") as file:
                 file.write(json.dumps(asdict(made)) + "\n")
         return made

@@ -1,5 +1,6 @@
 """Notices of clouds, read from servers that answer as theirs do."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -87,6 +88,22 @@ def test_a_server_that_is_not_there_sends_no_notice(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metadata, "GOOGLE", "http://127.0.0.1:9/")
     monkeypatch.setattr(metadata, "AMAZON", "http://127.0.0.1:9/")
     assert google_notice() is None and amazon_notice() is None
+
+
+def test_an_answer_that_breaks_off_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that asks must not end with it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(metadata, "GOOGLE", f"http://127.0.0.1:{server.getsockname()[1]}/")
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nTR")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert google_notice() is None
 
 
 def test_the_cloud_is_read_from_the_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

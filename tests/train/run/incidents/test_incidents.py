@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -127,7 +129,10 @@ def test_a_spike_is_skipped_and_the_options_may_change_when_a_run_is_resumed(mak
     state = run(second, {36: other_text})
     assert [(line["incident"], line["step"]) for line in incidents(second)] == [("skip", 37)]
     assert int(state.guard["skipped_steps"]) == 1 and int(state.guard["seen"]) == 9
-    third = dataclasses.replace(second, steps=42, guard=GuardConfig())
+    norms = dataclasses.replace(second, steps=42, guard=dataclasses.replace(guard, spike_of="grad_norm"))
+    state = run(norms)
+    assert int(state.guard["skipped_steps"]) == 1 and int(state.guard["seen"]) == 2  # no loss is among the norms
+    third = dataclasses.replace(second, steps=44, guard=GuardConfig())
     assert run(third).guard is None
 
 
@@ -165,3 +170,24 @@ def test_limits_end_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(AutoshardError, match=r"the run was rolled back 2 times, which is --guard.max-rollbacks"):
         run(rolling, bad)
     assert [line["incident"] for line in incidents(rolling)] == ["rollback", "rollback", "stop"]
+
+
+@pytest.mark.slow
+def test_a_signal_during_a_rollback_saves_and_the_resumed_run_is_the_same(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = dict(steps=8, optimizer=CONSTANT, checkpoint_every=2, guard=GuardConfig("rollback"))
+    whole = run(make_config(run_dir=tmp_path / "whole", **shape), {3: no_number})
+    restored, parts = Trainer._restored, make_config(run_dir=tmp_path / "parts", **shape)
+
+    def signalled(trainer: Trainer, checkpoints: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return restored(trainer, checkpoints)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_restored", signalled)
+        assert int(run(parts, {3: no_number}).step) == 3  # one step after the restored one
+    resumed = run(dataclasses.replace(parts, resume=True), {3: no_number})
+    check_same(whole, resumed, "step", "params", "opt_state")
+    assert len(incidents(parts)) == 1
+    assert [line["step"] for line in lines(parts) if "learning_rate" in line] == [1, 2, 3, 4, 5, 6, 7, 8]
