@@ -129,7 +129,13 @@ class Profiler:
         """End the trace when its steps are computed, and write the names of what is in it."""
         jax.block_until_ready(self._last)
         steps, self._recorded = self._recorded or [], None
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+            self._write_names(steps)
+        except Exception as error:  # such as a full disk; a trace must not cost the run its steps
+            self._say(f"the trace in {self._folder} has no names: {type(error).__name__}: {error}")
+
+    def _write_names(self, steps: list[int]) -> None:
         names = self._names() | {"session": self._session().name, "steps": steps, "compiled": self._start + 1 in steps}
         file = self._folder / NAMES
         temporary = file.with_suffix(".tmp")

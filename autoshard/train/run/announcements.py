@@ -53,6 +53,12 @@ def report_start(
         f"devices; the run {origin} in {run_dir}"
         + (f", and has all its steps already; to train further, give more --steps than {start}" if complete else "")
     )
+    saves = config.checkpoint_every or config.checkpoint_minutes
+    if "rollback" in (config.guard.non_finite, config.guard.spikes) and not saves:
+        reporter.print(
+            f"a rollback goes back to step {start}, because no step is saved before the end: set --checkpoint-every or "
+            "--checkpoint-minutes"
+        )
 
 
 def conclude(

@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import pytest
 
 from autoshard.cli import main
@@ -56,6 +57,7 @@ def test_an_error_in_the_window_ends_the_trace_and_is_raised(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_window_ends_the_trace_with_the_steps_so_far(make_config, monkeypatch):
     """The run stops after step 3, as after a signal."""
     monkeypatch.setattr("autoshard.train.run.loop.StopAgreement.after", lambda self, step, last: step == 3)
@@ -71,6 +73,24 @@ def test_a_signal_in_the_window_ends_the_trace_with_the_steps_so_far(make_config
     assert saved == [True]  # the state comes first: little time may be left
     assert read_names(run)["steps"] == [2, 3]
     assert compare_trace(run).steps == (2, 3)
+
+
+def test_a_full_disk_costs_the_trace_its_names_but_not_the_run_its_steps(tmp_path, monkeypatch):
+    said: list[str] = []
+    profiler = Profiler(read_profile("1", 5), tmp_path, None, 0, said.append)  # type: ignore[arg-type]
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **options: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+
+    def full(steps: list[int]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiler, "_write_names", full)
+    with profiler:
+        profiler.begin()
+        with profiler.step(1):
+            pass
+        profiler.end()
+    assert said == [f"the trace in {tmp_path / 'profile'} has no names: OSError: [Errno 28] No space left on device"]
 
 
 def test_a_window_before_the_attempt_is_said_and_not_recorded(tmp_path):

@@ -158,7 +158,7 @@ def test_every_plan_skips(make_config: MakeConfig, tmp_path: Path, settings: dic
 
 
 @pytest.mark.slow
-def test_limits_end_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_limits_end_a_run(make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     bad = dict.fromkeys(range(2, 20), no_number)
     skipping = make_config(steps=9, optimizer=CONSTANT, guard=GuardConfig("skip", max_skips=2))
     with pytest.raises(AutoshardError, match=r"step 5: .* it is bad step 3 in a row, and --guard.max-skips is 2"):
@@ -170,6 +170,7 @@ def test_limits_end_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
     with pytest.raises(AutoshardError, match=r"the run was rolled back 2 times, which is --guard.max-rollbacks"):
         run(rolling, bad)
     assert [line["incident"] for line in incidents(rolling)] == ["rollback", "rollback", "stop"]
+    assert capsys.readouterr().out.count("a rollback goes back to step 0, because no step is saved before the end") == 1
 
 
 @pytest.mark.slow
