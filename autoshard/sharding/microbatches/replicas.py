@@ -18,7 +18,7 @@ from typing import Any
 
 from autoshard.errors import PlanError, PlanRequestError
 from autoshard.sharding.layout.plan_request import CONTEXT, parse_request
-from autoshard.sharding.plan.gather_words import ONCE
+from autoshard.sharding.microbatches.constants import GAIN
 from autoshard.sharding.program.tracing import Traced
 
 # With groups, XLA:TPU all-reduces gradients that it would else reduce-scatter to shards of the state. A step of a Llama
@@ -40,16 +40,30 @@ def requested_replicas(plan: Any, *, gathers_once: bool = False) -> int:
         >>> requested_replicas("pp:2 dp:2 fsdp:4", gathers_once=True)
         8
     """
+    return math.prod(axes_of_groups(plan, gathers_once=gathers_once).values())
+
+
+def axes_of_groups(plan: Any, *, gathers_once: bool = False) -> dict[str, int]:
+    """Return the mesh axes along which the rows of a plan can be groups, with their sizes; empty if they cannot.
+
+    Args:
+        plan: the plan, as text.
+        gathers_once: whether weights are gathered once a step.
+
+    Example:
+        >>> axes_of_groups("pp:2 dp:4"), axes_of_groups("pp:2 fsdp:4")
+        ({'dp': 4}, {})
+    """
     kinds = ("dp", "fsdp") if gathers_once else ("dp",)
     try:
         request = parse_request(plan) if isinstance(plan, str) else None
     except PlanRequestError:  # such as a plan that local search has changed
-        return 1
+        return {}
     if request is None or request.flags & {"state"} or request.changes:
-        return 1
+        return {}
     if any(kind in {*_WHOLE_ROWS, *_SHARDS_STATE}.difference(kinds) for kind in request.kinds.values()):
-        return 1
-    return math.prod(n for axis, n in request.sizes.items() if request.kinds[axis] in kinds)
+        return {}
+    return {axis: n for axis, n in request.sizes.items() if request.kinds[axis] in kinds}
 
 
 def with_replicas(traced: Traced, count: int, *, cut: Callable[..., Traced], replicas: int) -> Traced:
@@ -69,22 +83,52 @@ def with_replicas(traced: Traced, count: int, *, cut: Callable[..., Traced], rep
     return cut(traced, count)
 
 
-def plan_with_replicas(traced: Traced, made: Any, cut: Callable[..., Traced], planned: Callable[[Traced], Any]) -> Any:
-    """Return a searched plan. If the step is faster with groups of rows that are summed apart, return its plan instead.
+class GroupedRows:
+    """Plans a searched step in microbatches, without groups of rows and with them.
+
+    A step is searched without groups first. If its estimate says that groups are faster (`BoundPlan.groups`), it is
+    searched with this number of groups, too. Once they were faster, further numbers of microbatches are searched with
+    this number of groups only: groups save more time the more microbatches there are.
 
     Args:
         traced: the step.
-        made: the bound plan that the search chose.
         cut: see `with_replicas`.
-        planned: makes the bound plan of a step that is cut.
+        planned: makes the bound plan of a step that is cut. Its argument `most_us` is an upper bound of the step time
+            in microseconds. A slower plan is not needed.
+        most_us: the same bound for all plans.
+        error: the relative error of estimates. Groups are also searched if they are estimated to be slower than
+            `most_us` by this error at most.
     """
-    apart = requested_replicas(made.plan.chosen, gathers_once=made.plan.gather == ONCE)
-    count = made.plan.microbatches
-    if apart == 1 or count == 1:
-        return made
-    step = with_replicas(traced, count, cut=cut, replicas=apart)
-    if step.replicas == 1:
-        return made
-    other = planned(step)
-    faster = other.plan.estimate.step_time_us < made.plan.estimate.step_time_us
-    return other.where(notes=made.plan.notes) if faster and other.plan.fits >= made.plan.fits else made
+
+    def __init__(
+        self,
+        traced: Traced,
+        cut: Callable[..., Traced],
+        planned: Callable[..., Any],
+        most_us: float = math.inf,
+        error: float = 0.0,
+    ):
+        self._traced, self._cut, self._planned = traced, cut, planned
+        self._most_us, self._error, self._replicas = most_us, error, 1
+
+    def cut(self, traced: Traced, count: int) -> Traced:
+        """Cut the step into microbatches, with the groups that were faster so far."""
+        return with_replicas(traced, count, cut=self._cut, replicas=self._replicas)
+
+    def planned(self, step: Traced) -> Any:
+        """Return the better bound plan of a step that is cut: without groups or with them."""
+        made = self._planned(step, most_us=self._most_us)
+        if step.replicas > 1:
+            return made
+        fits, time, groups = made.plan.fits, made.plan.estimate.step_time_us, made.groups
+        if groups is None or groups.time_us >= min((1 - GAIN) * time, (1 + self._error) * self._most_us):
+            return made
+        grouped = with_replicas(self._traced, step.microbatches, cut=self._cut, replicas=groups.count)
+        if grouped.replicas == 1:
+            return made
+        other = self._planned(grouped, most_us=min(self._most_us, time) if fits else math.inf)
+        if other.plan.fits < fits or other.plan.estimate.step_time_us >= time:
+            return made
+        if other.plan.fits:
+            self._replicas = grouped.replicas
+        return other

@@ -15,6 +15,7 @@ from autoshard.sharding.plan.gather_words import PREFETCH
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.problem import PlanningProblem
 from autoshard.sharding.program.tracing import Traced
+from autoshard.sharding.search.late_sums import Groups
 
 
 @shown
@@ -27,12 +28,15 @@ class BoundPlan:
         problem: the traced function and the machine; it also prices alternatives to the plan.
         layout: the sharding of every value of the program.
         assignment: the device assignment.
+        groups: the groups of rows that are worth a search of the step, if it was searched without any
+            (`search.late_sums`); None if there are none.
     """
 
     plan: ShardingPlan
     problem: PlanningProblem
     layout: Layout
     assignment: DeviceAssignment
+    groups: Groups | None = None
 
     def __deepcopy__(self, memo: Any) -> BoundPlan:  # a trace cannot be copied: it is shared
         return self

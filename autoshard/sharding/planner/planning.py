@@ -27,7 +27,7 @@ from autoshard.sharding.machines.device_mesh import (
 from autoshard.sharding.machines.option_requests import Part, with_options
 from autoshard.sharding.microbatches.choice import plan_in_microbatches
 from autoshard.sharding.microbatches.microbatching import AUTO, RowsNotDivided, batch_rows, with_microbatches
-from autoshard.sharding.microbatches.replicas import plan_with_replicas, requested_replicas, with_replicas
+from autoshard.sharding.microbatches.replicas import GroupedRows, requested_replicas, with_replicas
 from autoshard.sharding.offload.words import Words
 from autoshard.sharding.pipeline.choice import (
     plan_of_pipelines,
@@ -57,6 +57,8 @@ from autoshard.sharding.program.state_memory import warn_of_state_left_on_device
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.kernel_rewriting import with_kernels
 from autoshard.sharding.search.candidate import Candidate, SearchCounts
+from autoshard.sharding.search.constants import KIND_ERROR
+from autoshard.sharding.search.late_sums import promising_groups
 from autoshard.spmdrules.core.placement import Spec
 
 PlanLike = str | Mapping[str, Sequence[str]] | ShardingPlan
@@ -143,11 +145,13 @@ def plan_traced(
         return of_schedule(schedule) if schedule else plan_with_schedules(of_schedule, DEFAULT)
 
     def in_microbatches(rewritten: Traced, number: int, cut: Any, count: int | str, once: bool = False) -> BoundPlan:
-        apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan, gathers_once=once)
-        of_rows = partial(with_replicas, cut=cut, replicas=apart)
         planned_so = partial(planned, gather=ONCE) if once else planned
-        made = plan_in_microbatches(rewritten, count, planned_so, of_rows, number)
-        return made if plan is not None else plan_with_replicas(rewritten, made, cut, planned_so)
+        if plan is not None:
+            apart = plan.replicas if isinstance(plan, ShardingPlan) else requested_replicas(plan, gathers_once=once)
+            of_rows = partial(with_replicas, cut=cut, replicas=apart)
+            return plan_in_microbatches(rewritten, count, planned_so, of_rows, number)
+        groups = GroupedRows(rewritten, cut, planned_so)
+        return plan_in_microbatches(rewritten, count, groups.planned, groups.cut, number)
 
     def searched(
         rewritten: Traced, number: int, schedule: str | None, count: int | str, most_us: float = math.inf
@@ -156,24 +160,23 @@ def plan_traced(
 
         The search may leave out plans whose step takes `most_us` microseconds or more.
         """
-        within = partial(planned, most_us=most_us)
         if count != 1:
             return staged(rewritten, number, schedule, count)
 
         def of_schedule(word: str) -> BoundPlan:
             cut = partial(with_stages, stages=number, schedule=word, numerics=numerics, gathers_once=gather == ONCE)
             least = number if schedule else LEAST_MICROBATCHES * number
+            groups = GroupedRows(rewritten, cut, planned, most_us, KIND_ERROR)
             try:
-                made = plan_in_microbatches(rewritten, AUTO, within, cut, least)
+                made = plan_in_microbatches(rewritten, AUTO, groups.planned, groups.cut, least)
             except RowsNotDivided:
-                made = plan_in_microbatches(rewritten, AUTO, within, cut, number)
-            made = plan_with_replicas(rewritten, made, cut, within)
+                made = plan_in_microbatches(rewritten, AUTO, groups.planned, groups.cut, number)
 
             def once() -> BoundPlan:
-                apart = requested_replicas(made.plan.chosen, gathers_once=True)
-                cut_once = partial(cut, gathers_once=True)
-                step = with_replicas(rewritten, made.plan.microbatches, cut=cut_once, replicas=apart)
-                return within(step, gather=ONCE)
+                cut_once, planned_once = partial(cut, gathers_once=True), partial(planned, gather=ONCE)
+                bound_us = min(most_us, made.plan.estimate.step_time_us)
+                groups = GroupedRows(rewritten, cut_once, planned_once, bound_us, KIND_ERROR)
+                return groups.planned(groups.cut(rewritten, made.plan.microbatches))
 
             return made if gather else plan_with_gathers(made, once)
 
@@ -238,6 +241,10 @@ def _plan_program(
         made = best_of(problem, candidate, others, shortlist)
     else:
         made = build_plan(problem, candidate, others)
+    if plan is None and traced.microbatches > 1 and traced.replicas == 1:
+        fitting = [c for c in others if c.fits(problem.limit)] or [candidate]
+        ticks = traced.microbatches + traced.stages - 1
+        made.groups = promising_groups(fitting, problem.cost, ticks, gathers_once=problem.gather == ONCE)
     warn_of_idle_devices(problem, made.layout)
     warn_of_host_memory(traced.name, made.plan)
     problem.search_counts = SearchCounts()  # frees the candidates: a plan keeps its problem

@@ -86,7 +86,8 @@ LEAST_PADDING_GAIN = 0.005
 # The ratio of the step times of two plans of different kinds for one program: the estimated ratio differs from the
 # compiled one by at most `KIND_ERROR` in half of all pairs, and by at most `MOST_KIND_ERROR` in 9 of 10. Source:
 # `benchmarks/cost_model.py` (`pairs`). Most of its 162 pairs are plans of Llama-3 8B on an h100; the 23 pairs on TPUs,
-# recipes included, give 0.14 and 0.24. Only reports and `verify="auto"` depend on them.
+# recipes included, give 0.14 and 0.24. Reports, `verify="auto"` and the groups of rows that are searched
+# (`late_sums`) depend on them.
 KIND_ERROR, MOST_KIND_ERROR = 0.11, 0.23
 
 # In 9 of 10 cases, a compiled program takes at most this fraction more memory than estimated. Source:
