@@ -76,19 +76,15 @@ def main() -> None:
         text = Path(name) / "text.txt"
         text.write_text("to be or not to be, that is the question\n" * 25_000)
         rounds = [round_of(Path(name) / str(number), text) for number in range(given.rounds)]
+    plans = [plan for *_, plan in rounds]
     rows: list[Row] = []
     for index, kind, target in ((0, "clock", 1.1), (1, "CPU", None)):
-        ours, theirs = ([each[side][index] for each in rounds] for side in (0, 1))
-        plans = [each[2] for each in rounds]
-        rows += [
-            Row(f"autoshard train, {kind}", median(ours), "s"),
-            Row(f"by hand, {kind}", median(theirs), "s"),
-            measured(
-                f"train / (by hand + planning), {kind}",
-                [mine / (other + plan) for mine, other, plan in zip(ours, theirs, plans, strict=True)], "", target,
-            ),
-        ]  # fmt: skip
-    rows.append(Row("planning", median(each[2] for each in rounds), "s"))
+        ours, theirs = [mine[index] for mine, *_ in rounds], [other[index] for _, other, _ in rounds]
+        ratios = [mine / (other + plan) for mine, other, plan in zip(ours, theirs, plans, strict=True)]
+        rows.append(Row(f"autoshard train, {kind}", median(ours), "s"))
+        rows.append(Row(f"by hand, {kind}", median(theirs), "s"))
+        rows.append(measured(f"train / (by hand + planning), {kind}", ratios, "", target))
+    rows.append(Row("planning", median(plans), "s"))
     report("first_step", rows, rounds=given.rounds)
 
 

@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if given.missing and stored is not None:
                 continue
             found = planned(model, target, given.compile, given.timeout)
-            if found["compiled"] is None and _same_plan(found, stored):
+            if stored is not None and found["compiled"] is None and _same_plan(found, stored):
                 found["compiled"] = stored["compiled"]
             row = cells.get(model, {}) | {target: found}
             cells[model] = {each: row[each] for each in (*TARGETS, *row) if each in row}
@@ -116,9 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_pages(cells)
 
 
-def _same_plan(found: dict[str, Any], stored: dict[str, Any] | None) -> bool:
+def _same_plan(found: dict[str, Any], stored: dict[str, Any]) -> bool:
     names = ("words", "remat", "microbatches", "batch_size", "context")
-    return stored is not None and all(found[name] == stored[name] for name in names)
+    return all(found[name] == stored[name] for name in names)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import make_program_of, train_step_of
 from autoshard.train.program.planned_step import place_step
 from autoshard.train.program.step_timing import SteppedState, paired_times
-from autoshard.train.run.metrics import peak_flops
+from autoshard.train.run.throughput import peak_flops
 
 LLAMA = GPTConfig(
     vocab=128_256, layers=16, heads=32, kv_heads=8, width=2048, ffn=8192, context=2048,

@@ -134,7 +134,8 @@ def test_its_gradients_are_scattered_one_after_another():
     made = [first for first, _ in memory.results[2:]]
     assert made[2] < made[1] < made[0] and all(first == last for first, last in memory.results[2:])
     large = 1e9  # bytes of a gathered matrix and of a gradient, beside which the own values are small
-    matrices, gradients = dict.fromkeys((4, 5, 6), large), dict.fromkeys((2, 3, 4), large)
+    matrices: dict[int, float] = {4: large, 5: large, 6: large}
+    gradients: dict[int, float] = {2: large, 3: large, 4: large}
     assert memory.peak_with({}, {}) == memory.peak_bytes
     assert memory.peak_with({}, gradients) == pytest.approx(large, rel=0.01)
     assert memory.peak_with(matrices, gradients) == pytest.approx(3 * large, rel=0.01)
