@@ -4,10 +4,10 @@
     python benchmarks/kills.py --kills 3 --processes 2
     python benchmarks/kills.py --show            print the stored figures
 
-`autoshard launch` trains a small GPT in local processes. When an attempt has saved a step, one of its processes gets
-SIGKILL. Every fifth time it gets SIGSTOP instead, so that it hangs. The run must continue from the newest checkpoint at
-the time of the signal, or from a later one. A restart counts as a hang if it takes longer than the sum of three
-deadlines: that of a step, that of the end of the other processes, and `START_S`.
+`autoshard launch` trains a small GPT in local processes. When an attempt has completed a new checkpoint, one of its
+processes gets SIGKILL. Every fifth time it gets SIGSTOP instead, so that it hangs. The run must continue from the
+checkpoint that was the newest at the time of the signal, or from a later one. A restart counts as a hang if it takes
+longer than the sum of three deadlines: that of a step, that of the end of the other processes, and `START_S`.
 """
 
 from __future__ import annotations
@@ -78,10 +78,19 @@ def kill_again_and_again(folder: Path, kills: int, processes: int, step_s: float
         newest = max((each["attempt"] for each in events), default=0)
         return next((each for each in events if each["event"] == event and each["attempt"] == newest), None)
 
+    def newest() -> int:
+        """Return the step of the newest complete checkpoint; -1 if there is none."""
+        return max(Checkpointer(run_dir / "checkpoints", keep=None).steps(), default=-1)
+
     def ready() -> tuple[int, list[int]] | None:
-        """Return the number of an attempt that has saved, and its processes."""
-        pids = processes_of(launcher)
-        return (saved["attempt"], pids) if (saved := first("save")) and len(pids) == processes else None
+        """Return the number of an attempt that has completed a new checkpoint, and its processes.
+
+        An attempt that is killed before counts as a failure, and the run gives up after three of them.
+        """
+        begun, pids = first("begin"), processes_of(launcher)
+        if begun is None or len(pids) != processes or newest() <= begun["step"]:
+            return None
+        return begun["attempt"], pids
 
     try:
         for kill in range(kills):
@@ -91,7 +100,7 @@ def kill_again_and_again(folder: Path, kills: int, processes: int, step_s: float
             victim, number = chosen.randrange(processes), signal.SIGSTOP if kill % 5 == 4 else signal.SIGKILL
             if (again := until(ready, START_S, launcher)) is None:
                 raise SystemExit(f"no process is left to kill:\n{_end_of(folder / 'log.txt')}")
-            before = max(Checkpointer(run_dir / "checkpoints", keep=None).steps())
+            before = newest()
             unasked, (attempt, pids) = again[0] - attempt - 1, again
             os.kill(pids[victim], number)
             since = time.monotonic()
