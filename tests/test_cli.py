@@ -400,11 +400,14 @@ def test_a_named_model_that_cannot_be_planned(arguments: str, message: str, caps
     assert message in capsys.readouterr().err
 
 
+COMPILES = "autoshard plan: compiles the fastest plans to compare them, for up to {} s; --verify 0 compiles none\n"
+
+
 @pytest.mark.parametrize(
     ("verify", "timeout_s", "target", "missing", "found", "said"),
     [
-        (None, None, "v5e:2x4", None, {"verify": "auto"}, ""),
-        (None, 60.0, "v5e:2x4", None, {"verify": "auto", "verify_timeout_s": 60.0}, ""),
+        (None, None, "v5e:2x4", None, {"verify": "auto"}, COMPILES.format(600)),
+        (None, 60.0, "v5e:2x4", None, {"verify": "auto", "verify_timeout_s": 60.0}, COMPILES.format(60)),
         (None, None, "h100:8", "pip install it", {}, "autoshard plan: plans are not compiled: pip install it\n"),
         (None, None, "cpu:8", None, {}, ""),
         (None, 60.0, "cpu:8", None, {"verify": "auto", "verify_timeout_s": 60.0}, ""),

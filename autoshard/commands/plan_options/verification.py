@@ -14,8 +14,9 @@ def verification(
 ) -> dict[str, Any]:
     """Return the options `verify` and `verify_timeout_s` of a plan.
 
-    The default is `verify="auto"` for TPUs and GPUs. If their compiler is missing, nothing is compiled, and a line on
-    standard error says what to install. By default, plans for CPUs and plans that are measured are not compiled.
+    The default is `verify="auto"` for TPUs and GPUs; a line on standard error says how long that may take. If their
+    compiler is missing, nothing is compiled, and the line says what to install. By default, plans for CPUs and plans
+    that are measured are not compiled.
 
     Args:
         verify: the number of plans to compile, `auto`, or None for the default.
@@ -27,6 +28,7 @@ def verification(
     if verify is not None or measure:
         return found | ({} if verify is None else {"verify": verify})
     from autoshard.sharding.audit.aot_compile import missing_compiler
+    from autoshard.sharding.autotune.constants import SETTLING_S
 
     platform = _platform(options.get("target"))
     if platform not in ("tpu", "cuda"):
@@ -34,6 +36,12 @@ def verification(
     if missing := missing_compiler(platform):
         print(f"autoshard plan: plans are not compiled: {missing}", file=sys.stderr)
         return {}
+    seconds = SETTLING_S if timeout_s is None else timeout_s
+    print(
+        f"autoshard plan: compiles the fastest plans to compare them, for up to {seconds:g} s; "
+        "--verify 0 compiles none",
+        file=sys.stderr,
+    )
     return found | {"verify": AUTO}
 
 
