@@ -56,8 +56,8 @@ ON_ONE_JAX = {
     "sharding/runtime/test_static_leaves", "sharding/search", "spmdrules/catalogue",
     "spmdrules/custom_ops/test_operator", "spmdrules/families/test_cudnn", "spmdrules/propagation/test_propagate",
     "spmdrules/reference/test_derive", "spmdrules/test_writing_rules", "test_cli", "test_docs", "test_packaging",
-    "test_release", "test_site", "test_units", "train/config", "train/data", "train/inference", "train/program/test_remat_search",
-    "train/program/test_variants", "train/report", "train/run", "train/step",
+    "test_release", "test_site", "test_units", "train/config", "train/data", "train/inference",
+    "train/program/test_remat_search", "train/program/test_variants", "train/report", "train/run", "train/step",
 }  # fmt: skip
 
 # No deadline: the first example of a test compiles. Derandomised: every run tests the same examples.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
@@ -39,8 +41,13 @@ def constrained(op: Op) -> bool:
 
 
 def is_unknown(op: Op) -> bool:
-    """Whether the operator has no rule and runs on the devices: its operands are gathered, and every device runs it."""
-    return op.rule is not None and op.rule.is_unknown and not runs_on_host(op.name)
+    """Whether the operator has no rule and runs on the devices: its operands are gathered, and every device runs it.
+
+    Operators of mutable arrays do not count, because their references have no sharding of their own.
+    """
+    if op.rule is None or not op.rule.is_unknown or runs_on_host(op.name):
+        return False
+    return all(isinstance(v.aval, jax.core.ShapedArray) for v in (*op.eqn.invars, *op.eqn.outvars))
 
 
 def is_declared(op: Op) -> bool:
