@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
+from autoshard._shown import shown
 from autoshard.errors import PlanRequestError
 from autoshard.sharding.axes.logical_axes import Leaves
 from autoshard.sharding.axes.roles import STATE
@@ -47,6 +48,7 @@ Returns None if the layout is not allowed, or certainly takes more than the give
 """
 
 
+@shown
 @dataclass(frozen=True)
 class _Position:
     """Where a search is: a known plan, the changes that were made to it, and the plan that they give."""

@@ -30,6 +30,7 @@ from autoshard.train.step.parameter_paths import path_name
 Tree = Any
 
 
+@shown
 class RollbackRequested(Exception):  # noqa: N818  it requests an action; it is no error
     """A bad step asks for the newest checkpoint.
 
@@ -37,10 +38,13 @@ class RollbackRequested(Exception):  # noqa: N818  it requests an action; it is 
         bad_step: Steps done when the bad step was among them.
     """
 
-    def __init__(self, bad_step: int) -> None:
+    def __init__(self, bad_step: int = 0) -> None:  # copies of a half-built one give no step
         """Store the step."""
-        super().__init__(f"step {bad_step} asks for a rollback")
+        super().__init__(bad_step)
         self.bad_step = bad_step
+
+    def __str__(self) -> str:
+        return f"step {self.bad_step} asks for a rollback"
 
 
 @shown
