@@ -1,4 +1,4 @@
-"""The site of docs/: every public name has an entry, faults fail the build, and the first page runs as it stands.
+"""The site of docs/: public names without an entry and broken links fail the build, and the first page runs.
 
 `make docs` builds the whole site. These tests build small ones with the same extensions.
 """

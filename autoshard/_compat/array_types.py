@@ -20,6 +20,11 @@ def is_extended(dtype: Any) -> bool:
     return not isinstance(dtype, np.dtype) and dtypes.issubdtype(dtype, dtypes.extended)
 
 
+def is_array_type(aval: Any) -> bool:
+    """Returns whether an abstract value is an array, not a reference to a mutable one, a token or the like."""
+    return isinstance(aval, core.ShapedArray)
+
+
 def element_shape(dtype: Any) -> tuple[int, ...]:
     """Returns the shape of the plain array that represents one element of an extended dtype."""
     return core.physical_element_aval(dtype).shape

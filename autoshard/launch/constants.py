@@ -9,8 +9,8 @@ FAILED_S = 30
 # Exit code of a Slurm task after an error. Source: srun returns the highest code of its tasks, and this is the highest
 # possible one. So an error is seen even if other tasks were killed.
 SLURM_ERROR = 255
-# Most restarts of a JobSet. Source: chosen so high that it is no limit. The run itself gives up after attempts that
-# save nothing new.
+# Limit of a JobSet's restarts. Source: chosen, too high to matter. The run itself gives up after several attempts that
+# save no new step.
 MAX_RESTARTS = 1000
 # Chips of a TPU host that is part of a larger slice. Source: the machine types of GKE whose names end in -4t.
 CHIPS_PER_HOST = 4

@@ -5,7 +5,7 @@ all 0                                   the run is finished
 75, or killed by a signal               the processes start again, on as many hosts as are left if the run is elastic
 any other                               an error: it is not repeated
 
-If a process is lost, JAX aborts the other ones. Their hosts are not lost, so a restart uses them.
+When a process is lost, JAX aborts the others. Their hosts still work, so a restart uses them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A variant is a choice of static keywords: the remat policy, the number of microbatches. Each is traced and planned. They
 are compared like the candidates of one plan: by time, among those that fit. The user gives the values of each keyword,
-or a function from the attempts so far to the variants to try next.
+or a function that gets the attempts so far and returns the variants to try next.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Attempt:
 
 Next = Callable[[Sequence[Attempt]], Sequence[Mapping[str, Any]]]
 Variants = Mapping[str, Sequence[Any]] | Next
-"""Keywords with their values, or a function from the attempts so far to the keywords to try next."""
+"""Keywords with their values, or a function that gets the attempts so far and returns the keywords to try next."""
 
 
 def checked_variants(variants: Any, fn: Callable[..., Any]) -> Variants | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jax.core import ShapedArray
-
+from autoshard import _compat
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
@@ -47,7 +46,7 @@ def is_unknown(op: Op) -> bool:
     """
     if op.rule is None or not op.rule.is_unknown or runs_on_host(op.name):
         return False
-    return all(isinstance(v.aval, ShapedArray) for v in (*op.eqn.invars, *op.eqn.outvars))
+    return all(_compat.is_array_type(v.aval) for v in (*op.eqn.invars, *op.eqn.outvars))
 
 
 def is_declared(op: Op) -> bool:

@@ -1,9 +1,8 @@
 """Estimates which number of groups of rows (`microbatches/replicas.py`) is worth a search of its own.
 
-A step that is cut into microbatches is first searched without groups. Its loop then reduces gradients in each
-microbatch, so plans with `dp` seem slower than they are with groups. The time with groups is estimated from their
-prices: operators that sum over rows reduce their results once, not in each tick. It is the time under the best device
-assignment, because with groups `dp` sends less, and slower links may serve it.
+A step in microbatches is first searched without groups. Its loop then reduces gradients in every tick, so plans with
+`dp` seem slower than they are with groups. With groups, gradients are reduced once a step. The estimate changes the
+prices of a plan accordingly, and assigns devices anew, because `dp` then sends less and may use slower links.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ def _sums_of_rows(cost: CostModel) -> np.ndarray:
 
 
 def _with_late_sums(cost: StepCost, summing: np.ndarray, axes: frozenset[str], ticks: int) -> StepCost:
-    """Return a cost in which these operators reduce results over the axes of groups once, not in each tick.
+    """Return a cost in which these operators reduce their results over the axes of groups once a step.
 
-    Little compute is left after the loop, so it hides no reduction. Operators that gather operands in place of a
-    reduction still do: their price does not say what a reduction takes.
+    These reductions follow the loop, where little compute is left, so none of them counts as hidden. An operator that
+    gathers its operands instead of reducing its result keeps the gathers, because its price has no reduction.
     """
 
     def changed(one: Collective) -> Collective:

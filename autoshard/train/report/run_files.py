@@ -215,7 +215,7 @@ def fates_of(metrics: Mapping[int, Mapping[str, float]], config: TrainConfig | N
 
 
 def _best(metrics: Mapping[int, Mapping[str, float]], count: int) -> set[int]:
-    """Return the steps with the smallest finite held-out loss; of equal ones the newer."""
+    """Return the `count` steps with the smallest finite held-out loss. The newer step wins a tie."""
     losses = {step: values.get(METRIC, math.nan) for step, values in metrics.items()}
     scored = sorted((loss, -step) for step, loss in losses.items() if math.isfinite(loss))
     return {-step for _, step in scored[:count]}

@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import cast
 
 import jax
 import pytest
@@ -12,7 +13,10 @@ from autoshard.train.config.profile_words import read_profile
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.profile.capture import Profiler
 from autoshard.train.profile.comparison import compare_trace, read_names
+from autoshard.train.program.planned_step import PlacedStep
 from autoshard.train.run.loop import train
+
+NO_STEP = cast(PlacedStep, None)  # of tests that end before collectives are named
 
 
 def test_a_run_records_a_trace_that_its_plan_is_compared_with(make_config, capsys):
@@ -48,7 +52,7 @@ def test_an_error_in_the_window_ends_the_trace_and_is_raised(tmp_path):
     said = []
     for _ in range(2):  # a second trace can begin, so the first one was ended
         with pytest.raises(ZeroDivisionError):
-            with Profiler(read_profile("1:3", 9), tmp_path, None, 0, said.append) as profiler:  # type: ignore[arg-type]
+            with Profiler(read_profile("1:3", 9), tmp_path, NO_STEP, 0, said.append) as profiler:
                 profiler.begin()
                 with profiler.step(1):
                     raise ZeroDivisionError
@@ -77,7 +81,7 @@ def test_a_signal_in_the_window_ends_the_trace_with_the_steps_so_far(make_config
 
 def test_a_full_disk_costs_the_trace_its_names_but_not_the_run_its_steps(tmp_path, monkeypatch):
     said: list[str] = []
-    profiler = Profiler(read_profile("1", 5), tmp_path, None, 0, said.append)  # type: ignore[arg-type]
+    profiler = Profiler(read_profile("1", 5), tmp_path, NO_STEP, 0, said.append)
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **options: None)
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
 
@@ -95,15 +99,15 @@ def test_a_full_disk_costs_the_trace_its_names_but_not_the_run_its_steps(tmp_pat
 
 def test_a_window_before_the_attempt_is_said_and_not_recorded(tmp_path):
     said = []
-    with Profiler(read_profile("2:3", 9), tmp_path, None, 4, said.append) as profiler:  # type: ignore[arg-type]
+    with Profiler(read_profile("2:3", 9), tmp_path, NO_STEP, 4, said.append) as profiler:
         assert not any(profiler.begins(step) or profiler.ends(step) for step in range(1, 10))
     assert said == ["no trace is recorded: this attempt begins at step 5, after steps 2 to 3 of --profile"]
 
 
 def test_a_window_that_has_begun_is_recorded_from_the_first_step_of_the_attempt(tmp_path):
-    with Profiler(read_profile("2:7", 9), tmp_path, None, 4, print) as profiler:  # type: ignore[arg-type]
+    with Profiler(read_profile("2:7", 9), tmp_path, NO_STEP, 4, print) as profiler:
         assert [step for step in range(1, 10) if profiler.begins(step)] == [5]
-    with Profiler(read_profile("2:7", 9), tmp_path, None, 4, print, enabled=False) as profiler:  # type: ignore[arg-type]
+    with Profiler(read_profile("2:7", 9), tmp_path, NO_STEP, 4, print, enabled=False) as profiler:
         assert not any(map(profiler.begins, range(1, 10)))
 
 
