@@ -63,7 +63,7 @@ def test_attempts_that_save_nothing_come_to_an_end(tmp_path):
     assert [event["attempt"] for event in read_attempts(tmp_path / "attempts.jsonl")] == [1, 1, 2, 2, 3, 4, 4, 5, 6, 6]
 
 
-@pytest.mark.parametrize("reason", ["SIGTERM", "SIGTERM in another process", "finished"])
+@pytest.mark.parametrize("reason", ["SIGTERM", "SIGTERM in another process", "finished", "notice of a preemption"])
 def test_a_run_that_was_asked_to_stop_has_not_failed(tmp_path, reason):
     for _ in range(4):
         attempt(tmp_path, 10, reason=reason)

@@ -1,6 +1,7 @@
 """Notices of clouds, read from servers that answer as theirs do."""
 
 import socket
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,11 +64,18 @@ def serve() -> Iterator[Callable[[Answer], str]]:
 def test_google(
     serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch, entries: Mapping[str, str], notice: str | None
 ) -> None:
-    """Not through a proxy, which knows nothing of this machine."""
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     server = serve(lambda _, path, headers: entries.get(path) if headers["metadata-flavor"] == "Google" else None)
     monkeypatch.setattr(metadata, "GOOGLE", server)
     assert google_notice() == notice
+
+
+def test_no_proxy_is_used(serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy knows nothing of this machine."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    importlib.reload(metadata)  # which reads the environment
+    monkeypatch.setattr(metadata, "GOOGLE", serve(lambda *_: "TRUE"))
+    assert google_notice() == "notice of a preemption"
 
 
 @pytest.mark.parametrize(("action", "notice"), [(None, None), ('{"action": "stop"}', "notice of a spot interruption")])
