@@ -1,7 +1,7 @@
 """Notices of clouds, read from servers that answer as theirs do."""
 
-import socket
 import importlib
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
