@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 600
+TIMEOUT_S = 600  # seconds of a block of commands; chosen
 
 _BLOCK = re.compile(
     r"(?:^<!-- (?P<words>[^\n]*) -->\n)?^```(?P<language>python|sh)\n(?P<text>.*?)^```\n"
