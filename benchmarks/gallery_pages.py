@@ -24,6 +24,7 @@ the compiler's schedule, and the time by roofline uses operations and bytes.
 
 A cell shows the predicted step time. Below it is the model FLOPs utilization (MFU): the products of a step without
 recomputation, divided by the step time and the chips' peak. "does not fit" means that no plan fits the memory.
+Empty cells are not planned yet; `--missing` plans them.
 
     python benchmarks/gallery.py            # plans everything again and writes these pages
     python benchmarks/gallery.py llama3.1-8b --target v6e:16x16 --compile
