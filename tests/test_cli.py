@@ -70,7 +70,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["train", "--gpt.norm", "rms"], "error: --gpt.norm is 'rms'; it must be 'rmsnorm' or 'layernorm'"),
         (["plan", "gpt-tiny", "--traget=cpu:8"], "unknown option --traget: did you mean --target? `autoshard plan --h"),
         (
-            ["plan", "gpt-tiny", "--target", "v6e:2x4", "--compiler-options", "fastest", "--remat", "none"],
+            ["plan", "gpt-tiny", "--target", "v6e:2x4", "--verify", "0", "--compiler-options", "fastest"],
             "compiler_options: there is no option set 'fastest'; the sets of v6e are no-collective-matmul",
         ),
         (

@@ -99,7 +99,8 @@ class Fusion:
         narrow: value -> fraction of its bytes that is written, if it is written in a narrower dtype than its own, or as
             the end of a chain in a wider one.
         on_chip: values that are read only in the same run of their block and can stay in on-chip memory: value -> its
-            share of the bytes of all such values that are live with it, at their peak.
+            share of the bytes of all such values that are live with it, at their peak. Scalars are left out: they take
+            no time in any memory, and their shares would tell apart operators that are equal.
     """
 
     kernels: dict[int, Kernel]
@@ -192,6 +193,8 @@ class _Finder:
         change, lives = np.zeros(len(ops) + 1), {}
         for op in ops:
             for v in (set(op.results) & self.memory) - outputs:
+                if not getattr(self.program.avals[v], "shape", ()):
+                    continue
                 taken, first = users.get(v, ()), when[id(op)]
                 last = max([first, *(when[id(u)] for u in taken)])
                 if last - first <= ON_CHIP_OPS and not any(u.blocks for u in taken):
