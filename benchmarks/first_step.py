@@ -5,7 +5,7 @@
 Two programs start in turn, each in a new process without a compilation cache, on eight virtual CPU devices:
 
     autoshard train    the preset `quick`, until the line of its first step is in `metrics.jsonl`
-    by hand            `first_step_by_hand.py`: the same model and batch, `jax.jit`, shardings by hand
+    by hand            `first_step_by_hand.py`: the same step on batches of the same shapes, `jax.jit`, shardings by hand
 
 A round gives one ratio: the trainer's time over the time by hand plus the trainer's planning time, which it records in
 `attempts.jsonl`. Times are those of the clock, and the CPU seconds of the process up to that moment, which other work
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,11 @@ HERE = Path(__file__).resolve().parent
 ARGUMENTS = "--preset quick --steps 1000 --eval-every 0 --sample-tokens 0 --log-every 1 --plan fsdp:8"
 TIMEOUT_S = 600.0  # chosen
 POLL_S = 0.01
+
+
+def has_loss(printed: str) -> bool:
+    """Return whether a line is the loss of a step. Other lines, such as those of a traceback, may have the word, too."""
+    return re.search(r"^loss \d+\.\d+$", printed, re.MULTILINE) is not None
 
 
 def seconds_until(done: Callable[[], bool], command: list[str], folder: Path) -> tuple[float, float]:
@@ -63,7 +69,7 @@ def round_of(folder: Path, text: Path) -> tuple[tuple[float, float], tuple[float
     begin = json.loads((run / "attempts.jsonl").read_text().splitlines()[0])
     out.unlink()
     by_hand = [sys.executable, str(HERE / "first_step_by_hand.py"), str(text)]
-    theirs = seconds_until(lambda: out.exists() and "loss" in out.read_text(), by_hand, folder)
+    theirs = seconds_until(lambda: out.exists() and has_loss(out.read_text()), by_hand, folder)
     return ours, theirs, begin["seconds"]["plan"]
 
 

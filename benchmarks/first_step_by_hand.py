@@ -1,9 +1,11 @@
-"""A train step with shardings by hand, up to its first step; `first_step.py` runs it in a process of its own.
+"""The train step of the preset `quick` with shardings by hand; `first_step.py` runs it in a process of its own.
 
     python benchmarks/first_step_by_hand.py TEXT
 
-It does what people write without a planner: it reads bytes, shards every parameter over eight devices along its largest
-dimension, creates the state sharded, and runs a step under `jax.jit`. It prints the loss of the first step.
+The model, the optimizer and the step are the trainer's: with the metrics of a step, and with the check that keeps the
+state if the loss is not finite. The rest is what people write without a planner: read bytes, shard every parameter over
+eight devices along its largest dimension, create the state sharded, and run a step under `jax.jit`. It prints the loss
+of the first step.
 """
 
 import sys
@@ -12,20 +14,34 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from small_gpt import GPTConfig, gpt_step
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-BATCH = 64
-CONFIG = GPTConfig(layers=4, heads=4, width=128, context=128)  # the preset `quick`
+from autoshard.models import GPT, GPTConfig
+from autoshard.train.step.guard import GuardConfig
+from autoshard.train.step.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from autoshard.train.step.train_state import Program, make_program
+from autoshard.train.step.train_step import TrainStep, make_train_step
+
+# The settings of the preset; a test compares the steps.
+BATCH, STEPS, GUARD = 64, 1000, GuardConfig()
+CONFIG = GPTConfig(layers=4, heads=4, width=128, context=128)
+OPTIMIZER = OptimizerConfig(learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=25, beta2=0.99)
+
+
+def program_and_step() -> tuple[Program, TrainStep]:
+    """Make the model with its optimizer, and the train step."""
+    program = make_program(lambda rngs: GPT(CONFIG, rngs=rngs), make_optimizer(OPTIMIZER, STEPS), guard=GUARD)
+    return program, make_train_step(program, learning_rate_schedule(OPTIMIZER, STEPS))
 
 
 def main(text: Path) -> None:
     """Train one step."""
     data = np.frombuffer(text.read_bytes(), np.uint8).astype(np.int32)
     starts = np.random.default_rng(0).integers(0, len(data) - CONFIG.context - 1, BATCH)
-    batch = np.stack([data[start : start + CONFIG.context + 1] for start in starts])
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    step, create, shapes, _ = gpt_step(CONFIG, BATCH)
+    rows = np.stack([data[start : start + CONFIG.context + 1] for start in starts])
+    batch = {"inputs": rows[:, :-1], "targets": rows[:, 1:], "mask": np.ones((BATCH, CONFIG.context), np.float32)}
+    program, step = program_and_step()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
     def sharding(leaf: Any) -> NamedSharding:
         sizes = [size if size % mesh.size == 0 else 0 for size in leaf.shape]
@@ -34,12 +50,12 @@ def main(text: Path) -> None:
             spec[sizes.index(max(sizes))] = "data"
         return NamedSharding(mesh, PartitionSpec(*spec))
 
-    state_shardings = jax.tree.map(sharding, shapes)
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    state = jax.jit(create, out_shardings=state_shardings)(jax.random.key(0))
-    run = jax.jit(step, in_shardings=(state_shardings, rows), out_shardings=(state_shardings, None), donate_argnums=0)
-    _, loss = run(state, jax.device_put(batch, rows))
-    print(f"loss {float(loss):.3f}", flush=True)
+    of_state = jax.tree.map(sharding, program.abstract_state())
+    of_batch = NamedSharding(mesh, PartitionSpec("data"))
+    state = jax.jit(program.create_state, out_shardings=of_state)(jax.random.key(0))
+    run = jax.jit(step, in_shardings=(of_state, of_batch), out_shardings=(of_state, None), donate_argnums=0)
+    _, metrics = run(state, jax.device_put(batch, of_batch))
+    print(f"loss {float(metrics['loss']):.3f}", flush=True)
 
 
 if __name__ == "__main__":
