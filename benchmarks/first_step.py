@@ -5,7 +5,7 @@
 Two programs start in turn, each in a new process without a compilation cache, on eight virtual CPU devices:
 
     autoshard train    the preset `quick`, until the line of its first step is in `metrics.jsonl`
-    by hand            `first_step_by_hand.py`: the same step on batches of the same shapes, `jax.jit`, shardings by hand
+    by hand            `first_step_by_hand.py`: the same step and batch size, `jax.jit`, shardings by hand
 
 A round gives one ratio: the trainer's time over the time by hand plus the trainer's planning time, which it records in
 `attempts.jsonl`. Times are those of the clock, and the CPU seconds of the process up to that moment, which other work
@@ -35,7 +35,7 @@ POLL_S = 0.01
 
 
 def has_loss(printed: str) -> bool:
-    """Return whether a line is the loss of a step. Other lines, such as those of a traceback, may have the word, too."""
+    """Return whether a line is the loss of a step. Lines of a traceback may have the word, too."""
     return re.search(r"^loss \d+\.\d+$", printed, re.MULTILINE) is not None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import autoshard.ckpt
+import autoshard.models
 import autoshard.train
 from autoshard import Plan
 from autoshard.sharding.audit import Audit
@@ -40,14 +41,16 @@ def test_attributes_of_the_contract_exist(kind: type, root: Path) -> None:
     assert len(listed) > 8 and all(name in dir(kind) or name in kind.__dataclass_fields__ for name in listed), listed
 
 
-def test_the_stub_of_the_trainer_declares_its_names(root: Path) -> None:
-    stub = ast.parse((root / "autoshard/train/__init__.pyi").read_text())
+@pytest.mark.parametrize("package", [autoshard.models, autoshard.train], ids=lambda package: package.__name__)
+def test_a_stub_declares_the_names_that_are_imported_on_first_use(package, root: Path) -> None:
+    stub = ast.parse((root / f"{package.__name__.replace('.', '/')}/__init__.pyi").read_text())
     declared = {
         alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert sorted(declared) == sorted(autoshard.train.__all__)
+    listed = next(ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign))
+    assert sorted(declared) == sorted(package.__all__) == sorted(listed)
     for name, module in declared.items():
-        assert getattr(autoshard.train, name) is getattr(importlib.import_module(str(module)), name)
-    with pytest.raises(AttributeError, match="module 'autoshard.train' has no attribute 'no_such'"):
-        getattr(autoshard.train, "no_such")  # noqa: B009
-    assert dir(autoshard.train) == sorted(autoshard.train.__all__)
+        assert getattr(package, name) is getattr(importlib.import_module(str(module)), name)
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'no_such'"):
+        getattr(package, "no_such")  # noqa: B009
+    assert dir(package) == sorted(package.__all__)

@@ -99,7 +99,7 @@ class Checkpointer:
     def prepare(self, state: Any) -> None:
         """Compile, in the background, the programs that saves of such a state need, so that the first save is short.
 
-        Call it before the first train step; the state may be donated at once. An early save is written after it.
+        Call it before or after the first train step; the state may be donated at once. An early save waits for it.
 
         Raises:
             CheckpointError: a leaf cannot be saved.

@@ -1,55 +1,64 @@
-"""Models in Flax NNX, written for one device and without sharding annotations."""
+"""Models in Flax NNX, written for one device and without sharding annotations.
+
+Public names are imported on first use, so that a program that needs one model does not import the planner, which
+loads pretrained ones. `__init__.pyi` declares them for type checkers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 if __name__ != "autoshard.models":  # imported through the link at the root, which would load a second copy
     raise ImportError("'models' at the root is only a link: import autoshard.models instead")
 
+# Imported at once, because the function has the name of its module: importing the module later would hide it.
 from autoshard.models.attention import attention
-from autoshard.models.decoder import Decoder, DecoderConfig
-from autoshard.models.gpt import GPT, loss_fn, parameter_count, restack
-from autoshard.models.gpt_config import GPTConfig, flops_per_token
-from autoshard.models.llama import LLAMA
-from autoshard.models.loss import cross_entropy
-from autoshard.models.moe import MoE
-from autoshard.models.moe_config import MoEConfig
-from autoshard.models.pretrained import load_pretrained, plan_pretrained, save_pretrained
-from autoshard.models.remat.policies import REMAT_POLICIES
-from autoshard.models.sample import generate
-from autoshard.models.sizes import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, GPT3, MISTRAL, MIXTRAL, VIT
-from autoshard.models.vit import ViT, ViTConfig
-from autoshard.models.wide_resnet import WideResNet, WideResNetConfig
-from autoshard.models.workloads import WORKLOADS, Workload, workload
 
-__all__ = [
-    "ALPA_GPT",
-    "ALPA_MOE",
-    "ALPA_WIDE_RESNET",
-    "GPT",
-    "GPT3",
-    "LLAMA",
-    "MISTRAL",
-    "MIXTRAL",
-    "REMAT_POLICIES",
-    "VIT",
-    "WORKLOADS",
-    "Decoder",
-    "DecoderConfig",
-    "GPTConfig",
-    "MoE",
-    "MoEConfig",
-    "ViT",
-    "ViTConfig",
-    "WideResNet",
-    "WideResNetConfig",
-    "Workload",
-    "attention",
-    "cross_entropy",
-    "flops_per_token",
-    "generate",
-    "load_pretrained",
-    "loss_fn",
-    "parameter_count",
-    "plan_pretrained",
-    "restack",
-    "save_pretrained",
-    "workload",
-]
+_MODULES = {
+    "ALPA_GPT": "sizes",
+    "ALPA_MOE": "sizes",
+    "ALPA_WIDE_RESNET": "sizes",
+    "cross_entropy": "loss",
+    "Decoder": "decoder",
+    "DecoderConfig": "decoder",
+    "flops_per_token": "gpt_config",
+    "generate": "sample",
+    "GPT": "gpt",
+    "GPT3": "sizes",
+    "GPTConfig": "gpt_config",
+    "LLAMA": "llama",
+    "load_pretrained": "pretrained",
+    "loss_fn": "gpt",
+    "MISTRAL": "sizes",
+    "MIXTRAL": "sizes",
+    "MoE": "moe",
+    "MoEConfig": "moe_config",
+    "parameter_count": "gpt",
+    "plan_pretrained": "pretrained",
+    "REMAT_POLICIES": "remat.policies",
+    "restack": "gpt",
+    "save_pretrained": "pretrained",
+    "VIT": "sizes",
+    "ViT": "vit",
+    "ViTConfig": "vit",
+    "WideResNet": "wide_resnet",
+    "WideResNetConfig": "wide_resnet",
+    "Workload": "workloads",
+    "workload": "workloads",
+    "WORKLOADS": "workloads",
+}
+
+__all__ = ["attention", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'autoshard.models' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"autoshard.models.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

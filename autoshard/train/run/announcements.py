@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import jax
@@ -15,7 +16,6 @@ from autoshard.train.inference.text_generation import sample_text
 from autoshard.train.program.build import loss_item
 from autoshard.train.program.planned_step import PlacedStep
 from autoshard.train.run import distributed
-from autoshard.train.run.loss_plot import plot_loss
 from autoshard.train.run.metrics import Reporter, read_metrics
 from autoshard.train.step.train_state import Program, TrainState
 
@@ -88,7 +88,9 @@ def conclude(
             (run_dir / run_directory.SAMPLE).write_text(text)
     if distributed.is_main():
         lines = read_metrics(run_dir / run_directory.METRICS)
-        plot_loss(lines, run_dir / run_directory.PLOT, loss_item(config))
+        # Imported here, because importing Matplotlib takes a second, and no run needs it before its end.
+        loss_plot = importlib.import_module("autoshard.train.run.loss_plot")
+        loss_plot.plot_loss(lines, run_dir / run_directory.PLOT, loss_item(config))
     ended = f"{interrupted_by}: saved and stopped" if interrupted_by else "finished"
     more = f"; continue with --run-dir {run_dir} --resume" if interrupted_by else ""
     reporter.print(

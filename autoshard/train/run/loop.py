@@ -137,7 +137,6 @@ class Trainer:
             stack.enter_context(MaintenanceNotices(interrupts.notice, find_notices()))
             self._attempt.begin(self.run_dir, checkpoints.latest() or 0)
             state = self._first_state(checkpoints)
-            checkpoints.prepare(state)
             start = int(state.step)
             options = {"start": start, "enabled": distributed.is_main(), "per": loss_item(self.config)}
             options |= {"writers": self.config.metrics, "settings": to_dict(self.config)}
@@ -333,6 +332,8 @@ class Trainer:
                 reporter.advance(done)
                 if logs:
                     self._log(done, metrics, clock, reporter)
+                if compiles:  # not earlier, because it would take processor time from the first step's compilation
+                    saver.checkpoints.prepare(state)
                 evaluation = None
                 if evaluates:
                     with clock.paused():

@@ -153,7 +153,7 @@ def test_how_often_metrics_and_checkpoints_are_written(
 
 @pytest.mark.slow
 def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All saves are of the types for which the run prepared them before its first step."""
+    """All saves are of the types for which the run prepared them after its first step."""
     calls: list[tuple[str, Any]] = []
 
     def types(state: Any) -> Any:
