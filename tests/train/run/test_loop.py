@@ -151,10 +151,16 @@ def test_how_often_metrics_and_checkpoints_are_written(
     assert lines[-1]["goodput"] == pytest.approx(causes["seconds_steps"] / sum(causes.values()))
 
 
+def test_the_trainer_is_imported_without_matplotlib(run_python: Callable[..., Any]) -> None:
+    """Only the end of a run needs it."""
+    completed = run_python("import sys, autoshard.train.run.loop; assert 'matplotlib' not in sys.modules")
+    assert completed.returncode == 0, completed.stderr
+
+
 @pytest.mark.slow
 def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """All saves are of the types for which the run prepared them after its first step."""
-    calls: list[tuple[str, Any]] = []
+    calls: list[tuple[str, Any, int]] = []
 
     def types(state: Any) -> Any:
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state)
@@ -163,7 +169,8 @@ def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig, mon
         method = getattr(Checkpointer, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append((name, types(args[position])))
+            assert config.run_dir is not None
+            calls.append((name, types(args[position]), len(losses(config.run_dir))))
             return method(*args, **kwargs)
 
         monkeypatch.setattr(Checkpointer, name, call)
@@ -172,8 +179,8 @@ def test_a_checkpoint_is_written_after_some_minutes(make_config: MakeConfig, mon
     recorded("save", 2)
     config = make_config(steps=3, checkpoint_minutes=1e-9, keep_checkpoints=0)
     train(config)
-    assert [name for name, _ in calls] == ["prepare", "save", "save", "save"]
-    assert all(saved == calls[0][1] for _, saved in calls)
+    assert [(name, steps) for name, _, steps in calls] == [("prepare", 1), ("save", 1), ("save", 2), ("save", 3)]
+    assert all(saved == calls[0][1] for _, saved, _ in calls)
     assert config.run_dir is not None
     steps = sorted(path.name for path in (config.run_dir / "checkpoints").glob("step_*"))
     assert steps == ["step_00000001", "step_00000002", "step_00000003"]
