@@ -43,6 +43,10 @@ def test_every_public_name_is_on_a_page_of_the_reference():
     assert missing_entries(listed_names()) == []
 
 
+def test_the_module_of_a_name_that_is_imported_on_first_use_is_found():
+    assert public_names.defining_module("autoshard.models", "WORKLOADS") == "autoshard.models.workloads"
+
+
 def test_the_public_packages_are_those_of_the_contract():
     contract = (DOCS / "design.md").read_text().split("## 7. The public contract")[1].split("\n## ")[0]
     named = set(re.findall(r"^`(autoshard\.\w+)`", contract, re.MULTILINE))

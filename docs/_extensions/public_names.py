@@ -131,8 +131,10 @@ def add_inherited_attributes(app: Sphinx, what: str, name: str, cls: Any, option
 
 
 def defining_module(module: str, name: str) -> str:
-    """The module in which a name is assigned, found along the imports of packages."""
-    for node in ast.parse(Path(inspect.getfile(importlib.import_module(module))).read_text()).body:
+    """The module in which a name is assigned, found along the imports of packages; a stub has those on first use."""
+    source = Path(inspect.getfile(importlib.import_module(module)))
+    stub = source.with_suffix(".pyi")
+    for node in ast.parse((stub if stub.exists() else source).read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.module and name in [alias.name for alias in node.names]:
             return defining_module(node.module, name)
     return module
