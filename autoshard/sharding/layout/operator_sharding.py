@@ -254,8 +254,10 @@ def runs_on_shards(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) 
 
 def transposed_order(layout: Layout, op: Op) -> tuple[int, ...]:
     """The order of the dimensions of a result after the transpose that is its only use; without one, its own order."""
-    own = tuple(range(len(op.eqn.outvars[0].aval.shape)))
-    return own if len(op.results) > 1 else layout.roles.transposed_gradients.get(op.results[0], (0, own))[1]
+    transposed = layout.roles.transposed_gradients.get(op.results[0])
+    if transposed is None or len(op.results) > 1:
+        return tuple(range(len(op.eqn.outvars[0].aval.shape)))
+    return transposed[1]
 
 
 def order_of_scatter(layout: Layout, op: Op, strategy: OperatorStrategy, want: Spec) -> tuple[int, ...] | None:
