@@ -5,6 +5,7 @@ Cost, memory, lowering and reports all use this module, so that the prices are t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -249,6 +250,39 @@ def runs_on_shards(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) 
     if op.name in STAGE_OPERATORS:
         return bool(sharded_factors(strategy, mesh))
     return _has_known_fault(op, list(sharded_factors(strategy, mesh).values()), mesh)
+
+
+def transposed_order(layout: Layout, op: Op) -> tuple[int, ...]:
+    """The order of the dimensions of a result after the transpose that is its only use; without one, its own order."""
+    transposed = layout.roles.transposed_gradients.get(op.results[0])
+    if transposed is None or len(op.results) > 1:
+        return tuple(range(len(op.eqn.outvars[0].aval.shape)))
+    return transposed[1]
+
+
+def order_of_scatter(layout: Layout, op: Op, strategy: OperatorStrategy, want: Spec) -> tuple[int, ...] | None:
+    """The order of dimensions in which a product is reduce-scattered behind dimensions of size 1; None if in no order.
+
+    An example are the products of the stages of a pipeline, `[stages, batch, embed]`: a device has one stage. XLA:TPU
+    reduce-scatters along the first dimension only, so such dimensions are dropped for the collective (`run_on_shards`).
+    The order is that of the result, or that after its transpose.
+    """
+    sums = [move for move in strategy.moves if move.array < 0]
+    if op.name != "dot_general" or all(move.kind != "reduce-scatter" for move in sums):
+        return None
+    assert op.rule is not None
+    computed, shape = strategy.spec(op.rule.results[0]), op.eqn.outvars[0].aval.shape
+    ones = [n == shard_count((axes,), layout.mesh) for n, axes in zip(shape, want, strict=True)]
+    scattered = [d for d, (before, after) in enumerate(zip(computed, want, strict=True)) if before != after]
+    added = want[scattered[0]][len(computed[scattered[0]]) :]
+    partial = {axis for move in sums for axis in move.axes}
+    if len(scattered) > 1 or (*computed[scattered[0]], *added) != want[scattered[0]] or not partial >= {*added}:
+        return None
+    for order in ((*range(len(shape)),), transposed_order(layout, op)):
+        front = [*itertools.takewhile(lambda d: d != scattered[0], order)]
+        if front and all(ones[d] for d in front):
+            return order
+    return None
 
 
 def _has_known_fault(op: Op, sharded: Sequence[str], mesh: Mapping[str, int]) -> bool:

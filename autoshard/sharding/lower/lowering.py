@@ -24,9 +24,9 @@ from autoshard.sharding.layout.operator_sharding import (
     can_constrain_at_once,
     extends_computed_spec,
     operand_spec,
+    order_of_scatter,
     result_spec,
     runs_on_shards,
-    sharded_factors,
     strategy_in_layout,
 )
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
@@ -36,14 +36,13 @@ from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.lower.layer_exchange import exchanged_layers
-from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, scope
+from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
 from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
-from autoshard.spmdrules.custom_ops.sharded_execution import body_of, run_on_shards
 from autoshard.spmdrules.ir.program import IMPLEMENTATION, Block, Op
 
 # Calls that take the constants of their jaxpr as first operands, and the parameter with the number of constants.
@@ -234,8 +233,7 @@ class Lowering:
             stored = [operand_spec(self.layout, v) if v >= 0 else () for v in op.operands]
             return run_declared(op, chosen, self.mesh, stored, wants, args, self.constrain)
         if runs_on_shards(op, chosen, self.layout.mesh):
-            factors, avals = sharded_factors(chosen, self.layout.mesh), [v.aval for v in op.eqn.outvars]
-            return run_on_shards(rule, body_of(op.eqn, rule), avals, self.mesh, factors, wants, *args)
+            return on_shards(self.layout, self.mesh, op, chosen, wants, args)
         if (layers := exchanged_layers(self.layout, op, chosen, args, wants, self.constrain)) is not None:
             return layers
         if not constrained(op):
@@ -250,6 +248,8 @@ class Lowering:
                         args[i] = self.resharded(x, chosen.spec(d), v)
         if self.modules is not None and marks.reduces:
             return self.modules.reduced(op, chosen, wants, args, marks.alone)
+        if (order := order_of_scatter(self.layout, op, chosen, wants[0])) is not None:
+            return on_shards(self.layout, self.mesh, op, chosen, wants, args, order)
         if self.modules is not None and marks.ring is not None:
             return [self.constrain(self.modules.in_parts(op, marks.ring, chosen, wants[0], args), wants[0])]
         if is_matmul(op) and wants[0] != (computed := chosen.spec(rule.results[0])):

@@ -8,7 +8,7 @@ Unlike a barrier, a group is an attribute of the instruction, and no option remo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_sharding import operand_spec, sharded_factors
+from autoshard.sharding.layout.operator_sharding import operand_spec, sharded_factors, transposed_order
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
 from autoshard.sharding.lower.constants import FIRST_SCHEDULING_GROUP
 from autoshard.sharding.lower.ring_products import ring_product
@@ -73,27 +73,13 @@ class ModuleCollectives:
     def reduced(
         self, op: Op, chosen: OperatorStrategy, wants: Sequence[Spec], args: Sequence[Any], is_alone: bool
     ) -> list[Any]:
-        """Return the results of an operator on shards; explicit collectives reduce them.
+        """Return the results of an operator on shards; explicit collectives reduce them, which may have to run alone.
 
         A result that is only transposed is reduced in its transposed form. Otherwise XLA would transpose it before the
         collective, which then loses its attributes.
         """
-        rule = op.rule
-        assert rule is not None
-        factors, body = sharded_factors(chosen, self.layout.mesh), body_of(op.eqn, rule)
-        avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in op.eqn.outvars]
-        _, permutation = self.layout.roles.transposed_gradients.get(op.results[0], (0, ()))
-        if not permutation or len(wants) > 1:
-            return run_on_shards(
-                rule, body, avals, self.mesh, factors, wants, *args, reducing=lambda: self.alone(is_alone)
-            )
-        transposed = replace(rule, results=(tuple(rule.results[0][d] for d in permutation),))
-        shape = jax.ShapeDtypeStruct(tuple(avals[0].shape[d] for d in permutation), avals[0].dtype)
-        (result,) = run_on_shards(
-            transposed, lambda shard, *shards: [lax.transpose(body(shard, *shards)[0], permutation)], [shape],
-            self.mesh, factors, [tuple(wants[0][d] for d in permutation)], *args, reducing=lambda: self.alone(is_alone),
-        )  # fmt: skip
-        return [lax.transpose(result, [permutation.index(d) for d in range(len(permutation))])]
+        order = transposed_order(self.layout, op)
+        return on_shards(self.layout, self.mesh, op, chosen, wants, args, order, lambda: self.alone(is_alone))
 
     def in_parts(self, op: Op, ring: Ring, chosen: OperatorStrategy, want: Spec, args: Sequence[Any]) -> Any:
         """Return the result of a product in parts."""
@@ -104,6 +90,42 @@ class ModuleCollectives:
             specs[ring.array] = operand_spec(self.layout, op.operands[ring.array])
         result = want if ring.array < 0 else chosen.spec(rule.results[0])
         return ring_product(op, ring, self.mesh, args, specs, result)
+
+
+def on_shards(
+    layout: Layout,
+    mesh: Any,
+    op: Op,
+    chosen: OperatorStrategy,
+    wants: Sequence[Spec],
+    args: Sequence[Any],
+    order: tuple[int, ...] | None = None,
+    reducing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> list[Any]:
+    """Return the results of an operator on shards; explicit collectives reduce them.
+
+    Args:
+        layout: the layout.
+        mesh: the mesh of devices.
+        op: the operator.
+        chosen: its strategy.
+        wants: the wanted shardings of its results.
+        args: its operands.
+        order: the order of dimensions in which its only result is reduced; None keeps that of the result.
+        reducing: makes the context of the collectives.
+    """
+    rule = op.rule
+    assert rule is not None
+    factors, body, avals = sharded_factors(chosen, layout.mesh), body_of(op.eqn, rule), [v.aval for v in op.eqn.outvars]
+    if order is None or list(order) == sorted(order):
+        return run_on_shards(rule, body, avals, mesh, factors, wants, *args, reducing=reducing)
+    transposed = replace(rule, results=(tuple(rule.results[0][d] for d in order),))
+    shape = jax.ShapeDtypeStruct(tuple(avals[0].shape[d] for d in order), avals[0].dtype)
+    (result,) = run_on_shards(
+        transposed, lambda shard, *shards: [lax.transpose(body(shard, *shards)[0], order)], [shape],
+        mesh, factors, [tuple(wants[0][d] for d in order)], *args, reducing=reducing,
+    )  # fmt: skip
+    return [lax.transpose(result, [order.index(d) for d in range(len(order))])]
 
 
 def scope(modules: ModuleCollectives | None, op: Op, array: int) -> contextlib.AbstractContextManager[Any]:

@@ -128,7 +128,19 @@ class GroupedRows:
             return made
         other = self._planned(grouped, most_us=min(self._most_us, time) if fits else math.inf)
         if other.plan.fits < fits or other.plan.estimate.step_time_us >= time:
-            return made
+            return _with_candidates_of(other, made)
         if other.plan.fits:
             self._replicas = grouped.replicas
-        return other
+        return _with_candidates_of(made, other)
+
+
+def _with_candidates_of(other: Any, best: Any) -> Any:
+    """Return `best` with the candidates of both searches: each strategy at its lower time, and the chosen one as it is.
+
+    A search with groups prices every strategy with these groups, also those that are slower with them.
+    """
+    found = {name: (name, time, size) for name, time, size in other.plan.candidates}
+    for name, time, size in best.plan.candidates:
+        if name == best.plan.chosen or name not in found or time <= found[name][1]:
+            found[name] = name, time, size
+    return best.where(candidates=tuple(sorted(found.values(), key=lambda each: each[1])))

@@ -96,6 +96,8 @@ def plan_with_pipelines(
     if best is not first and best.plan.schedule == DEFAULT:
         for schedule in SEARCHED:
             compare(best.plan.stages, schedule, best.plan.microbatches)
+        if best.plan.schedule != DEFAULT and microbatches == 1:  # its search was bounded by the plan without a pipeline
+            compare(best.plan.stages, DEFAULT, best.plan.microbatches)
     if not tried:
         return best
     text = f"compared {first.plan.chosen} ({_figures(first)}) with pipelines: {'; '.join(tried)}"

@@ -119,28 +119,45 @@ def _spec_after_reduction(place: Placement, requested: Spec | None, aval: Any, m
 
     A partial sum over an axis is reduce-scattered where the requested spec has that axis next in a dimension.
     """
+    sums = {axis for axis, op in place.partial if op == "sum"}
     spec = [list(dim) for dim in place.spec]
-    for axis, op in place.partial:
-        for d, goal in enumerate(requested or ()):
-            here = (*spec[d], axis)
-            local = aval.shape[d] // math.prod(mesh[a] for a in spec[d])
-            if op == "sum" and goal[: len(here)] == here and local % mesh[axis] == 0:
-                spec[d].append(axis)
+    for d, goal in enumerate(requested or ()):
+        local = aval.shape[d] // math.prod(mesh[a] for a in spec[d])
+        for axis in goal[len(spec[d]) :] if list(goal[: len(spec[d])]) == spec[d] else ():
+            if axis not in sums or local % mesh[axis]:
+                break
+            spec[d].append(axis)
+            local //= mesh[axis]
     return tuple(map(tuple, spec))
 
 
 def _reduce_partials(x: Any, place: Placement, final_spec: Spec) -> Any:
-    """Reduces a shard's partials, and marks a result as replicated over the axes along which it does not vary."""
+    """Reduces a shard's partials, and marks a result as replicated over the axes along which it does not vary.
+
+    Scatters come first, because they leave fewer bytes to reduce over other axes.
+    """
+    partial = dict(place.partial)
+    for d, axes in enumerate(final_spec):
+        if scattered := tuple(a for a in axes if a in partial):
+            x = _scatter_sum(x, scattered, d)
     for axis, op in place.partial:
-        scattered = next((d for d, dim in enumerate(final_spec) if axis in dim), None)
-        if scattered is not None:
-            x = lax.psum_scatter(x, axis, scatter_dimension=scattered, tiled=True)
-        else:
+        if axis not in axes_of(final_spec):
             x = _reduce(x, axis, op)
     for axis in sorted(_compat.varying_axes(x) - set(axes_of(final_spec))):
         first = jnp.where(lax.axis_index(axis) == 0, x, jnp.zeros_like(x))
         x = _reduce(first, axis, "or" if x.dtype == jnp.bool_ else "sum")
     return x
+
+
+def _scatter_sum(x: Any, axes: tuple[str, ...], dim: int) -> Any:
+    """Reduce-scatters a shard's partial sums along a dimension.
+
+    Dimensions of size 1 in front of it are dropped meanwhile. XLA:TPU scatters along the first dimension only. Behind
+    another one, even of size 1, it reduces the whole array, or copies it before and after.
+    """
+    front = range(dim) if math.prod(x.shape[:dim]) == 1 else ()
+    scattered = lax.psum_scatter(lax.squeeze(x, front), axes, scatter_dimension=dim - len(front), tiled=True)
+    return lax.expand_dims(scattered, front)
 
 
 def _reduce(x: Any, axis: str, op: str) -> Any:

@@ -1,6 +1,7 @@
 """Operators that plans run on shards by their rules have the values of one device, under every placement."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from autoshard import auto_shard
+from autoshard.spmdrules.core.rule import Rule
+from autoshard.spmdrules.custom_ops.sharded_execution import run_on_shards
 
 MESH = {"x": 2, "y": 4}
 PLACES = [P("x"), P("y"), P(("x", "y"))]
@@ -24,6 +27,17 @@ def check(fn, *args, **options):
         np.testing.assert_allclose(
             np.asarray(actual, np.float64), np.asarray(expected, np.float64), rtol=1e-5, atol=1e-5
         )
+
+
+def scatters(jaxpr, found):
+    """The shape, the dimension and the mesh axes of each reduce-scatter."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "reduce_scatter":
+            params = eqn.params
+            found.append((eqn.invars[0].aval.shape, params["scatter_dimension"], params["axis_name"]))
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            scatters(inner, found)
+    return found
 
 
 def grouped(x, kernel, groups=2, stride=2):
@@ -136,3 +150,26 @@ def test_a_sharded_cache_is_written_and_read_without_a_gather():
     text = plan.jit().lower(cache, new, positions).compile().as_text() or ""
     assert "all-reduce" in text
     assert not [whole for whole in ("f32[4,32,16]", "f32[2,32,16]", "f32[4,8,16]") if whole in text]  # of the cache
+
+
+@pytest.mark.parametrize(
+    ("stages", "want", "expected"),
+    [
+        (2, (("pp",), ("x", "y"), ()), ((16, 8), 0, ("x", "y"))),  # one stage on each device: its dimension is dropped
+        (4, (("pp",), ("x", "y"), ()), ((2, 16, 8), 1, ("x", "y"))),
+        (2, (("pp",), ("y",), ("x",)), ((16, 8), 0, ("y",))),
+        (2, (("pp",), ("y", "x"), ()), ((16, 8), 0, ("y", "x"))),
+    ],
+)
+def test_a_sum_is_scattered_over_all_its_axes_at_once_behind_no_dimension_of_size_1(mesh_of, stages, want, expected):
+    rows, weights = normal(stages, 16, 32), normal(stages, 32, 8, seed=1)
+    result = jax.ShapeDtypeStruct((stages, 16, 8), jnp.float32)
+    rule = Rule.parse("s r h, s h e -> s r e; reduce h", rows, weights)
+    factors = {"pp": "s", "x": "h", "y": "h"}
+
+    def product(rows, weights):
+        body = lambda _, rows, weights: [rows @ weights]  # noqa: E731
+        return run_on_shards(rule, body, [result], mesh_of(pp=2, x=2, y=2), factors, [want], rows, weights)[0]
+
+    assert scatters(jax.make_jaxpr(product)(rows, weights).jaxpr, [])[0] == expected
+    np.testing.assert_allclose(jax.jit(product)(rows, weights), rows @ weights, rtol=1e-5, atol=1e-5)

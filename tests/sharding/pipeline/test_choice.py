@@ -44,7 +44,7 @@ def chosen(plain, steps, microbatches=1):
         tried.append((stages, schedule, number))
         if stages == 8:
             raise PlanError("auto_shard(step): too few layers")
-        time = steps.get((stages, schedule), 2000.0)
+        time = steps.get((stages, schedule, number), steps.get((stages, schedule), 2000.0))
         return Made(f"pp:{stages}", time, 300.0, stages=stages, schedule=schedule)
 
     return plan_with_pipelines([2, 4, 8], microbatches, lambda: plain, staged).plan, tried
@@ -55,6 +55,15 @@ def test_the_fastest_pipeline_is_chosen_with_its_schedule():
     assert (found.chosen, found.schedule) == ("pp:4", "zb")
     assert tried[:3] == [(2, "1f1b", 1), (4, "1f1b", 1), (8, "1f1b", 1)] and (4, "zb", 8) in tried
     assert "too few layers" not in found.notes[-1], "the user asked for no pipeline"
+
+
+def test_the_default_schedule_is_searched_again_without_a_bound():
+    """The plan without a pipeline bounds its first search, which may leave out what local search would improve."""
+    steps = {(4, "1f1b"): 700.0, (4, "zb"): 500.0, (4, "1f1b", 8): 450.0}
+    assert chosen(Made("dp:8", 1000.0, 300.0), steps)[0].schedule == "1f1b"
+    steps = {(4, "1f1b"): 500.0, (4, "1f1b", 8): 450.0}
+    found, tried = chosen(Made("dp:8", 1000.0, 300.0), steps)
+    assert found.estimate.step_time_us == 500.0 and (4, "1f1b", 8) not in tried, "no other schedule is faster"
 
 
 def test_pipelines_are_told_which_step_time_is_of_no_use():

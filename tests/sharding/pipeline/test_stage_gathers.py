@@ -53,7 +53,7 @@ def test_the_compiled_step_gathers_in_or_before_the_loop(gather):
         assert sum(n for kind, n in straight if kind != "all-gather") == 2 * 4 * layer + 4  # gradients, and the loss
     else:
         assert not of_weights
-        assert {("all-gather", layer), ("all-reduce", 2 * layer)} <= {*looped}
+        assert {("all-gather", layer), ("reduce-scatter", layer)} <= {*looped}, "scattered behind the stages"
 
 
 @pytest.mark.filterwarnings("ignore:.*devices")

@@ -32,8 +32,22 @@ def test_a_search_finds_the_pipeline_that_is_fast_with_groups_only():
     assert searched.estimate.step_time_us <= requested.estimate.step_time_us
 
 
+class Made:
+    """A bound plan of a search: the fastest of its candidates."""
+
+    def __init__(self, groups, *candidates):
+        chosen, time, _ = candidates[0]
+        estimate = SimpleNamespace(step_time_us=time)
+        self.plan = SimpleNamespace(estimate=estimate, fits=True, chosen=chosen, candidates=candidates)
+        self.groups = groups
+
+    def where(self, candidates):
+        self.plan.candidates = candidates
+        return self
+
+
 def searches(groups, most_us=1e9, error=0.0, grouped_us=500.0):
-    """Return the searches of two numbers of microbatches, 4 and 8, as (microbatches, groups), and their times."""
+    """Return the searches of two numbers of microbatches, 4 and 8, as (microbatches, groups), and their plans."""
     done: list[tuple[int, int]] = []
     whole: Any = None
 
@@ -42,18 +56,30 @@ def searches(groups, most_us=1e9, error=0.0, grouped_us=500.0):
 
     def planned(step, most_us):
         done.append((step.microbatches, step.replicas))
-        time = 1000.0 if step.replicas == 1 else grouped_us
-        made = SimpleNamespace(estimate=SimpleNamespace(step_time_us=time), fits=True)
-        return SimpleNamespace(plan=made, groups=groups if step.replicas == 1 else None)
+        if step.replicas > 1:
+            return Made(None, ("dp:4", grouped_us, 9.0), ("tp:4", 1700.0, 2.0))
+        return Made(groups, ("fsdp:4", 1000.0, 1.0), ("tp:4", 1500.0, 3.0), ("dp:4", 1600.0, 9.0))
 
     rows = GroupedRows(whole, cut, planned, most_us, error)
-    times = [rows.planned(rows.cut(whole, count)).plan.estimate.step_time_us for count in (4, 8)]
-    return done, times
+    return done, [rows.planned(rows.cut(whole, count)).plan for count in (4, 8)]
+
+
+def times(plans):
+    return [each.estimate.step_time_us for each in plans]
+
+
+@pytest.mark.parametrize(("grouped_us", "fastest"), [(500.0, "dp:4"), (1100.0, "fsdp:4")])
+def test_candidates_have_their_times_without_groups_or_with_them(grouped_us, fastest):
+    (first, _) = searches(Groups(2, 600.0), grouped_us=grouped_us)[1]
+    assert {name: time for name, time, _ in first.candidates} == {"fsdp:4": 1000.0, "dp:4": grouped_us, "tp:4": 1500.0}
+    assert first.candidates[0][0] == first.chosen == fastest
 
 
 def test_groups_that_were_faster_are_kept_for_more_microbatches():
-    assert searches(Groups(2, 600.0)) == ([(4, 1), (4, 2), (8, 2)], [500.0, 500.0])
-    assert searches(Groups(2, 600.0), grouped_us=1100.0) == ([(4, 1), (4, 2), (8, 1), (8, 2)], [1000.0, 1000.0])
+    done, plans = searches(Groups(2, 600.0))
+    assert (done, times(plans)) == ([(4, 1), (4, 2), (8, 2)], [500.0, 500.0])
+    done, plans = searches(Groups(2, 600.0), grouped_us=1100.0)
+    assert (done, times(plans)) == ([(4, 1), (4, 2), (8, 1), (8, 2)], [1000.0, 1000.0])
 
 
 @pytest.mark.parametrize(
