@@ -111,7 +111,7 @@ def block_product_rule(spec: str, codes: jax.Array, scale: jax.Array, inputs: in
 
     >>> codes, scale = jnp.zeros((32, 128, 8, 64)), jnp.zeros((32, 4, 1))
     >>> block_product_rule("bse,ehd->bshd", codes, scale, 1)
-    'b s (e0 e1), e0 e1 (h0 h1) d1, e0 h0 1 -> b s (h0 h1) d1; reduce e0 e1; linear 0; linear 2'
+    'b s (e0 e1), e0 e1 (h0 h1) d1, e0 h0 1 -> b s (h0 h1) d1; reduce e0; whole e1 h1; linear 0; linear 2'
     """
     operands, result = spec.split("->")
     of_x, of_weight = operands.split(",")
@@ -138,6 +138,10 @@ def block_product_rule(spec: str, codes: jax.Array, scale: jax.Array, inputs: in
         [*of_codes, *map(dimension, outer)],
         (blocks(name, counts[name]) for name in of_weight),
     )
-    reduced = " ".join(part for name in inner for part in factors[name])
+    # The elements of one of several blocks stay together. A plan shards the blocks.
+    whole = " ".join(parts[1] for parts in factors.values() if len(parts) > 1)
+    reduced = " ".join(part for name in inner for part in factors[name] if part not in whole.split())
     text = f"{', '.join(map(' '.join, texts))} -> {' '.join(map(dimension, result))}"
-    return f"{text}{f'; reduce {reduced}' if reduced else ''}; linear 0; linear 2"
+    text += f"; reduce {reduced}" if reduced else ""
+    text += f"; whole {whole}" if whole else ""
+    return f"{text}; linear 0; linear 2"

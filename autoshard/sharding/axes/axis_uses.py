@@ -172,7 +172,8 @@ class _UseCollector:
         }
         results, own = ({f for dim in each for f in dim} for each in (rule.results[0], dims))
         summed = {f.name for f in rule.factors if f.kind == "reduce"} - results
-        contracted, produced = own & summed & activations, own & results - activations
+        whole = {f.name for f in rule.factors if f.kind == "whole"}  # such as the elements of a block
+        contracted, produced = own & summed & activations, own & results - activations - whole
         if not contracted or not produced:
             return
         for uses, names in ((self.uses.contracted, contracted), (self.uses.produced, produced)):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard import check_rule, plan
+from autoshard import check_rule
 from autoshard.models.block_scales import block_product, decoded, joined_inputs, scaled_product, split_inputs
 
 # spec, shape of x, shape of the weight, number of blocks in each dimension, dimensions of inputs and outputs
@@ -65,15 +65,3 @@ def test_with_many_rows_the_weight_is_decoded():
     text = str(jax.make_jaxpr(functools.partial(scaled_product, "bse,ehd->bshd", inputs=1))(
         x, split_inputs(codes, scale, 1, 2), scale))  # fmt: skip
     assert "scaled_product" not in text
-
-
-def test_tensor_parallelism_shards_the_blocks_that_one_product_makes_and_the_next_one_sums():
-    def step(up, up_scale, down, down_scale, x):
-        hidden = jax.nn.silu(scaled_product("bse,ef->bsf", x, up, up_scale, 1))
-        return scaled_product("bsf,fe->bse", hidden, down, down_scale, 1)
-
-    shapes = [((4, 8, 64), "float8_e4m3fn"), ((4, 8), "float32"), ((8, 8, 32), "float8_e4m3fn"), ((8, 4), "float32")]
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (*shapes, ((8, 1, 32), "float32"))]
-    found = [each.spec for each in plan(step, *arrays, target="v5e:2x2", plan="tp:4").in_shardings()]
-    axis = found[0][2]
-    assert axis and [tuple(spec) for spec in found[:4]] == [(None, None, axis), (None, axis), (axis,), (axis,)]
