@@ -98,7 +98,8 @@ def initial_magnitudes(weight: jax.Array, source: Source) -> jax.Array:
 def quantize_weight(weight: jax.Array, source: Source, lora: LoraConfig) -> QuantizedWeight:
     """Return a weight in the format of the settings."""
     inputs = len(source.layout.groups[1])
-    return QuantizedWeight(*quantized(weight, lora.quantize, source.leading, inputs), lora.quantize, inputs)
+    both = quantized(weight, lora.quantize, source.leading, inputs)
+    return QuantizedWeight(*both, lora.quantize, inputs, weight.ndim - source.leading - inputs)
 
 
 def adapt(

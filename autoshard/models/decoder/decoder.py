@@ -24,6 +24,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Load
 from autoshard.models.decoder.layer_inputs import LayerInputs
 from autoshard.models.decoder.layers import Norm, normal
+from autoshard.models.decoder.quantized_weight import split_codes
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.decoder.stacks import chunks_of, make_segments, make_sides, run_segments, segment_inputs
 from autoshard.models.loss import sum_and_count, token_losses
@@ -211,7 +212,7 @@ class Decoder(nnx.Module):
         after = []
         for segment, layers, kept in zip(segments_of(self.cfg.kinds), self.segments, cache.kept, strict=True):
             x, new = extend_layers(
-                layers,
+                split_codes(layers),
                 x,
                 (segment_inputs(segment, inputs), kept),
                 lambda group, x, own, sides=sides: group.extend(x, own[0], sides, own[1], rows),

@@ -21,6 +21,7 @@ from autoshard.models import dropless
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.layers import MLP, normal, zeros
+from autoshard.models.decoder.quantized_weight import QuantizedWeight
 
 
 @shown
@@ -146,7 +147,13 @@ class Experts(nnx.Module):
         return y if self.shared is None else y + self.shared(x), logits, chosen
 
     def _apply(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
-        gate, up, down = (w[...].astype(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
+        matrices = (self.w_gate, self.w_up, self.w_down)
+        coded = [one.scaled_codes() for one in matrices if isinstance(one, QuantizedWeight)]
+        coded = [one for one in coded if one is not None]
+        plain = self.b_gate is None and self.own.limit is None
+        if plain and len(coded) == 3 and dropless.same_blocks(*coded):
+            return dropless.experts_in_codes(x, gates, chosen, *coded)
+        gate, up, down = (w[...].astype(x.dtype) for w in matrices)
         if self.b_gate is None or self.b_up is None or self.b_down is None or self.own.limit is None:
             return dropless.experts(x, gates, chosen, up, down, gate)
         biases = (self.b_gate[...].astype(x.dtype), self.b_up[...].astype(x.dtype), self.b_down[...].astype(x.dtype))

@@ -7,7 +7,8 @@ each block of 64 inputs of an output. Two of its codes share a byte: this is so 
 `fp8` has a scale for each block of inputs and outputs, as published folders have (arXiv:2412.19437, section 3.3).
 
 A product computes the weight in the dtype of x, and its gradient computes it again: a saved copy would take the memory
-that quantization saves. There is no gradient of the weight.
+that quantization saves. There is no gradient of the weight. With few tokens, a product with `fp8` does not compute the
+weight: see `block_scales/product.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.errors import AutoshardError, ConfigError
+from autoshard.models.block_scales import ScaledCodes, decoded, joined_inputs, scaled_product, split_inputs
 
 WeightFormat = Literal["none", "int8", "nf4"]
 BLOCK = 64  # inputs that share a scale of nf4 (arXiv:2305.14314, section 3)
@@ -45,19 +47,27 @@ class QuantizedWeight(nnx.Module):
         scale: the scales.
         form: `int8`, `nf4` or `fp8`.
         inputs: number of dimensions of the inputs.
+        outputs: number of dimensions of the outputs.
     """
 
-    def __init__(self, codes: jax.Array, scale: jax.Array, form: str, inputs: int):
+    def __init__(self, codes: jax.Array, scale: jax.Array, form: str, inputs: int, outputs: int):
         self.codes, self.scale = nnx.Param(codes), nnx.Param(scale)
-        self.form, self.inputs = form, inputs
+        self.form, self.inputs, self.outputs = form, inputs, outputs
 
     def __getitem__(self, index: EllipsisType) -> jax.Array:
         """Return the weight of one layer, in float32."""
-        return dequantized(self.codes[...], self.scale[...], self.form, self.inputs)
+        return _values(self.codes[...], self.scale[...], self.form, self.inputs, self.outputs)
+
+    def scaled_codes(self) -> ScaledCodes | None:
+        """Return the weight of one layer as `ScaledCodes`; None if it is none."""
+        codes, scale = self.codes[...], self.scale[...]
+        if self.form != "fp8" or (self.inputs, self.outputs, scale.ndim) != (1, 1, 3):
+            return None
+        return ScaledCodes(split_inputs(codes, scale, 1, 1), scale)
 
     def project(self, spec: str, x: jax.Array) -> jax.Array:
         """Compute `einsum(spec, x, weight)` in x's dtype. In `spec` the weight's input dimensions come first."""
-        return _product((spec, self.form, self.inputs), x, self.codes[...], self.scale[...])
+        return _product((spec, self.form, self.inputs, self.outputs), x, self.codes[...], self.scale[...])
 
 
 def quantized(weight: jax.Array, form: str, stacked: int, inputs: int) -> tuple[jax.Array, jax.Array]:
@@ -109,7 +119,7 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
     if form == "int8":
         return codes.astype(jnp.float32) * scale.reshape((1,) * inputs + scale.shape)
     if form == "fp8":
-        return _scaled_blocks(codes, scale)
+        return decoded(codes, scale)
     both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     values = jnp.asarray(NF4, jnp.float32).at[both].get(mode="promise_in_bounds")
     last, shape = inputs - 1, values.shape
@@ -117,39 +127,49 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
     return (blocks * jnp.expand_dims(scale, inputs)).reshape(shape)
 
 
-def _scaled_blocks(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return codes times the scales of their blocks. The size of each dimension is a multiple of its number of blocks.
+def split_codes(layers: nnx.Module) -> nnx.Module:
+    """Return layers whose fp8 codes have inputs that are split into blocks, as products with few tokens read them.
 
-    Scales are repeated along the last dimension, because on TPUs a reshape that splits the last dimension of the codes
-    is a copy.
+    It is called on stacked layers before their scan: see `block_scales/blocks.py`.
     """
-    scale = jnp.repeat(scale, codes.shape[-1] // scale.shape[-1], axis=-1) if scale.shape[-1] > 1 else scale
-    elements: list[int] = []
-    blocks: list[int] = []
-    for size, count in zip(codes.shape, scale.shape, strict=True):
-        whole = count in (1, size)
-        elements += [size] if whole else [count, size // count]
-        blocks += [count] if whole else [count, 1]
-    return (codes.astype(jnp.float32).reshape(elements) * scale.reshape(blocks)).reshape(codes.shape)
+    graph, params = nnx.split(layers)
+    flat = dict(nnx.to_flat_state(params))
+    for path, one in nnx.iter_graph(layers):
+        if isinstance(one, QuantizedWeight) and one.form == "fp8":
+            codes = split_inputs(one.codes[...], one.scale[...], one.inputs, one.outputs)
+            flat[*path, "codes"] = flat[*path, "codes"].replace(codes)
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+_Static = tuple[str, str, int, int]  # spec, form, inputs, outputs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(static: tuple[str, str, int], x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
-    spec, form, inputs = static
-    return jnp.einsum(spec, x, dequantized(codes, scale, form, inputs).astype(x.dtype))
+def _product(static: _Static, x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
+    spec, form, inputs, outputs = static
+    if form == "fp8":
+        return scaled_product(spec, x, split_inputs(codes, scale, inputs, outputs), scale, inputs)
+    return jnp.einsum(spec, x, _values(codes, scale, form, inputs, outputs).astype(x.dtype))
 
 
-def _forward(static: Any, x: jax.Array, codes: jax.Array, scale: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(static: _Static, x: jax.Array, codes: jax.Array, scale: jax.Array) -> tuple[jax.Array, Any]:
     return _product(static, x, codes, scale), (codes, scale)
 
 
-def _backward(static: tuple[str, str, int], saved: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
-    spec, form, inputs = static
-    operands, outputs = spec.split("->")
+def _backward(static: _Static, saved: Any, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    spec, form, inputs, outputs = static
+    operands, of_result = spec.split("->")
     x_dims, weight = operands.split(",")
     codes, scale = saved
-    dense = dequantized(codes, scale, form, inputs).astype(gradient.dtype)
-    return jnp.einsum(f"{outputs},{weight}->{x_dims}", gradient, dense), None, None
+    dense = _values(codes, scale, form, inputs, outputs).astype(gradient.dtype)
+    return jnp.einsum(f"{of_result},{weight}->{x_dims}", gradient, dense), None, None
 
 
 _product.defvjp(_forward, _backward)
+
+
+def _values(codes: jax.Array, scale: jax.Array, form: str, inputs: int, outputs: int) -> jax.Array:
+    """Return the weight of one layer, in float32. Inputs of fp8 codes may be split into blocks."""
+    if form == "fp8":
+        codes = joined_inputs(codes, scale, inputs, outputs)
+    return dequantized(codes, scale, form, inputs)

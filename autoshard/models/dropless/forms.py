@@ -8,6 +8,8 @@ A grouped product on TPUs is a kernel, and XLA copies a layer of stacked weights
 the weights from the stack in place. Generating text for few rows takes as long as reading the weights, so these forms
 are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
+Matrices may be `ScaledCodes`. Products by sorting decode them; the other forms take them as they are.
+
 All arguments belong to one shard. The result is the sum over its own experts and hidden units.
 
 Source: MegaBlocks (arXiv:2211.15841) for products by sorting.
@@ -16,6 +18,7 @@ Source: MegaBlocks (arXiv:2211.15841) for products by sorting.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +26,15 @@ from jax import lax
 
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.kernels.grouped.matmul import grouped_product
+from autoshard.models.block_scales import ScaledCodes, scaled_product
 from autoshard.models.dropless.constants import DENSE_TOKENS, LARGEST_UNROLLED
 from autoshard.models.dropless.units import Unit
 
+Weight = jax.Array | ScaledCodes
+
 
 def apply_experts(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight,
     count: int, call: GroupedCall,
 ) -> jax.Array:  # fmt: skip
     """Compute the sum of the experts `own_experts` for each token, in the fastest form.
@@ -56,7 +62,7 @@ def apply_experts(
 
 
 def by_sorting(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array,
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight,
     count: int, call: GroupedCall,
 ) -> jax.Array:  # fmt: skip
     """Compute `apply_experts` by sorting. Rows of other experts are zeros in all products and in their derivatives."""
@@ -66,7 +72,8 @@ def by_sorting(
     order = jnp.argsort(choices)
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
 
-    def multiply(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    def multiply(rows: jax.Array, weights: Weight) -> jax.Array:
+        weights = weights.values.astype(x.dtype) if isinstance(weights, ScaledCodes) else weights
         return grouped_product(call, rows, weights, sizes, own_experts)
 
     rows = x.reshape(-1, width)[order // top_k]
@@ -82,25 +89,25 @@ def by_sorting(
 
 
 def densely(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight
 ) -> jax.Array:
     """Compute `apply_experts` with products of all tokens and all own experts."""
     up_weights, biases, down = _parts(weights)
     rows = x.reshape(-1, x.shape[2])
     picked = chosen.reshape(-1, 1, chosen.shape[2]) == own_experts[:, None]  # tokens, experts, choices
     of_expert = jnp.sum(jnp.where(picked, gates.reshape(-1, 1, gates.shape[2]), 0), axis=2)
-    products = [jnp.einsum("td,edf->etf", rows, w) for w in up_weights]
+    products = [_of_all(rows, w) for w in up_weights]
     if biases:
         products = [y + b[:, None] for y, b in zip(products, biases, strict=True)]
     # The products are masked, and not the hidden units: an overflow of an expert that was not chosen has no effect.
     mask = jnp.any(picked, axis=2).T[..., None]
     hidden = unit([jnp.where(mask, y, 0) for y in products])
     hidden = hidden * of_expert.T[..., None].astype(hidden.dtype)
-    return jnp.einsum("etf,efd->td", hidden, down).reshape(x.shape).astype(x.dtype)
+    return _product("etf,efd->td", hidden, down).reshape(x.shape).astype(x.dtype)
 
 
 def one_by_one(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: jax.Array
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight
 ) -> jax.Array:
     """Compute `apply_experts` with the matrices of one choice at a time. The program is linear in their number."""
     up_weights, biases, down = _parts(weights)
@@ -111,22 +118,38 @@ def one_by_one(
     for choice in range(chosen.size):
         row = rows[choice // top_k][None]
 
-        def of_expert(weights: jax.Array, choice: int = choice) -> jax.Array:
-            return lax.dynamic_index_in_dim(weights, place[choice], keepdims=False)
+        def of_expert(weights: Weight, choice: int = choice) -> Any:
+            return jax.tree.map(lambda one: lax.dynamic_index_in_dim(one, place[choice], keepdims=False), weights)
 
-        products = [row @ of_expert(w) for w in up_weights]
+        products = [_product("td,df->tf", row, of_expert(w)) for w in up_weights]
         if biases:
             products = [y + of_expert(b) for y, b in zip(products, biases, strict=True)]
         hidden = unit([jnp.where(own[choice], y, 0) for y in products])
-        outputs.append((hidden * factors[choice].astype(hidden.dtype)) @ of_expert(down))
+        outputs.append(_product("tf,fd->td", hidden * factors[choice].astype(hidden.dtype), of_expert(down)))
     found = jnp.concatenate(outputs).reshape(-1, top_k, x.shape[2])
     return jnp.sum(found, axis=1).reshape(x.shape).astype(x.dtype)
 
 
-def _parts(weights: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+def _parts(weights: Sequence[Weight]) -> tuple[list[Weight], list[jax.Array], Weight]:
     """Return the matrices before the hidden units, their biases, and the matrices behind them."""
     *before, down = weights
-    return [w for w in before if w.ndim == 3], [w for w in before if w.ndim == 2], down
+    biases = [w for w in before if w.ndim == 2 and not isinstance(w, ScaledCodes)]
+    return [w for w in before if w.ndim == 3], biases, down
+
+
+def _product(spec: str, x: jax.Array, weight: Weight) -> jax.Array:
+    if isinstance(weight, ScaledCodes):
+        return scaled_product(spec, x, *weight, inputs=1)
+    return jnp.einsum(spec, x, weight)
+
+
+def _of_all(rows: jax.Array, weight: Weight) -> jax.Array:
+    """Multiply the rows by the matrices of all own experts: `[own, tokens, ffn]`."""
+    if isinstance(weight, ScaledCodes):
+        # Codes are read in place if the experts are a batch dimension. Else XLA transposes them.
+        rows = jnp.broadcast_to(rows, (weight.scale.shape[0], *rows.shape))
+        return _product("etd,edf->etf", rows, weight)
+    return _product("td,edf->etf", rows, weight)
 
 
 def _places(choices: jax.Array, own_experts: jax.Array) -> tuple[jax.Array, jax.Array]:

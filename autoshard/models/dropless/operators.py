@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.kernels.grouped.call import grouped_call
+from autoshard.models.block_scales import ScaledCodes
 from autoshard.models.dropless.forms import apply_experts, by_sorting
 from autoshard.models.dropless.units import Unit, gelu, limited, swiglu
 from autoshard.spmdrules.custom_ops.operator import operator
@@ -27,6 +28,8 @@ from autoshard.spmdrules.custom_ops.operator import operator
 _TOKENS = "b s d, b s k, b s k, e"
 _GELU, _SWIGLU = "e d f, e f d", "e d f, e d f, e f d"
 _LIMITED = "e d f, e d f, e f, e f, e f d"
+# Codes and scales: `n` blocks of `d` inputs, and `m` blocks of `f` hidden units.
+_CODED = "b s (n d), b s k, b s k, e, e n d (m f), e n m, e n d (m f), e n m, e m f (n d), e m n"
 
 
 def experts(
@@ -53,6 +56,35 @@ def experts(
     if gate is None:
         return gelu_experts(x, gates, chosen, own_experts, up, down, **options)
     return swiglu_experts(x, gates, chosen, own_experts, gate, up, down, **options)
+
+
+def experts_in_codes(
+    x: jax.Array, gates: jax.Array, chosen: jax.Array, gate: ScaledCodes, up: ScaledCodes, down: ScaledCodes
+) -> jax.Array:
+    """Compute `experts` with a gate, whose matrices are codes and scales. The matrices have no gradient.
+
+    Args:
+        x: `[batch, seq, embed]`.
+        gates: `[batch, seq, top_k]`.
+        chosen: indices of the chosen experts, integers `[batch, seq, top_k]`.
+        gate: `[experts, embed, ffn]`.
+        up: `[experts, embed, ffn]`, in as many blocks as `gate`.
+        down: `[experts, ffn, embed]`, in as many blocks of each dimension as `up`.
+
+    Returns:
+        `[batch, seq, embed]` in the dtype of `x`.
+    """
+    count = up.scale.shape[0]
+    options = {"count": count, "call": grouped_call(x.dtype)}
+    return coded_swiglu_experts(
+        x, gates, chosen.astype(jnp.int32), lax.iota(jnp.int32, count), *gate, *up, *down, **options
+    )
+
+
+def same_blocks(gate: ScaledCodes, up: ScaledCodes, down: ScaledCodes) -> bool:
+    """Return whether the matrices of experts are in as many blocks of each dimension, as `experts_in_codes` needs."""
+    experts, embed, ffn = up.scale.shape
+    return gate.scale.shape == up.scale.shape and down.scale.shape == (experts, ffn, embed)
 
 
 def limited_experts(
@@ -152,3 +184,28 @@ def swiglu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
 def limited_unit_experts(*operands: jax.Array, **options: Any) -> jax.Array:
     """Apply the experts with indices `own_experts`: weights `gate` and `up`, their biases, and the weights `down`."""
     return apply_experts(_limited(options), *operands, **options)
+
+
+def _scaled_codes(operands: Sequence[jax.Array]) -> list[ScaledCodes]:
+    return [ScaledCodes(*operands[n : n + 2]) for n in range(0, len(operands), 2)]
+
+
+@operator(f"{_CODED}, b s (n d) -> b s (n d), b s k; reduce e m f; whole n d k")
+def coded_swiglu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    """Compute the cotangents of `coded_swiglu_experts`' tokens and gates."""
+    x, gates, chosen, own_experts, *coded, cotangent = operands
+    weights = [one.values.astype(x.dtype) for one in _scaled_codes(coded)]
+    _, pullback = jax.vjp(
+        lambda x, gates: by_sorting(swiglu, x, gates, chosen, own_experts, *weights, **options), x, gates
+    )
+    return pullback(cotangent)
+
+
+def _backward_of_codes(operands: Sequence[jax.Array], cotangent: jax.Array, **options: Any) -> Any:
+    return *coded_swiglu_experts_gradients(*operands, cotangent, **options), *(None for _ in operands[2:])
+
+
+@operator(f"{_CODED} -> b s (n d); reduce e m f; whole n d k", vjp=(None, _backward_of_codes))
+def coded_swiglu_experts(*operands: jax.Array, **options: Any) -> jax.Array:
+    """Apply the experts with indices `own_experts`, whose `gate`, `up` and `down` are `ScaledCodes`."""
+    return apply_experts(swiglu, *operands[:4], *_scaled_codes(operands[4:]), **options)

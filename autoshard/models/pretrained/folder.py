@@ -109,12 +109,17 @@ class Folder:
 
     @contextmanager
     def reading(self, tensor: str | None = None) -> Iterator[None]:
-        """Turn errors while the files are read into errors that name the folder, and the tensor if there is one."""
+        """Turn errors while the files are read into errors that name the folder, and the tensor if there is one.
+
+        An `AutoshardError` says what happened itself, so it passes unchanged.
+        """
         what = (
             f"{str(self.path)!r} cannot be read" if tensor is None else f"{tensor} in {str(self.path)!r} cannot be read"
         )
         try:
             yield
+        except AutoshardError:
+            raise
         except FileNotFoundError as error:
             raise AutoshardError(f"{what}: {error.filename} is missing; download it again") from error
         except (OSError, ValueError, SafetensorError) as error:

@@ -130,6 +130,7 @@ class _UseCollector:
             if v >= 0 and len(of_stage := self.of_stage(dims, factors)) > 1
             and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
         ]  # fmt: skip
+        matrices = _without_scales(matrices)
         if len(matrices) == 1:
             self.record_opaque_product(op, rule, factors, *matrices[0])
         if len(matrices) < 2 or not any(map(self.has_batch, (*op.operands, *op.results))):
@@ -171,7 +172,8 @@ class _UseCollector:
         }
         results, own = ({f for dim in each for f in dim} for each in (rule.results[0], dims))
         summed = {f.name for f in rule.factors if f.kind == "reduce"} - results
-        contracted, produced = own & summed & activations, own & results - activations
+        whole = {f.name for f in rule.factors if f.kind == "whole"}  # such as the elements of a block
+        contracted, produced = own & summed & activations, own & results - activations - whole
         if not contracted or not produced:
             return
         for uses, names in ((self.uses.contracted, contracted), (self.uses.produced, produced)):
@@ -251,3 +253,9 @@ class _UseCollector:
     def weight(self, value: int) -> frozenset[int]:
         """The inputs that a value without the batch was computed from."""
         return self.owner.get(value, frozenset({value}))
+
+
+def _without_scales(matrices: list[tuple[frozenset[int], Dims]]) -> list[tuple[frozenset[int], Dims]]:
+    """Leave out the scales of blocks: matrices that have only some of the factors of another one, and no other ones."""
+    factors = [{name for dim in dims for name in dim} for _, dims in matrices]
+    return [one for one, own in zip(matrices, factors, strict=True) if not any(own < other for other in factors)]

@@ -214,6 +214,7 @@ class Rule:
         if len(avals) != len(self.operands):
             raise RuleError(f"rule '{self.text}' has {_counted(len(self.operands), 'operand')}, but got {len(avals)}")
         sizes = {f.name: f.size for f in self.factors if f.size is not None}
+        sized: list[tuple[tuple[str, ...], int, str]] = []
         for i, (aval, dims) in enumerate(zip(avals, self.operands, strict=True)):
             shape = tuple(aval.shape)
             if len(shape) != len(dims):
@@ -222,7 +223,10 @@ class Rule:
                     f"argument has shape {shape}"
                 )
             for d, (size, dim) in enumerate(zip(shape, dims, strict=True)):
-                _bind_size(sizes, dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})")
+                sized.append((dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})"))
+        # Dimensions of one factor come first: they give the sizes of factors in others.
+        for dim, size, where in sorted(sized, key=lambda one: len(one[0])):
+            _bind_size(sizes, dim, size, where)
         return self.where(factors=tuple(replace(f, size=sizes.get(f.name)) for f in self.factors))
 
     @property

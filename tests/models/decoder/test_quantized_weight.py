@@ -18,7 +18,7 @@ def made(form: str) -> tuple[jax.Array, QuantizedWeight, jax.Array]:
     weight = jax.random.normal(jax.random.key(0), (2, 4, 128, 6))
     codes, scale = quantized(weight, form, 1, 2)
     dense = jax.vmap(lambda codes, scale: dequantized(codes, scale, form, 2))(codes, scale)
-    return weight, QuantizedWeight(codes[1], scale[1], form, 2), dense
+    return weight, QuantizedWeight(codes[1], scale[1], form, 2, 1), dense
 
 
 @pytest.mark.parametrize(("form", "bits"), [("int8", 8), ("nf4", 4)])

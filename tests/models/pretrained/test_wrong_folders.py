@@ -96,6 +96,11 @@ def test_truncated_file(folder):
     assert "damaged or truncated" in refusal(folder) and "model" in refusal(folder)
 
 
+def test_an_error_that_says_what_happened_passes_unchanged(folder):
+    with pytest.raises(AutoshardError, match="^layer 3 has no scale$"), Folder.open(folder).reading("a tensor"):
+        raise AutoshardError("layer 3 has no scale")
+
+
 def test_missing_shard(folder):
     (folder / "model.safetensors").unlink()
     write_tensors(folder, tensors_of(folder, "float32"), 10_000)

@@ -126,7 +126,8 @@ def put_codes(model: nnx.Module, kept: Kept, make: Callable[..., Any] = jax.Shap
     for path, (codes, scales) in kept.items():
         parent, name = owner_of(model, path)
         both = make(codes.shape, jnp.float8_e4m3fn), make(scales.shape, jnp.float32)
-        setattr(parent, name, QuantizedWeight(*both, FORM, len(codes.layout.groups[1])))
+        outputs, inputs = (len(group) for group in codes.layout.groups)
+        setattr(parent, name, QuantizedWeight(*both, FORM, inputs, outputs))
 
 
 def with_stored(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:

@@ -57,6 +57,15 @@ def gradients(model):
     return jax.jit(jax.value_and_grad(loss))(params, frozen)
 
 
+def next_logits(model):
+    """Returns the logits of two tokens of two rows, one after the other."""
+    cache, found = model.cache(2, 4), []
+    for tokens in ([3, 5], [7, 11]):
+        logits, cache = model.extend(jnp.asarray(tokens)[:, None], cache)
+        found.append(logits)
+    return jnp.stack(found)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name, scan):
@@ -74,6 +83,9 @@ def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name,
     for path, leaf in nnx.to_flat_state(own):
         want = np.asarray(of_all[path][...])
         np.testing.assert_allclose(leaf[...], want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+    # With few tokens, products do not decode the weights.
+    assert "scaled_product" in str(jax.make_jaxpr(next_logits)(model))
+    np.testing.assert_allclose(*(jax.jit(next_logits)(each) for each in (model, dense)), rtol=1e-4, atol=1e-5)
 
 
 def test_import_then_export_is_the_same_bytes(tmp_path):

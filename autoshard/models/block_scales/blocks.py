@@ -1,0 +1,105 @@
+"""The blocks of a weight `[*leading, *inputs, *outputs]`, and the values of its codes.
+
+Scales are `[*leading, *inputs, *outputs]`, where each dimension counts the blocks of the weight's dimension. Products
+read codes whose inputs are split into blocks: `[*leading, blocks, size, blocks, size, ..., *outputs]`, with the number
+of blocks and the size of a block for each input. On TPUs this reshape moves nothing outside of a scan over layers.
+Inside of it, XLA copies the layer's codes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from autoshard._shown import shown
+
+
+@shown
+class ScaledCodes(NamedTuple):
+    """Matrices `[experts, inputs, outputs]` as codes and scales.
+
+    Attributes:
+        codes: `[experts, blocks, size, outputs]`, with the inputs split into blocks.
+        scale: float32 `[experts, blocks, blocks of outputs]`.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the matrices."""
+        return self.scale.ndim
+
+    @property
+    def values(self) -> jax.Array:
+        """The matrices, in float32."""
+        return decoded(joined_inputs(self.codes, self.scale, 1, 1), self.scale)
+
+
+def is_split(codes: jax.Array, scale: jax.Array) -> bool:
+    """Return whether the inputs of codes are split into blocks."""
+    return codes.ndim > scale.ndim
+
+
+def split_inputs(codes: jax.Array, scale: jax.Array, inputs: int, outputs: int) -> jax.Array:
+    """Split the inputs of codes into blocks.
+
+    Args:
+        codes: `[*leading, *inputs, *outputs]`.
+        scale: the number of its blocks in each dimension.
+        inputs: number of dimensions of the inputs.
+        outputs: number of dimensions of the outputs.
+
+    >>> codes, scale = jnp.zeros((5, 12, 6)), jnp.zeros((5, 3, 2))
+    >>> split_inputs(codes, scale, inputs=1, outputs=1).shape
+    (5, 3, 4, 6)
+    """
+    if is_split(codes, scale):
+        return codes
+    first, last = codes.ndim - inputs - outputs, codes.ndim - outputs
+    pairs = zip(scale.shape[first:last], codes.shape[first:last], strict=True)
+    split = [size for count, whole in pairs for size in (count, whole // count)]
+    return codes.reshape(*codes.shape[:first], *split, *codes.shape[last:])
+
+
+def joined_inputs(codes: jax.Array, scale: jax.Array, inputs: int, outputs: int) -> jax.Array:
+    """Return codes with whole inputs: the inverse of `split_inputs`."""
+    if not is_split(codes, scale):
+        return codes
+    last = codes.ndim - outputs
+    first = last - 2 * inputs
+    whole = [codes.shape[n] * codes.shape[n + 1] for n in range(first, last, 2)]
+    return codes.reshape(*codes.shape[:first], *whole, *codes.shape[last:])
+
+
+def decoded(codes: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return codes times the scales of their blocks, in float32. Inputs of the codes are not split.
+
+    The size of each dimension is a multiple of its number of blocks. Scales are repeated along the last dimension,
+    because on TPUs a reshape that splits the last dimension of the codes is a copy.
+    """
+    scale = repeated(scale, codes.shape, first=scale.ndim - 1)
+    elements: list[int] = []
+    blocks: list[int] = []
+    for size, count in zip(codes.shape, scale.shape, strict=True):
+        whole = count in (1, size)
+        elements += [size] if whole else [count, size // count]
+        blocks += [count] if whole else [count, 1]
+    return (codes.astype(jnp.float32).reshape(elements) * scale.reshape(blocks)).reshape(codes.shape)
+
+
+def repeated(scale: jax.Array, shape: tuple[int, ...], first: int) -> jax.Array:
+    """Return scales that are repeated along their dimensions from `first` on, where there are several blocks.
+
+    Args:
+        scale: the scales.
+        shape: the shape of the weight.
+        first: number of the first of these dimensions.
+    """
+    for n in range(first, scale.ndim):
+        if 1 < scale.shape[n] < shape[n]:
+            scale = jnp.repeat(scale, shape[n] // scale.shape[n], axis=n)
+    return scale

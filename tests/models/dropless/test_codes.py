@@ -1,0 +1,123 @@
+"""Experts whose matrices are codes and scales: equal to those with decoded matrices, in each form and on shards."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import plan
+from autoshard.kernels.grouped.call import GroupedCall
+from autoshard.models import dropless
+from autoshard.models.block_scales import ScaledCodes, split_inputs
+from autoshard.models.dropless import forms, operators
+from autoshard.models.dropless.units import swiglu
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
+from autoshard.sharding.machines.targets import find_target
+
+EMBED, FFN, EXPERTS, TOP_K = 8, 12, 16, 3
+TILED = GroupedCall("tiled")
+
+
+def operands(tokens):
+    """Return tokens, gates, choices, and three matrices as codes and scales of blocks of 4 inputs and 4 outputs."""
+    rng = np.random.default_rng(0)
+
+    def coded(inputs, outputs):
+        codes = jnp.asarray(rng.normal(size=(EXPERTS, inputs, outputs)), jnp.float8_e4m3fn)
+        scale = jnp.asarray(rng.uniform(0.5, 1.5, (EXPERTS, inputs // 4, outputs // 4)), jnp.float32)
+        return ScaledCodes(split_inputs(codes, scale, 1, 1), scale)
+
+    chosen = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)])
+    x = jnp.asarray(rng.normal(size=(tokens, 1, EMBED)), jnp.float32)
+    gates = jnp.asarray(rng.random((tokens, 1, TOP_K)), jnp.float32)
+    weights = coded(EMBED, FFN), coded(EMBED, FFN), coded(FFN, EMBED)
+    return x, gates, jnp.asarray(chosen[:, None], jnp.int32), *weights
+
+
+@pytest.mark.parametrize("tokens", [4, 5], ids=["as many as a block has inputs", "more"])
+@pytest.mark.parametrize("own", [slice(0, EXPERTS), slice(5, 12)], ids=["all experts", "a shard"])
+def test_all_forms_have_the_values_of_decoded_matrices(tokens, own):
+    x, gates, chosen, *coded = operands(tokens)
+    coded = [ScaledCodes(*(each[own] for each in one)) for one in coded]
+    given = x, gates, chosen, jnp.arange(EXPERTS, dtype=jnp.int32)[own]
+    by_sorting = functools.partial(forms.by_sorting, count=EXPERTS, call=TILED)
+    expected = by_sorting(swiglu, *given, *(one.values for one in coded))
+    assert np.linalg.norm(expected) > 1
+    for form in (by_sorting, forms.densely, forms.one_by_one):
+        found = jax.jit(form, static_argnums=0)(swiglu, *given, *coded)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_values_and_gradients_are_those_of_decoded_matrices():
+    x, gates, chosen, *coded = operands(5)
+    gate, up, down = (one.values for one in coded)
+
+    def loss(x, gates, experts):
+        return jnp.sum(jnp.sin(experts(x, gates)))
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, experts=experts), argnums=(0, 1)))(x, gates)
+        for experts in (
+            lambda x, gates: dropless.experts_in_codes(x, gates, chosen, *coded),
+            lambda x, gates: dropless.experts(x, gates, chosen, up, down, gate),
+        )
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=1e-3), found, expected)
+
+
+def test_blocks_of_different_matrices():
+    *_, gate, up, down = operands(1)
+    assert dropless.same_blocks(gate, up, down) and not dropless.same_blocks(gate, up, gate)
+
+
+def test_terms_of_experts_and_blocks_of_hidden_units_add_up():
+    x, gates, chosen, *coded = operands(4)
+    experts = jnp.arange(EXPERTS, dtype=jnp.int32)
+    options = {"count": EXPERTS, "call": TILED}
+
+    def terms(run, *more):
+        for own in (slice(0, 6), slice(6, EXPERTS)):
+            for blocks, units in ((slice(0, 1), slice(0, 4)), (slice(1, 3), slice(4, FFN))):
+                wide = [(one.codes[own][..., units], one.scale[own][..., blocks]) for one in coded[:2]]
+                down = coded[2].codes[own][:, blocks], coded[2].scale[own][:, blocks]
+                yield run(x, gates, chosen, experts[own], *wide[0], *wide[1], *down, *more, **options)
+
+    def whole(run, *more):
+        return run(x, gates, chosen, experts, *(each for one in coded for each in one), *more, **options)
+
+    run, gradients = operators.coded_swiglu_experts, operators.coded_swiglu_experts_gradients
+    found = list(terms(run))
+    assert all(np.linalg.norm(one) > 0.1 for one in found)
+    np.testing.assert_allclose(sum(found), whole(run), rtol=1e-5, atol=1e-4)
+    for n, expected in enumerate(whole(gradients, x)):
+        np.testing.assert_allclose(sum(one[n] for one in terms(gradients, x)), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "read"), [(32, 1.0), (2, 2 * TOP_K / EXPERTS)], ids=["densely", "one by one"])
+def test_a_tpu_reads_stacked_codes_once(tokens, read):
+    """A compiled scan over layers takes the time in which the codes of the experts that it needs are read."""
+    layers, width, ffn = 3, 1024, 4096
+    up, down = (layers, EXPERTS, width, ffn), (layers, EXPERTS, ffn, width)
+
+    def coded(layers, experts, inputs, outputs):
+        codes = jax.ShapeDtypeStruct((layers, experts, inputs // 128, 128, outputs), "float8_e4m3fn")
+        return ScaledCodes(codes, jax.ShapeDtypeStruct((layers, experts, inputs // 128, outputs // 128), "float32"))
+
+    def step(weights, x, gates, chosen):
+        def layer(x, weights):
+            return x + dropless.experts_in_codes(x, gates, chosen, *weights), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    gates, chosen = (jax.ShapeDtypeStruct((tokens, 1, TOP_K), dtype) for dtype in ("bfloat16", "int32"))
+    x = jax.ShapeDtypeStruct((tokens, 1, width), "bfloat16")
+    weights = coded(*up), coded(*up), coded(*down)
+    audit = plan(step, weights, x, gates, chosen, target="v5e:2x2", plan="tp:4").verify()
+    assert audit.ok, audit.message
+    own_bytes = read * 3 * layers * EXPERTS * width * ffn / 4
+    fastest_us = own_bytes / find_target("v5e:2x2").chip.memory_bandwidth / BANDWIDTH_REACHED * 1e6
+    assert audit.compute_us_roofline == pytest.approx(fastest_us, rel=0.15)
