@@ -42,6 +42,7 @@ FREE_CALLS = ("AllocateBuffer", "AssumeGather", "AsyncCollective", "ConcatBitcas
 SLICES = ("dynamic-slice", "gather", "slice")
 UPDATES = ("dynamic-update-slice", "scatter")
 RESHAPES = ("bitcast", "reshape")
+MOVES = ("convert", "copy", "transpose")  # each element of the result is one of the operand
 # Passes of a TPU's matrix unit over bfloat16 parts of 32-bit operands, by `jax.lax.Precision` (3 and 6 products).
 PASSES = {"high": 3, "highest": 6}
 _STATED = re.compile(r'"cost_estimate":\{([^}]*)\}')
@@ -113,6 +114,8 @@ class Kernels:
                 total += sum(a.elements for a in user.arrays) * bits(value.arrays[0].dtype) / 8
             elif user.opcode in UPDATES and first:
                 continue  # in place
+            elif user is not inner.root and self._only_moves(user):  # a slice of the result takes a slice of the value
+                total += self._read_of(inner, user) * value.arrays[0].nbytes / user.arrays[0].nbytes
             elif user.called and user.opcode != "custom-call":
                 deeper = self.program.computations[user.called[0]]
                 places = [n for n, name in enumerate(user.operands) if name == value.name]
@@ -120,6 +123,13 @@ class Kernels:
             elif not is_free(user) and user.base not in KINDS:
                 return math.inf
         return total
+
+    def _only_moves(self, i: Instruction) -> bool:
+        """Whether an instruction of a fused computation only changes the order, tiles or dtype of its one operand."""
+        if i.opcode != "fusion":
+            return i.opcode in MOVES
+        deeper = self.program.computations[i.called[0]].instructions
+        return len(i.operands) == 1 and all(one.opcode in (*MOVES, *RESHAPES, "parameter") for one in deeper)
 
     def _written(self, inner: Computation, i: Instruction) -> float:
         """Bytes of an instruction's results that its fused computation writes."""

@@ -138,6 +138,42 @@ def test_bytes_of_a_fusion_that_slices_and_updates_in_place():
     assert kernels.moved_bytes(where, i) == 4 * row + 4  # a row of a, c, the sum and a row of b, then the index
 
 
+RELAYOUTED = """
+%retiled (x: bf16[8,64]) -> f32[8,64] {
+  %x = bf16[8,64] parameter(0)
+  ROOT %y = f32[8,64] INNER(%x)
+}
+
+%inner (a: bf16[8,64], n: s32[]) -> f32[1,64] {
+  %a = bf16[8,64] parameter(0)
+  %n = s32[] parameter(1)
+  %wide = f32[8,64] fusion(%a), kind=kLoop, calls=%retiled
+  ROOT %row = f32[1,64] SLICED
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("inside", "sliced", "rows"),
+    [
+        ("convert", "dynamic-slice(%wide, %n, %n), dynamic_slice_sizes={1,64}", 1),
+        ("negate", "dynamic-slice(%wide, %n, %n), dynamic_slice_sizes={1,64}", 8),  # computed from the whole array
+        ("convert", 'custom-call(%wide), custom_call_target="mine"', 8),
+    ],
+)
+def test_a_fusion_that_converts_before_it_slices_reads_the_slice(inside, sliced, rows):
+    where, i, kernels = price(
+        """
+        %a = bf16[8,64] parameter(0)
+        %n = s32[] parameter(1)
+        ROOT %i = f32[1,64] fusion(%a, %n), kind=kLoop, calls=%inner
+        """,
+        RELAYOUTED.replace("INNER", inside).replace("SLICED", sliced),
+    )
+    index = 4 if "dynamic" in sliced else 0
+    assert kernels.moved_bytes(where, i) == 64 * 4 + rows * 64 * 2 + index
+
+
 def test_cycle_estimates():
     where, i, _ = price('ROOT %i = f32[] add(%a), backend_config={"window_config":{"estimated_cycles":"1234"}}')
     assert cycles_of(i) == 1234
