@@ -104,8 +104,8 @@ def test_a_tpu_reads_stacked_codes_once(tokens, read):
     up, down = (layers, EXPERTS, width, ffn), (layers, EXPERTS, ffn, width)
 
     def coded(layers, experts, inputs, outputs):
-        codes = jax.ShapeDtypeStruct((layers, experts, inputs // 128, 128, outputs), "float8_e4m3fn")
-        return ScaledCodes(codes, jax.ShapeDtypeStruct((layers, experts, inputs // 128, outputs // 128), "float32"))
+        codes = jnp.zeros((layers, experts, inputs // 128, 128, outputs), jnp.float8_e4m3fn)
+        return ScaledCodes(codes, jnp.zeros((layers, experts, inputs // 128, outputs // 128), jnp.float32))
 
     def step(weights, x, gates, chosen):
         def layer(x, weights):
@@ -115,7 +115,7 @@ def test_a_tpu_reads_stacked_codes_once(tokens, read):
 
     gates, chosen = (jax.ShapeDtypeStruct((tokens, 1, TOP_K), dtype) for dtype in ("bfloat16", "int32"))
     x = jax.ShapeDtypeStruct((tokens, 1, width), "bfloat16")
-    weights = coded(*up), coded(*up), coded(*down)
+    weights = jax.eval_shape(lambda: (coded(*up), coded(*up), coded(*down)))
     audit = plan(step, weights, x, gates, chosen, target="v5e:2x2", plan="tp:4").verify()
     assert audit.ok, audit.message
     own_bytes = read * 3 * layers * EXPERTS * width * ffn / 4
