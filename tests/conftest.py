@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -116,6 +117,21 @@ def _needs_one_jax(path: Path) -> bool:
     return any(str(each) in ON_ONE_JAX for each in (path, *path.parents))
 
 
+def _leave_few(items: list[pytest.Item]) -> None:
+    """Marks as slow what `few(n)` leaves out: all but n parameter sets of a test, the first, the last, and between."""
+    found: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            found[item.nodeid.partition("[")[0]].append(item)
+    for several in found.values():
+        mark = several[0].get_closest_marker("few")
+        assert mark is not None
+        kept = {round(k * (len(several) - 1) / max(mark.args[0] - 1, 1)) for k in range(mark.args[0])}
+        for number, item in enumerate(several):
+            if number not in kept:
+                item.add_marker("slow")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that this machine cannot run, and marks the files that need only one JAX version."""
@@ -135,6 +151,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ),
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }
+    _leave_few(items)
     for item in items:
         if item.path.is_relative_to(TESTS) and _needs_one_jax(item.path.relative_to(TESTS).with_suffix("")):
             item.add_marker("whole")

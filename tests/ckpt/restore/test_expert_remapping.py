@@ -88,6 +88,7 @@ def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
     assert f"{EXPERTS} experts" in str(saved.describe())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
 def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
     expert_dims = dims(saved)

@@ -69,6 +69,7 @@ def assert_near(found, right, tolerance):
         assert one.shape == other.shape and error <= tolerance * max(np.linalg.norm(other), 1.0)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "megablox"])
 @pytest.mark.parametrize("case", [*CASES])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["f32", "bf16"])

@@ -40,6 +40,7 @@ def operands(unit, tokens, own=slice(0, EXPERTS)):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("own", [slice(0, EXPERTS), slice(5, 12)], ids=["all experts", "a shard"])
 def test_all_forms_have_the_same_values(unit, own):

@@ -25,6 +25,7 @@ def largest_error(kind, words, schedule, dtype=jnp.float32):
     return max(np.linalg.norm(np.subtract(one, other)) / np.linalg.norm(other) for one, other in pairs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "words", "schedule"),
     [
