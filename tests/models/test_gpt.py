@@ -131,6 +131,7 @@ def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_la
         jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(a)), nnx.to_pure_dict(nnx.state(b)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "policy, scan",
     [(name, True) for name in REMAT_POLICIES if name != "none"]
@@ -166,6 +167,7 @@ def test_remat_policies_order_the_memory():
     assert abs(temp_bytes("dots,dots", 64) - dots) < 0.15 * dots
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunks", [2, 5])  # 5 does not divide the vocabulary
 @pytest.mark.parametrize("cfg", [TINY, GPT2], ids=["tied", "untied"])
 def test_the_loss_in_chunks_has_the_same_value_and_gradients(cfg, chunks):

@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_weighted_sum_of_all_experts(name, dispatch):
@@ -231,6 +232,7 @@ def test_scanned_and_unrolled_are_the_same_model():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
 def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):

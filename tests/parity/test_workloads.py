@@ -87,6 +87,7 @@ def compare(name: str, plan: str | None, run: Callable[..., Any] = trained) -> N
         assert_close(one, other)
 
 
+@pytest.mark.few(3)
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "plan"),

@@ -64,6 +64,7 @@ def test_logits_of_every_position(reference, model):
     assert np.abs(logits_of(model, inputs) - reference.logits(inputs)).max() < LOGITS
 
 
+@pytest.mark.few(8)
 def test_padded_and_packed_rows(reference, model):
     inputs, _ = batch()
     ends = (130, 350, SEQ)
