@@ -6,8 +6,7 @@ loads pretrained ones. `__init__.pyi` declares them for type checkers.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from autoshard._first_use import on_first_use
 
 if __name__ != "autoshard.models":  # imported through the link at the root, which would load a second copy
     raise ImportError("'models' at the root is only a link: import autoshard.models instead")
@@ -51,14 +50,4 @@ _MODULES = {
 
 __all__ = ["attention", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'autoshard.models' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"autoshard.models.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = on_first_use(__name__, _MODULES)

@@ -6,8 +6,7 @@ declares them for type checkers.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from autoshard._first_use import on_first_use
 
 _MODULES = {
     "Result": "run.loop",
@@ -22,14 +21,4 @@ _MODULES = {
 
 __all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'autoshard.train' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"autoshard.train.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = on_first_use(__name__, _MODULES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import jax
@@ -89,8 +88,9 @@ def conclude(
     if distributed.is_main():
         lines = read_metrics(run_dir / run_directory.METRICS)
         # Imported here, because importing Matplotlib takes a second, and no run needs it before its end.
-        loss_plot = importlib.import_module("autoshard.train.run.loss_plot")
-        loss_plot.plot_loss(lines, run_dir / run_directory.PLOT, loss_item(config))
+        from autoshard.train.run.loss_plot import plot_loss
+
+        plot_loss(lines, run_dir / run_directory.PLOT, loss_item(config))
     ended = f"{interrupted_by}: saved and stopped" if interrupted_by else "finished"
     more = f"; continue with --run-dir {run_dir} --resume" if interrupted_by else ""
     reporter.print(
