@@ -120,7 +120,7 @@ def _needs_one_jax(path: Path) -> bool:
 
 
 def _leave_few(items: list[pytest.Item]) -> None:
-    """Marks as slow what `few(n)` leaves out: all but n parameter sets of a test, the first, the last, and between."""
+    """Marks all but n parameter sets of a test with `few(n)` as slow. The n sets are evenly spread."""
     found: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few") and not item.get_closest_marker("slow"):

@@ -174,6 +174,18 @@ def test_a_fusion_that_converts_before_it_slices_reads_the_slice(inside, sliced,
     assert kernels.moved_bytes(where, i) == 64 * 4 + rows * 64 * 2 + index
 
 
+def test_a_fusion_that_only_converts_reads_the_whole_array():
+    inner = """
+%inner (a: bf16[8,64]) -> f32[8,64] {
+  %a = bf16[8,64] parameter(0)
+  ROOT %wide = f32[8,64] convert(%a)
+}
+"""
+    entry = "%a = bf16[8,64] parameter(0)\nROOT %i = f32[8,64] fusion(%a), kind=kLoop, calls=%inner"
+    where, i, kernels = price(entry, inner)
+    assert kernels.moved_bytes(where, i) == 8 * 64 * (2 + 4)
+
+
 def test_cycle_estimates():
     where, i, _ = price('ROOT %i = f32[] add(%a), backend_config={"window_config":{"estimated_cycles":"1234"}}')
     assert cycles_of(i) == 1234
