@@ -35,7 +35,7 @@ POLL_S = 0.01
 
 
 def has_loss(printed: str) -> bool:
-    """Return whether a line is the loss of a step. Lines of a traceback may have the word, too."""
+    """Return whether a line is the loss of a step. Lines of a traceback may contain the word too."""
     return re.search(r"^loss \d+\.\d+$", printed, re.MULTILINE) is not None
 
 

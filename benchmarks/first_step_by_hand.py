@@ -1,11 +1,11 @@
-"""The train step of the preset `quick` with shardings by hand; `first_step.py` runs it in a process of its own.
+"""The train step of the preset `quick` with shardings by hand. `first_step.py` runs it in a new process.
 
     python benchmarks/first_step_by_hand.py TEXT
 
-The model, the optimizer and the step are the trainer's: with the metrics of a step, and with the check that keeps the
-state if the loss is not finite. The rest is what people write without a planner: read bytes, shard every parameter over
-eight devices along its largest dimension, create the state sharded, gather the parameters for the forward pass, and run
-a step under `jax.jit`. It prints the loss of the first step.
+The model, the optimizer and the step are the trainer's, with its metrics and its check for a loss that is not finite.
+The rest is what people write without a planner. It reads bytes, and shards every parameter over eight devices along its
+largest dimension. It creates the state sharded, gathers the parameters for the forward pass, and runs a step under
+`jax.jit`. Then it prints the loss.
 
 Without the gathers, XLA shards the activations along the width of the model, and the first step takes three times as
 long to run.

@@ -2,8 +2,8 @@
 
 Scales are `[*leading, *inputs, *outputs]`, where each dimension counts the blocks of the weight's dimension. Products
 read codes whose inputs are split into blocks: `[*leading, blocks, size, blocks, size, ..., *outputs]`, with the number
-of blocks and the size of a block for each input. On TPUs this reshape moves nothing outside of a scan over layers.
-Inside of it, XLA copies the layer's codes.
+of blocks and the size of a block for each input. On TPUs, this reshape moves nothing if it is done before a scan over
+layers. In the scan, XLA copies the layer's codes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-r"""A product with a weight that is codes C and scales s of blocks, which does not decode the weight.
+r"""A product with a weight that is stored as codes C and scales s of blocks. The weight is not decoded.
 
 .. math:: y_{tn} = \sum_b s_{bn} \sum_{k \in b} x_{tk} C_{kn}
 
 The inner sums are products with the codes, one for each block b of inputs. Their results are multiplied by the scales
-and added, in float32. XLA:TPU makes one kernel of all this, which reads the codes in place and nothing else of their
-size. A decoded weight is an array in memory: XLA does not compute repeated scales inside of a product.
+and added, in float32. XLA:TPU compiles this to one kernel. It reads the codes in place, and no other array of their
+size. A decoded weight would be written to memory, because XLA does not compute repeated scales inside of a product.
 
-With few tokens, this is also less work: each token multiplies one number for each block of inputs, and decoding
-multiplies one number for each input.
+With few tokens, this is also less work. Each token multiplies one number for each block of inputs. Decoding multiplies
+one number for each input.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def _operator(rule: str) -> Callable[..., jax.Array]:
 def scaled_product(spec: str, x: jax.Array, codes: jax.Array, scale: jax.Array, inputs: int) -> jax.Array:
     """Compute `einsum(spec, x, weight)` in the dtype of x; the arguments are those of `block_product`.
 
-    Without leading dimensions it is one operator, which a plan shards. Batch dimensions over blocks would look like
-    experts. The weight is decoded if `x` has more rows than a block has inputs: then decoding multiplies fewer numbers.
+    Without leading dimensions, the product is one operator. In plain products, the blocks would be batch dimensions,
+    which the planner would take for experts. If `x` has more rows than a block has inputs, the weight is decoded,
+    because decoding then multiplies fewer numbers.
     """
     of_x, of_weight = spec.split("->")[0].split(",")
     outputs = sum(name not in of_x for name in of_weight)

@@ -18,6 +18,7 @@ from jax import lax
 
 from autoshard._shown import shown
 from autoshard.models import dropless
+from autoshard.models.block_scales import ScaledCodes
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.layers import MLP, normal, zeros
@@ -147,16 +148,23 @@ class Experts(nnx.Module):
         return y if self.shared is None else y + self.shared(x), logits, chosen
 
     def _apply(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
-        matrices = (self.w_gate, self.w_up, self.w_down)
-        coded = [one.scaled_codes() for one in matrices if isinstance(one, QuantizedWeight)]
-        coded = [one for one in coded if one is not None]
-        plain = self.b_gate is None and self.own.limit is None
-        if plain and len(coded) == 3 and dropless.same_blocks(*coded):
+        if (coded := self._codes()) is not None:
             return dropless.experts_in_codes(x, gates, chosen, *coded)
-        gate, up, down = (w[...].astype(x.dtype) for w in matrices)
+        gate, up, down = (w[...].astype(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
         if self.b_gate is None or self.b_up is None or self.b_down is None or self.own.limit is None:
             return dropless.experts(x, gates, chosen, up, down, gate)
         biases = (self.b_gate[...].astype(x.dtype), self.b_up[...].astype(x.dtype), self.b_down[...].astype(x.dtype))
         return dropless.limited_experts(
             x, gates, chosen, (gate, up, down), biases, limit=self.own.limit, alpha=self.own.alpha
         )
+
+    def _codes(self) -> tuple[ScaledCodes, ScaledCodes, ScaledCodes] | None:
+        """Return the matrices as codes; None if they are not, or if the operator on codes cannot take these experts."""
+        matrices = (self.w_gate, self.w_up, self.w_down)
+        if self.b_gate is not None or self.own.limit is not None:
+            return None
+        coded = [one.scaled_codes() for one in matrices if isinstance(one, QuantizedWeight)]
+        gate, up, down = coded if len(coded) == 3 else (None, None, None)
+        if gate is None or up is None or down is None or not dropless.same_blocks(gate, up, down):
+            return None
+        return gate, up, down

@@ -59,7 +59,7 @@ class QuantizedWeight(nnx.Module):
         return _values(self.codes[...], self.scale[...], self.form, self.inputs, self.outputs)
 
     def scaled_codes(self) -> ScaledCodes | None:
-        """Return the weight of one layer as `ScaledCodes`; None if it is none."""
+        """Return the weight of one layer as `ScaledCodes`; None unless it is fp8 with one input and one output."""
         codes, scale = self.codes[...], self.scale[...]
         if self.form != "fp8" or (self.inputs, self.outputs, scale.ndim) != (1, 1, 3):
             return None
@@ -128,9 +128,9 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
 
 
 def split_codes(layers: nnx.Module) -> nnx.Module:
-    """Return layers whose fp8 codes have inputs that are split into blocks, as products with few tokens read them.
+    """Return the layers with the inputs of their fp8 codes split into blocks, as products with few tokens need them.
 
-    It is called on stacked layers before their scan: see `block_scales/blocks.py`.
+    Call it on stacked layers before their scan: see `block_scales/blocks.py`.
     """
     graph, params = nnx.split(layers)
     flat = dict(nnx.to_flat_state(params))

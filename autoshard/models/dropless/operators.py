@@ -82,7 +82,7 @@ def experts_in_codes(
 
 
 def same_blocks(gate: ScaledCodes, up: ScaledCodes, down: ScaledCodes) -> bool:
-    """Return whether the matrices of experts are in as many blocks of each dimension, as `experts_in_codes` needs."""
+    """Return whether all matrices divide each dimension into the same blocks. `experts_in_codes` needs this."""
     experts, embed, ffn = up.scale.shape
     return gate.scale.shape == up.scale.shape and down.scale.shape == (experts, ffn, embed)
 

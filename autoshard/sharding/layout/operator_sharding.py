@@ -253,7 +253,7 @@ def runs_on_shards(op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) 
 
 
 def transposed_order(layout: Layout, op: Op) -> tuple[int, ...]:
-    """The order of the dimensions of a result after the transpose that is its only use; without one, its own order."""
+    """Return the order of a result's dimensions after its only use, if that is a transpose; else its own order."""
     transposed = layout.roles.transposed_gradients.get(op.results[0])
     if transposed is None or len(op.results) > 1:
         return tuple(range(len(op.eqn.outvars[0].aval.shape)))
@@ -261,11 +261,11 @@ def transposed_order(layout: Layout, op: Op) -> tuple[int, ...]:
 
 
 def order_of_scatter(layout: Layout, op: Op, strategy: OperatorStrategy, want: Spec) -> tuple[int, ...] | None:
-    """The order of dimensions in which a product is reduce-scattered behind dimensions of size 1; None if in no order.
+    """Return the order of dimensions in which to reduce-scatter a product whose leading dimensions have size 1.
 
-    An example are the products of the stages of a pipeline, `[stages, batch, embed]`: a device has one stage. XLA:TPU
-    reduce-scatters along the first dimension only, so such dimensions are dropped for the collective (`run_on_shards`).
-    The order is that of the result, or that after its transpose.
+    For example, the stages of a pipeline compute `[stages, batch, embed]`, and each device has one stage. XLA:TPU
+    reduce-scatters along the first dimension only, so `run_on_shards` drops the leading dimensions for the collective.
+    The order is the product's own or, if it is only transposed, that of its transpose. Return None for other products.
     """
     sums = [move for move in strategy.moves if move.array < 0]
     if op.name != "dot_general" or all(move.kind != "reduce-scatter" for move in sums):

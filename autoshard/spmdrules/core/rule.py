@@ -224,7 +224,7 @@ class Rule:
                 )
             for d, (size, dim) in enumerate(zip(shape, dims, strict=True)):
                 sized.append((dim, size, f"rule '{self.text}': operand {i} dimension {d} (of {shape})"))
-        # Dimensions of one factor come first: they give the sizes of factors in others.
+        # Dimensions of one factor are bound first. Other dimensions may need the sizes of these factors.
         for dim, size, where in sorted(sized, key=lambda one: len(one[0])):
             _bind_size(sizes, dim, size, where)
         return self.where(factors=tuple(replace(f, size=sizes.get(f.name)) for f in self.factors))

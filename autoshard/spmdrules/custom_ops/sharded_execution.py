@@ -152,8 +152,8 @@ def _reduce_partials(x: Any, place: Placement, final_spec: Spec) -> Any:
 def _scatter_sum(x: Any, axes: tuple[str, ...], dim: int) -> Any:
     """Reduce-scatters a shard's partial sums along a dimension.
 
-    Dimensions of size 1 in front of it are dropped meanwhile. XLA:TPU scatters along the first dimension only. Behind
-    another one, even of size 1, it reduces the whole array, or copies it before and after.
+    XLA:TPU scatters along the first dimension only. Along another one it reduces the whole array, or copies it before
+    and after. So leading dimensions of size 1 are dropped for the collective.
     """
     front = range(dim) if math.prod(x.shape[:dim]) == 1 else ()
     scattered = lax.psum_scatter(lax.squeeze(x, front), axes, scatter_dimension=dim - len(front), tiled=True)
