@@ -200,6 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--target", nargs="*", default=TARGETS, help=f"default: {' '.join(TARGETS)}")
     given = parser.parse_args(arguments)
+    if unknown := [name for name in given.cases if name not in CASES]:
+        parser.error(f"no case {unknown[0]!r}; the cases are {', '.join(CASES)}")
     rows = {(row["case"], row["target"]): Row(**row) for row in stored()}
     for name in given.cases or CASES:
         for target in given.target:

@@ -1,6 +1,7 @@
 """In which order of dimensions a product is reduce-scattered: only behind dimensions of size 1."""
 
-from types import SimpleNamespace as Fake
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from autoshard.sharding.layout.operator_sharding import order_of_scatter
 
 MESH = {"pp": 2, "tp": 4}
+Fake: Any = SimpleNamespace
 
 
 def order(shape, computed, want, transpose=None, kind="reduce-scatter", name="dot_general"):
