@@ -23,10 +23,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
+from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.errors import AutoshardError
+
+_compat.exclude_from_user_code(__file__)  # plans name the product's caller, not this module
 
 Quantization = Literal["none", "int8", "fp8"]
 
@@ -64,6 +68,26 @@ def quantized_einsum(spec: str, x: jax.Array, weight: jax.Array, quantization: Q
     _qwix(quantization)  # without it, raise here and not inside of a transformation
     lhs, rhs, out = _letters(spec)
     return _product(_Product(lhs, rhs, out, quantization), x, weight)
+
+
+def project(
+    spec: str,
+    x: jax.Array,
+    weight: nnx.Param,
+    bias: nnx.Param | None = None,
+    quantization: Quantization = "none",
+) -> jax.Array:
+    """Compute `einsum(spec, x, weight)` in x's dtype and add a bias, if given, to the trailing dimensions.
+
+    The operands are quantized if `quantization` says so.
+    """
+    y = quantized_einsum(spec, x, weight[...].astype(x.dtype), quantization)
+    return y if bias is None else y + align(bias[...].astype(x.dtype), y.ndim)
+
+
+def align(x: jax.Array, ndim: int) -> jax.Array:
+    """Add leading dimensions of size 1 up to `ndim`, so that no broadcast is implicit."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def _letters(spec: str) -> list[str]:

@@ -23,7 +23,7 @@ from autoshard.kernels.kernel_choice import Impl
 from autoshard.models.attention import attention
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy, sum_and_count
-from autoshard.models.quantized import Quantization, quantized_einsum
+from autoshard.models.quantized import align, project
 from autoshard.models.remat.named_values import named
 
 KeysValues = tuple[jax.Array, jax.Array]
@@ -57,26 +57,6 @@ def constant(cfg: GPTConfig, shape: tuple[int, ...], value: float) -> nnx.Param:
 def bias(cfg: GPTConfig, *shape: int) -> nnx.Param | None:
     """Make a bias of zeros, or None if the config has no biases."""
     return constant(cfg, shape, 0.0) if cfg.bias else None
-
-
-def project(
-    spec: str,
-    x: jax.Array,
-    weight: nnx.Param,
-    bias: nnx.Param | None = None,
-    quantization: Quantization = "none",
-) -> jax.Array:
-    """Compute `einsum(spec, x, weight)` in x's dtype and add a bias, if given, to the trailing dimensions.
-
-    The operands are quantized if `quantization` says so.
-    """
-    y = quantized_einsum(spec, x, weight[...].astype(x.dtype), quantization)
-    return y if bias is None else y + align(bias[...].astype(x.dtype), y.ndim)
-
-
-def align(x: jax.Array, ndim: int) -> jax.Array:
-    """Add leading dimensions of size 1 up to `ndim`, so that no broadcast is implicit."""
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

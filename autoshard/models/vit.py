@@ -22,9 +22,9 @@ from flax import nnx
 from autoshard.models.attention import Impl
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy
-from autoshard.models.quantized import Quantization
+from autoshard.models.quantized import Quantization, align, project
 from autoshard.models.stack import make_layers, run_layers
-from autoshard.models.transformer import Block, Norm, align, bias, constant, dropout, dropout_keys, param, project
+from autoshard.models.transformer import Block, Norm, bias, constant, dropout, dropout_keys, param
 
 # The fields that a `ViTConfig` passes on to the config of its blocks.
 _ENCODER = (

@@ -22,7 +22,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from autoshard import _compat
 from autoshard.models.decoder.quantized_weight import QuantizedWeight
+
+_compat.exclude_from_user_code(__file__)  # plans name the product's caller, not this module
 
 
 class Adapted(nnx.Module):
@@ -94,6 +97,16 @@ def times(spec: str, x: jax.Array, weight: nnx.Param | Adapted | QuantizedWeight
     if isinstance(weight, Adapted | QuantizedWeight):
         return weight.project(spec, x)
     return jnp.einsum(spec, x, weight[...].astype(x.dtype))
+
+
+def project(
+    spec: str, x: jax.Array, weight: nnx.Param | Adapted | QuantizedWeight, bias: nnx.Param | None = None
+) -> jax.Array:
+    """Compute `einsum(spec, x, weight)` in x's dtype, and add a bias to the trailing dimensions."""
+    y = times(spec, x, weight)
+    if bias is None:
+        return y
+    return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)
 
 
 def column_norms(weight: jax.Array, stacked: int, inputs: int) -> jax.Array:

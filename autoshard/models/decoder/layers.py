@@ -19,14 +19,13 @@ from jax import lax
 from autoshard._shown import shown
 from autoshard.kernels.blockwise_attention import Softmax, Visibility
 from autoshard.models.attention import attention
-from autoshard.models.decoder.adapted import Adapted, times
+from autoshard.models.decoder.adapted import project
 from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.positions.rotary import Rotary, Table, rotate
 from autoshard.models.decoder.positions.temperature import Temperature
-from autoshard.models.decoder.quantized_weight import QuantizedWeight
 from autoshard.models.remat.named_values import named
 
 QUICK_GELU = 1.702  # x * sigmoid(1.702 x) is close to gelu(x) (arXiv:1606.08415, section 2)
@@ -98,16 +97,6 @@ def normal(key: jax.Array, cfg: DecoderConfig, *shape: int) -> nnx.Param:
 def zeros(cfg: DecoderConfig, *shape: int, wanted: bool = True) -> nnx.Param | None:
     """Make a parameter of zeros, or None if it is not wanted."""
     return nnx.Param(jnp.zeros(shape, jnp.dtype(cfg.param_dtype))) if wanted else None
-
-
-def project(
-    spec: str, x: jax.Array, weight: nnx.Param | Adapted | QuantizedWeight, bias: nnx.Param | None = None
-) -> jax.Array:
-    """Compute `einsum(spec, x, weight)` in x's dtype, and add a bias to the trailing dimensions."""
-    y = times(spec, x, weight)
-    if bias is None:
-        return y
-    return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)
 
 
 def normalised(x: jax.Array, eps: float) -> jax.Array:

@@ -21,8 +21,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from autoshard import _compat
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models.block_scales import ScaledCodes, decoded, joined_inputs, scaled_product, split_inputs
+
+_compat.exclude_from_user_code(__file__)  # plans name the product's caller, not this module
 
 WeightFormat = Literal["none", "int8", "nf4"]
 BLOCK = 64  # inputs that share a scale of nf4 (arXiv:2305.14314, section 3)
