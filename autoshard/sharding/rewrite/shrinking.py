@@ -116,6 +116,6 @@ def _rule(value: Value) -> Rule:
         found = rule_for(value.eqn.primitive, tuple(v.aval for v in value.operands), value.eqn.params)
     except RuleError as error:
         raise Refused(str(error)) from error
-    if found is None or found.body is not None:
+    if found is None or found.body is not None or len(found.results) != 1:
         raise Refused(f"{value.op} cannot be evaluated on small arrays, so nothing can be proven")
     return found

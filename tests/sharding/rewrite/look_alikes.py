@@ -188,6 +188,7 @@ LOOK_ALIKES: dict[str, Attention] = {
     "stopped gradient": by_weights(lambda s: lax.stop_gradient(jax.nn.softmax(s))),
     "half stopped": by_weights(lambda s: 0.5 * jax.nn.softmax(s) + 0.5 * lax.stop_gradient(jax.nn.softmax(s))),
     "reversed": by_weights(lambda s: jax.nn.softmax(s)[..., ::-1]),
+    "sorted": by_weights(lambda s: lax.top_k(jax.nn.softmax(s), SEQ)[0]),  # an operator with several results
     # The backward pass.
     "missing scale": own_gradient(lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, ds / SCALE), dv)),
     "missing sum": own_gradient(lambda q, k, v, w, dw, ds, dv: (*gradients(q, k, w * dw * SCALE), dv)),
