@@ -67,6 +67,7 @@ def test_the_class_token_precedes_the_patches():
     np.testing.assert_allclose(embedded[:, 1:], mean._embed(images()), rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cfg", [SMALL, MEAN], ids=["token", "mean"])
 def test_without_positions_the_order_of_patches_does_not_matter(cfg):
     """Attention has no causal mask: only the position embedding encodes the order of patches."""
