@@ -74,6 +74,7 @@ def test_is_at_least_as_exact_as_the_whole_loss_in_bfloat16(head_dtype, vocab, t
         assert error(found, right) < 1.2 * error(other, right) + 1e-6
 
 
+@pytest.mark.slow
 def test_a_soft_cap_in_float64():
     """Values and gradients of float64 arrays are computed in float64, with classes of padding."""
     vocab = 50

@@ -212,6 +212,7 @@ def test_expert_weights_are_stacked():
     assert blocks.dense[0].mlp.w_up.shape == (2, 16, 24) and len(blocks.dense) == 1
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_are_the_same_model():
     """The model has dropout, the router's losses, and two groups of one dense layer and one layer with experts."""
     cfg = with_gpt(SMALL, dropout=0.2)

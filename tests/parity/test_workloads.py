@@ -111,6 +111,7 @@ def test_every_plan(name, plan):
     compare(name, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "plan",

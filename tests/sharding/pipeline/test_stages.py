@@ -106,6 +106,7 @@ def test_layers_one_after_another(kind):
     check(kind, False, 4, 2, "1f1b", "list")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["encoder", pytest.param("dropout", marks=pytest.mark.slow)])
 def test_layers_one_after_another_that_index_a_stack(kind):
     check(kind, True, 4, 4, "zb", "index")

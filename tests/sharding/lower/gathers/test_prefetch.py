@@ -53,6 +53,7 @@ def test_loss_and_gradients_are_those_of_one_device(name, words):
     assert_close(jax.jit(gradient)(params, x), auto_shard(gradient, plan=words, gather="prefetch")(params, x))
 
 
+@pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
         params, x = parameters(jnp.float64), jax.random.normal(jax.random.key(1), (ROWS, WIDTH), jnp.float64)
