@@ -58,8 +58,9 @@ ON_ONE_JAX = {
     "sharding/rewrite/test_kernels_option", "sharding/runtime/test_static_leaves", "sharding/search",
     "spmdrules/catalogue", "spmdrules/custom_ops/test_operator", "spmdrules/families/test_cudnn",
     "spmdrules/propagation/test_propagate", "spmdrules/reference/test_derive", "spmdrules/test_writing_rules",
-    "test_cli", "test_docs", "test_layout", "test_packaging", "test_release", "test_site", "test_units", "train/config",
-    "train/data", "train/inference", "train/program/test_remat_search", "train/program/test_variants", "train/report",
+    "test_cli", "test_docs", "test_layout", "test_packaging", "test_release", "test_site", "test_units",
+    "test_wrong_inputs", "train/config", "train/data",
+    "train/inference", "train/program/test_remat_search", "train/program/test_variants", "train/report",
     "train/run", "train/step",
 }  # fmt: skip
 

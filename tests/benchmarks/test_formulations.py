@@ -104,7 +104,7 @@ def test_an_expert_equals_one_device(name):
             check(jax.device_get(jax.tree.unflatten(jax.tree.structure(want), flat)), want)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CORPUS])
 def test_a_step_returns_its_state_and_a_loss(name):
     formulation = CORPUS[name]

@@ -27,6 +27,7 @@ def _cases():
             yield pytest.param(make, id=f"{library}-{make.__name__}", marks=marks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", list(_cases()))
 def test_one_step_equals_one_device(make):
     """Each of our warnings is an error: all operators have rules."""

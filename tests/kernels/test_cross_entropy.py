@@ -44,7 +44,7 @@ def error(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [64, 50, 7])  # 50 and 7 are padded; with 7 a chunk has one class
 @pytest.mark.parametrize("cap", [None, 2.0])  # 2 is half of the typical size of a product
@@ -58,6 +58,7 @@ def test_equals_the_whole_loss(vocab, tied, cap):
     assert np.all(np.asarray(gradients[0])[~np.asarray(MASK)] == 0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [64, 50])
 @pytest.mark.parametrize("head_dtype", [jnp.float32, jnp.bfloat16])
@@ -73,6 +74,7 @@ def test_is_at_least_as_exact_as_the_whole_loss_in_bfloat16(head_dtype, vocab, t
         assert error(found, right) < 1.2 * error(other, right) + 1e-6
 
 
+@pytest.mark.slow
 def test_a_soft_cap_in_float64():
     """Values and gradients of float64 arrays are computed in float64, with classes of padding."""
     vocab = 50
@@ -192,6 +194,7 @@ def moved(plan):
     return {key: size for key, size in found.items() if size > 1e5}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("target", ["cpu:8", "v6e:2x4"])
 def test_the_head_is_gathered_once_more_and_its_gradient_reduced_once(target, tied):
@@ -202,6 +205,7 @@ def test_the_head_is_gathered_once_more_and_its_gradient_reduced_once(target, ti
     assert all(after[key] == before[key] for key in before if key != head)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("words", ["dp:2 tp:4", "fsdp:2 tp:4"])
 def test_chunks_of_a_sharded_vocabulary_are_not_resharded(words, tied):

@@ -72,6 +72,7 @@ def assert_close(a, b, tolerance=1e-5):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_future_token_does_not_change_past_logits(name):
     model = filled(VARIANTS[name])
@@ -82,6 +83,7 @@ def test_a_future_token_does_not_change_past_logits(name):
     assert np.all(np.max(np.abs(a[:, 5:] - b[:, 5:]), axis=-1) > 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "blockwise"])
 def test_gradients_match_finite_differences(name):
     model = filled(VARIANTS[name])
@@ -105,6 +107,7 @@ def test_gradients_match_finite_differences(name):
         np.testing.assert_allclose((losses[0] - losses[1]) / 2e-2, norm, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, dropout", [("llama", 0.2), ("gpt2", 0.0)])
 def test_scanned_and_unrolled_are_the_same_model(name, dropout):
     cfg = dataclasses.replace(VARIANTS[name], dropout=dropout)
@@ -131,7 +134,7 @@ def test_restack_is_its_own_inverse_and_initialisation_does_not_depend_on_the_la
         jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(a)), nnx.to_pure_dict(nnx.state(b)))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "policy, scan",
     [(name, True) for name in REMAT_POLICIES if name != "none"]
@@ -167,7 +170,7 @@ def test_remat_policies_order_the_memory():
     assert abs(temp_bytes("dots,dots", 64) - dots) < 0.15 * dots
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("chunks", [2, 5])  # 5 does not divide the vocabulary
 @pytest.mark.parametrize("cfg", [TINY, GPT2], ids=["tied", "untied"])
 def test_the_loss_in_chunks_has_the_same_value_and_gradients(cfg, chunks):
@@ -409,6 +412,7 @@ def test_a_token_outside_the_vocabulary_gives_nan():
     assert np.all(np.isnan(logits_of(filled(TINY), jnp.array([[-1]]))))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_promotion_is_implicit(name, dtype, strict_numerics):

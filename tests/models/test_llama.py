@@ -36,6 +36,7 @@ def test_every_size_is_published():
     assert set(LLAMA) == set(PARAMETERS)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
     assert count(build(LLAMA[name])) == PARAMETERS[name]
@@ -77,6 +78,7 @@ def test_it_computes_in_bfloat16_and_keeps_float32():
     assert logits.dtype == jnp.bfloat16 and logits.shape == (1, 8, 128_256)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_it_learns():
     losses, *_ = trained(workload("llama-tiny").with_(batch_size=8), 40)

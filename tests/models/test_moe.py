@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_weighted_sum_of_all_experts(name, dispatch):
@@ -212,6 +212,7 @@ def test_expert_weights_are_stacked():
     assert blocks.dense[0].mlp.w_up.shape == (2, 16, 24) and len(blocks.dense) == 1
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_are_the_same_model():
     """The model has dropout, the router's losses, and two groups of one dense layer and one layer with experts."""
     cfg = with_gpt(SMALL, dropout=0.2)
@@ -232,7 +233,7 @@ def test_scanned_and_unrolled_are_the_same_model():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
 def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):
@@ -259,6 +260,7 @@ def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
     np.testing.assert_allclose(cached, whole[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", [6, 14])
 def test_generated_text_equals_recomputation_of_each_step(n):
     """This holds within the context and beyond it, where the window moves."""
@@ -303,6 +305,7 @@ def test_a_future_token_does_not_change_past_logits():
     assert np.all(np.max(np.abs(one[:, 7:] - other[:, 7:]), axis=-1) > 1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
 def test_no_promotion_is_implicit(cfg, dtype, strict_numerics):
@@ -353,6 +356,7 @@ def test_parameters_of_mixtral(name, published):
     assert count(model_factory(MIXTRAL[name])) == published
 
 
+@pytest.mark.few(1)
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ["moe-tiny", "mixtral-tiny"])
 def test_it_learns(name):

@@ -32,7 +32,7 @@ def test_greedy_is_the_argmax_of_the_last_window_step_by_step(positions):
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scan_layers", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [dict(), dict(positions="learned"), dict(kv_heads=1), dict(attention="blockwise")])
 def test_a_cache_gives_the_logits_of_the_whole_sequence(shape, scan_layers):

@@ -67,6 +67,7 @@ def test_the_class_token_precedes_the_patches():
     np.testing.assert_allclose(embedded[:, 1:], mean._embed(images()), rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cfg", [SMALL, MEAN], ids=["token", "mean"])
 def test_without_positions_the_order_of_patches_does_not_matter(cfg):
     """Attention has no causal mask: only the position embedding encodes the order of patches."""
@@ -82,6 +83,7 @@ def test_without_positions_the_order_of_patches_does_not_matter(cfg):
     assert np.max(np.abs(one - ordered)) > 1e-2
 
 
+@pytest.mark.slow
 def test_scanned_and_unrolled_are_the_same_model():
     cfg = dataclasses.replace(SMALL, dropout=0.2)
     scanned = filled_as(model_factory(cfg))
@@ -145,6 +147,7 @@ def test_an_image_of_another_size_is_an_error():
         filled_as(model_factory(SMALL))(jnp.zeros((2, 16, 12, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_it_learns():
     losses, *_ = trained(workload("vit-tiny"), 60, rate=1e-2)

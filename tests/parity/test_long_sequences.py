@@ -65,6 +65,7 @@ def attention_step(case):
     return jax.value_and_grad(loss), params, batch
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "words, case",
     [

@@ -30,6 +30,7 @@ def draws(p, tokens, key):
     return {**p, **updated}, noise, mask, more
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["fsdp:8", "dp:2 ep:2 tp:2", "tp:4 dp:2 seq"])
 def test_every_draw_has_the_same_bits(words):
     args = PARAMS, TOKENS, jax.random.key(7)
@@ -60,6 +61,7 @@ def with_dropout(remat):
     return step
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "remat", "microbatches"),
     [("fsdp:8", jax.checkpoint, 1), ("dp:2 tp:4", jax.checkpoint, 2), ("dp:2 fsdp:2 tp:2", lambda f: f, 1)],

@@ -87,7 +87,7 @@ def compare(name: str, plan: str | None, run: Callable[..., Any] = trained) -> N
         assert_close(one, other)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "plan"),
@@ -111,6 +111,7 @@ def test_every_plan(name, plan):
     compare(name, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "plan",

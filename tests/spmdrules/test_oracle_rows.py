@@ -31,15 +31,17 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
-# The quick suite runs the first row of each primitive, and all rows of those in `VARIED`; the slow suite runs all rows.
+# By default, of the first rows of all primitives, one of each rule function and text form runs, and all rows of the
+# primitives in `VARIED`. The slow suite runs all rows.
+RULES = {primitive.name: rule for primitive, rule in registered()}
 FIRST = {row.primitive: row for row in reversed(ROWS)}
+KINDS = {(RULES[name], row.expected): row for name, row in FIRST.items()}
 VARIED = ("conv_general_dilated", "dot_general", "gather", "reshape", "scatter-add", "shift_stages")
+SHARDED = [row for row in ROWS if any(row is kind for kind in KINDS.values()) or row.primitive in VARIED]
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "row", [row for row in ROWS if row is FIRST[row.primitive] or row.primitive in VARIED], ids=lambda row: row.id
-)
+@pytest.mark.parametrize("row", SHARDED, ids=lambda row: row.id)
 def test_shards(row):
     findings = examine(row, partitioner=False)
     assert not findings, report(findings)

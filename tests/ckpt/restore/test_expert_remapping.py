@@ -88,7 +88,7 @@ def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
     assert f"{EXPERTS} experts" in str(saved.describe())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
 def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
     expert_dims = dims(saved)
@@ -141,6 +141,7 @@ def test_all_experts_on_another_degree_of_expert_parallelism(saved: Checkpointer
     assert [leaf.sharding for leaf in jax.tree.leaves(restored)] == jax.tree.leaves(shardings_of_plan)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("explicit", [False, True])
 def test_one_program_for_all_leaves_of_a_shape(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, explicit: bool

@@ -64,6 +64,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch, directory: Path, state: Any) -> Ch
     return checkpoints
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("block", [False, True])
 def test_every_kind_of_leaf(tmp_path: Path, mesh8: Mesh, many: Any, assert_same: Any, block: bool) -> None:
     state = many(mesh8)
@@ -82,6 +83,7 @@ def test_every_kind_of_leaf(tmp_path: Path, mesh8: Mesh, many: Any, assert_same:
     assert len(written.packs) <= len(kinds)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(4, 1), (1, 8), (1, 1)], ids=str)
 def test_restore_on_another_mesh(
     tmp_path: Path, mesh8: Mesh, mesh_of: Any, many: Any, abstract: Any, assert_same: Any, shape: tuple[int, int]
@@ -264,7 +266,7 @@ def test_the_number_of_programs_does_not_grow_with_the_leaves(
     assert 0 < len(few) == len(many), (few, many)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4", "float8_e8m0fnu", "float32", "complex64"],

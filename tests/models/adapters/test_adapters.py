@@ -62,7 +62,7 @@ def adapted(folder: Path, lora: LoraConfig, config: dict[str, Any] = LLAMA, **ch
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("config", "scan", "dora"),
     [(LLAMA, True, False), (DEEPSEEK, False, False), (LLAMA, True, True), (DEEPSEEK, False, True)],

@@ -31,6 +31,7 @@ def test_vectors_are_those_of_the_formula():
     assert np.isnan(found[:, :, 2]).all()  # a token outside of the vocabulary of the vectors
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scan", [True, False])
 def test_a_layer_takes_its_own_vectors(scan):
     model = Decoder(dataclasses.replace(CONFIG, scan_layers=scan), rngs=nnx.Rngs(0))

@@ -36,7 +36,7 @@ def operands(tokens):
     return x, gates, jnp.asarray(chosen[:, None], jnp.int32), *weights
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [4, 5], ids=["as many as a block has inputs", "more"])
 @pytest.mark.parametrize("own", [slice(0, EXPERTS), slice(5, 12)], ids=["all experts", "a shard"])
 def test_all_forms_have_the_values_of_decoded_matrices(tokens, own):

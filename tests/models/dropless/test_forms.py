@@ -40,7 +40,7 @@ def operands(unit, tokens, own=slice(0, EXPERTS)):
     )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("own", [slice(0, EXPERTS), slice(5, 12)], ids=["all experts", "a shard"])
 def test_all_forms_have_the_same_values(unit, own):
@@ -87,6 +87,7 @@ def test_the_form_follows_from_tokens_and_experts(tokens, kernel, own, form, mon
     assert form_of(tokens, GroupedCall(kernel), own, monkeypatch=monkeypatch) == form
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [2, 6], ids=["one by one", "densely"])
 def test_gradients_do_not_depend_on_the_form(tokens):
     x, gates, chosen, own, *weights = operands("swiglu", tokens)
@@ -102,6 +103,7 @@ def test_gradients_do_not_depend_on_the_form(tokens):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-4), found, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(("tokens", "read"), [(32, 1.0), (2, 2 * TOP_K / EXPERTS)], ids=["densely", "one by one"])
 def test_a_tpu_reads_stacked_weights_once(tokens, read):

@@ -202,6 +202,7 @@ def nnx_step(model, optimizer, tokens):
     return value
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", [None, "dp:8", "fsdp:8", "tp:8"])
 def test_nnx_objects_are_updated_in_place_as_by_nnx_jit(strategy):
     def make():

@@ -93,6 +93,7 @@ def _gpt_plan(rename: bool, scan: bool = True, **options):
     return planned, [by_leaf[i] for i in range(len(flat))]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [None, "fsdp:4 tp:2", "tp:4 dp:2 seq"])
 def test_planning_never_reads_names(strategy):
     plain, specs = _gpt_plan(rename=False, plan=strategy)

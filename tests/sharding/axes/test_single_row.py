@@ -24,6 +24,7 @@ def decode_plan(folder, config, rows):
     return Steps(described.graph, params, rows, 32, {"target": "v5e:1x2", "plan": "tp:2"}).plan
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config", [LLAMA, MIXTRAL, GPT_OSS, DEEPSEEK_V3], ids=["llama", "mixtral", "gpt-oss", "deepseek-v3"]
 )

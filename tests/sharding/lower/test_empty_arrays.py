@@ -51,6 +51,7 @@ def expert_step(params: dict[str, Any], tokens: Any, counts: Any) -> Any:
     return jax.value_and_grad(loss_of)(params)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("counts", [[0, 16, 8, 0], [24, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("plan", [None, "fsdp:8", "dp:2 fsdp:2 tp:2"])
 def test_an_expert_without_tokens_gets_no_gradient(plan, counts):

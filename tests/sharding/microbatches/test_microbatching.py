@@ -72,6 +72,7 @@ def test_steps_that_cannot_be_cut():
         plan(lambda x: x * 2, jnp.float32(1), target="cpu:2", microbatches=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
     ("kind", "remat", "unrolled", "lines"),

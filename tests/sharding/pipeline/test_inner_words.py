@@ -46,6 +46,7 @@ def test_values_and_gradients_equal_one_device(kind, words, schedule):
     assert largest_error(kind, words, schedule) <= 5e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [("capacity", "1f1b"), *(pytest.param("dropless", word, marks=MANY) for word in ("gpipe", "1f1b", "zb"))],

@@ -30,7 +30,7 @@ def shapes():
     ("words", "schedule"),
     [
         ("pp:2 fsdp:2 tp:2", "1f1b"),
-        ("pp:4 dp:2", "zb"),
+        pytest.param("pp:4 dp:2", "zb", marks=pytest.mark.slow),
         pytest.param("pp:2 fsdp:4", "ftb", marks=pytest.mark.slow),
         pytest.param("pp:2 fsdp:4", "interleaved:2", marks=pytest.mark.slow),
         pytest.param("pp:2 dp:2 tp:2", "interleaved:2", marks=pytest.mark.slow),
@@ -93,6 +93,7 @@ def separate_layers():
     return step, [(draw(n, 16, 32), draw(n + LAYERS, 32, 16)) for n in range(LAYERS)], draw(99, 16, 16)
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
     ("words", "gather", "summed"),
@@ -154,6 +155,7 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_stages_gather_small_layers_once(dtype):
@@ -190,6 +192,7 @@ def stacked_layers(layers, dtype=jnp.float32):
     return step, (draw(0, layers, 16, 32), draw(1, layers, 32, 16)), draw(2, 32, 16)
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("layers", [8, 6])
 def test_stages_in_a_ring(layers):

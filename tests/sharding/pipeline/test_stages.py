@@ -48,7 +48,7 @@ def check(kind, remat, microbatches, stages, schedule, layers="scan"):
 QUICK = ("dropout", "frozen", "auxiliary", "experts", "encoder")  # kinds that differ most in what is cut
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_one_forward_one_backward(kind):
     check(kind, False, 4, 2, "1f1b")
@@ -100,11 +100,13 @@ def test_values_move_while_gradients_of_weights_are_computed():
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["auxiliary", "shared"])
 def test_layers_one_after_another(kind):
     check(kind, False, 4, 2, "1f1b", "list")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["encoder", pytest.param("dropout", marks=pytest.mark.slow)])
 def test_layers_one_after_another_that_index_a_stack(kind):
     check(kind, True, 4, 4, "zb", "index")
@@ -167,7 +169,7 @@ def test_interleaved(kind, layers):
     check(kind, True, 4, 2, "interleaved:2", layers)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("written", ["scan", "reverse", "list"])
 @pytest.mark.parametrize(("layers", "stages", "microbatches", "chunks"), [(8, 2, 8, 2), (7, 3, 4, 2), (7, 2, 2, 3)])
 def test_chunks_of_layers(layers, stages, microbatches, chunks, written):
@@ -189,7 +191,7 @@ def test_chunks_of_layers(layers, stages, microbatches, chunks, written):
         np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", [*SCHEDULES])
 def test_layers_that_run_from_last_to_first(schedule):
     fn, args, want = train(lambda weights, x: jax.lax.scan(layer, x, weights[0], reverse=True)[0])
@@ -233,7 +235,7 @@ def forward(kind, layers):
     return fn, args, jax.tree.leaves(fn(*args))
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "ftb"), (2, "interleaved:2")])
 @pytest.mark.parametrize("layers", ["scan", "list"])
 @pytest.mark.parametrize("kind", ["loss", "rows", "stacked"])

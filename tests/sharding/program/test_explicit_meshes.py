@@ -45,6 +45,7 @@ def step(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 def test_a_step_with_reshards_equals_that_of_one_device(types):
     expected = layers()

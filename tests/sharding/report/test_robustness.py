@@ -26,6 +26,7 @@ def all_of(plan):
         assert str(copied) == str(plan)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("words", REQUESTS)
 @pytest.mark.parametrize("make", [planned, unbound])
 def test_all_reports_of_real_plans(words, make):

@@ -28,6 +28,7 @@ def traced(name: str, policy: str = "none", **options: Any) -> Any:
     return jax.make_jaxpr(masked_step_of(MASKED[name], policy, **options))(*arguments())
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, "none") for name in MASKED] + [("padded_documents", "full"), ("added", "dots"), ("flax_linen", "full")],
@@ -46,6 +47,7 @@ def assert_kept(name: str, policy: str) -> None:
     assert relative_differences(found, jax.jit(masked_step_of(MASKED[name], policy))(*arguments())) < 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["padded_documents", "added"])
 def test_values_and_gradients_stay(name: str) -> None:
     assert_kept(name, "none")
@@ -135,6 +137,7 @@ def test_segments_of_the_layers_own_input_cross_to_the_backward_pass(policy: str
     assert relative_differences(found, jax.jit(step)(*given)) < 1e-5
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "policy", "strategy"),
     [("padded_documents", "none", "dp:2 tp:4"), ("causal_documents", "none", "dp:2 cp:4"), ("added", "full", "fsdp:8")],
@@ -145,6 +148,7 @@ def test_losses_and_gradients_equal_those_of_one_device(name: str, policy: str, 
     assert relative_differences(sharded(*arguments()), jax.jit(step)(*arguments())) < 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "policy"), [("padded_documents", "none"), ("added", "full")])
 def test_replace_kernels_before_the_gradient(name: str, policy: str) -> None:
     replaced = replace_kernels(masked_loss_of(MASKED[name], policy), kernels="require")

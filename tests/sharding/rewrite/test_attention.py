@@ -38,6 +38,7 @@ def scores_between_frames(closed: Any) -> list[str]:
     return found
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FORMULATIONS)
 def test_formulations_are_replaced_and_their_residuals_are_gone(name: str, policy: str) -> None:
@@ -51,6 +52,7 @@ def test_formulations_are_replaced_and_their_residuals_are_gone(name: str, polic
     assert not scores_between_frames(changed)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["mask_plus_scores", "bonsai", "divided_late", "float32_inside"])
 def test_values_and_gradients_stay(name: str) -> None:
     step, arguments = step_of(FORMULATIONS[name]), (parameters(), rows())

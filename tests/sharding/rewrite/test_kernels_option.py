@@ -31,6 +31,7 @@ def assert_same(found: Any, expected: Any) -> None:
     assert all(float(np.linalg.norm(np.asarray(x) - np.asarray(y))) < 1e-5 * norm for x, y in pairs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("strategy", "policy", "unrolled"),
     [("dp:8", "none", False), ("dp:2 tp:4", "full", False), ("fsdp:8", "none", True)],
@@ -163,6 +164,7 @@ def test_unknown_words_are_errors(word: Any) -> None:
         auto_shard(step_of(einsum_where), kernels=word)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("attention", [einsum_where, grouped_queries])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_replace_kernels_before_the_gradient(attention: Any, policy: str) -> None:
@@ -173,6 +175,7 @@ def test_replace_kernels_before_the_gradient(attention: Any, policy: str) -> Non
     assert_same(found, jax.jit(step_of(attention, policy))(parameters(), rows()))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["stopped gradient", "half stopped", "missing scale", "dropped", "alibi"])
 def test_replace_kernels_leaves_look_alikes(name: str) -> None:
     loss = loss_of(LOOK_ALIKES[name])

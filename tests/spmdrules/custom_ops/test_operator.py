@@ -218,7 +218,7 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     assert COLLECTIVE.findall(compiled(sharded, *sharded_args)) == [collective]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "op,x",
     [("mul", normal(0, 4, 4))]

@@ -36,6 +36,7 @@ def _normalized(w, x, axes):
     return (((x - mean) / deviation + largest) @ w) ** 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("axes", [("rows",), ("columns", "rows"), ("columns",)])
 def test_values_and_gradients(axes):
     """The pass of a gradient back through `psum` has a `psum` over no dimension."""

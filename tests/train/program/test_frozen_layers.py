@@ -36,6 +36,7 @@ def counts(made: Plan) -> Counter[str]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("remat", "scan_layers"), [("none", True), ("full", False), (HOST, True)])
 def test_a_frozen_weight_has_no_product_for_its_gradient(remat, scan_layers):
     frozen = planned(remat, scan_layers, ("blocks/*/w*",))
@@ -45,6 +46,7 @@ def test_a_frozen_weight_has_no_product_for_its_gradient(remat, scan_layers):
     assert len(paths) >= WEIGHTS and all(frozen.reduce_axes(path) == {} for path in paths)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("remat", ["none", "full", HOST])
 def test_layers_below_all_trained_ones_only_run_forward(remat):
     """The embedding and the first two of four layers are frozen: half of the backward pass is not there."""

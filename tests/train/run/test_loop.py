@@ -288,6 +288,7 @@ def test_processes_agree_on_stopping_from_time_to_time_and_after_the_last_step(m
     assert run(6, 0.01) == [1, "SIGTERM in another process"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.whole
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
 def test_a_clock_that_jumps_changes_no_save(

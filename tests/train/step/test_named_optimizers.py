@@ -54,6 +54,7 @@ def test_wsd_decays_in_the_last_part_only():
     assert constant == 1.0 and 0.1 < middle < 1.0 and late == pytest.approx(0.1)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adamw", "sgd", "muon", "schedule_free"}))
 def test_an_optimizer_of_optax_gets_the_schedule_the_clipping_and_the_decay(name):
     config = OptimizerConfig(name=name, clip_norm=1.0, weight_decay=0.25, **RATES)

@@ -62,6 +62,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("words", ["fsdp:8", "fsdp:4 tp:2"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_those_of_one_device(name, words):
@@ -71,6 +72,7 @@ def test_values_are_those_of_one_device(name, words):
     assert_close(jax.jit(step)(params, x), auto_shard(step, plan=words, gather="sequential")(params, x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gather", ["prefetch", "sequential"])
 def test_planned_functions_are_differentiated(gather):
     """The dependence changes bits of parameters, which have no derivative of their own."""
@@ -83,6 +85,7 @@ def test_planned_functions_are_differentiated(gather):
     assert_close(jax.grad(loss)(params, x), actual)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 def test_parameters_of_narrow_types(dtype):
     params, x = parameters(dtype), jnp.ones((ROWS, WIDTH), jnp.float32)

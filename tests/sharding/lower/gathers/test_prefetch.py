@@ -44,6 +44,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("words", ["fsdp:8", "fsdp:4 tp:2"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_loss_and_gradients_are_those_of_one_device(name, words):
@@ -52,6 +53,7 @@ def test_loss_and_gradients_are_those_of_one_device(name, words):
     assert_close(jax.jit(gradient)(params, x), auto_shard(gradient, plan=words, gather="prefetch")(params, x))
 
 
+@pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
         params, x = parameters(jnp.float64), jax.random.normal(jax.random.key(1), (ROWS, WIDTH), jnp.float64)
