@@ -28,8 +28,10 @@ class AxisUses:
         reduced: axes over which an activation is summed, or its maximum taken (logits).
         inner: axes over which two activations are contracted (head_dim).
         kept: axes that a contraction of two activations keeps from one of them (head_dim of the values).
-        heads: batch dimensions of a contraction of two activations.
-        experts: batch dimensions of a contraction of an activation with a weight.
+        heads: batch dimensions of a contraction of two activations; and those of an activation with a weight, if one
+            weight produces them and another contracts them. So does the attention that multiplies the queries of each
+            head by a matrix of their own (DeepSeek-V2, arXiv:2405.04434).
+        experts: other batch dimensions of a contraction of an activation with a weight.
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
     """
@@ -45,6 +47,11 @@ class AxisUses:
     experts: set[int] = field(default_factory=set)
     indexed: set[int] = field(default_factory=set)
     windows: set[int] = field(default_factory=set)
+
+    @property
+    def hidden(self) -> set[int]:
+        """The axes that one weight produces and another one contracts."""
+        return {c for c in self.produced if any(a != b for a in self.produced[c] for b in self.contracted.get(c, ()))}
 
     def discard(self, axis: int) -> None:
         """Forget an axis, such as that of a pipeline's stages, which only its own kind of parallelism shards."""
@@ -78,7 +85,10 @@ def find_uses(
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is not None:
             collector.record(op, op.rule, factors)
-    return collector.uses
+    uses = collector.uses
+    uses.heads |= uses.experts & uses.hidden
+    uses.experts -= uses.heads
+    return uses
 
 
 @shown

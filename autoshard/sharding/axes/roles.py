@@ -137,10 +137,7 @@ def find_roles(
     ordered = [c for c, _ in sorted(parameter_bytes.items(), key=lambda item: (-item[1], item[0]))]
     # axes of one dimension (key-value heads, query groups) must be ordered major to minor, or none can be sharded
     ordered = _major_first(ordered, axes, parameters)
-    produced_and_contracted = {
-        c for c in use.produced if any(a != b for a in use.produced[c] for b in use.contracted[c])
-    }
-    shardable = (produced_and_contracted | _reduced_outputs(use) | use.indexed | use.experts) - {residual} - use.inner
+    shardable = (use.hidden | _reduced_outputs(use) | use.indexed | use.experts) - {residual} - use.inner
     weight_bytes = {v: axis_weight(program.avals[v]) for v in parameters}
     covering = cover_weights(axes, use, weight_bytes, shardable, in_data)
     parallel = (*(c for c in ordered if c in shardable), *covering)

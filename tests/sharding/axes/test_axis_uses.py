@@ -1,7 +1,11 @@
-"""What operators say of their axes: which of their matrices count."""
+"""What operators say of their axes: which of their matrices count, and which stacks of matrices are experts."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from autoshard import auto_shard, plan
 from autoshard.sharding.axes.axis_uses import _without_scales
 
 CODES = (("e0",), ("e1",), ("f0", "f1"))
@@ -22,3 +26,88 @@ DOWN = (("f0", "f1"), ("e0", "e1"))
 def test_scales_of_blocks_are_no_matrices_of_their_own(matrices, kept):
     found = _without_scales([(frozenset({n}), dims) for n, dims in enumerate(matrices)])
     assert [dims for _, dims in found] == kept
+
+
+ROWS, SEQ, WIDTH, RANK, HEADS, PLAIN, ROTARY, VALUES = 4, 24, 64, 16, 8, 6, 4, 5
+
+
+def shapes(*sizes):
+    return [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+
+
+def latent_decode(weights, state):
+    """One token of attention whose keys and values are latent vectors: `key` and `value` multiply heads, not keys."""
+    latents, rotated, seen = state
+    x = jnp.sin(weights["embed"][seen])
+    q = jnp.einsum("be,ehd->bhd", x, weights["query"])
+    new_latent, new_rotated = jnp.split(x @ weights["down"], [RANK], axis=-1)
+    rows = jnp.arange(ROWS)
+    latents, rotated = latents.at[rows, seen].set(new_latent), rotated.at[rows, seen].set(new_rotated)
+    key, value = jnp.split(weights["key_value"], [PLAIN], axis=-1)
+    q_latent = jnp.einsum("bhd,rhd->bhr", q[..., :PLAIN], key)
+    scores = jnp.einsum("bhr,btr->bht", q_latent, latents) + jnp.einsum("bhd,btd->bht", q[..., PLAIN:], rotated)
+    weighted = jax.nn.softmax(jnp.where(jnp.arange(SEQ) <= seen[:, None, None], scores, -1e9), axis=-1)
+    y = jnp.einsum("bhr,rhd->bhd", jnp.einsum("bht,btr->bhr", weighted, latents), value)
+    y = x + jnp.einsum("bhd,hde->be", y, weights["output"])
+    kept = jnp.sin(jnp.tanh(y @ weights["ffn_in"]) @ weights["ffn_out"])
+    return latents.at[rows, seen].add(kept[:, :RANK]), rotated, seen + 1
+
+
+def latent_arguments():
+    """Random weights and a state in which the rows have seen 5 to 20 tokens."""
+    sizes = {
+        "embed": (SEQ, WIDTH), "query": (WIDTH, HEADS, PLAIN + ROTARY), "down": (WIDTH, RANK + ROTARY),
+        "key_value": (RANK, HEADS, PLAIN + VALUES), "output": (HEADS, VALUES, WIDTH), "ffn_in": (WIDTH, 96),
+        "ffn_out": (96, WIDTH),
+    }  # fmt: skip
+    random = np.random.default_rng(0)
+    weights = {name: jnp.asarray(random.normal(0, 0.5, size), jnp.float32) for name, size in sizes.items()}
+    cache = (jnp.asarray(random.normal(0, 1, (ROWS, SEQ, size)), jnp.float32) for size in (RANK, ROTARY))
+    return weights, (*cache, jnp.asarray([5, 20, 9, 13], jnp.int32))
+
+
+def test_heads_with_a_matrix_each_are_no_experts():
+    arguments = latent_arguments()
+    step = auto_shard(latent_decode, plan="tp:8")
+    made = step.plan(*arguments)
+    leaves = {leaf.path.rpartition("/")[2]: leaf for leaf in made.inputs}
+    assert [leaves["key_value"].axes[1], leaves["query"].axes[1], leaves["output"].axes[0]] == ["heads"] * 3
+    assert [leaves[name].spec.index("tp") for name in ("key_value", "query", "output")] == [1, 1, 0]
+    found, expected = step(*arguments), jax.jit(latent_decode)(*arguments)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    # Each device computes its own heads: the plan sums the results of `output` only, and moves no queries.
+    assert not [traffic for traffic in made.traffic if traffic[0] in ("all-gather", "all-to-all", "reduce-scatter")]
+
+
+def blocks(weights, x):
+    """A block-diagonal product between two others."""
+    y = jnp.einsum("bhd,hde->bhe", (x @ weights["first"]).reshape(16, 8, 12), weights["block"])
+    return jnp.tanh(y).reshape(16, 96) @ weights["last"]
+
+
+def mixture(weights, x):
+    """Experts of which all compute all rows."""
+    gates = jax.nn.softmax(x @ weights["first"], axis=-1)
+    hidden = jnp.tanh(jnp.einsum("ebd,edf->ebf", gates.T[..., None] * x, weights["block"]))
+    return jnp.einsum("ebf,efd->ebd", hidden, weights["last"]).sum(0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "name"),
+    [(blocks, [(32, 96), (8, 12, 12), (96, 32)], "heads"), (mixture, [(32, 8), (8, 32, 48), (8, 48, 32)], "experts")],
+)
+def test_a_stack_is_of_heads_only_if_other_weights_produce_and_contract_it(layer, sizes, name):
+    def loss(weights, x):
+        for of_layer in weights["layers"]:
+            x = x + layer(of_layer, x)
+        return jnp.mean((x @ weights["out"]) ** 2)
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, grad: w - 0.1 * grad, weights, jax.grad(loss)(weights, x))
+
+    of_layer = dict(zip(("first", "block", "last"), shapes(*sizes), strict=True))
+    weights = {"layers": [of_layer] * 2, "out": shapes((32, 20))[0]}
+    made = plan(step, weights, *shapes((16, 32)), target="v5e:2x2", plan="fsdp:4")
+    stacks = {leaf.axes[0].partition("_")[0] for leaf in made.inputs if leaf.path.endswith("block")}
+    assert stacks == {name}
