@@ -180,7 +180,6 @@ def test_adapters_of_dora_start_as_the_weights_are(make_config: MakeConfig, fold
     np.testing.assert_allclose(trained[f"{stem}lora_scale"], norms, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_run_starts_from_an_adapter_and_resumes_without_it(
     make_config: MakeConfig, folder: Path, tmp_path: Path
 ) -> None:
