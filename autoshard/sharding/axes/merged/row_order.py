@@ -76,14 +76,14 @@ def _ordered(program: Program, of_value: Sequence[tuple[Dim, ...]]) -> Iterator[
 def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -> Iterator[Dim]:
     """Yield the dimensions whose order matters in a block; if it is `kept`, those of all its values."""
     jaxpr = _compat.open_jaxpr(block.jaxpr)
-    constants = {*jaxpr.constvars}
+    constants = {id(v) for v in jaxpr.constvars}
     for atom, v in zip(jaxpr.outvars, block.outputs, strict=True):
-        if not isinstance(atom, _compat.Literal) and atom in constants:
+        if id(atom) in constants:
             yield from of_value[v]
     for op in block.ops:
         values = [v for v in (*op.operands, *op.results) if v >= 0]
         for atom, v in zip(op.eqn.invars, op.operands, strict=True):
-            if v >= 0 and not isinstance(atom, _compat.Literal) and atom in constants:
+            if v >= 0 and id(atom) in constants:
                 yield from of_value[v]
         if kept or op.name in _OPAQUE or is_operator(op.eqn.primitive) or (op.rule is None and not op.blocks):
             for v in values:
