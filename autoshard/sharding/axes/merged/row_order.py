@@ -11,6 +11,7 @@ dimension, and code whose inside is unknown. It also matters to inputs, results 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from autoshard import _compat
 from autoshard.spmdrules.core.rule import POSITIONS, Factor, Rule
@@ -23,6 +24,8 @@ Dim = tuple[int, ...]  # the logical axes of one dimension, major to minor
 
 # Calls whose derivative or transpose is a function of its own, which nothing here rewrites.
 _OWN_DERIVATIVES = frozenset({"call_hi_primitive", "custom_linear_solve", "custom_vjp_call", "linear_call"})
+# Calls whose reshapes also occur in another definition: their derivative, or what the compiler has in their place.
+_DEFINED_TWICE = frozenset({"composite", "custom_jvp_call"})
 # Code whose rule says how it may be cut into shards. It may still depend on which elements are beside each other.
 _OPAQUE = frozenset({
     *KERNELS, *LAYER_STACKS, *STAGE_OPERATORS, "custom_partitioning", "ffi_call", "pallas_call", "shard_map",
@@ -55,12 +58,31 @@ def is_plain_reshape(op: Op) -> bool:
     return op.name == "reshape" and op.eqn.params.get("dimensions") is None and len(op.operands) == 1
 
 
-def keeps_any_order(rule: Rule, factor: Factor) -> bool:
-    """Whether an operator treats the elements along a factor alike, wherever they are.
+def unordered_factors(eqn: Any, rule: Rule) -> frozenset[str]:
+    """Return the factors of an operator along which it treats all elements alike, wherever they are.
 
-    It computes each one apart, or adds them up. A permutation of the operands' elements then permutes those of the
-    results in the same way.
+    It computes each one apart, or adds them up. A permutation of the operands' elements along such a factor then
+    permutes those of the results in the same way.
+
+    Args:
+        eqn: the operator's equation.
+        rule: its rule.
     """
+    name = eqn.primitive.name
+    has_effects = bool(getattr(eqn, "effects", ()))  # equations that autoshard makes have none
+    if name in _OPAQUE or is_operator(eqn.primitive) or has_effects:
+        return frozenset()
+    fixed = {factor for dim in rule.compound_dims for factor in dim}
+    if eqn.params.get("indices_are_sorted"):  # the indices would not be sorted
+        fixed |= {factor for dim in rule.operands[1] for factor in dim}
+    if name == "ragged_dot_general":  # it sums the rows of each group, which are consecutive
+        fixed |= {f.name for f in rule.factors if f.kind == "reduce"}
+    copies = name == "broadcast_in_dim"
+    return frozenset(f.name for f in rule.factors if f.name not in fixed and (copies or _treats_alike(rule, f)))
+
+
+def _treats_alike(rule: Rule, factor: Factor) -> bool:
+    """Whether a factor's kind says that an operator treats all elements along it alike."""
     if factor.kind == "reduce":
         return factor.op not in POSITIONS
     return factor.kind == "pass" and any((factor.name,) in dims for dims in rule.operands)
@@ -78,14 +100,14 @@ def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -
     jaxpr = _compat.open_jaxpr(block.jaxpr)
     constants = {id(v) for v in jaxpr.constvars}
     for atom, v in zip(jaxpr.outvars, block.outputs, strict=True):
-        if id(atom) in constants:
+        if id(atom) in constants or isinstance(atom, _compat.Literal):
             yield from of_value[v]
     for op in block.ops:
         values = [v for v in (*op.operands, *op.results) if v >= 0]
         for atom, v in zip(op.eqn.invars, op.operands, strict=True):
             if v >= 0 and id(atom) in constants:
                 yield from of_value[v]
-        if kept or op.name in _OPAQUE or is_operator(op.eqn.primitive) or (op.rule is None and not op.blocks):
+        if kept or (op.rule is None and not op.blocks):
             for v in values:
                 yield from of_value[v]
         elif op.rule is not None:
@@ -99,7 +121,10 @@ def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -
                 if pair[0] != pair[1]:
                     yield from pair
         for inner in op.blocks:
-            derived = op.name == "custom_jvp_call" and any(each.name == "reshape" for each in walk(inner))
+            if any(isinstance(atom, _compat.Literal) and atom.aval.ndim for atom in op.eqn.invars):  # constants inside
+                for v in inner.inputs:
+                    yield from of_value[v]
+            derived = op.name in _DEFINED_TWICE and any(each.name == "reshape" for each in walk(inner))
             unknown = inner.param == IMPLEMENTATION or op.name in _OWN_DERIVATIVES or derived
             yield from _ordered_in(inner, of_value, kept or unknown)
 
@@ -112,14 +137,12 @@ def _ordered_at(op: Op, rule: Rule, of_value: Sequence[tuple[Dim, ...]]) -> Iter
             yield from (*before, *after)
         return
     places = [*zip(op.operands, rule.operands, strict=True), *zip(op.results, rule.results, strict=True)]
+    free = unordered_factors(op.eqn, rule)
     seen: dict[str, Dim] = {}
     for v, dims in places:
         for d, factors in enumerate(dims):
             own = of_value[v][d] if v >= 0 else ()
-            free = len(factors) == 1 and (
-                keeps_any_order(rule, rule.by_name[factors[0]]) or op.name == "broadcast_in_dim"
-            )
-            if not free:
+            if len(factors) != 1 or factors[0] not in free:
                 yield own
             elif seen.setdefault(factors[0], own) != own:
                 yield from (seen[factors[0]], own)
