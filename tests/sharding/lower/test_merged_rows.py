@@ -135,3 +135,101 @@ def test_both_merged_dimensions_may_be_sharded() -> None:
     sharded = planned.jit(jax.devices()[:8])
     assert_close(jax.jit(step)(w, x), sharded(w, x))
     assert not [n for n in gathered_elements(sharded.lower(w, x).compile()) if n >= 32 * WIDTH]
+
+
+Layer = Callable[[jax.Array, jax.Array, Any], jax.Array]  # merged rows, weights, further inputs [time, rows]
+
+
+def added_by_index(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    ids = more["ids"].reshape(-1)
+    return x + jnp.zeros((10, WIDTH)).at[ids].add(x @ w)[ids]
+
+
+def masked(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    return jnp.where(more["rising"].reshape(-1)[:, None] > 2, x @ w, x)
+
+
+def compared(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    return jax.nn.softmax((x @ w) @ x.T) @ x
+
+
+def shifted_inside(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    """A scan carries merged rows; its body splits them and moves them along time."""
+
+    def body(x: jax.Array, w: jax.Array) -> Any:
+        y = x.reshape(TIME, ROWS, WIDTH)
+        return jnp.tanh((y + jnp.roll(y, 1, 0)).reshape(-1, WIDTH) @ w) + x, None
+
+    return lax.scan(body, x, jnp.stack([w, w]))[0]
+
+
+def overwritten(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    ids = more["ids"].reshape(-1)  # with duplicates
+    return x + jnp.zeros((10, WIDTH)).at[ids].set(x @ w)[ids]
+
+
+def in_sorted_segments(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    ids = more["rising"].reshape(-1)
+    return x + jax.ops.segment_sum(x @ w, ids, 10, indices_are_sorted=True)[ids]
+
+
+def in_groups(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    """Sums over groups of consecutive rows."""
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    fixed = lax.stop_gradient(x)
+    sums = lax.ragged_dot_general(fixed, fixed, jnp.array([10, 40, 14]), numbers)
+    return x @ sums[0] + x @ w
+
+
+def split_rows_first(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    return x + jnp.repeat(jnp.tanh(x.reshape(ROWS, TIME, WIDTH).mean(1) @ w), TIME, 0)
+
+
+@jax.custom_vjp
+def doubled(x: jax.Array) -> jax.Array:
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g[::-1].reshape(TIME, ROWS, -1).reshape(g.shape),))
+
+
+def with_own_gradient(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    return x + doubled(x @ w)
+
+
+def in_either_branch(x: jax.Array, w: jax.Array, more: Any) -> jax.Array:
+    noise = normal(9, TIME * ROWS, 1)
+    return lax.cond(more["ids"][0, 0] < 99, lambda x: x @ w + noise, lambda x: x @ w, x)
+
+
+IN_ANY_ORDER = (added_by_index, masked, compared, shifted_inside)
+IN_ORDER = (
+    overwritten, in_sorted_segments, in_groups, split_rows_first, with_own_gradient, in_either_branch,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", [*IN_ANY_ORDER, *IN_ORDER], ids=lambda layer: layer.__name__)
+def test_layers_over_merged_rows_compute_what_one_device_computes(layer: Layer) -> None:
+    def loss(w: jax.Array, x: jax.Array, more: Any) -> Any:
+        def cell(h: jax.Array, x: jax.Array) -> Any:  # runs over time, so that rows are sharded
+            h = jnp.tanh(x @ w[0] + h / 2)
+            return h, h
+
+        states = lax.scan(cell, jnp.zeros((ROWS, WIDTH)), x)[1]
+        y = layer(states.reshape(-1, WIDTH), w[1], more).reshape(x.shape)
+        return jnp.mean((y - x) ** 2) + jnp.mean(y[1:] * y[:-1]), y
+
+    def step(w: jax.Array, x: jax.Array, more: Any) -> Any:
+        (value, y), grads = jax.value_and_grad(loss, has_aux=True)(w, x, more)
+        return w - grads, value, y
+
+    w, x = normal(0, 2, WIDTH, WIDTH), normal(1, TIME, ROWS, WIDTH)
+    more = {
+        "ids": jax.random.randint(jax.random.key(2), (TIME, ROWS), 0, 10),
+        "rising": (jnp.arange(TIME * ROWS) // 7).reshape(TIME, ROWS),
+    }
+    planned = plan(step, w, x, more, target="cpu:4", plan="dp:4")
+    assert_close(jax.jit(step)(w, x, more), planned.jit(jax.devices()[:4])(w, x, more))
+    axes = find_axes(build(jax.make_jaxpr(step)(w, x, more)))
+    merged = tuple(dim[0] for dim in axes.of_value[axes.program.inputs[1]][:2])
+    assert (merged in axes.unordered) == (layer in IN_ANY_ORDER)
