@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from autoshard import _compat
 from autoshard.spmdrules.core.rule import POSITIONS, Factor, Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
@@ -121,7 +123,9 @@ def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -
                 if pair[0] != pair[1]:
                     yield from pair
         for inner in op.blocks:
-            if any(isinstance(atom, _compat.Literal) and atom.aval.ndim for atom in op.eqn.invars):  # constants inside
+            if any(
+                isinstance(atom, _compat.Literal) and np.ndim(atom.val) for atom in op.eqn.invars
+            ):  # constants inside
                 for v in inner.inputs:
                     yield from of_value[v]
             derived = op.name in _DEFINED_TWICE and any(each.name == "reshape" for each in walk(inner))
