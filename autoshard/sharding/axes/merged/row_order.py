@@ -123,9 +123,8 @@ def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -
                 if pair[0] != pair[1]:
                     yield from pair
         for inner in op.blocks:
-            if any(
-                isinstance(atom, _compat.Literal) and np.ndim(atom.val) for atom in op.eqn.invars
-            ):  # constants inside
+            # A literal array is a constant inside.
+            if any(isinstance(atom, _compat.Literal) and np.ndim(atom.val) for atom in op.eqn.invars):
                 for v in inner.inputs:
                     yield from of_value[v]
             derived = op.name in _DEFINED_TWICE and any(each.name == "reshape" for each in walk(inner))
