@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_ROUNDS
+from autoshard.sharding.axes.merged.row_order import unordered_dims
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
@@ -251,6 +252,11 @@ class LogicalAxes:
         split = [dim for dim in whole if dim not in own]
         parts = {c for dim in own if dim not in whole for c in dim}
         return len(split) == 1 and parts == {*split[0]} and any(c in self.stacked for c in parts)
+
+    @cached_property
+    def unordered(self) -> frozenset[tuple[int, ...]]:
+        """The merged dimensions, as classes, whose elements may be in any order (`merged.row_order`)."""
+        return unordered_dims(self.program, self.of_value)
 
     @cached_property
     def co_occurring(self) -> dict[int, frozenset[int]]:

@@ -56,6 +56,7 @@ class Layout:
         self._input_specs: dict[tuple[Leaves, tuple[int, ...], Role], Spec] = {}
         self._gradient_specs: dict[Leaves, Spec] | None = None
         self._transposed: dict[Leaves, Leaves] = {}
+        self._shards_of_parts: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @cached_property
     def _stores_apart(self) -> bool:
@@ -107,13 +108,18 @@ class Layout:
         return spec
 
     def _derive_spec(self, leaves: Leaves) -> Spec:
+        if self._listed.isdisjoint([c for dim in leaves for c in dim]):
+            return ((),) * len(leaves)
+        assigned, _ = self._assigned(leaves)
+        return tuple([tuple([a for part in sorted(parts) for a in parts[part]]) if parts else () for parts in assigned])
+
+    def _assigned(self, leaves: Leaves) -> tuple[list[dict[int, tuple[str, ...]]], list[list[int]]]:
+        """For each dimension: part -> the mesh axes that shard it; and the size of each part in a shard."""
         present = {c for dim in leaves for c in dim}
-        if present.isdisjoint(self._listed):
-            return ((),) * len(leaves)
-        assigned: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]  # for each dimension: part -> mesh axes
-        local = [[self.axes.sizes[c] for c in dim] for dim in leaves]  # size of each part in a shard, so far
+        assigned: list[dict[int, tuple[str, ...]]] = [{} for _ in leaves]
+        local = [[self.axes.sizes[c] for c in dim] for dim in leaves]
         if any([0 in dim for dim in local]):  # nothing to save; some XLA versions give empty shards the whole shape
-            return ((),) * len(leaves)
+            return assigned, local
         for axis, size in self.mesh.items():
             for cls in self.table.get(axis, ()):
                 position = self._shardable_part(leaves, local, cls, size) if cls in present else None
@@ -122,7 +128,7 @@ class Layout:
                     assigned[dim][part] = (*assigned[dim].get(part, ()), axis)
                     local[dim][part] //= size
                     break
-        return tuple([tuple([a for part in sorted(parts) for a in parts[part]]) if parts else () for parts in assigned])
+        return assigned, local
 
     @cached_property
     def _listed(self) -> set[int]:
@@ -133,7 +139,7 @@ class Layout:
         """The dimension, and the part of it, in which a mesh axis of `size` can shard the logical axis `cls`.
 
         `size` divides the part, and all parts before it in the dimension are sharded to single elements. Otherwise a
-        shard would not be contiguous.
+        shard would not be contiguous, which only dimensions in any order allow.
         """
         for d, dim in enumerate(leaves):
             for part, c in enumerate(dim):
@@ -141,9 +147,18 @@ class Layout:
                     break  # a loop runs over this dimension
                 if c == cls and local[d][part] % size == 0:
                     return d, part
-                if local[d][part] != 1:
+                if local[d][part] != 1 and dim not in self.axes.unordered:
                     break
         return None
+
+    def shards_of_parts(self, dim: tuple[int, ...]) -> tuple[int, ...]:
+        """The number of shards of each part of a merged dimension in any order. All values have the same."""
+        known = self._shards_of_parts.get(dim)
+        if known is None:
+            local = self._assigned((dim,))[1][0]
+            sizes = [self.axes.sizes[c] for c in dim]
+            known = self._shards_of_parts[dim] = tuple(n // own for n, own in zip(sizes, local, strict=True))
+        return known
 
     def shard_count(self, axes: Iterable[str]) -> int:
         """The number of shards over these mesh axes."""

@@ -36,6 +36,7 @@ from autoshard.sharding.lower.gathers.gather_order import GatherOrder
 from autoshard.sharding.lower.gathers.prefetched_layers import LayerPrefetch
 from autoshard.sharding.lower.gathers.prefetched_scan import early_gathers, prefetched_scan
 from autoshard.sharding.lower.layer_exchange import exchanged_layers
+from autoshard.sharding.lower.merged_rows import reshaped_rows
 from autoshard.sharding.lower.module_collectives import ModuleCollectives, before_loop, on_shards, scope
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.overlap.marks import Marks
@@ -151,7 +152,7 @@ class Lowering:
         if not is_decision_point(op):
             if op.name == "rev" and op.results[0] in self.layout.aliased_inputs:
                 self._reversed[op.results[0]] = op, args[0]
-            results = _compat.bind(op.eqn, op.eqn.params, *args)
+            results = reshaped_rows(self.layout, op, args) or _compat.bind(op.eqn, op.eqn.params, *args)
             if op.name == "convert_element_type":
                 self.cast(args[0], results[0])
             return self.constrain_like_parameter(op, results)
@@ -365,7 +366,6 @@ class Lowering:
             before_loop(self, x, v) if self.layout.is_gathered_before_loop(v) else x
             for x, v in zip(args[n_consts + n_carry :], op.operands[n_consts + n_carry :], strict=True)
         ]
-
         if self.early and (found := early_gathers(self.layout, op, self.link_prices, self.early_values)).gathers:
             return prefetched_scan(self, op, found, consts, init, xs)
 

@@ -201,29 +201,36 @@ class OperatorPrices:
         if not self._known_of(op).moves_rows:
             return ()
         moves: list[Move] = []
-        after = self._class_of_axis(mesh, op.results[0], result_specs[0])
+        after = self._classes_of_axis(mesh, op.results[0], result_specs[0])
         for i, (v, spec) in enumerate(zip(op.operands, specs, strict=True)):
             if v < 0 or not spec:
                 continue
             local = nbytes(self.axes.program.avals[v]) / shard_count(spec, mesh)
             own = {c for dim in self.axes.of_value[v] for c in dim}
-            for axis, cls in self._class_of_axis(mesh, v, spec).items():
-                n, to = mesh[axis], after.get(axis)
-                if to != cls and cls in own:
-                    kind = "all-to-all" if to in own else "all-gather"
+            for axis, classes in self._classes_of_axis(mesh, v, spec).items():
+                n, to = mesh[axis], after.get(axis, ())
+                if own.issuperset(classes) and {*classes}.isdisjoint(to):
+                    kind = "all-to-all" if not own.isdisjoint(to) else "all-gather"
                     moves.append(Move(kind, (axis,), i, local, local * bytes_sent_per_byte(kind, n)))
         return tuple(moves)
 
-    def _class_of_axis(self, mesh: Mapping[str, int], value: int, spec: Spec) -> dict[str, int]:
-        """Return the logical axis that each mesh axis of a spec shards."""
-        found: dict[str, int] = {}
+    def _classes_of_axis(self, mesh: Mapping[str, int], value: int, spec: Spec) -> dict[str, tuple[int, ...]]:
+        """Return the logical axis that each mesh axis of a spec shards.
+
+        In a dimension whose elements may be in any order, it may be any of the logical axes. A reshape then shards the
+        one that is sharded before and after it.
+        """
+        found: dict[str, tuple[int, ...]] = {}
         for dim, axes in zip(self.axes.of_value[value], spec, strict=True):
+            if dim in self.axes.unordered:
+                found |= dict.fromkeys(axes, dim)
+                continue
             parts = list(dim)
             room = [self.axes.sizes[c] for c in dim]
             for axis in axes:
                 while len(parts) > 1 and room[0] == 1:
                     del parts[0], room[0]
                 if parts:
-                    found[axis] = parts[0]
+                    found[axis] = (parts[0],)
                     room[0] = max(room[0] // mesh[axis], 1)
         return found

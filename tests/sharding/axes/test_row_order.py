@@ -1,0 +1,105 @@
+"""Every row of every family: operators permute the elements of their results as those of their operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autoshard.sharding.axes.merged.row_order import unordered_factors
+from autoshard.sharding.oracle.cases import Case, collect, to_numpy
+from autoshard.spmdrules import Rule, rule_for
+from tests.spmdrules.rows import Row, all_rows
+
+# Rows whose operator treats the elements along some dimension alike.
+ROWS = [row for row in all_rows() if not row.unchecked and unordered_factors(row.equation(), row.rule())]
+FIRST = {row.primitive: row for row in reversed(ROWS)}
+VARIED = ("gather", "ragged_dot_general", "scatter", "scatter-add")  # groups and indices depend on positions
+
+
+def is_elementwise(row: Row) -> bool:
+    """Whether all operands and results of an operator have the same dimensions."""
+    rule = row.rule()
+    return len({*rule.operands, *rule.results} - {()}) < 2
+
+
+QUICK = [row for row in ROWS if not is_elementwise(row) and (row is FIRST[row.primitive] or row.primitive in VARIED)]
+
+
+def permuted(x: np.ndarray, dims: tuple[tuple[str, ...], ...], name: str, order: np.ndarray) -> np.ndarray:
+    """`x` with the elements of each dimension of a factor in another order."""
+    for d, factors in enumerate(dims):
+        x = np.take(x, order, axis=d) if factors == (name,) else x
+    return x
+
+
+def equal(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether arrays are equal; floats up to rounding."""
+    if np.issubdtype(x.dtype, np.integer) or x.dtype == bool:
+        return np.array_equal(x, y)
+    return np.allclose(x.astype(complex), y.astype(complex), rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def wrong_factors(case: Case, rule: Rule) -> list[str]:
+    """The factors along which a permutation of the operands does something else to the results."""
+    operands = [to_numpy(x) for x in case.operands]
+    results = case.run(operands)
+    wrong = []
+    for name in sorted(unordered_factors(case.eqn, rule)):
+        size = rule.factor(name).size or 0
+        order = np.roll(np.random.default_rng(size).permutation(size), 1)
+        changed = [permuted(x, dims, name, order) for x, dims in zip(operands, rule.operands, strict=True)]
+        expected = [permuted(x, dims, name, order) for x, dims in zip(results, rule.results, strict=True)]
+        if not all(map(equal, expected, case.run(changed))):
+            wrong.append(name)
+    return wrong
+
+
+def check(row: Row) -> None:
+    for case in collect(row.fn, row.args):
+        if case.name == row.primitive:
+            rule = rule_for(case.eqn.primitive, case.avals, case.eqn.params)
+            assert rule is not None
+            wrong = wrong_factors(case, rule)
+            assert not wrong, f"the order of {', '.join(wrong)} matters to {row.id}: {rule}"
+
+
+@pytest.mark.parametrize("row", QUICK, ids=lambda row: row.id)
+def test_operators_permute_results_as_operands(row: Row) -> None:
+    check(row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in QUICK], ids=lambda row: row.id)
+def test_variants_permute_results_as_operands(row: Row) -> None:
+    check(row)
+
+
+def unordered_in(fn: Any, name: str, *args: Any) -> frozenset[str]:
+    case = next(case for case in collect(fn, args) if case.name == name)
+    rule = rule_for(case.eqn.primitive, case.avals, case.eqn.params)
+    assert rule is not None
+    return unordered_factors(case.eqn, rule)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_sorted_indices_keep_their_order(is_sorted: bool) -> None:
+    def summed(x: Any, indices: Any) -> Any:
+        numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+        return lax.scatter_add(jnp.zeros((4, 3)), indices, x, numbers, indices_are_sorted=is_sorted)
+
+    indices = jnp.arange(8).reshape(8, 1) // 2
+    names = unordered_in(summed, "scatter-add", jnp.ones((8, 3)), indices)
+    assert names == ({"d"} if is_sorted else {"n", "d"})
+
+
+def test_prints_keep_their_order() -> None:
+    def printed(x: Any) -> Any:
+        jax.debug.callback(lambda x: None, x, partitioned=True)
+        return x
+
+    assert not unordered_in(printed, "debug_callback", jnp.ones((8, 3)))
