@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autoshard.sharding.axes.merged.proven_operators import PROVEN
 from autoshard.sharding.axes.merged.row_order import unordered_factors
 from autoshard.sharding.oracle.cases import Case, collect, to_numpy
 from autoshard.spmdrules import Rule, rule_for
@@ -28,6 +29,10 @@ def is_elementwise(row: Row) -> bool:
 
 
 QUICK = [row for row in ROWS if not is_elementwise(row) and (row is FIRST[row.primitive] or row.primitive in VARIED)]
+
+
+def test_a_row_proves_each_operator_of_the_list() -> None:
+    assert not PROVEN - {*FIRST}
 
 
 def permuted(x: np.ndarray, dims: tuple[tuple[str, ...], ...], name: str, order: np.ndarray) -> np.ndarray:

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from autoshard import _compat
+from autoshard.sharding.axes.merged.proven_operators import PROVEN
 from autoshard.spmdrules.core.rule import POSITIONS, Factor, Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
-from autoshard.spmdrules.families.cudnn import KERNELS
-from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
 from autoshard.spmdrules.ir.program import IMPLEMENTATION, Block, Op, Program, walk
 
 Dim = tuple[int, ...]  # the logical axes of one dimension, major to minor
@@ -28,10 +27,6 @@ Dim = tuple[int, ...]  # the logical axes of one dimension, major to minor
 _OWN_DERIVATIVES = frozenset({"call_hi_primitive", "custom_linear_solve", "custom_vjp_call", "linear_call"})
 # Calls whose reshapes also occur in another definition: their derivative, or what the compiler has in their place.
 _DEFINED_TWICE = frozenset({"composite", "custom_jvp_call"})
-# Code whose rule says how it may be cut into shards. It may still depend on which elements are beside each other.
-_OPAQUE = frozenset({
-    *KERNELS, *LAYER_STACKS, *STAGE_OPERATORS, "custom_partitioning", "ffi_call", "pallas_call", "shard_map",
-})  # fmt: skip
 
 
 def unordered_dims(program: Program, of_value: Sequence[tuple[Dim, ...]]) -> frozenset[Dim]:
@@ -72,7 +67,7 @@ def unordered_factors(eqn: Any, rule: Rule) -> frozenset[str]:
     """
     name = eqn.primitive.name
     has_effects = bool(getattr(eqn, "effects", ()))  # equations that autoshard makes have none
-    if name in _OPAQUE or is_operator(eqn.primitive) or has_effects:
+    if name not in PROVEN or is_operator(eqn.primitive) or has_effects:
         return frozenset()
     fixed = {factor for dim in rule.compound_dims for factor in dim}
     if eqn.params.get("indices_are_sorted"):  # the indices would not be sorted
