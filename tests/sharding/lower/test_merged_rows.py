@@ -233,3 +233,30 @@ def test_layers_over_merged_rows_compute_what_one_device_computes(layer: Layer) 
     axes = find_axes(build(jax.make_jaxpr(step)(w, x, more)))
     merged = tuple(dim[0] for dim in axes.of_value[axes.program.inputs[1]][:2])
     assert (merged in axes.unordered) == (layer in IN_ANY_ORDER)
+
+
+@pytest.mark.parametrize(
+    "options", [{"plan": "dp:4", "microbatches": 2}, {"plan": "pp:2 dp:2", "microbatches": 4}], ids=str
+)
+def test_rows_are_merged_in_microbatches_and_stages(options: dict[str, Any]) -> None:
+    def step(params: Any, x: jax.Array, targets: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            def cell(h: jax.Array, x: jax.Array) -> Any:
+                return (jnp.tanh(x + h @ params["memory"]),) * 2
+
+            def layer(h: jax.Array, w: jax.Array) -> Any:
+                return h + jnp.tanh(h.reshape(-1, WIDTH) @ w).reshape(h.shape), None
+
+            _, states = lax.scan(cell, jnp.zeros((ROWS, WIDTH)), x)
+            states, _ = lax.scan(layer, states, params["layers"])
+            return jnp.mean((states.reshape(-1, WIDTH) @ params["judge"] - targets.reshape(-1, 1)) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(jnp.subtract, params, grads), value, grads
+
+    params = {"memory": normal(0, WIDTH, WIDTH), "layers": normal(1, 4, WIDTH, WIDTH), "judge": normal(2, WIDTH, 1)}
+    batch = normal(3, TIME, ROWS, WIDTH), normal(4, TIME, ROWS)
+    axes = find_axes(build(jax.make_jaxpr(step)(params, *batch)))
+    assert axes.unordered
+    sharded = plan(step, params, *batch, target="cpu:4", **options).jit(jax.devices()[:4])
+    assert_close(jax.jit(step)(params, *batch), sharded(params, *batch))
