@@ -22,10 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from autoshard import _compat
-from autoshard.models.decoder.quantized_weight import QuantizedWeight
-
-_compat.exclude_from_user_code(__file__)  # plans name the product's caller, not this module
+from autoshard.models.decoder.quantized_weight import QuantizedWeight, times
 
 
 class Adapted(nnx.Module):
@@ -90,23 +87,6 @@ class Adapted(nnx.Module):
         cross = 2 * self.scale * mixed + self.scale**2 * jnp.einsum(f"yz,z{outer}->y{outer}", small, b, **precise)
         square = jnp.sum(jnp.square(weight), range(len(inner))) + jnp.sum(cross * b, axis=0)
         return self.lora_scale[...].astype(jnp.float32) * lax.rsqrt(square)
-
-
-def times(spec: str, x: jax.Array, weight: nnx.Param | Adapted | QuantizedWeight) -> jax.Array:
-    """Compute `einsum(spec, x, weight)` in x's dtype."""
-    if isinstance(weight, Adapted | QuantizedWeight):
-        return weight.project(spec, x)
-    return jnp.einsum(spec, x, weight[...].astype(x.dtype))
-
-
-def project(
-    spec: str, x: jax.Array, weight: nnx.Param | Adapted | QuantizedWeight, bias: nnx.Param | None = None
-) -> jax.Array:
-    """Compute `einsum(spec, x, weight)` in x's dtype, and add a bias to the trailing dimensions."""
-    y = times(spec, x, weight)
-    if bias is None:
-        return y
-    return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)
 
 
 def column_norms(weight: jax.Array, stacked: int, inputs: int) -> jax.Array:

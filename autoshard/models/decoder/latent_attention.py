@@ -8,13 +8,13 @@ from flax import nnx
 
 from autoshard.kernels.blockwise_attention import soft_capped
 from autoshard.models.attention import attention
-from autoshard.models.decoder.adapted import project
 from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LatentConfig, LayerKind
 from autoshard.models.decoder.layers import Norm, Sides, normal, zeros
 from autoshard.models.decoder.positions.rotary import rotate
+from autoshard.models.decoder.quantized_weight import project
 from autoshard.models.remat.named_values import named
 
 LATENT_EPS = 1e-6  # the published code has this constant, whatever the config says

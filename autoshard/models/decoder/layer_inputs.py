@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from autoshard.models.decoder.adapted import project
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import ACTIVATIONS, Norm, normal
+from autoshard.models.decoder.quantized_weight import project
 
 
 class LayerInputs(nnx.Module):

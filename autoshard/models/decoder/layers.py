@@ -19,13 +19,13 @@ from jax import lax
 from autoshard._shown import shown
 from autoshard.kernels.blockwise_attention import Softmax, Visibility
 from autoshard.models.attention import attention
-from autoshard.models.decoder.adapted import project
 from autoshard.models.decoder.cache import Kept, Rows, seen_parts, slots_for
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kept_attention import Part, attend
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.positions.rotary import Rotary, Table, rotate
 from autoshard.models.decoder.positions.temperature import Temperature
+from autoshard.models.decoder.quantized_weight import project
 from autoshard.models.remat.named_values import named
 
 QUICK_GELU = 1.702  # x * sigmoid(1.702 x) is close to gelu(x) (arXiv:1606.08415, section 2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import EllipsisType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -176,3 +176,24 @@ def _values(codes: jax.Array, scale: jax.Array, form: str, inputs: int, outputs:
     if form == "fp8":
         codes = joined_inputs(codes, scale, inputs, outputs)
     return dequantized(codes, scale, form, inputs)
+
+
+class Weight(Protocol):
+    """What takes the place of a weight and computes its products: a quantized one, or one with an adapter."""
+
+    def project(self, spec: str, x: jax.Array) -> jax.Array: ...  # noqa: D102
+
+
+def times(spec: str, x: jax.Array, weight: nnx.Param | Weight) -> jax.Array:
+    """Compute `einsum(spec, x, weight)` in x's dtype."""
+    if isinstance(weight, nnx.Variable):
+        return jnp.einsum(spec, x, weight[...].astype(x.dtype))
+    return weight.project(spec, x)
+
+
+def project(spec: str, x: jax.Array, weight: nnx.Param | Weight, bias: nnx.Param | None = None) -> jax.Array:
+    """Compute `einsum(spec, x, weight)` in x's dtype, and add a bias to the trailing dimensions."""
+    y = times(spec, x, weight)
+    if bias is None:
+        return y
+    return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from autoshard.models.decoder.adapted import project
 from autoshard.models.decoder.layers import Norm, normal, zeros
+from autoshard.models.decoder.quantized_weight import project
 from autoshard.models.decoder.stacks import make_segments, make_sides, run_segments
 from autoshard.models.vision.config import TowerConfig
 
