@@ -14,6 +14,7 @@ from autoshard.sharding.axes.merged.proven_operators import PROVEN
 from autoshard.sharding.axes.merged.row_order import unordered_factors
 from autoshard.sharding.oracle.cases import Case, collect, to_numpy
 from autoshard.spmdrules import Rule, rule_for
+from autoshard.spmdrules.core.registry import registered
 from tests.spmdrules.rows import Row, all_rows
 
 # Rows whose operator treats the elements along some dimension alike.
@@ -32,7 +33,8 @@ QUICK = [row for row in ROWS if not is_elementwise(row) and (row is FIRST[row.pr
 
 
 def test_a_row_proves_each_operator_of_the_list() -> None:
-    assert not PROVEN - {*FIRST}
+    here = {primitive.name for primitive, _ in registered()}  # some operators exist in newer versions of JAX only
+    assert not (PROVEN & here) - {*FIRST}
 
 
 def permuted(x: np.ndarray, dims: tuple[tuple[str, ...], ...], name: str, order: np.ndarray) -> np.ndarray:
