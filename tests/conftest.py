@@ -59,9 +59,8 @@ ON_ONE_JAX = {
     "spmdrules/catalogue", "spmdrules/custom_ops/test_operator", "spmdrules/families/test_cudnn",
     "spmdrules/propagation/test_propagate", "spmdrules/reference/test_derive", "spmdrules/test_writing_rules",
     "test_cli", "test_docs", "test_layout", "test_packaging", "test_release", "test_site", "test_units",
-    "test_wrong_inputs", "train/config", "train/data",
-    "train/inference", "train/program/test_remat_search", "train/program/test_variants", "train/report",
-    "train/run", "train/step",
+    "test_wrong_inputs", "train/config", "train/data", "train/inference", "train/program/test_remat_search",
+    "train/program/test_variants", "train/report", "train/run", "train/step",
 }  # fmt: skip
 
 # No deadline: the first example of a test compiles. Derandomised: every run tests the same examples.

@@ -31,8 +31,8 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
-# By default, of the first rows of all primitives, one of each rule function and text form runs, and all rows of the
-# primitives in `VARIED`. The slow suite runs all rows.
+# The default run has all rows of the primitives in `VARIED`. Of the others, it has one row for each pair of a rule
+# function and an expected map. The slow suite runs all rows.
 RULES = {primitive.name: rule for primitive, rule in registered()}
 FIRST = {row.primitive: row for row in reversed(ROWS)}
 KINDS = {(RULES[name], row.expected): row for name, row in FIRST.items()}

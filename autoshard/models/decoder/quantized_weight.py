@@ -9,6 +9,8 @@ each block of 64 inputs of an output. Two of its codes share a byte: this is so 
 A product computes the weight in the dtype of x, and its gradient computes it again: a saved copy would take the memory
 that quantization saves. There is no gradient of the weight. With few tokens, a product with `fp8` does not compute the
 weight: see `block_scales/product.py`.
+
+`project` computes the product with any weight of a decoder: a plain one, a quantized one, or one with an adapter.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from flax import nnx
 from autoshard import _compat
 from autoshard.errors import AutoshardError, ConfigError
 from autoshard.models.block_scales import ScaledCodes, decoded, joined_inputs, scaled_product, split_inputs
+from autoshard.models.quantized import align
 
 _compat.exclude_from_user_code(__file__)  # plans name the product's caller, not this module
 
@@ -179,7 +182,7 @@ def _values(codes: jax.Array, scale: jax.Array, form: str, inputs: int, outputs:
 
 
 class Weight(Protocol):
-    """What takes the place of a weight and computes its products: a quantized one, or one with an adapter."""
+    """A module in the place of a weight, which computes its own products: quantized, or with an adapter."""
 
     def project(self, spec: str, x: jax.Array) -> jax.Array: ...  # noqa: D102
 
@@ -194,6 +197,4 @@ def times(spec: str, x: jax.Array, weight: nnx.Param | Weight) -> jax.Array:
 def project(spec: str, x: jax.Array, weight: nnx.Param | Weight, bias: nnx.Param | None = None) -> jax.Array:
     """Compute `einsum(spec, x, weight)` in x's dtype, and add a bias to the trailing dimensions."""
     y = times(spec, x, weight)
-    if bias is None:
-        return y
-    return y + bias[...].astype(x.dtype).reshape((1,) * (y.ndim - bias[...].ndim) + bias[...].shape)
+    return y if bias is None else y + align(bias[...].astype(x.dtype), y.ndim)

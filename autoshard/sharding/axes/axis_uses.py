@@ -28,9 +28,9 @@ class AxisUses:
         reduced: axes over which an activation is summed, or its maximum taken (logits).
         inner: axes over which two activations are contracted (head_dim).
         kept: axes that a contraction of two activations keeps from one of them (head_dim of the values).
-        heads: batch dimensions of a contraction of two activations; and those of an activation with a weight, if one
-            weight produces them and another contracts them. So does the attention that multiplies the queries of each
-            head by a matrix of their own (DeepSeek-V2, arXiv:2405.04434).
+        heads: batch dimensions of a contraction of two activations. Batch dimensions of a contraction of an activation
+            with a weight are also heads if one weight produces them and another contracts them. Latent attention has
+            such a weight: a matrix for the queries of each head (DeepSeek-V2, arXiv:2405.04434).
         experts: other batch dimensions of a contraction of an activation with a weight.
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
@@ -50,7 +50,7 @@ class AxisUses:
 
     @property
     def hidden(self) -> set[int]:
-        """The axes that one weight produces and another one contracts."""
+        """Axes that one weight produces and another weight contracts, such as those of hidden features."""
         return {c for c in self.produced if any(a != b for a in self.produced[c] for b in self.contracted.get(c, ()))}
 
     def discard(self, axis: int) -> None:

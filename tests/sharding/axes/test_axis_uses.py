@@ -54,7 +54,7 @@ def latent_decode(weights, state):
 
 
 def latent_arguments():
-    """Random weights and a state in which the rows have seen 5 to 20 tokens."""
+    """Random weights, and a cache that holds 5 to 20 tokens of each row."""
     sizes = {
         "embed": (SEQ, WIDTH), "query": (WIDTH, HEADS, PLAIN + ROTARY), "down": (WIDTH, RANK + ROTARY),
         "key_value": (RANK, HEADS, PLAIN + VALUES), "output": (HEADS, VALUES, WIDTH), "ffn_in": (WIDTH, 96),

@@ -1,4 +1,4 @@
-"""Every row of every family: operators permute the elements of their results as those of their operands."""
+"""Operators of the list: if the elements of the operands are permuted, so are those of the results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+import autoshard
 from autoshard.sharding.axes.merged.proven_operators import PROVEN
 from autoshard.sharding.axes.merged.row_order import unordered_factors
 from autoshard.sharding.oracle.cases import Case, collect, to_numpy
@@ -24,7 +25,7 @@ VARIED = ("gather", "ragged_dot_general", "scatter", "scatter-add")  # groups an
 
 
 def is_elementwise(row: Row) -> bool:
-    """Whether all operands and results of an operator have the same dimensions."""
+    """Whether all operands and results have the same dimensions, scalars aside."""
     rule = row.rule()
     return len({*rule.operands, *rule.results} - {()}) < 2
 
@@ -35,6 +36,21 @@ QUICK = [row for row in ROWS if not is_elementwise(row) and (row is FIRST[row.pr
 def test_a_row_proves_each_operator_of_the_list() -> None:
     here = {primitive.name for primitive, _ in registered()}  # some operators exist in newer versions of JAX only
     assert not (PROVEN & here) - {*FIRST}
+
+
+def test_an_operator_outside_of_the_list_keeps_the_order() -> None:
+    others = [row for row in all_rows() if row.primitive not in PROVEN and not row.unchecked]
+    assert "custom_partitioning" in {row.primitive for row in others}
+    assert not [row.id for row in others if unordered_factors(row.equation(), row.rule())]
+
+
+def test_an_operator_of_the_user_with_a_listed_name_keeps_the_order() -> None:
+    @autoshard.operator("n d -> n d", name="square")
+    def square(x: Any) -> Any:
+        return x + jnp.roll(x, 1, 0)
+
+    assert not unordered_in(square, "square", jnp.ones((8, 3)))
+    assert unordered_in(lax.square, "square", jnp.ones((8, 3)))
 
 
 def permuted(x: np.ndarray, dims: tuple[tuple[str, ...], ...], name: str, order: np.ndarray) -> np.ndarray:

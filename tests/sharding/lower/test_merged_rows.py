@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +88,7 @@ def program(encoder: Encoder) -> tuple[Callable[..., Any], Any, tuple[jax.Array,
 def gathered_elements(compiled: Any) -> list[int]:
     """The elements of each result of an all-gather or all-to-all."""
     found = re.findall(r"= \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-to-all)", compiled.as_text())
-    return [eval(shape.replace(",", "*") or "1") for shape in found]  # noqa: S307
+    return [math.prod(map(int, shape.split(","))) if shape else 1 for shape in found]
 
 
 def axes_of(encoder: Encoder) -> LogicalAxes:

@@ -1,1 +1,1 @@
-"""Merged dimensions whose elements may be in any order, so that each device merges its own rows."""
+"""Finds merged dimensions in which the order of elements does not matter. Each device can then merge its own rows."""

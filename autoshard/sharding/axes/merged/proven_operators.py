@@ -1,7 +1,7 @@
-"""Operators whose factors are known to allow any order of elements: those whose rows prove it.
+"""Operators whose results follow the order of their operands, as a test proves for each.
 
-Any other operator keeps the order of its rows: a rule says how an operator may be cut into shards, but not that an
-element's result does not depend on its neighbours.
+All others keep the order of their rows: a rule says into which shards an operator may be cut, but an element's result
+may still depend on its neighbours in the shard.
 """
 
 # `tests/sharding/axes/test_row_order.py` permutes the operands of each, and requires a row for every name.

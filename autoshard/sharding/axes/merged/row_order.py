@@ -5,11 +5,13 @@ another reshape splits the dimension again. Nothing in between depends on where 
 the rows that it holds, although these are not consecutive elements of the whole dimension.
 
 The order matters to what counts, compares or moves positions: `iota`, sorting, slices, indices, convolutions along the
-dimension, and code whose inside is unknown. It also matters to inputs, results and constants of the program.
+dimension, and any operator that is not in `proven_operators.py`. It also matters to inputs, results and constants of
+the program.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,8 +19,8 @@ import numpy as np
 
 from autoshard import _compat
 from autoshard.sharding.axes.merged.proven_operators import PROVEN
+from autoshard.spmdrules.core.registry import registered
 from autoshard.spmdrules.core.rule import POSITIONS, Factor, Rule
-from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import IMPLEMENTATION, Block, Op, Program, walk
 
 Dim = tuple[int, ...]  # the logical axes of one dimension, major to minor
@@ -65,10 +67,9 @@ def unordered_factors(eqn: Any, rule: Rule) -> frozenset[str]:
         eqn: the operator's equation.
         rule: its rule.
     """
-    name = eqn.primitive.name
-    has_effects = bool(getattr(eqn, "effects", ()))  # equations that autoshard makes have none
-    if name not in PROVEN or is_operator(eqn.primitive) or has_effects:
+    if eqn.primitive not in _proven_primitives():
         return frozenset()
+    name = eqn.primitive.name
     fixed = {factor for dim in rule.compound_dims for factor in dim}
     if eqn.params.get("indices_are_sorted"):  # the indices would not be sorted
         fixed |= {factor for dim in rule.operands[1] for factor in dim}
@@ -76,6 +77,16 @@ def unordered_factors(eqn: Any, rule: Rule) -> frozenset[str]:
         fixed |= {f.name for f in rule.factors if f.kind == "reduce"}
     copies = name == "broadcast_in_dim"
     return frozenset(f.name for f in rule.factors if f.name not in fixed and (copies or _treats_alike(rule, f)))
+
+
+@functools.cache
+def _proven_primitives() -> frozenset[Any]:
+    """Return the primitives of `PROVEN`. A primitive of the same name with a rule of the user's own is not one."""
+    return frozenset(
+        primitive
+        for primitive, rule in registered()
+        if primitive.name in PROVEN and rule.__module__.startswith("autoshard.spmdrules.families.")
+    )
 
 
 def _treats_alike(rule: Rule, factor: Factor) -> bool:

@@ -215,10 +215,10 @@ class OperatorPrices:
         return tuple(moves)
 
     def _classes_of_axis(self, mesh: Mapping[str, int], value: int, spec: Spec) -> dict[str, tuple[int, ...]]:
-        """Return the logical axis that each mesh axis of a spec shards.
+        """Return the logical axes that each mesh axis of a spec may shard.
 
-        In a dimension whose elements may be in any order, it may be any of the logical axes. A reshape then shards the
-        one that is sharded before and after it.
+        There are several only for a merged dimension whose elements may be in any order: the mesh axis may shard any of
+        its parts. A reshape moves nothing if a mesh axis may shard the same logical axis before and after it.
         """
         found: dict[str, tuple[int, ...]] = {}
         for dim, axes in zip(self.axes.of_value[value], spec, strict=True):
