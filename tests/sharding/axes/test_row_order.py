@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-import autoshard
+from autoshard.sharding.axes.merged import row_order
 from autoshard.sharding.axes.merged.proven_operators import PROVEN
 from autoshard.sharding.axes.merged.row_order import unordered_factors
 from autoshard.sharding.oracle.cases import Case, collect, to_numpy
 from autoshard.spmdrules import Rule, rule_for
+from autoshard.spmdrules.core import registry
 from autoshard.spmdrules.core.registry import registered
 from tests.spmdrules.rows import Row, all_rows
 
@@ -44,13 +46,18 @@ def test_an_operator_outside_of_the_list_keeps_the_order() -> None:
     assert not [row.id for row in others if unordered_factors(row.equation(), row.rule())]
 
 
-def test_an_operator_of_the_user_with_a_listed_name_keeps_the_order() -> None:
-    @autoshard.operator("n d -> n d", name="square")
-    def square(x: Any) -> Any:
-        return x + jnp.roll(x, 1, 0)
-
-    assert not unordered_in(square, "square", jnp.ones((8, 3)))
-    assert unordered_in(lax.square, "square", jnp.ones((8, 3)))
+def test_a_primitive_of_the_user_with_a_listed_name_keeps_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = jax.extend.core.Primitive("square")
+    own.def_abstract_eval(lambda x: x)
+    of_square = dict(registered())[lax.square_p]
+    monkeypatch.setitem(registry._RULES, own, lambda *avals, **params: of_square(*avals, **params))
+    row_order._proven_primitives.cache_clear()
+    x = jnp.ones((8, 3))
+    ours, theirs = (next(iter(jax.make_jaxpr(fn)(x).eqns)) for fn in (lax.square, own.bind))
+    rule = rule_for(lax.square_p, (jax.typeof(x),), {})
+    assert rule is not None
+    assert unordered_factors(ours, rule) and not unordered_factors(theirs, rule)
+    row_order._proven_primitives.cache_clear()
 
 
 def permuted(x: np.ndarray, dims: tuple[tuple[str, ...], ...], name: str, order: np.ndarray) -> np.ndarray:
