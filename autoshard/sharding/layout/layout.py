@@ -139,7 +139,7 @@ class Layout:
         """The dimension, and the part of it, in which a mesh axis of `size` can shard the logical axis `cls`.
 
         `size` divides the part, and all parts before it in the dimension are sharded to single elements. Otherwise a
-        shard would not be contiguous, which only dimensions in any order allow.
+        shard would not be contiguous, which is allowed only where elements may be in any order.
         """
         for d, dim in enumerate(leaves):
             for part, c in enumerate(dim):
@@ -152,7 +152,7 @@ class Layout:
         return None
 
     def shards_of_parts(self, dim: tuple[int, ...]) -> tuple[int, ...]:
-        """The number of shards of each part of a merged dimension in any order. All values have the same."""
+        """The number of shards of each part of a merged dimension in any order. It is the same for all values."""
         known = self._shards_of_parts.get(dim)
         if known is None:
             local = self._assigned((dim,))[1][0]

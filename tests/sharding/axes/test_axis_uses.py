@@ -36,7 +36,7 @@ def shapes(*sizes):
 
 
 def latent_decode(weights, state):
-    """One token of attention whose keys and values are latent vectors: `key` and `value` multiply heads, not keys."""
+    """A decode step of latent attention. `key` and `value` multiply the queries and results of heads, not the cache."""
     latents, rotated, seen = state
     x = jnp.sin(weights["embed"][seen])
     q = jnp.einsum("be,ehd->bhd", x, weights["query"])
@@ -87,7 +87,7 @@ def blocks(weights, x):
 
 
 def mixture(weights, x):
-    """Experts of which all compute all rows."""
+    """A mixture in which every expert computes every row."""
     gates = jax.nn.softmax(x @ weights["first"], axis=-1)
     hidden = jnp.tanh(jnp.einsum("ebd,edf->ebf", gates.T[..., None] * x, weights["block"]))
     return jnp.einsum("ebf,efd->ebd", hidden, weights["last"]).sum(0)

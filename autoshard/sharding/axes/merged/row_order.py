@@ -27,15 +27,15 @@ Dim = tuple[int, ...]  # the logical axes of one dimension, major to minor
 
 # Calls whose derivative or transpose is a function of its own, which nothing here rewrites.
 _OWN_DERIVATIVES = frozenset({"call_hi_primitive", "custom_linear_solve", "custom_vjp_call", "linear_call"})
-# Calls whose reshapes also occur in another definition: their derivative, or what the compiler has in their place.
+# Calls with a second definition that has reshapes of its own: a derivative, or what the compiler puts in their place.
 _DEFINED_TWICE = frozenset({"composite", "custom_jvp_call"})
 
 
 def unordered_dims(program: Program, of_value: Sequence[tuple[Dim, ...]]) -> frozenset[Dim]:
     """Return the merged dimensions whose elements may be in any order, as long as all values have the same one.
 
-    A dimension is left out if one of its minor axes is also a minor axis of an ordered dimension: there, values would
-    have to be resharded.
+    A dimension is left out if one of its minor axes is also a minor axis of an ordered dimension. Otherwise values would
+    have to be resharded between the two.
 
     Args:
         program: the program.
