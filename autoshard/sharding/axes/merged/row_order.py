@@ -34,8 +34,8 @@ _DEFINED_TWICE = frozenset({"composite", "custom_jvp_call"})
 def unordered_dims(program: Program, of_value: Sequence[tuple[Dim, ...]]) -> frozenset[Dim]:
     """Return the merged dimensions whose elements may be in any order, as long as all values have the same one.
 
-    A dimension is left out if one of its minor axes is also a minor axis of an ordered dimension. Otherwise values would
-    have to be resharded between the two.
+    A dimension is left out if one of its minor axes is also a minor axis of an ordered dimension. Otherwise values
+    would have to be resharded between the two.
 
     Args:
         program: the program.
