@@ -57,6 +57,7 @@ from autoshard._compat.jaxprs import (
     source_of,
     split_constants,
     with_derivative_of,
+    with_equations,
 )
 from autoshard._compat.jit_settings import call_when_lowered, jit_settings
 from autoshard._compat.memory_spaces import (
@@ -113,6 +114,7 @@ __all__ = [
     "current_mesh",
     "dce",
     "with_derivative_of",
+    "with_equations",
     "element_shape",
     "equinox_module",
     "expand_by_implementation",

@@ -47,6 +47,13 @@ def split_constants(closed: Any) -> tuple[Any, list[Any]]:
     return pe.convert_constvars_jaxpr(open_jaxpr(closed)), constants(closed)
 
 
+def with_equations(jaxpr: Any, eqns: list[Any], **changes: Any) -> Any:
+    """Returns a jaxpr, closed or open as it is, with other equations and with changes of its open form."""
+    inner = open_jaxpr(jaxpr)
+    replaced = inner.replace(eqns=eqns, **changes)
+    return replaced if ONE_JAXPR_TYPE or inner is jaxpr else jaxpr.replace(jaxpr=replaced)
+
+
 def jaxpr_as_function(closed: Any) -> Any:
     """Returns a function that evaluates a closed jaxpr on its inputs and returns a list."""
     return core.jaxpr_as_fun(closed)

@@ -26,7 +26,7 @@ import jax
 from jax._src import ad_checkpoint, config, core, hijax
 from jax._src.lax import lax as lax_internal
 
-from autoshard._compat.jaxprs import ONE_JAXPR_TYPE, constants, is_jaxpr, is_recomputed, open_jaxpr, source_of
+from autoshard._compat.jaxprs import constants, is_jaxpr, is_recomputed, open_jaxpr, source_of, with_equations
 
 # The flags that change a trace. `jax_scan3` is not one of them, because `classic_scans` switches it off.
 UPGRADE_FLAGS = tuple(
@@ -88,8 +88,7 @@ class _Rewriting:
             eqns = _as_checkpoints(eqns, jaxpr.debug_info.with_unknown_names())
         if len(eqns) == len(jaxpr.eqns) and all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
             return closed
-        rewritten = jaxpr.replace(eqns=eqns, outvars=[_read(same, atom) for atom in jaxpr.outvars])
-        return rewritten if ONE_JAXPR_TYPE or jaxpr is closed else closed.replace(jaxpr=rewritten)
+        return with_equations(closed, eqns, outvars=[_read(same, atom) for atom in jaxpr.outvars])
 
     def _equation(self, eqn: Any, same: dict[Any, Any], recomputed: bool) -> list[Any]:
         operator = hijax_operator(eqn)

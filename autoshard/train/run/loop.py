@@ -254,7 +254,8 @@ class Trainer:
     ) -> tuple[int, TrainState, bool]:
         """Train until the last step or a signal; return the steps done, the state, and whether it was a signal."""
         watch = Watch(self.config, self.placed.state_shapes.params, BatchOrder(self.run_dir), reporter)
-        self._clock = Clock(tokens_per_step(self.placed), peak_seconds_per_step(self.config, self.placed))
+        peak_seconds = partial(peak_seconds_per_step, self.config, self.program, self.placed)
+        self._clock = Clock(tokens_per_step(self.placed), peak_seconds)
         reporter.start()
         self._goodput.begin_steps()
         # A signal that came while the state was made or restored does not wait for the first step to compile.

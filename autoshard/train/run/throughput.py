@@ -5,28 +5,33 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
 from autoshard.models import flops_per_token
 from autoshard.sharding.machines.chips import CHIPS, chip_name
 from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.program.build import loss_of
+from autoshard.train.program.model_flops import step_flops
 from autoshard.train.program.planned_step import PlacedStep
+from autoshard.train.step.train_state import Program
 
 
 class Clock:
     """Measure rates between two calls of `rates`, without pauses."""
 
-    def __init__(self, tokens_per_step: int, peak_seconds_per_step: float | None) -> None:
+    def __init__(self, tokens_per_step: int, peak_seconds_per_step: Callable[[], float | None]) -> None:
         """Start the clock.
 
         Args:
             tokens_per_step: Tokens in a step's batch.
-            peak_seconds_per_step: Time of a step at the devices' peak FLOP/s, in seconds; None if unknown.
+            peak_seconds_per_step: Returns the time of a step at the devices' peak FLOP/s, in seconds; None if unknown.
+                It is called once, after the first steps.
         """
         self._tokens = tokens_per_step
-        self._peak_seconds = peak_seconds_per_step
+        self._peak_seconds_per_step = peak_seconds_per_step
+        self._peak_seconds: float | None = None
         self._since = time.perf_counter()
         self._step: int | None = None
 
@@ -51,7 +56,9 @@ class Clock:
             step: Steps done.
             steps: Steps of the run.
         """
-        now, first = time.perf_counter(), self._step is None
+        if first := self._step is None:
+            self._peak_seconds = self._peak_seconds_per_step()
+        now = time.perf_counter()
         seconds = (now - self._since) / max(step - (self._step or 0), 1)
         self._since, self._step = now, step
         if first or seconds <= 0:
@@ -71,9 +78,17 @@ def tokens_per_step(placed: PlacedStep) -> int:
     return math.prod(placed.batch_shapes["inputs"].shape)
 
 
-def peak_seconds_per_step(config: TrainConfig, placed: PlacedStep) -> float | None:
-    """Return the time of a step at the devices' peak FLOP/s, in seconds; None if the peak or the FLOPs are unknown."""
-    peak = peak_flops(jax.devices()[0].device_kind)
-    if peak is None or not config.is_built_in:
+def peak_seconds_per_step(config: TrainConfig, program: Program, placed: PlacedStep) -> float | None:
+    """Return the time of a step at the devices' peak FLOP/s, in seconds; None if the peak is unknown.
+
+    The FLOPs of the built-in model are those of `flops_per_token`, and of other models those of `step_flops`.
+    """
+    device = jax.devices()[0]
+    peak = peak_flops(device.device_kind)
+    if peak is None:
         return None
-    return flops_per_token(config.gpt) * tokens_per_step(placed) / (peak * placed.plan.mesh.size)
+    if config.is_built_in:
+        flops = float(flops_per_token(config.gpt) * tokens_per_step(placed))
+    else:
+        flops = step_flops(program, placed.batch_shapes, loss_of(config), platform=device.platform)
+    return flops / (peak * placed.plan.mesh.size)

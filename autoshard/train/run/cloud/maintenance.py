@@ -2,6 +2,8 @@
 
     Google  `preempted` becomes TRUE, or `maintenance-event` TERMINATE_ON_HOST_MAINTENANCE, at most 60 s before
     Amazon  `spot/instance-action` exists, 120 s before
+    Azure   `scheduledevents` has an event for this machine: Preempt, at least 30 s before, or Terminate, Reboot or
+            Redeploy, minutes before; a Freeze is over in seconds and does not stop a run
 
 Some machines also get SIGTERM, but containers and machines without a shutdown script do not. A scheduled maintenance is
 announced days before, under other names; it does not stop a run.
@@ -10,6 +12,7 @@ Sources: the clouds' documentation of their metadata servers.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 
@@ -18,13 +21,20 @@ from autoshard.train.run.cloud import metadata
 NOTICE = "notice of"  # beginning of every notice
 POLL_S = 5.0  # between two queries; source: what Amazon recommends
 
+_AZURE_STOPS = {  # event -> what it is
+    "Preempt": "a spot interruption",
+    "Terminate": "a termination",
+    "Reboot": "a reboot",
+    "Redeploy": "a move to another host",
+}
+
 Read = Callable[[], str | None]
 
 
 def find_notices() -> Read | None:
     """Return the function that reads the notices of the cloud that this machine belongs to; None elsewhere."""
     cloud = metadata.find_cloud()
-    return {"google": google_notice, "amazon": amazon_notice}[cloud] if cloud else None
+    return {"google": google_notice, "amazon": amazon_notice, "azure": azure_notice}[cloud] if cloud else None
 
 
 def google_notice() -> str | None:
@@ -38,6 +48,21 @@ def google_notice() -> str | None:
 def amazon_notice() -> str | None:
     """Return Amazon's notice; None if there is none or the server does not answer."""
     return None if metadata.amazon("spot/instance-action") is None else f"{NOTICE} a spot interruption"
+
+
+def azure_notice() -> str | None:
+    """Return Azure's notice; None if there is none for this machine or the server does not answer."""
+    try:
+        events = json.loads(metadata.azure("scheduledevents") or "{}").get("Events", [])
+    except (ValueError, AttributeError):  # not JSON, or not an object
+        return None
+    coming = [event for event in events if event.get("EventType") in _AZURE_STOPS]
+    if not coming:
+        return None
+    # The list has the events of the machines of a whole set.
+    name = metadata.azure("instance/compute/name", format="text")
+    mine = next((event["EventType"] for event in coming if name in event.get("Resources", ())), None)
+    return f"{NOTICE} {_AZURE_STOPS[mine]}" if mine else None
 
 
 class MaintenanceNotices:

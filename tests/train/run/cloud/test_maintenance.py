@@ -12,7 +12,13 @@ import pytest
 
 from autoshard.train.run import loop
 from autoshard.train.run.cloud import maintenance, metadata
-from autoshard.train.run.cloud.maintenance import MaintenanceNotices, amazon_notice, find_notices, google_notice
+from autoshard.train.run.cloud.maintenance import (
+    MaintenanceNotices,
+    amazon_notice,
+    azure_notice,
+    find_notices,
+    google_notice,
+)
 from autoshard.train.run.environment import is_in_cluster
 from autoshard.train.run.interrupt import Interrupts
 from autoshard.train.run.loop import train
@@ -92,10 +98,43 @@ def test_amazon(
     assert amazon_notice() == notice
 
 
+@pytest.mark.parametrize(
+    ("events", "notice"),
+    [
+        ('{"Events": []}', None),
+        ('{"Events": [{"EventType": "Preempt", "Resources": ["pod_3"]}]}', "notice of a spot interruption"),
+        ('{"Events": [{"EventType": "Preempt", "Resources": ["pod_4"]}]}', None),
+        ('{"Events": [{"EventType": "Freeze", "Resources": ["pod_3"]}]}', None),
+        (
+            '{"Events": [{"EventType": "Freeze", "Resources": ["pod_3"]}, '
+            '{"EventType": "Reboot", "Resources": ["pod_4", "pod_3"]}]}',
+            "notice of a reboot",
+        ),
+        ("", None),
+        ("<html>not found</html>", None),
+        ("[]", None),
+        (None, None),
+    ],
+)
+def test_azure(
+    serve: Callable[[Answer], str], monkeypatch: pytest.MonkeyPatch, events: str | None, notice: str | None
+) -> None:
+    def answer(_: str, path: str, headers: Mapping[str, str]) -> str | None:
+        entries = {
+            "/scheduledevents?api-version=2020-07-01": events,
+            "/instance/compute/name?api-version=2020-07-01&format=text": "pod_3",
+        }
+        return entries.get(path) if headers.get("metadata") == "true" else None
+
+    monkeypatch.setattr(metadata, "AZURE", serve(answer))
+    assert azure_notice() == notice
+
+
 def test_a_server_that_is_not_there_sends_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "GOOGLE", "http://127.0.0.1:9/")
     monkeypatch.setattr(metadata, "AMAZON", "http://127.0.0.1:9/")
-    assert google_notice() is None and amazon_notice() is None
+    monkeypatch.setattr(metadata, "AZURE", "http://127.0.0.1:9/")
+    assert google_notice() is None and amazon_notice() is None and azure_notice() is None
 
 
 def test_an_answer_that_breaks_off_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +161,10 @@ def test_the_cloud_is_read_from_the_hardware(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "product_name").write_text("p5.48xlarge\n")
     (tmp_path / "sys_vendor").write_text("Amazon EC2\n")
     assert find_notices() is amazon_notice
+    (tmp_path / "sys_vendor").write_text("Microsoft Corporation\n")
+    assert find_notices() is None  # a virtual machine on someone's Hyper-V
+    (tmp_path / "chassis_asset_tag").write_text("7783-7084-3265-9085-8269-3286-77\n")
+    assert find_notices() is azure_notice
 
 
 @pytest.mark.parametrize(
