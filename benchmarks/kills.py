@@ -1,13 +1,16 @@
 """Kill processes of a launched run, and count what is lost.
 
-    python benchmarks/kills.py                   50 kills of 4 processes
-    python benchmarks/kills.py --kills 3 --processes 2
+    python benchmarks/kills.py                   50 kills of 4 processes, those that are stored included
+    python benchmarks/kills.py --kills 3 --processes 2 --fresh
     python benchmarks/kills.py --show            print the stored figures
 
 `autoshard launch` trains a small GPT in local processes. When an attempt has completed a new checkpoint, one of its
 processes gets SIGKILL. Every fifth time it gets SIGSTOP instead, so that it hangs. The run must continue from the
 checkpoint that was the newest at the time of the signal, or from a later one. A restart counts as a hang if it takes
 longer than the sum of three deadlines: that of a step, that of the end of the other processes, and `START_S`.
+
+Kills of 4 processes are stored in `results/kills.json`, each as soon as it is over. If the benchmark is stopped, it can
+go on later: `launch` numbers the launched runs that the kills belong to.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from autoshard.train.run.attempts import read_attempts
 
 STEP_S = 30.0  # deadline of a step, unless --step-seconds gives another
 START_S = 240.0  # deadline of the first saved step of an attempt; chosen for two cores with other work
+STORED_PROCESSES = 4
 POLL_S = 0.2  # seconds between two looks at a condition; chosen
 STORED = RESULTS / "kills.json"
 MODEL = (
@@ -60,8 +65,18 @@ def processes_of(launcher: subprocess.Popen[bytes]) -> list[int]:
     return [int(pid) for pid in children.read_text().split()]
 
 
-def kill_again_and_again(folder: Path, kills: int, processes: int, step_s: float) -> list[dict[str, Any]]:
-    """Launch a run, kill one of its processes after each restart, and return a row for each kill."""
+def kill_again_and_again(
+    folder: Path, numbers: range, processes: int, step_s: float, add: Callable[[dict[str, Any]], None]
+) -> None:
+    """Launch a run, and kill one of its processes after each restart.
+
+    Args:
+        folder: An empty folder.
+        numbers: Numbers of the kills, which decide what is killed, when and how.
+        processes: Processes of the run.
+        step_s: Deadline of a step, in seconds.
+        add: Gets a row for each kill, as soon as the run has continued.
+    """
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 500)
     run_dir = folder / "run"
     command = [sys.executable, "-m", "autoshard", "launch", "--processes", str(processes), "--", "train", *MODEL,
@@ -69,7 +84,6 @@ def kill_again_and_again(folder: Path, kills: int, processes: int, step_s: float
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     log = (folder / "log.txt").open("wb")
     launcher = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
-    chosen, rows = random.Random(0), []  # seeded: every run of the benchmark kills the same processes
     attempt = 0  # the last attempt that was killed
 
     def first(event: str) -> dict[str, Any] | None:
@@ -93,7 +107,8 @@ def kill_again_and_again(folder: Path, kills: int, processes: int, step_s: float
         return begun["attempt"], pids
 
     try:
-        for kill in range(kills):
+        for kill in numbers:
+            chosen = random.Random(kill)  # every run of the benchmark kills the same processes
             if not until(ready, START_S, launcher):
                 raise SystemExit(f"no attempt after {attempt} saved in {START_S:g} s:\n{_end_of(folder / 'log.txt')}")
             time.sleep(chosen.uniform(0.0, 2.0))
@@ -114,13 +129,12 @@ def kill_again_and_again(folder: Path, kills: int, processes: int, step_s: float
                 "seconds": round(time.monotonic() - since, 1),
             }
             print(row, flush=True)
-            rows.append(row)
+            add(row)
             if begun is None:
                 break
     finally:
         launcher.terminate()
         launcher.wait(300)
-    return rows
 
 
 def _end_of(log: Path) -> str:
@@ -144,24 +158,30 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Run the benchmark, or print what is stored."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=50, help="in all, with those that are stored")
+    parser.add_argument("--processes", type=int, default=STORED_PROCESSES)
     parser.add_argument("--step-seconds", type=float, default=STEP_S, help="deadline of a step")
+    parser.add_argument("--fresh", action="store_true", help="forget the kills that are stored")
     parser.add_argument("--show", action="store_true", help="print the stored figures only")
     given = parser.parse_args()
-    if given.show:
-        stored = json.loads(STORED.read_text())
-    else:
+    setting = {"processes": given.processes, "step_seconds": given.step_seconds}
+    stored: dict[str, Any] = json.loads(STORED.read_text()) if STORED.exists() else {}
+    if not given.show:
+        known = all(stored.get(name) == value for name, value in setting.items()) and not given.fresh
+        rows: list[dict[str, Any]] = stored["rows"] if known else []
+        launch = 1 + max((row["launch"] for row in rows), default=0)
+        stored = setting | {"figures": {}, "rows": rows}
+
+        def add(row: dict[str, Any]) -> None:
+            rows.append({"launch": launch, "date": datetime.now(UTC).date().isoformat()} | row)
+            stored["figures"] = figures(rows)
+            if given.processes == STORED_PROCESSES:
+                STORED.write_text(json.dumps(stored, indent=1) + "\n")
+
         with tempfile.TemporaryDirectory() as folder:
-            rows = kill_again_and_again(Path(folder), given.kills, given.processes, given.step_seconds)
-        stored = {
-            "processes": given.processes,
-            "step_seconds": given.step_seconds,
-            "figures": figures(rows),
-            "rows": rows,
-        }
-        if given.kills >= 50:
-            STORED.write_text(json.dumps(stored, indent=1) + "\n")
+            kill_again_and_again(Path(folder), range(len(rows), given.kills), given.processes, given.step_seconds, add)
+    if not stored:
+        raise SystemExit(f"{STORED} does not exist: run the benchmark without --show")
     table = Table("figure", "value", title=f"{stored['processes']} local processes")
     for name, value in stored["figures"].items():
         table.add_row(name.replace("_", " "), str(value))
