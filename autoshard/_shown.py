@@ -1,4 +1,4 @@
-"""Classes whose objects can always be printed: in a debugger, half-built, or with attributes that cannot be printed."""
+"""A decorator for classes whose objects can always be printed: in a debugger, half-built, or with bad attributes."""
 
 from __future__ import annotations
 

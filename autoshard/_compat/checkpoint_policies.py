@@ -1,4 +1,4 @@
-"""What a policy of `jax.checkpoint` moves to the host's memory."""
+"""Reads which values a policy of `jax.checkpoint` moves to host memory."""
 
 from __future__ import annotations
 

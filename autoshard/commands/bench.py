@@ -1,4 +1,4 @@
-"""`autoshard bench`."""
+"""`autoshard bench`: time a train step under its plan, and measure the attached machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoshard generate`."""
+"""`autoshard generate`: continue prompts with a run, an exported model or a pretrained folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoshard launch`."""
+"""`autoshard launch`: start a run on several hosts, and start it again after a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoshard plan`."""
+"""`autoshard plan`: plan a train step for this machine or another, and print, explain or compile the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoshard profile`."""
+"""`autoshard profile`: compare the trace of a run with its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autoshard report`."""
+"""`autoshard report`: write the HTML page of a run."""
 
 from __future__ import annotations
 

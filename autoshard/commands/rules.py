@@ -1,4 +1,4 @@
-"""`autoshard rules`."""
+"""`autoshard rules`: list rules and named operators, and the primitives of a function that have no rule."""
 
 from __future__ import annotations
 

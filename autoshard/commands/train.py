@@ -1,4 +1,4 @@
-"""`autoshard train`."""
+"""`autoshard train`: train a model under a plan, or resume a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes on this machine."""
+"""Launches the processes of a run on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hosts behind a target, as schedulers count them."""
+"""The hosts and chips of a target, as schedulers count them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fill in the templates of batch scripts and manifests."""
+"""Renders the templates of batch scripts and manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment variables by which a launcher tells a process its place in the run."""
+"""The environment variables in which a launcher passes a process its place in the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that are reached over SSH, without a scheduler."""
+"""Launches the processes of a run on hosts that are reached over SSH, without a scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generation needs of a model."""
+"""The interface of models that can generate."""
 
 from __future__ import annotations
 

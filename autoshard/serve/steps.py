@@ -1,4 +1,4 @@
-"""The two planned steps over one state: prefill of new prompts, and decode of one token a row.
+"""The two planned steps over one state: prefill of new prompts, and decode of one token for each row.
 
 The decode step is planned first, because most of the time is spent in it. Its plan shards the cache. The prefill step
 takes the state as it is: the plan of a function keeps the shardings of arrays that it is given.

@@ -1,4 +1,4 @@
-"""Functions of users, named as package.module:function."""
+"""Imports functions of users by name, `package.module:function`."""
 
 from __future__ import annotations
 

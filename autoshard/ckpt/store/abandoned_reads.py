@@ -1,4 +1,4 @@
-"""Silence about the reads that Orbax abandons.
+"""Suppresses the tracebacks and warnings of reads that Orbax abandons.
 
 Orbax reads all arrays of a step at once. If one of them cannot be read, it raises that error, closes its event loop
 and abandons the other reads. Each of those would print a traceback when it ends or is freed, which can be seconds

@@ -1,4 +1,4 @@
-"""Changes of the configs of models. A config may have configs of its parts as fields."""
+"""Copies a model's config with other values, also of fields of the configs of its parts."""
 
 from __future__ import annotations
 

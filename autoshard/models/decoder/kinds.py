@@ -1,4 +1,4 @@
-"""What may differ from layer to layer of a `Decoder`, and its experts."""
+"""The settings that may differ between the layers of a `Decoder`, and the settings of its experts."""
 
 from __future__ import annotations
 

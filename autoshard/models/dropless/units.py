@@ -1,4 +1,4 @@
-"""The hidden units of an expert: from the products of its input to what its last matrix multiplies.
+"""The hidden units of an expert, computed from the products of its input with its first matrices.
 
 All of them are zero if the products are zero.
 

@@ -1,4 +1,4 @@
-"""Tensors of a folder that its model does not use. They are not loaded; saving the model copies them.
+"""Tensors of a folder that its model does not use. They are not loaded, but copied when the model is saved.
 
 Examples are the layers of DeepSeek-V3 that predict further tokens. `Family.copied` names the tensors.
 """

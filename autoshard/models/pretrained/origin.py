@@ -1,4 +1,4 @@
-"""Where a pretrained model comes from: what is needed to write it back in the form of its family."""
+"""The origin of a pretrained model: the facts that are needed to write it back in the form of its family."""
 
 from __future__ import annotations
 

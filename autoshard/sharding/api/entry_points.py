@@ -166,22 +166,22 @@ def plan(
             name, counted in the order in which the forward pass computes them. It cannot select iterations of a scan.
             `optimizer` is the state that only the update reads, such as moments. "none" moves nothing. "auto" plans
             without offload first. It keeps that plan if it fits, unless a plan with offload is estimated to be at least
-            10 % faster. If it does not fit, "auto" takes the fastest plan that fits, or, if none does, the one that
-            needs the least memory. By default, nothing moves, or what a given `Plan` moves.
+            10 % faster. If it does not fit, "auto" takes the fastest plan that fits. If none fits, it takes the one
+            that needs the least memory. By default, nothing moves, or what a given `Plan` moves.
         compiler_options: options for XLA, which take precedence over those that the planner chooses: a mapping
             `{option: value}`, the name of an option set such as "scoped-vmem", a list of these, or text in which `+`
             joins names and `option=value`. The estimate, `Plan.verify` and `Plan.jit` use them. An option that the
             installed compiler refuses is left out with a warning; `Plan.verify` names those that change nothing.
-        gather: the order in which stored parameters are gathered. "auto", the default, leaves it to the compiler, which
-            may gather many of them early; if no plan fits that way and the layers are written out, it is "sequential".
-            With "prefetch", parameters are gathered while the layer before theirs computes. In written-out layers,
-            these are all parameters; in a scan, only those whose gathers the products of their own iteration would not
-            hide. `Plan.notes` lists them. With "sequential", a device holds at most two gathered parameters of one
-            stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its own.
-            With "once", the stages of a pipeline gather their layers before the first tick and hold them until the last
-            one; gradients are then reduced once, too. With "repeat", they gather a layer whenever they run it. "auto"
-            plans both and takes the faster one that fits the memory.
-            Under a given `Plan`, its order is the default.
+        gather: the order in which stored parameters are gathered. "auto", the default, leaves the order to the
+            compiler, which may gather many of them early. If no plan fits that way and the layers are written out, the
+            order is "sequential". With "prefetch", parameters are gathered while the layer before theirs computes: all
+            parameters of written-out layers, but in a scan only those whose gathers the products of their own iteration
+            would not hide. `Plan.notes` lists them. With "sequential", a device holds at most two gathered parameters
+            of one stretch of code: one in use, and the next, which is gathered meanwhile. Each use has a gather of its
+            own. In a pipeline, stages gather their layers either "once", before the first tick, and hold them until the
+            last one, so that gradients are reduced once, too; or they "repeat" the gather of a layer whenever they run
+            it. "auto" plans both and takes the faster one that fits the memory. Under a given `Plan`, its order is the
+            default.
         overlap: which collectives may run beside compute, as a table `{path: {kind: "on" or "off"}}`, such as
             `{"experts/*": {"gather": "off"}}`, or as text, "experts/*:gather=off". A path names parameters as in
             `fixed`; a glob may also match the end of a path, and of several globs the last one counts. With `gather`
@@ -193,10 +193,11 @@ def plan(
             it is that of a given `Plan`. Reports then have a line for each module, and a note for each entry that
             changes nothing.
         kernels: "off" leaves attention as `fn` computes it. "auto" recognises attention by its dataflow, and on TPUs
-            grouped products (`jax.lax.ragged_dot`), and puts the kernel of the target's platform in their place, where
-            a proof on small arrays shows that both compute the same. The bits of the results change. `Plan.kernels`
-            lists what was replaced, and what was left and why. "require" makes it an error if something is left, or if
-            there is nothing to replace. By default "off", or the word of a given `Plan`.
+            and NVIDIA GPUs grouped products (`jax.lax.ragged_dot`). It puts the kernel of the target's platform in
+            their place; for attention, a proof on small arrays has to show that both compute the same. The bits of the
+            results change. `Plan.kernels` lists what was replaced, and what was left and why. "require" makes it an
+            error if something is left, or if there is nothing to replace. By default "off", or the word of a given
+            `Plan`.
         microbatches: the number of parts of the batch. The step runs on one after the other, and what it sums over the
             batch, such as gradients, is accumulated, floats of 16 bits or fewer in float32. So activations take less
             memory. `fn` does not change, and its results are the same up to the order of sums. Microbatch m has the
@@ -205,14 +206,14 @@ def plan(
             the default and begins with the number of stages. Between slices or hosts with slow links, a search without
             this option also tries pipelines.
         schedule: the order in which the stages of a pipeline work on the microbatches. It needs the word `pp:N` in the
-            plan. With neither a plan nor a mesh, the search chooses the number of stages. "gpipe": all forward passes
-            and then all backward passes; "1f1b", in which a stage runs the backward
-            pass of a microbatch as soon as it can, and holds the residuals of at most 2 N - 1 microbatches;
-            "interleaved:V", as "1f1b" with V chunks of layers on each stage, so that stages are idle for 1 / V of the
-            time, and values move V times as often; "zb", as "1f1b" with the gradients of weights computed apart;
-            "ftb", as "gpipe", but a stage holds only its input for each microbatch, computes its layers again before
-            the gradients, and then frees the input; "1f1b-inputs", as "1f1b" with such stages. By default "1f1b", or if
-            it does not fit, one of the last two that does. A function without gradients has only forward passes.
+            plan. With neither a plan nor a mesh, the search chooses the number of stages. "gpipe" runs all forward
+            passes and then all backward passes. With "1f1b", a stage runs the backward pass of a microbatch as soon as
+            it can, and holds the residuals of at most 2 N - 1 microbatches. "interleaved:V" is "1f1b" with V chunks of
+            layers on each stage: stages are idle for 1 / V of the time, and values move V times as often. "zb" is
+            "1f1b" with the gradients of weights computed apart. "ftb" is "gpipe", but a stage holds only its input for
+            each microbatch, computes its layers again before the gradients, and then frees the input. "1f1b-inputs" is
+            "1f1b" with such stages. By default "1f1b", or if it does not fit, "1f1b-inputs" or "ftb" if one of them
+            does. A function without gradients has only forward passes.
         allow_numerics: whether `microbatches` may change the results. An operator of the loop that needs a sum over the
             whole batch, as a batch norm and the load-balance loss of experts do, is an error by default. With True it
             takes the sum over each microbatch, times the number of microbatches, and losses are averaged. The plan's

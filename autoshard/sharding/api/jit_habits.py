@@ -1,4 +1,4 @@
-"""Calls of `auto_shard` and `plan` in the way of `jax.jit`: errors that say what to write instead."""
+"""Errors for calls of `auto_shard` and `plan` that are written as for `jax.jit`. They say what to write instead."""
 
 from __future__ import annotations
 

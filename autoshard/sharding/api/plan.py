@@ -72,7 +72,8 @@ class Plan(ShardingPlan):
     def jit(self, devices: Any = None) -> Callable[..., Any]:
         """Return the function under `jax.jit` with the plan's shardings. `devices` default to the attached ones.
 
-        It is called as the function itself, and has `.lower`. Arrays of other shapes, dtypes or shardings are an error.
+        It is called like the function itself, and has `.lower`. Arrays of other shapes, dtypes or shardings than the
+        planned ones are an error.
         """
         executable = self._executable()
         shardings, _ = self.shardings(executable.mesh_over(devices))
@@ -140,7 +141,7 @@ class Plan(ShardingPlan):
         Args:
             path: a path (`0/params/wq`), a glob (`*/mlp/*`), or the end of a path (`wq`) that fits one input.
             wish: a sharding to price instead: a `PartitionSpec`, or names of logical axes as in `fixed=`. The text says
-                whether it is cheaper, more expensive, infeasible or a tie.
+                whether it is faster, slower, infeasible or a tie.
 
         Raises:
             PlanError: no input or result has this path, or the wish is invalid.
@@ -150,8 +151,8 @@ class Plan(ShardingPlan):
     def best_of_kinds(self) -> dict[str, BestOfKind]:
         """Return the fastest plan of each kind that the search priced and that fits the memory.
 
-        The kinds are `dp`, `fsdp`, `tp`, `cp`, `ep`, `pp`, and `hybrid`, which combines two or more of the last four.
-        The fastest kind comes first. `plan(..., plan=best.strategy)` makes such a plan.
+        The kinds are `dp`, `fsdp`, `tp`, `cp`, `ep`, `pp`, and `hybrid`, which combines two or more of `tp`, `cp`, `ep`
+        and `pp`. The fastest kind comes first. `plan(..., plan=best.strategy)` makes such a plan.
 
         Example:
             >>> import jax, autoshard
@@ -167,8 +168,8 @@ class Plan(ShardingPlan):
         """Return the mesh axes over which the gradient of a parameter is reduced, each with the reason.
 
         A gradient is reduced over a mesh axis if the axis shards something over which the gradient is a sum, such as
-        the batch. It is not reduced over an axis that shards the parameter itself, along which each device computes the
-        gradient of its part.
+        the batch. It is not reduced over an axis that shards the parameter itself: along such an axis, each device
+        computes the gradient of its part.
 
             plan.reduce_axes("params/wq")  # {"dp": "dp shards batch, which the parameter lacks: all-reduce after ..."}
 

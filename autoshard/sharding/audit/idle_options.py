@@ -1,4 +1,4 @@
-"""Options that change nothing in a compiled program.
+"""Finds compiler options that change nothing in a compiled program.
 
 If the program without any of the options is the same, all of them change nothing. Otherwise each option is left out
 alone, and it changes nothing if the program stays the same.

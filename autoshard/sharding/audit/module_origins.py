@@ -1,4 +1,4 @@
-"""The module of a collective whose own origin does not name it: that of the product that takes its result.
+"""Finds the module of a collective that its own origin does not name: that of the product that takes its result.
 
 XLA gives a gather of a slice of stacked parameters the origin of the slice, which is the scan over all of them.
 """

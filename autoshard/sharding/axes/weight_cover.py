@@ -1,4 +1,4 @@
-"""Axes for tensor parallelism in weights that have none of the usual ones, such as those of recurrent cells.
+"""Finds axes for tensor parallelism in weights that have none of the usual ones, such as those of recurrent cells.
 
 The usual axes are hidden units, heads, classes, vocabulary and experts (`roles`). Weights that have none of them stay
 whole: square weights of the residual stream, gates that the program concatenates, a weight that is used twice (`tanh(x

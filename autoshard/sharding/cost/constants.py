@@ -1,4 +1,4 @@
-"""Heuristic figures of the cost model. None is known to have been fitted to the benchmark's models.
+"""Heuristic constants of the cost model. As far as is known, none was fitted to the benchmark's models.
 
 The shares of peak FLOP/s and of bandwidth that kernels reach are in `machines.constants`. The plans of the benchmark's
 models (`tests/golden`) depend on all constants here but `KNOWN_ASSIGNMENTS`,

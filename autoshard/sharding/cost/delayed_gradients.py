@@ -1,6 +1,6 @@
-"""When XLA:GPU runs the products that compute gradients: later than the program says.
+"""The points at which XLA:GPU runs the products that compute gradients, which are later than in the program.
 
-Its latency-hiding scheduler orders a block from the end. Only a reduction and the update follow a product that
+XLA:GPU's latency-hiding scheduler orders a block from the end. Only a reduction and the update follow a product that
 sums over the batch. In the body of a loop it runs right before its first user, or at the end if a stack takes it. In
 straight code it runs after the loop that comes before its first user. If there is none, it runs before the next such
 product of equal shapes, so about one layer late. Until then its operands stay in memory.

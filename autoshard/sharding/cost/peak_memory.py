@@ -1,4 +1,4 @@
-"""How many bytes one device holds at the peak of a step.
+"""The bytes that one device holds at the peak of a step.
 
     peak_bytes = bytes of state and data + max over the program's points of the bytes of the live values
 

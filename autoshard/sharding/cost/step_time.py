@@ -1,4 +1,4 @@
-"""How long one step takes under a layout.
+"""The time of one step under a layout.
 
     compute_us = sum over kernels (`fusion`) of max(flops / (efficiency x peak x tiles), bytes / bandwidth) on one
                  shard, times their runs

@@ -1,4 +1,4 @@
-"""What the modules that gather parameters early use of `lowering.Lowering`."""
+"""The interface of `lowering.Lowering` that the modules for early gathers use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What XLA:TPU does with a collective whose devices are in several slices.
+"""How XLA:TPU implements a collective whose devices are in several slices.
 
     all-reduce       a reduce-scatter within the slices, an all-reduce between them, and an all-gather within them
     reduce-scatter   the same, and a slice of the result

@@ -1,4 +1,4 @@
-"""What decides about the block sizes of kernels on a machine, and the blocks that a plan keeps.
+"""The figures of a machine that decide the block sizes of kernels, and the blocks that a plan stores.
 
 shape   QUERIESxKEYSxFEATURESxVALUE_FEATURESxITEMSIZE of a call of splash attention
 blocks  the eight sizes of `SplashBlocks`: forward, gradients of keys and values, gradient of queries

@@ -1,4 +1,4 @@
-"""What the links between the devices of a group make of one kind of collective, for any number of bytes."""
+"""The time and traffic of one kind of collective over a group of devices, as functions of its bytes."""
 
 from __future__ import annotations
 

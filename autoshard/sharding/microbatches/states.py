@@ -1,4 +1,4 @@
-"""Which part of a value a microbatch has.
+"""The states of values in a cut step: which part of a value one microbatch has.
 
     whole      the value does not depend on the batch: all of it
     split      the rows of its microbatch

@@ -1,4 +1,4 @@
-"""What is changed in one jaxpr of a program, for `replay`."""
+"""The changes that `replay` makes to one jaxpr of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the conditions of option sets ask of a plan."""
+"""The facts of a plan that decide which option sets apply to it."""
 
 from __future__ import annotations
 

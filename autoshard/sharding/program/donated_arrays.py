@@ -1,4 +1,4 @@
-"""Donated arrays: those of an earlier call must not be passed again, and a call cannot donate one array twice.
+"""Checks donated arrays: none may be passed again in a later call, and a call cannot donate one array twice.
 
 A program writes over the memory of donated arrays. JAX ends the process if another argument has the same memory.
 """

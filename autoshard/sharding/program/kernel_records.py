@@ -1,4 +1,4 @@
-"""What `kernels=` replaced in a program, and what it found and left."""
+"""Records of `kernels=`: what it replaced in a program, and what it found but did not replace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fastest plan of each kind that the search priced, and whether the estimate can tell them apart."""
+"""The fastest plan of each kind that the search priced, and whether the estimate can decide between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a plan was chosen: the counts of the plans that the search priced, and a verdict on them.
+"""Why a plan was chosen: the counts of the plans that the search priced, and the reason for the choice.
 
 All reports take their counts from here: those of all variants, the plans that local search made among them.
 """

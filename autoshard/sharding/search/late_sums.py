@@ -1,4 +1,4 @@
-"""Estimates which number of groups of rows (`microbatches/replicas.py`) is worth a search of its own.
+"""Estimates for which number of groups of rows (`microbatches/replicas.py`) a step is searched again.
 
 A step in microbatches is first searched without groups. Its loop then reduces gradients in every tick, so plans with
 `dp` seem slower than they are with groups. With groups, gradients are reduced once a step. The estimate changes the

@@ -1,4 +1,4 @@
-"""Kinds of plans: what a plan shards besides the batch and the state.
+"""The kind of a plan: what it shards besides the batch and the state.
 
 `dp` shards only the batch and, with `zero1`, the optimizer state. `fsdp` also shards parameters. `tp` shards hidden
 units and heads, `cp` sequences, `ep` experts, and `pp` layers. A `hybrid` combines two or more of these four.

@@ -1,4 +1,4 @@
-"""Leaves out known plans that are slower than others in any case.
+"""Leaves out known plans whose lower bound of time exceeds the times of enough other plans.
 
 The time of a plan's kernels and of the collectives of its activations (`StepCost.rows_us`) is a lower bound of its step
 time. It is a sum over operators, computed in steps (`RowsTime`). Each step raises the bound of the plan whose bound is

@@ -1,4 +1,4 @@
-"""Finds what `jax.checkpoint(prevent_cse=False)` recomputes in vain.
+"""Finds recomputations of `jax.checkpoint(prevent_cse=False)` that XLA merges with the forward pass.
 
 Nothing keeps XLA from merging such a recomputation with the equal operators of the forward pass (common subexpression
 elimination), where both are in the main program or in the body of one loop, such as a loop over microbatches. Their

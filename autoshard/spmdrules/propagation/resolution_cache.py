@@ -1,4 +1,4 @@
-"""What a walk remembers about each operator: its fixed properties, and its last resolution.
+"""A cache of a walk: for each operator its fixed properties, and its last resolution.
 
 A walk visits every operator several times. Usually the placements of its operands have not changed, and the operator
 need not be resolved again.

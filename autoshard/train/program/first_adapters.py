@@ -1,4 +1,4 @@
-"""The adapters that a run starts with: their settings, and those of their first values that are not random."""
+"""The adapters that a run starts with: their settings, and first values that are read or computed, not drawn."""
 
 from __future__ import annotations
 

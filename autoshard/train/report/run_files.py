@@ -1,4 +1,4 @@
-"""What a run's folder says about the run, local or in a bucket. Nothing in the folder is changed."""
+"""Reads the files of a run's folder, local or in a bucket, and changes none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run prints at its start and at its end, its sample of text, and the plot of its loss."""
+"""Prints a run's lines at its start and its end, draws its sample of text, and plots its loss."""
 
 from __future__ import annotations
 

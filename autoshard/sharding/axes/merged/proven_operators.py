@@ -1,4 +1,4 @@
-"""Operators whose results follow the order of their operands, as a test proves for each.
+"""Lists operators whose results follow the order of their operands. A test proves it for each.
 
 All others keep the order of their rows: a rule says into which shards an operator may be cut, but an element's result
 may still depend on its neighbours in the shard.

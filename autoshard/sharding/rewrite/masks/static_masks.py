@@ -1,4 +1,4 @@
-"""What a static array of a slice is at full size: one number, or a mask (two numbers) of the keys that a query sees.
+"""Reads a constant array of a slice at full size: one number everywhere, or a mask that says which keys a query sees.
 
 The array is evaluated element by element from its indices, in blocks of rows, so that a mask of any size takes little
 memory. An element that depends on the batch or the heads is refused.

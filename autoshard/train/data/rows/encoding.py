@@ -1,4 +1,4 @@
-"""From rows to tokens, with a mask of those that the loss counts.
+"""Encodes rows of data as tokens, with a mask of the tokens that the loss counts.
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", ...}]}    the assistant's answers count
     {"prompt": ..., "completion": ...}                                               the completion counts

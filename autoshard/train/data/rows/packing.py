@@ -1,4 +1,4 @@
-"""Packs documents into rows of a batch: several documents a row, which do not see each other.
+"""Packs several documents into each row of a batch. Positions attend to their own document only.
 
 A document of n tokens takes n - 1 positions, because each of its inputs has a target. Each has its own segment, counted
 from 1, and positions that start at 0. Unused positions are segment 0 and have mask 0.
