@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
@@ -51,7 +51,8 @@ class NamedCollective:
         axes: The mesh axes that it spans.
         tensors: Paths of the inputs that it gathers, or of the parameters whose gradients it reduces; empty if it moves
             activations or if unknown.
-        module: The module from which it comes: its named scopes, else the path above its tensors, else a function.
+        module: The module from which it comes: its named scopes or those of its tensors' module, else the path above
+            its tensors, else a function.
         line: The source line from which it comes.
         is_planned: Whether the plan has a collective of this kind over these axes.
         step_bytes: Bytes that each device sends in a step.
@@ -112,10 +113,11 @@ def name_collectives(plan: ShardingPlan, text: str) -> NamedProgram:
     mesh = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     planned = {(kind, frozenset(axes.split())) for kind, axes, *_ in plan.traffic}
     ends = dict(_ends(program))
+    scopes = {module_scope(_origin(program, i)[0]) for _, i in scheduled(program)} - {""}
     return NamedProgram(
         module=head[1] if head else "",
         collectives=tuple(
-            _named(plan, program, place, runs, mesh, planned, ends)
+            _named(plan, program, place, runs, mesh, planned, ends, scopes)
             for (*place, _), runs in schedule.runs.items()
             if runs.trips
         ),
@@ -132,6 +134,7 @@ def _named(
     mesh: Mapping[str, int],
     planned: set[tuple[str, frozenset[str]]],
     ends: Mapping[str, tuple[str, ...]],
+    scopes: Collection[str],
 ) -> NamedCollective:
     computation = program.computations[place[0]]
     c, instruction = runs.collective, computation.by_name[place[1]]
@@ -145,7 +148,7 @@ def _named(
         kind=c.kind,
         axes=axes,
         tensors=tensors,
-        module=module_scope(c.op_name) or _common_parent(tensors) or module_of("", c.line),
+        module=_module(c, tensors, scopes),
         line=line,
         is_planned=(c.kind, frozenset(axes)) in planned,
         step_bytes=c.wire_bytes * runs.trips,
@@ -153,6 +156,31 @@ def _named(
         predicted_us=runs.once_us * runs.trips,
         exposed_us=runs.exposed_us,
     )
+
+
+def _module(c: Collective, tensors: Sequence[str], scopes: Collection[str]) -> str:
+    """The module of a collective. XLA gives a gather of a layer's weights the scope of the loop over all layers."""
+    own, found = module_scope(c.op_name), [scope_of_path(path, scopes) for path in tensors]
+    shared = "/".join(_common([scope.split("/") for scope in found]))
+    if shared and (not own or shared.startswith(f"{own}/")):
+        return shared
+    return own or _common_parent(tensors) or module_of("", c.line)
+
+
+def scope_of_path(path: str, scopes: Collection[str]) -> str:
+    """Return the scope of the module that has a parameter, of a program's scopes; empty if there is none.
+
+    The last name of the scope is in the path: the scope of a module is named after its attribute. Of several such
+    scopes, it is the one whose name comes last in the path, then the one with the most names of the path.
+
+    Example:
+        >>> scope_of_path("0/params/blocks/attention/wq", ["layers", "layers/attention", "layers/mlp"])
+        'layers/attention'
+    """
+    levels = path.split("/")
+    found = [names for names in (scope.split("/") for scope in scopes) if names[-1] in levels]
+    best = max(found, key=lambda names: (levels.index(names[-1]), len({*names} & {*levels}), names), default=[])
+    return "/".join(best)
 
 
 def _ends(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -241,8 +269,13 @@ def _what(collective: Collective, tensors: Sequence[str]) -> str:
 
 def _common_parent(paths: Sequence[str]) -> str:
     """The deepest path above all of these paths; empty if there is none."""
-    levels = zip(*(path.split("/")[:-1] for path in paths), strict=False)
-    return "/".join(names[0] for names in itertools.takewhile(lambda names: len({*names}) == 1, levels))
+    return "/".join(_common([path.split("/")[:-1] for path in paths]))
+
+
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The names with which all of these paths begin."""
+    levels = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False))
+    return [names[0] for names in levels]
 
 
 def _listed(paths: Sequence[str]) -> str:
