@@ -24,6 +24,7 @@ from autoshard.sharding.hlo.replica_groups import axes_of
 from autoshard.sharding.hlo.schedule import CollectiveRuns, Schedule
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.program.argument_names import named_path
 
 # Parts of the origin of an instruction that are no module: how JAX calls functions.
 CALLS = frozenset(
@@ -46,7 +47,7 @@ class NamedCollective:
     Attributes:
         instruction: Name of the instruction that runs or starts it, as a trace has it.
         ends: Names of the instructions that end it, if it is asynchronous.
-        name: What it is, in one line: `all-gather over fsdp of 0/params/wq, gpt.py:88 (attention)`.
+        name: What it is, in one line: `all-gather over fsdp of state/params/wq, gpt.py:88 (attention)`.
         kind: Its kind, such as `all-gather`.
         axes: The mesh axes that it spans.
         tensors: Paths of the inputs that it gathers, or of the parameters whose gradients it reduces; empty if it moves
@@ -305,7 +306,7 @@ def _inputs(plan: ShardingPlan, program: Program, computation: Computation, star
             return
         where, i, indices = pending.pop()
         if where is entry and i.name in numbers:
-            yield plan.inputs[numbers[i.name]].path
+            yield named_path(plan.inputs[numbers[i.name]].path, plan.arguments)
         elif i.opcode == "get-tuple-element":
             pending += [(where, operand, (i.index, *indices)) for operand in where.operands_of(i)]
         elif i.opcode == "tuple" and indices:
@@ -331,6 +332,7 @@ def _gradients(plan: ShardingPlan, program: Program, computation: Computation, s
     paths = [leaf.path for leaf in plan.inputs if leaf.role == "parameter"]
     # A step returns the state in a tuple, `0/params/wq` as in its arguments, or alone, `params/wq`.
     parameters = {path.partition("/")[2]: path for path in paths} | {path: path for path in paths}
+    parameters = {result: named_path(path, plan.arguments) for result, path in parameters.items()}
     loops = _loops(program)
     parts = computation.users.get(start.name, []) if start.shape.startswith("(") else [start]
     parts = [part for part in parts if _largest(part) > 1]  # a sum, such as the norm of all gradients, scales them all
