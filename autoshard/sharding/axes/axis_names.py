@@ -124,7 +124,7 @@ class ThinAxes:
     """
 
     def __init__(self, program: Program, axes: LogicalAxes, roles: Roles):
-        self.roles, self.batch = roles, roles.batch
+        self.roles = roles
         self.weights: Counter[int] = Counter()  # axis -> the number of matrices that have it
         wide: set[int] = set()
         for v in program.inputs:
@@ -141,10 +141,14 @@ class ThinAxes:
         self.summed: set[int] = set()  # axes that are summed over, as in a norm
         self.added: set[int] = set()  # axes of values that are added, as in a residual stream
         found = {dims: {c for dim in dims for c in dim} for dims in {*axes.of_value}}
+
+        def of_activation(v: int) -> set[int] | None:
+            own = found[axes.of_value[v]] if v >= 0 else set()
+            return own if v in roles.row or roles.batch in own else None
+
         for op in program.ops():
             if op.rule is not None:
-                self._visit(op, [found[axes.of_value[v]] if v >= 0 else set() for v in op.operands],
-                            [found[axes.of_value[v]] for v in op.results])  # fmt: skip
+                self._visit(op, [*map(of_activation, op.operands)], [*map(of_activation, op.results)])
 
     def adapter_ranks(self) -> list[int]:
         """The axes between the two weights of a product that replaces one larger weight, as in LoRA (arXiv:2106.09685).
@@ -162,18 +166,19 @@ class ThinAxes:
         found = sorted(self.summed & self.contracted - self.added)
         return [c for c in found if self.nonlinear[c] <= _IN_NORMS]
 
-    def _visit(self, op: Op, operands: Sequence[set[int]], results: Sequence[set[int]]) -> None:
+    def _visit(self, op: Op, operands: Sequence[set[int] | None], results: Sequence[set[int] | None]) -> None:
+        """Note what an operator computes, given the axes of its operands and results; None of those without rows."""
         assert op.rule is not None
-        activations = [dims if self.batch in dims else set() for dims in operands]
-        computed = {c for dims in results if self.batch in dims for c in dims}
+        computed, used = ({*itertools.chain(*filter(None, arrays))} for arrays in (results, operands))
+        gives_rows = any(dims is not None for dims in results)
         linear = [{*group} for group in (*op.rule.linear, op.rule.moves)]
-        for c in self.nonlinear.keys() & {*computed, *itertools.chain(*activations)}:
-            group = {n for n, dims in enumerate(activations) if c in dims}
+        for c in self.nonlinear.keys() & (computed | used):
+            group = {n for n, dims in enumerate(operands) if dims is not None and c in dims}
             if op.name != "convert_element_type" and not any(group <= each for each in [*linear, set()]):
                 self.nonlinear[c].add(op.name)
-            if group and c in computed and any(dims and c not in dims for dims in activations):
+            if group and c in computed and any(dims is not None and c not in dims for dims in operands):
                 self.mixed.add(c)
-            is_lost = c not in computed and self.batch in computed
+            is_lost = c not in computed and gives_rows
             if op.name == "dot_general" and not group:
                 self.made.add(c)
             if op.name == "dot_general" and is_lost and not any(map(_compat.is_transposed, (op.eqn, *op.around))):
