@@ -117,6 +117,29 @@ def source_of(eqn: Any) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def line_of(eqn: Any | None) -> Iterator[None]:
+    """Gives primitives bound in this context the source line of `eqn`, but not its names; changes nothing for None."""
+    if eqn is None:
+        yield
+        return
+    stack = source_info_util.current_name_stack()
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+        yield
+
+
+def innermost(eqn: Any, result: int) -> Any:
+    """Returns the equation that makes a result of `eqn`: `eqn`, or one in the bodies of scans and checkpoints."""
+    while eqn.primitive.name in ("scan", "remat2"):
+        jaxpr = open_jaxpr(eqn.params["jaxpr"])
+        var = jaxpr.outvars[result]
+        inner = next((e for e in jaxpr.eqns if any(var is v for v in e.outvars)), None)
+        if inner is None:  # an input of the body
+            break
+        eqn, result = inner, next(n for n, v in enumerate(inner.outvars) if v is var)
+    return eqn
+
+
 def needs_one_device(eqn: Any) -> bool:
     """Returns whether an equation has an order of effects that JAX supports on one device only (ordered prints)."""
     ordered, shardable = effects.ordered_effects, effects.shardable_ordered_effects

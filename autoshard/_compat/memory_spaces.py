@@ -32,9 +32,12 @@ def abstract_array(shape: Any, dtype: Any, weak_type: bool = False, on_host: boo
     return core.ShapedArray(shape, dtype, weak_type=weak_type, memory_space=jax.memory.Space.Host)
 
 
-def planned_shape(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an argument for `.lower` of a planned function; in host memory with its sharding."""
-    place = sharding if is_on_host(aval) else None
+def planned_shape(aval: Any, sharding: Any, on_mesh: bool = False) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument for `.lower` of a planned function.
+
+    It has its sharding in host memory, and with `on_mesh`, so that its type is that of an array on the mesh.
+    """
+    place = sharding if on_mesh or is_on_host(aval) else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
 
 

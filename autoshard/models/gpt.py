@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from autoshard.models.gpt_config import GPTConfig
+from autoshard.models.scopes import scoped
 from autoshard.models.stack import extend_layers, make_layers, run_layers
 from autoshard.models.transformer import (
     Block,
@@ -105,7 +106,7 @@ class GPT(nnx.Module):
         x = embed_tokens(self.cfg, self.embed, self.position, tokens)
         if keys is not None:
             x, keys = dropout(x, self.cfg.dropout, keys[0]), keys[1:]
-        return self.norm(run_layers(self.blocks, x, keys, remat=self.cfg.remat))
+        return scoped("norm", self.norm, scoped("layers", run_layers, self.blocks, x, keys, remat=self.cfg.remat))
 
     def cache(self, batch: int, length: int | None = None) -> KVCache:
         """Make an empty cache for the keys and values of `length` positions, `cfg.context` by default."""
@@ -126,10 +127,10 @@ class GPT(nnx.Module):
         """
         start = cache.length
         x = embed_tokens(self.cfg, self.embed, self.position, tokens, start)
-        x, keys_values = extend_layers(
-            self.blocks, x, cache.kept, lambda layer, x, cached: layer.extend(x, cached, start)
+        x, keys_values = scoped(
+            "layers", extend_layers, self.blocks, x, cache.kept, lambda layer, x, cached: layer.extend(x, cached, start)
         )
-        logits = predict(self.norm(x), self.embed, self.head)
+        logits = predict(scoped("norm", self.norm, x), self.embed, self.head)
         return logits, KVCache(keys_values, start + jnp.int32(tokens.shape[1]))
 
 

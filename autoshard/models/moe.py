@@ -42,6 +42,7 @@ from autoshard.models import dropless
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.quantized import quantized_einsum
 from autoshard.models.remat.named_values import named
+from autoshard.models.scopes import scoped
 from autoshard.models.stack import extend_layers, make_layers, run_layers
 from autoshard.models.transformer import (
     MLP,
@@ -217,15 +218,17 @@ class MoEBlock(nnx.Module):
         rate = self.cfg.gpt.dropout
         attention_key, experts_key = (None, None) if key is None else jax.random.split(key)
         x = named(x, "residual")
-        x = dropout_add(x, self.attention(self.attention_norm(x)), rate, attention_key)
-        y, losses = self.experts(self.mlp_norm(x))
+        y = scoped("attention", self.attention, scoped("attention_norm", self.attention_norm, x))
+        x = dropout_add(x, y, rate, attention_key)
+        y, losses = scoped("experts", self.experts, scoped("mlp_norm", self.mlp_norm, x))
         return dropout_add(x, y, rate, experts_key), losses
 
     def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply the layer to the positions from `start` on, using cached keys and values. No choice is dropped."""
-        y, cached = self.attention.extend(self.attention_norm(x), cached, start)
+        y = scoped("attention_norm", self.attention_norm, x)
+        y, cached = scoped("attention", self.attention.extend, y, cached, start)
         x = x + y
-        return x + self.experts(self.mlp_norm(x), drop=False)[0], cached
+        return x + scoped("experts", self.experts, scoped("mlp_norm", self.mlp_norm, x), drop=False)[0], cached
 
 
 class Group(nnx.Module):
@@ -315,8 +318,8 @@ class MoE(nnx.Module):
         if keys is not None:
             x, keys = dropout(x, gpt.dropout, keys[0]), keys[1 : 1 + gpt.layers // self.cfg.moe_every]
         zero = jnp.zeros((), jnp.float32)
-        x, losses = run_layers(self.blocks, (x, RouterLosses(zero, zero)), keys, remat=gpt.remat)
-        return self.norm(x), losses
+        x, losses = scoped("layers", run_layers, self.blocks, (x, RouterLosses(zero, zero)), keys, remat=gpt.remat)
+        return scoped("norm", self.norm, x), losses
 
     def cache(self, batch: int, length: int | None = None) -> KVCache:
         """Make an empty cache for the keys and values of `length` positions, `cfg.context` by default.
@@ -344,10 +347,10 @@ class MoE(nnx.Module):
         """
         start = cache.length
         x = embed_tokens(self.cfg.gpt, self.embed, self.position, tokens, start)
-        x, keys_values = extend_layers(
-            self.blocks, x, cache.kept, lambda group, x, cached: group.extend(x, cached, start)
+        x, keys_values = scoped(
+            "layers", extend_layers, self.blocks, x, cache.kept, lambda group, x, cached: group.extend(x, cached, start)
         )
-        logits = predict(self.norm(x), self.embed, self.head)
+        logits = predict(scoped("norm", self.norm, x), self.embed, self.head)
         return logits, KVCache(keys_values, start + jnp.int32(tokens.shape[1]))
 
     def loss(

@@ -25,6 +25,7 @@ from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy, sum_and_count
 from autoshard.models.quantized import align, project
 from autoshard.models.remat.named_values import named
+from autoshard.models.scopes import scoped
 
 KeysValues = tuple[jax.Array, jax.Array]
 
@@ -223,14 +224,20 @@ class Block(nnx.Module):
         """Apply the layer to `[batch, seq, width]`, with dropout if there is a key."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         x = named(x, "residual")
-        x = dropout_add(x, self.attention(self.attention_norm(x)), self.cfg.dropout, attention_key)
-        return dropout_add(x, self.mlp(self.mlp_norm(x)), self.cfg.dropout, mlp_key)
+        y = scoped("attention", self.attention, scoped("attention_norm", self.attention_norm, x))
+        x = dropout_add(x, y, self.cfg.dropout, attention_key)
+        return dropout_add(x, self.feed_forward(x), self.cfg.dropout, mlp_key)
 
     def extend(self, x: jax.Array, cached: KeysValues, start: jax.Array) -> tuple[jax.Array, KeysValues]:
         """Apply the layer to the positions from `start` on, using cached keys and values, without dropout."""
-        y, cached = self.attention.extend(self.attention_norm(x), cached, start)
+        y = scoped("attention_norm", self.attention_norm, x)
+        y, cached = scoped("attention", self.attention.extend, y, cached, start)
         x = x + y
-        return x + self.mlp(self.mlp_norm(x)), cached
+        return x + self.feed_forward(x), cached
+
+    def feed_forward(self, x: jax.Array) -> jax.Array:
+        """Apply the norm and the MLP."""
+        return scoped("mlp", self.mlp, scoped("mlp_norm", self.mlp_norm, x))
 
 
 def embed_tokens(
@@ -241,14 +248,15 @@ def embed_tokens(
     Positions are counted from `start`, 0 by default. `position` may be None.
     """
     _check_tokens(cfg, tokens)
-    # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
-    x = embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(cfg.dtype)
-    if position is None:
-        return x
-    rows = position[...]
-    seq = tokens.shape[1]
-    rows = rows[:seq] if start is None else lax.dynamic_slice_in_dim(rows, start, seq)
-    return x + align(rows.astype(cfg.dtype), 3)
+    with jax.named_scope("embed"):
+        # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
+        x = embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(cfg.dtype)
+        if position is None:
+            return x
+        rows = position[...]
+        seq = tokens.shape[1]
+        rows = rows[:seq] if start is None else lax.dynamic_slice_in_dim(rows, start, seq)
+        return x + align(rows.astype(cfg.dtype), 3)
 
 
 def _check_tokens(cfg: GPTConfig, tokens: jax.Array) -> None:
@@ -263,9 +271,10 @@ def _check_tokens(cfg: GPTConfig, tokens: jax.Array) -> None:
 
 def predict(x: jax.Array, embed: nnx.Param, head: nnx.Param | None) -> jax.Array:
     """Compute logits `[batch, seq, vocab]` with `head [width, vocab]`, or with the embedding if there is no head."""
-    if head is None:
-        return jnp.einsum("bse,ve->bsv", x, embed[...].astype(x.dtype))
-    return jnp.einsum("bse,ev->bsv", x, head[...].astype(x.dtype))
+    with jax.named_scope("head"):
+        if head is None:
+            return jnp.einsum("bse,ve->bsv", x, embed[...].astype(x.dtype))
+        return jnp.einsum("bse,ev->bsv", x, head[...].astype(x.dtype))
 
 
 def prediction_loss(
@@ -281,9 +290,10 @@ def prediction_loss(
     With `cfg.loss_chunks > 1` the logits are computed for one chunk of the vocabulary at a time.
     """
     if cfg.loss_chunks == 1:
-        return cross_entropy(predict(x, embed, head), targets, mask)
+        return scoped("head", cross_entropy, predict(x, embed, head), targets, mask)
     weight, vocab_axis = (embed, 0) if head is None else (head, 1)
     # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
     weight = weight[...].astype(x.dtype)
-    losses = linear_cross_entropy(x, weight, targets, chunks=cfg.loss_chunks, vocab_axis=vocab_axis)
+    with jax.named_scope("head"):
+        losses = linear_cross_entropy(x, weight, targets, chunks=cfg.loss_chunks, vocab_axis=vocab_axis)
     return sum_and_count(losses, mask)

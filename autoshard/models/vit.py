@@ -23,6 +23,7 @@ from autoshard.models.attention import Impl
 from autoshard.models.gpt_config import GPTConfig
 from autoshard.models.loss import cross_entropy
 from autoshard.models.quantized import Quantization, align, project
+from autoshard.models.scopes import scoped
 from autoshard.models.stack import make_layers, run_layers
 from autoshard.models.transformer import Block, Norm, bias, constant, dropout, dropout_keys, param
 
@@ -154,7 +155,8 @@ class ViT(nnx.Module):
         x = self._embed(images)
         if keys is not None:
             x, keys = dropout(x, self.cfg.dropout, keys[0]), keys[1:]
-        x = self.norm(run_layers(self.blocks, x, keys, remat=self.cfg.remat))
+        x = scoped("layers", run_layers, self.blocks, x, keys, remat=self.cfg.remat)
+        x = scoped("norm", self.norm, x)
         x = jnp.mean(x.astype(jnp.float32), axis=1).astype(x.dtype) if self.token is None else x[:, 0]
         return project("be,en->bn", x, self.head, self.head_bias)
 

@@ -17,6 +17,7 @@ from autoshard.models.decoder.latent_attention import LatentAttention
 from autoshard.models.decoder.layer_inputs import LayerGate
 from autoshard.models.decoder.layers import MLP, Attention, Norm, Sides
 from autoshard.models.remat.named_values import named
+from autoshard.models.scopes import scoped
 from autoshard.models.stack import run_layers
 
 Carry = jax.Array | tuple[jax.Array, Load]
@@ -49,37 +50,46 @@ class Block(nnx.Module):
         """Apply the layer. Also returns the keys and values of its attention, for layers that borrow them."""
         x, load = carry if isinstance(carry, tuple) else (carry, None)
         x = named(x, "residual")
-        y, keys = self.attention.with_keys(self.attention_norm(x), sides)
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = scoped("attention_norm", self.attention_norm, x)
+        y, keys = scoped("attention", self.attention.with_keys, y, sides)
+        x = x + self._post("attention_post_norm", y)
+        y = scoped("mlp_norm", self.mlp_norm, x)
         if load is not None and self.experts is not None:
-            y, more = self.experts.with_load(self.mlp_norm(x))
+            y, more = scoped("experts", self.experts.with_load, y)
             load = load.plus(more)
         else:
-            y = self.feed_forward(self.mlp_norm(x))
-        x = self._ended(x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), inputs)
+            y = self.feed_forward(y)
+        x = self._ended(x + self._post("mlp_post_norm", y), inputs)
         return (x if load is None else (x, load)), keys
 
     def _ended(self, x: jax.Array, inputs: jax.Array | None) -> jax.Array:
         """Add the layer's vectors `inputs` through its gate, and scale the result."""
         if self.gate is not None:
             assert inputs is not None
-            x = self.gate(x, inputs)
+            x = scoped("gate", self.gate, x, inputs)
         return x if self.scale is None else x * lax.stop_gradient(self.scale[...]).astype(x.dtype).reshape(1, 1, 1)
 
     def extend(
         self, x: jax.Array, inputs: jax.Array | None, sides: Sides, kept: Kept, rows: Rows
     ) -> tuple[jax.Array, Kept]:
         """Apply the layer to new positions, using what it has kept of earlier ones."""
-        y, kept = self.attention.extend(self.attention_norm(x), sides, kept, rows)
-        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.feed_forward(self.mlp_norm(x))
-        return self._ended(x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y)), inputs), kept
+        y = scoped("attention_norm", self.attention_norm, x)
+        y, kept = scoped("attention", self.attention.extend, y, sides, kept, rows)
+        x = x + self._post("attention_post_norm", y)
+        y = self.feed_forward(scoped("mlp_norm", self.mlp_norm, x))
+        return self._ended(x + self._post("mlp_post_norm", y), inputs), kept
+
+    def _post(self, name: str, y: jax.Array) -> jax.Array:
+        """Apply the norm of this name after a part of the layer, if there is one."""
+        norm = getattr(self, name)
+        return y if norm is None else scoped(name, norm, y)
 
     def feed_forward(self, x: jax.Array) -> jax.Array:
         """Apply the MLP or the experts."""
-        part = self.mlp if self.experts is None else self.experts
-        assert part is not None
-        return part(x)
+        if self.experts is not None:
+            return scoped("experts", self.experts, x)
+        assert self.mlp is not None
+        return scoped("mlp", self.mlp, x)
 
 
 class Group(nnx.Module):

@@ -28,6 +28,7 @@ from autoshard.models.decoder.quantized_weight import split_codes
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.decoder.stacks import chunks_of, make_segments, make_sides, run_segments, segment_inputs
 from autoshard.models.loss import sum_and_count, token_losses
+from autoshard.models.scopes import scoped
 from autoshard.models.stack import extend_layers
 
 
@@ -102,13 +103,14 @@ class Decoder(nnx.Module):
     def token_losses(self, x: jax.Array, targets: jax.Array) -> jax.Array:
         """Compute the cross-entropy of each token of `[batch, seq, width]` features, float32 `[batch, seq]`."""
         if self.cfg.loss_chunks == 1:
-            return token_losses(self.logits(x), targets)
+            return scoped("head", token_losses, self.logits(x), targets)
         weight, vocab_axis = (self.embed, 0) if self.head is None else (self.head, 1)
         # The cast comes first, so that the gradient is summed over devices in the dtype of the computation.
         weight = weight[...].astype(x.dtype)
-        return linear_cross_entropy(
-            x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis, soft_cap=self.cfg.logit_cap
-        )
+        with jax.named_scope("head"):
+            return linear_cross_entropy(
+                x, weight, targets, chunks=self.cfg.loss_chunks, vocab_axis=vocab_axis, soft_cap=self.cfg.logit_cap
+            )
 
     def features(
         self,
@@ -142,9 +144,9 @@ class Decoder(nnx.Module):
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         sides = make_sides(self.cfg, positions, segment_ids, chunks=chunks)
         if load is None:
-            return self.norm(run_segments(self.cfg, self.segments, x, sides, inputs))
+            return scoped("norm", self.norm, run_segments(self.cfg, self.segments, x, sides, inputs))
         x, load = run_segments(self.cfg, self.segments, (x, load), sides, inputs)
-        return self.norm(x), load
+        return scoped("norm", self.norm, x), load
 
     image_slots = None
     """A `Decoder` reads no images."""
@@ -211,7 +213,9 @@ class Decoder(nnx.Module):
         inputs = None if self.layer_inputs is None else self.layer_inputs(tokens, x)
         after = []
         for segment, layers, kept in zip(segments_of(self.cfg.kinds), self.segments, cache.kept, strict=True):
-            x, new = extend_layers(
+            x, new = scoped(
+                "layers",
+                extend_layers,
                 split_codes(layers),
                 x,
                 (segment_inputs(segment, inputs), kept),
@@ -224,14 +228,15 @@ class Decoder(nnx.Module):
             after.append(jax.tree.map(lambda kept, new: written(kept, new, rows), kept, new))
         if last:
             x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-        return self.logits(self.norm(x)), DecoderCache(tuple(after), cache.lengths + counts, following)
+        return self.logits(scoped("norm", self.norm, x)), DecoderCache(tuple(after), cache.lengths + counts, following)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """Embed tokens as `[batch, seq, width]`, without positions."""
         self._check(tokens)
-        # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
-        x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
-        return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
+        with jax.named_scope("embed"):
+            # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
+            x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
+            return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
     def _placed(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Add the vector of each position, if positions are learned."""
@@ -241,12 +246,13 @@ class Decoder(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Compute the logits of features `[batch, seq, width]`."""
-        if self.head is None:
-            logits = jnp.einsum("bse,ve->bsv", x, self.embed[...].astype(x.dtype))
-        else:
-            logits = jnp.einsum("bse,ev->bsv", x, self.head[...].astype(x.dtype))
-        cap = self.cfg.logit_cap
-        return logits if cap is None else soft_capped(logits.astype(jnp.float32), cap)
+        with jax.named_scope("head"):
+            if self.head is None:
+                logits = jnp.einsum("bse,ve->bsv", x, self.embed[...].astype(x.dtype))
+            else:
+                logits = jnp.einsum("bse,ev->bsv", x, self.head[...].astype(x.dtype))
+            cap = self.cfg.logit_cap
+            return logits if cap is None else soft_capped(logits.astype(jnp.float32), cap)
 
     def _check(self, tokens: jax.Array) -> None:
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):

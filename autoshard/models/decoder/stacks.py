@@ -14,6 +14,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.layers import Sides
 from autoshard.models.decoder.positions.chunks import chunk_segments
 from autoshard.models.decoder.segments import Segment, segments_of
+from autoshard.models.scopes import scoped
 from autoshard.models.stack import make_layers, run_layers
 
 
@@ -42,11 +43,13 @@ def run_segments(cfg: DecoderConfig, segments: nnx.List, x: Any, sides: Sides, i
         own = segment_inputs(segment, inputs)
         if name := segment.pattern[0].lends:
             # The kind of a layer that lends occurs once, so the layer is alone in its segment.
-            x, lent = run_layers(nnx.List([Lender(layers[0].layers[0])]), (x, ()), own, remat=cfg.remat, sides=(sides,))
+            lenders, options = nnx.List([Lender(layers[0].layers[0])]), {"remat": cfg.remat, "sides": (sides,)}
+            x, lent = scoped("layers", run_layers, lenders, (x, ()), own, **options)
             sides = sides.lending(name, lent)
             continue
         # A group of several layers rematerializes each of them.
-        x = run_layers(layers, x, own, remat=cfg.remat if len(segment.pattern) == 1 else "none", sides=(sides,))
+        remat = cfg.remat if len(segment.pattern) == 1 else "none"
+        x = scoped("layers", run_layers, layers, x, own, remat=remat, sides=(sides,))
     return x
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
@@ -24,6 +24,7 @@ from autoshard.sharding.hlo.replica_groups import axes_of
 from autoshard.sharding.hlo.schedule import CollectiveRuns, Schedule
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
+from autoshard.sharding.program.argument_names import named_path
 
 # Parts of the origin of an instruction that are no module: how JAX calls functions.
 CALLS = frozenset(
@@ -46,12 +47,13 @@ class NamedCollective:
     Attributes:
         instruction: Name of the instruction that runs or starts it, as a trace has it.
         ends: Names of the instructions that end it, if it is asynchronous.
-        name: What it is, in one line: `all-gather over fsdp of 0/params/wq, gpt.py:88 (attention)`.
+        name: What it is, in one line: `all-gather over fsdp of state/params/wq, gpt.py:88 (attention)`.
         kind: Its kind, such as `all-gather`.
         axes: The mesh axes that it spans.
         tensors: Paths of the inputs that it gathers, or of the parameters whose gradients it reduces; empty if it moves
             activations or if unknown.
-        module: The module from which it comes: its named scopes, else the path above its tensors, else a function.
+        module: The module from which it comes: its named scopes or those of its tensors' module, else the path above
+            its tensors, else a function.
         line: The source line from which it comes.
         is_planned: Whether the plan has a collective of this kind over these axes.
         step_bytes: Bytes that each device sends in a step.
@@ -112,10 +114,11 @@ def name_collectives(plan: ShardingPlan, text: str) -> NamedProgram:
     mesh = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     planned = {(kind, frozenset(axes.split())) for kind, axes, *_ in plan.traffic}
     ends = dict(_ends(program))
+    scopes = {module_scope(_origin(program, i)[0]) for _, i in scheduled(program)} - {""}
     return NamedProgram(
         module=head[1] if head else "",
         collectives=tuple(
-            _named(plan, program, place, runs, mesh, planned, ends)
+            _named(plan, program, place, runs, mesh, planned, ends, scopes)
             for (*place, _), runs in schedule.runs.items()
             if runs.trips
         ),
@@ -132,6 +135,7 @@ def _named(
     mesh: Mapping[str, int],
     planned: set[tuple[str, frozenset[str]]],
     ends: Mapping[str, tuple[str, ...]],
+    scopes: Collection[str],
 ) -> NamedCollective:
     computation = program.computations[place[0]]
     c, instruction = runs.collective, computation.by_name[place[1]]
@@ -145,7 +149,7 @@ def _named(
         kind=c.kind,
         axes=axes,
         tensors=tensors,
-        module=module_scope(c.op_name) or _common_parent(tensors) or module_of("", c.line),
+        module=_module(c, tensors, scopes),
         line=line,
         is_planned=(c.kind, frozenset(axes)) in planned,
         step_bytes=c.wire_bytes * runs.trips,
@@ -153,6 +157,31 @@ def _named(
         predicted_us=runs.once_us * runs.trips,
         exposed_us=runs.exposed_us,
     )
+
+
+def _module(c: Collective, tensors: Sequence[str], scopes: Collection[str]) -> str:
+    """The module of a collective. XLA gives a gather of a layer's weights the scope of the loop over all layers."""
+    own, found = module_scope(c.op_name), [scope_of_path(path, scopes) for path in tensors]
+    shared = "/".join(_common([scope.split("/") for scope in found]))
+    if shared and (not own or shared.startswith(f"{own}/")):
+        return shared
+    return own or _common_parent(tensors) or module_of("", c.line)
+
+
+def scope_of_path(path: str, scopes: Collection[str]) -> str:
+    """Return the scope of the module that has a parameter, of a program's scopes; empty if there is none.
+
+    The last name of the scope is in the path: the scope of a module is named after its attribute. Of several such
+    scopes, it is the one whose name comes last in the path, then the one with the most names of the path.
+
+    Example:
+        >>> scope_of_path("0/params/blocks/attention/wq", ["layers", "layers/attention", "layers/mlp"])
+        'layers/attention'
+    """
+    levels = path.split("/")
+    found = [names for names in (scope.split("/") for scope in scopes) if names[-1] in levels]
+    best = max(found, key=lambda names: (levels.index(names[-1]), len({*names} & {*levels}), names), default=[])
+    return "/".join(best)
 
 
 def _ends(program: Program) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -241,8 +270,13 @@ def _what(collective: Collective, tensors: Sequence[str]) -> str:
 
 def _common_parent(paths: Sequence[str]) -> str:
     """The deepest path above all of these paths; empty if there is none."""
-    levels = zip(*(path.split("/")[:-1] for path in paths), strict=False)
-    return "/".join(names[0] for names in itertools.takewhile(lambda names: len({*names}) == 1, levels))
+    return "/".join(_common([path.split("/")[:-1] for path in paths]))
+
+
+def _common(paths: Sequence[Sequence[str]]) -> list[str]:
+    """The names with which all of these paths begin."""
+    levels = itertools.takewhile(lambda names: len({*names}) == 1, zip(*paths, strict=False))
+    return [names[0] for names in levels]
 
 
 def _listed(paths: Sequence[str]) -> str:
@@ -272,7 +306,7 @@ def _inputs(plan: ShardingPlan, program: Program, computation: Computation, star
             return
         where, i, indices = pending.pop()
         if where is entry and i.name in numbers:
-            yield plan.inputs[numbers[i.name]].path
+            yield named_path(plan.inputs[numbers[i.name]].path, plan.arguments)
         elif i.opcode == "get-tuple-element":
             pending += [(where, operand, (i.index, *indices)) for operand in where.operands_of(i)]
         elif i.opcode == "tuple" and indices:
@@ -298,6 +332,7 @@ def _gradients(plan: ShardingPlan, program: Program, computation: Computation, s
     paths = [leaf.path for leaf in plan.inputs if leaf.role == "parameter"]
     # A step returns the state in a tuple, `0/params/wq` as in its arguments, or alone, `params/wq`.
     parameters = {path.partition("/")[2]: path for path in paths} | {path: path for path in paths}
+    parameters = {result: named_path(path, plan.arguments) for result, path in parameters.items()}
     loops = _loops(program)
     parts = computation.users.get(start.name, []) if start.shape.startswith("(") else [start]
     parts = [part for part in parts if _largest(part) > 1]  # a sum, such as the norm of all gradients, scales them all

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoshard import _compat
@@ -20,6 +20,7 @@ from autoshard.sharding.hlo.parser import Computation, Instruction, Program
 from autoshard.sharding.layout.operator_sharding import operand_spec, strategy_in_layout
 from autoshard.sharding.lower.executable import Executable
 from autoshard.sharding.plan.tensors import Leaf
+from autoshard.sharding.program.argument_names import named_path
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.core.placement import Spec, axes_of, from_partition_spec
 
@@ -60,7 +61,8 @@ def replicated(executable: Executable, program: Program, peak_bytes: float) -> t
         a for i in ([entry.root] if entry.root.opcode != "tuple" else entry.operands_of(entry.root)) for a in i.arrays
     ]
     inputs = [entry.parameters[n].arrays[0] for n in sorted(entry.parameters) if entry.parameters[n].arrays]
-    found = [*_leaves("input", plan.inputs, inputs, sizes), *_leaves("result", plan.outputs, results, sizes)]
+    named = [replace(leaf, path=named_path(leaf.path, plan.arguments)) for leaf in plan.inputs]
+    found = [*_leaves("input", named, inputs, sizes), *_leaves("result", plan.outputs, results, sizes)]
     found += _temporaries(executable, program, sizes, LARGE_TEMPORARY_SHARE * peak_bytes)
     return tuple(sorted(found, key=lambda w: -w.bytes))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,21 @@ class Executable:
         )
 
 
-def lower_as_planned(jitted: Any, traced: Traced, shardings: Sequence[Any]) -> Any:
-    """Lower the result of `Executable.jit` for the planned shapes and shardings of its flat inputs."""
-    shapes = list(map(_compat.planned_shape, traced.in_avals, shardings))
+def lower_as_planned(
+    jitted: Any, traced: Traced, shardings: Sequence[Any], on_mesh: Collection[int] = frozenset()
+) -> Any:
+    """Lower the result of `Executable.jit` for the planned shapes and shardings of its flat inputs.
+
+    Args:
+        jitted: the program.
+        traced: the function.
+        shardings: the planned shardings of its flat inputs.
+        on_mesh: the inputs whose types have the mesh. JAX compiles again for a call whose arguments have other types.
+    """
+    shapes = [
+        _compat.planned_shape(aval, sharding, on_mesh=i in on_mesh)
+        for i, (aval, sharding) in enumerate(zip(traced.in_avals, shardings, strict=True))
+    ]
     return jitted.lower(*traced.jit_arguments(*jax.tree.unflatten(traced.in_tree, shapes)))
 
 

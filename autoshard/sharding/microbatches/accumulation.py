@@ -101,7 +101,8 @@ class _Writer:
         wanted = {
             var: Partial() if isinstance(s, Own) else s for var, s in ends if isinstance(s, (Split, Partial, Own))
         }
-        known |= self.loop(known, wanted)
+        with _compat.line_of(self.first()):
+            known |= self.loop(known, wanted)
         for eqn, _ in later:
             with _compat.source_of(eqn):
                 results = _compat.bind(eqn, eqn.params, *(_read(known, a) for a in eqn.invars))
@@ -155,10 +156,24 @@ class _Writer:
 
         ops, places = [s.op for s in sums.values()], [int(var in self.stacks) for var in sums]
         totals, kept = self.run(one, stacked, ops)
-        if cut.replicas > 1:
-            totals = [REDUCE[op](x, axis=place) for op, x, place in zip(ops, totals, places, strict=True)]
-        made = dict(zip(sums, totals, strict=True))
-        return made | {var: cut.joined(x, s) for (var, s), x in zip(collected.items(), kept, strict=True)}
+        made: dict[Any, Any] = {}
+        for var, op, x, place in zip(sums, ops, totals, places, strict=True):
+            with _compat.line_of(self.maker(var)):
+                made[var] = REDUCE[op](x, axis=place) if cut.replicas > 1 else x
+        for (var, split), x in zip(collected.items(), kept, strict=True):
+            with _compat.line_of(self.maker(var)):
+                made[var] = cut.joined(x, split)
+        return made
+
+    def maker(self, var: Any) -> Any | None:
+        """Return the equation that makes a value, in the body of a loop if it is made there; None for an input."""
+        eqn = next((each for each in self.jaxpr.eqns if var in each.outvars), None)
+        return None if eqn is None else _compat.innermost(eqn, eqn.outvars.index(var))
+
+    def first(self) -> Any | None:
+        """Return the first equation that takes rows. Its line is that of what only the loop adds."""
+        steps = zip(self.jaxpr.eqns, self.flow.steps, strict=True)
+        return next((eqn for eqn, step in steps if any(isinstance(s, Split) for s in step.operands)), None)
 
 
 @shown

@@ -15,6 +15,7 @@ from autoshard._typed import short_repr
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.analysis import Analysis, analyse
 from autoshard.sharding.microbatches.accumulation import Runner, in_microbatches
+from autoshard.sharding.microbatches.counted_rows import with_counted_rows
 from autoshard.sharding.microbatches.flow import find_flow, own_sums
 from autoshard.sharding.microbatches.operator_steps import NotCut, place_of
 from autoshard.sharding.microbatches.states import Cut, Split
@@ -99,7 +100,7 @@ def with_microbatches(
     batch = analysis.roles.batch
     pieces = Cut(count, replicas, analysis.axes.sizes[batch] if batch is not None and replicas > 1 else 0)
     with _compat.auto_axes():
-        closed = rewritten(_compat.dce(traced.closed))
+        closed = with_counted_rows(rewritten(_compat.dce(traced.closed)))
         loop = update_loop(closed, rows)
         try:
             flow = find_flow(closed, rows, pieces.pieces, numerics=numerics and loop is None, rows=pieces.rows or None)

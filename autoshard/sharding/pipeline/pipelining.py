@@ -233,8 +233,9 @@ def _runner(found: _Found) -> Runner:
         results = dict(zip(jaxpr.outvars, groups, strict=False))
         combined = {var: ops[group[0]] for var, group in results.items()}
         apart = {var for var, group in results.items() if len(group) > 1}
-        loop = StageLoop(cut, found.table, combined, rows, whole, separate, gathers_once=found.gathers_once)
-        values = loop.run(apart)
+        with _compat.line_of(cut.forward.eqn):
+            loop = StageLoop(cut, found.table, combined, rows, whole, separate, gathers_once=found.gathers_once)
+            values = loop.run(apart)
         sums: dict[int, Any] = {}
         for var, group in zip(jaxpr.outvars, groups, strict=False):
             sums |= zip(group, values[var] if var in apart else [values[var]], strict=True)

@@ -231,9 +231,10 @@ class StageLoop:
             at_end = self.at_end(leaving)
         if MIDDLE in parts:
             start = self.middle_part(state, row, at_end)
-        if BACKWARD in parts:
-            self.backward_part(state, row, start, recomputed)
-        at_start = self.after_part(state, row) if AFTER in parts and not self.late else []
+        with _compat.line_of(self.cut.backward.eqn):
+            if BACKWARD in parts:
+                self.backward_part(state, row, start, recomputed)
+            at_start = self.after_part(state, row) if AFTER in parts and not self.late else []
         if self.moves.at_end:
             state |= {
                 name: self.moves.sent(state[name], name, at_start) for name in (FORWARD, BACKWARD) if name in parts

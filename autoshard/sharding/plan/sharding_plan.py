@@ -14,6 +14,7 @@ from autoshard.sharding.machines.chips import Options
 from autoshard.sharding.plan.mesh_words import mesh_words, requested_axes
 from autoshard.sharding.plan.search_record import SearchRecord
 from autoshard.sharding.plan.tensors import Activation, Leaf, Padding
+from autoshard.sharding.program.argument_names import ByPath
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 
 FORMAT = 4  # of plans in JSON; readers accept this one only
@@ -183,8 +184,11 @@ class ShardingPlan:
 
     @property
     def logical_axes(self) -> dict[str, tuple[str, ...]]:
-        """Path of each input -> the name of the logical axis of each dimension."""
-        return {leaf.path: leaf.axes for leaf in self.inputs}
+        """Path of each input -> the name of the logical axis of each dimension.
+
+        Paths begin with the name of the parameter, as printed. Those with its position, as in `inputs`, work too.
+        """
+        return ByPath({leaf.path: leaf.axes for leaf in self.inputs}, self.arguments)
 
     def shardings(self, mesh: Any) -> tuple[Any, Any]:
         """`NamedSharding`s of the flat inputs and of the flat results over a mesh of devices."""

@@ -22,6 +22,8 @@ class Leaf:
     `NO_AXIS`.
 
     Attributes:
+        path: where it is in the arguments or results. That of an input begins with the position of its argument,
+            `0/params/wq`: a plan also fits a function whose parameters have other names. Reports show the name.
         memory_kind: `device`, or `pinned_host` for host memory.
     """
 

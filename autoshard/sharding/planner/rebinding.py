@@ -34,9 +34,10 @@ def rebind(problem: PlanningProblem, plan: ShardingPlan) -> BoundPlan:
     for leaf, value in zip(plan.inputs, problem.program.inputs, strict=True):
         here = leaf_of(problem, value, leaf.path, problem.program.avals[value], ((),) * len(leaf.shape), "").axes
         if here != leaf.axes:
+            path = named_path(leaf.path, plan.arguments)
             raise PlanError(
-                f"this plan was made for another program: the axes of '{leaf.path}' are {leaf.axes} in the plan, but "
-                f"{here} in this program. Plan again"
+                f"this plan was made for another program: the axes of '{path}' are {leaf.axes} in the plan, but {here} "
+                "in this program. Plan again"
             )
     sizes = dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True))
     numbers = {name: c for c, name in problem.axes.names.items()}

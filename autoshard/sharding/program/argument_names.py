@@ -7,8 +7,10 @@ Paths in plans begin with the position of the argument, `0/layers/wq`. Reports s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
 
 
 def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
@@ -38,6 +40,39 @@ def named_path(path: str, names: Sequence[str]) -> str:
     """
     head, separator, rest = path.partition("/")
     return f"{names[int(head)]}{separator}{rest}" if head.isdecimal() and int(head) < len(names) else path
+
+
+class ByPath(dict[str, Value]):
+    """Values by path, as reports show paths. A path with the position of the argument finds the same value.
+
+    Args:
+        values: path as in the plan -> value.
+        names: the names of the function's parameters.
+
+    Example:
+        >>> axes = ByPath({"0/up": ("embed", "ffn")}, ("params", "batch"))
+        >>> axes
+        {'params/up': ('embed', 'ffn')}
+        >>> axes["0/up"]
+        ('embed', 'ffn')
+    """
+
+    def __init__(self, values: Mapping[str, Value], names: Sequence[str]):
+        super().__init__({named_path(path, names): value for path, value in values.items()})
+        self._names = tuple(names)
+
+    def __missing__(self, path: str) -> Value:
+        named = named_path(path, self._names)
+        if not super().__contains__(named):
+            raise KeyError(path)
+        return self[named]
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str) and super().__contains__(named_path(path, self._names))
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return the value of a path, or `default`."""
+        return self[path] if path in self else default
 
 
 def path_forms(path: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ class KernelRecord:
 
     Attributes:
         kernel: the kernel that computes it now, or that would: `splash`, `cudnn`, `blockwise`, `megablox`, `triton`.
-        line: the user's line, `file.py:12 (function)`.
+        line: the user's line, `models/gpt.py:12 (function)`.
         replaced: whether the kernel takes its place.
         reason: what was proven if it was replaced; else why it was left.
         count: how many places of the program come from this line, such as unrolled layers.

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from autoshard import _compat
+from autoshard._units import line_text
 from autoshard.errors import PlanError
 from autoshard.kernels.planned_platform import Planned, planned_for, planned_platform
 from autoshard.kernels.two_passes import Kernel, kernel_of, kernel_refusals
@@ -107,12 +108,12 @@ def replaced(kernel: Kernel, found: Candidate, one: Attention) -> KernelRecord:
     passes = "forward and backward" if one.gradients else "forward"
     worst = max(one.proof.differences.values())
     reason = f"{mask_text(one)}, scale {softmax.scale:.4g}{cap}; {passes} proven to {worst:.0e}"
-    return KernelRecord(kernel, found.line, True, reason)
+    return KernelRecord(kernel, line_text(found.line), True, reason)
 
 
 def left(kernel: Kernel, found: Candidate | Unread, error: Exception) -> KernelRecord:
     """Return the record of an attention that stays as it is."""
-    return KernelRecord(kernel, found.line, False, reason_of(error))
+    return KernelRecord(kernel, line_text(found.line), False, reason_of(error))
 
 
 def mask_text(one: Attention) -> str:

@@ -28,6 +28,7 @@ class PlannedSignature:
         self.bound, self.plan, self.traced = bound, bound.plan, bound.traced
         self.state = frozenset(i for i, _ in self.traced.state)
         self.inspected = False  # whether a call went through `inspect_and_call`
+        self.on_mesh: frozenset[int] = frozenset()  # the inputs that the last such call passed with the plan's mesh
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -55,8 +56,8 @@ class PlannedSignature:
         return results
 
     def lower(self) -> Any:
-        """Lower the jitted function for the shapes of the signature."""
-        return lower_as_planned(self.jitted, self.traced, self.in_shardings)
+        """Lower the jitted function for the shapes of the signature. After a call, JAX has the program of that call."""
+        return lower_as_planned(self.jitted, self.traced, self.in_shardings, self.on_mesh)
 
     def compiled(self) -> Any:
         """Return the program that calls run, as `jax.jit(...).lower(...).compile()` does. JAX has it after a call."""
@@ -115,6 +116,8 @@ class PlannedSignature:
         for i in self.misplaced(leaves):
             if i in self.state or getattr(leaves[i], "committed", True):
                 out[i] = jax.device_put(leaves[i], self.in_shardings[i])
+        if self.traced.explicit_mesh is None:  # `call` changes the types of all others
+            self.on_mesh = frozenset(i for i, x in enumerate(out) if _has_mesh(x))
         return out
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,6 +131,10 @@ class PlannedSignature:
         if self.traced.explicit_mesh is not None:
             results = _compat.on_mesh(results, self.traced.explicit_mesh)
         return reveal_static(results) if self.traced.static_results else results
+
+
+def _has_mesh(x: Any) -> bool:
+    return isinstance(x, jax.Array) and isinstance(x.sharding, jax.sharding.NamedSharding)
 
 
 def _is_misplaced(x: jax.Array, planned: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -61,23 +62,29 @@ class Metrics:
 def read_series(run_dir: Any) -> Metrics:
     """Read the metrics of a run, line by line. Lines that a crash left incomplete are skipped.
 
+    A run that was killed trains the steps after its last checkpoint again. If it skips one of them again, the records
+    of both are one incident.
+
     Args:
         run_dir: Folder of the run, local or remote.
     """
     found = Metrics()
+    incidents: dict[Any, dict[str, Any]] = {}
     for record in _records(run_dir / METRICS):
         step = record.get("step")
         if not isinstance(step, int):
             continue
         if "incident" in record:  # its step may be one that a rollback undid
-            found.incidents.append(record)
+            is_skip = record["incident"] == "skip"
+            incidents[(step, str(record.get("batch"))) if is_skip else len(incidents)] = record
             continue
         found.last_step = max(found.last_step, step)
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
+            if name != "step" and (value is None or isinstance(value, int | float)):
                 series = found.series.get(name) or found.series.setdefault(name, Series())
                 series.steps.append(step)
-                series.values.append(value)
+                series.values.append(math.nan if value is None else value)  # JSON has no number that is not finite
+    found.incidents.extend(incidents.values())
     return found
 
 

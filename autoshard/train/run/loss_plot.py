@@ -21,8 +21,8 @@ def plot_loss(metrics: Sequence[dict[str, Any]], path: Path, per: str = "token")
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel=f"loss (nats per {per})")
-    train = [(line["step"], line["loss"]) for line in metrics if "loss" in line]
-    validation = [(line["step"], line["val_loss"]) for line in metrics if "val_loss" in line]
+    train = [(line["step"], line["loss"]) for line in metrics if line.get("loss") is not None]
+    validation = [(line["step"], line["val_loss"]) for line in metrics if line.get("val_loss") is not None]
     if train:
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=1)

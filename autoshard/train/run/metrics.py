@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ class Reporter:
         path = self.run_dir / run_directory.METRICS
         kept = [line for line in read_metrics(path) if line["step"] <= start or INCIDENT in line]
         temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        temporary.write_text("".join(map(_json_line, kept)))
         temporary.replace(path)
         self._lines = path.open("a", buffering=1)
         self._writers = open_writers(self._named_writers, self.run_dir, self._settings, start)
@@ -91,7 +92,7 @@ class Reporter:
     def incident(self, step: int, values: Mapping[str, Any]) -> None:
         """Write a record of a bad step to the JSON lines."""
         if self.enabled:
-            self._lines.write(json.dumps({"step": step, **values}) + "\n")
+            self._lines.write(_json_line({"step": step, **values}))
 
     def print(self, text: str) -> None:
         """Print a text without markup."""
@@ -122,7 +123,7 @@ class Reporter:
         """Write the metrics of a step to the files, and show nothing."""
         if not self.enabled:
             return
-        self._lines.write(json.dumps({"step": step, **values}) + "\n")
+        self._lines.write(_json_line({"step": step, **values}))
         for writer in self._writers:
             writer.write(step, values)
 
@@ -136,6 +137,12 @@ class Reporter:
         self._lines.close()
         for writer in self._writers:
             writer.close()
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    """Format a record as a line of JSON. JSON has no numbers that are not finite: they become null."""
+    gone = {name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({name: None if name in gone else value for name, value in record.items()}) + "\n"
 
 
 def _figures(values: Mapping[str, float], per: str) -> str:

@@ -160,7 +160,7 @@ def test_binding_a_program_with_other_axes_raises():
     square = jax.ShapeDtypeStruct((16, 16), "float32")
     plan = Plan.from_json(autoshard.plan(lambda x, w: x @ w, square, square, plan="dp:8").to_json())
     with pytest.raises(
-        PlanError, match="another program: the axes of '[01]' are .* in the plan, but .* in this program"
+        PlanError, match=r"another program: the axes of '\w+' are .* in the plan, but .* in this program"
     ):
         plan.bind(lambda x, w: x.T @ w, square, square)
 

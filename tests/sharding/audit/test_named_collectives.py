@@ -25,21 +25,21 @@ def named():
 
 def test_every_gather_names_its_parameter(named):
     gathered = {path for each in named.collectives if each.kind == "all-gather" for path in each.tensors}
-    assert {f"0/params/attention/{name}" for name in ("wq", "wk", "wv", "wo")} <= gathered
-    assert {"0/params/embed", "0/params/mlp/up", "0/params/mlp/down"} <= gathered
-    assert all(path.startswith("0/params/") for path in gathered)  # no moment is gathered
-    (one, *_) = [each for each in named.collectives if each.tensors == ("0/params/mlp/up",)]
-    assert one.name.startswith("all-gather over fsdp of 0/params/mlp/up, ")
+    assert {f"state/params/attention/{name}" for name in ("wq", "wk", "wv", "wo")} <= gathered
+    assert {"state/params/embed", "state/params/mlp/up", "state/params/mlp/down"} <= gathered
+    assert all(path.startswith("state/params/") for path in gathered)  # no moment is gathered
+    (one, *_) = [each for each in named.collectives if each.tensors == ("state/params/mlp/up",)]
+    assert one.name.startswith("all-gather over fsdp of state/params/mlp/up, ")
     lines = [each.name for each in named.collectives if each.kind == "all-gather" and "no source line" not in each.name]
     assert len(lines) >= 6 and all(", sharding/example_step.py:" in name for name in lines)  # XLA may drop a line
-    assert one.axes == ("fsdp",) and one.is_planned and one.module == "0/params/mlp"
+    assert one.axes == ("fsdp",) and one.is_planned and one.module == "state/params/mlp"
     assert one.step_bytes == 7 / 8 * 32 * 128 * 4 and one.predicted_us > 0 and one.runs == 1
 
 
 def test_reductions_name_the_parameters_whose_gradients_they_sum(named):
     reduced = [each for each in named.collectives if each.kind in ("all-reduce", "reduce-scatter") and each.tensors]
-    assert {path for each in reduced for path in each.tensors} >= {"0/params/mlp/up", "0/params/attention/wo"}
-    assert all(" of gradients of 0/params/" in each.name for each in reduced)
+    assert {path for each in reduced for path in each.tensors} >= {"state/params/mlp/up", "state/params/attention/wo"}
+    assert all(" of gradients of state/params/" in each.name for each in reduced)
     loss = [each for each in named.collectives if each.kind == "all-reduce" and each.step_bytes < 100]
     assert all(not each.tensors for each in loss)  # a sum of scalars is no gradient
 
@@ -53,7 +53,7 @@ def test_the_norm_that_scales_all_gradients_is_no_gradient():
     square, rows = (jax.ShapeDtypeStruct((n, 64), "float32") for n in (64, 256))
     found = names_of(clipped, ({"a": square, "b": square}, rows))
     reduced = [each for each in found.collectives if each.kind in ("all-reduce", "reduce-scatter")]
-    assert {path for each in reduced for path in each.tensors} == {"0/a", "0/b"}
+    assert {path for each in reduced for path in each.tensors} == {"params/a", "params/b"}
     assert all(not each.tensors for each in reduced if each.step_bytes < 64)
 
 

@@ -117,3 +117,69 @@ def test_head_size_is_called_head_dim_if_a_loop_keeps_cast_weights(attention: st
     for i in weights:
         axis = analysis.axes.of_value[traced.program.inputs[i]][-1][0]
         assert analysis.axes.name(axis).startswith("head_dim") and axis not in analysis.roles.parallel
+
+
+WIDTH, RANK, HIDDEN, HEADS, SIZE, ROWS, SEQ = 32, 4, 64, 4, 16, 8, 16
+
+
+def weight_axes(predict, weights):
+    """The names of the axes of the weights of a step in plain JAX, by path."""
+
+    def step(weights, x):
+        gradients = jax.grad(lambda w: jnp.mean(predict(w, x) ** 2))(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients)
+
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in weights.items()}
+    traced = trace(step, (weights, jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), jnp.float32)), {})
+    axes = analyse(traced).axes
+    return {
+        path.rpartition("/")[2]: [axes.name(c) for dim in axes.of_value[v] for c in dim]
+        for v, path in zip(traced.program.inputs, traced.in_names, strict=True)
+    }
+
+
+ADAPTED = {"up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH), "a": (WIDTH, RANK), "b": (RANK, HIDDEN)}
+
+
+@pytest.mark.parametrize(
+    ("between", "name"),
+    [(lambda h: 2 * h.astype(jnp.bfloat16), "lora_rank"), (jax.nn.silu, "ffn"), (lambda h: h * h, "ffn")],
+)
+def test_a_small_axis_between_two_weights_is_a_rank_if_nothing_else_is_between_them(between, name):
+    def predict(w, x):
+        return x + jax.nn.silu(x @ w["up"] + between(x @ w["a"]).astype(x.dtype) @ w["b"]) @ w["down"]
+
+    found = weight_axes(predict, ADAPTED)
+    assert found["a"][1] == found["b"][0] and found["a"][1].startswith(name)
+    assert found["up"][1].startswith("ffn")
+
+
+def test_a_large_axis_between_two_weights_is_no_rank():
+    found = weight_axes(lambda w, x: x + x @ w["up"] @ w["down"], {name: ADAPTED[name] for name in ("up", "down")})
+    assert found["up"][1] == found["down"][0] == "ffn"
+
+
+LATENT = {
+    "q_down": (WIDTH, 12), "q_norm": (12,), "q_up": (12, HEADS, SIZE), "kv_down": (WIDTH, 8 + SIZE), "kv_norm": (8,),
+    "kv_up": (8, HEADS, 2 * SIZE), "out": (HEADS, SIZE, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
+}  # fmt: skip
+
+
+def test_queries_and_keys_of_latent_attention_come_from_latents():
+    """One latent vector is the result of a weight, the other a part of it."""
+
+    def norm(x, scale):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+    def predict(w, x):
+        q = jnp.einsum("bsr,rhd->bshd", norm(x @ w["q_down"], w["q_norm"]), w["q_up"])
+        latent, shared = jnp.split(x @ w["kv_down"], [8], -1)
+        k, v = jnp.split(jnp.einsum("bsr,rhd->bshd", norm(latent, w["kv_norm"]), w["kv_up"]), 2, -1)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + jnp.einsum("bqhd,bkd->bhqk", q, shared)
+        x = x + jnp.einsum("bhqk,bkhd,hde->bqe", jax.nn.softmax(scores), v, w["out"])
+        return x + jax.nn.silu(x @ w["up"]) @ w["down"]
+
+    found = weight_axes(predict, LATENT)
+    assert {found["q_down"][1], found["kv_norm"][0]} == {"latent", "latent_1"}
+    assert found["q_up"][0] == found["q_norm"][0] == found["q_down"][1] and found["kv_up"][0] == found["kv_norm"][0]
+    assert found["up"] == ["embed", "ffn"]

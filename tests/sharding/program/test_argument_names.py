@@ -38,6 +38,15 @@ def test_reports_show_names_and_plans_keep_numbers():
     assert autoshard.Plan.from_json(plan.to_json()).arguments == plan.arguments
 
 
+def test_values_by_path_have_the_printed_paths_and_take_both():
+    axes = autoshard.plan(sgd_step, mlp_state(), batch(), plan="fsdp:8", target="cpu:8").logical_axes
+    assert [*axes] == ["params/b", "params/v", "params/w", "x"]
+    assert axes["0/w"] == axes["params/w"] == axes.get("0/w") and "1" in axes and "x" in axes
+    assert "2" not in axes and axes.get("0/u") is None
+    with pytest.raises(KeyError, match="0/u"):
+        axes["0/u"]
+
+
 @pytest.mark.parametrize("path", ["params/w", "params/[w]", "par*/w", "0/w"])
 def test_fixed_takes_names_and_numbers(path):
     plan = autoshard.plan(sgd_step, mlp_state(), batch(), mesh={"data": 8}, fixed={path: P(None, "data")})

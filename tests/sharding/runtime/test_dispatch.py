@@ -1,5 +1,7 @@
 """The plan that a call gets, and the shardings of its arguments and results."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -247,6 +249,17 @@ def test_memory_includes_arrays_that_a_function_closes_over():
     assert any("captures 2.00 MiB" in note for note in planned.notes)
     with pytest.raises(PlanError, match="constant 2.00 MiB"), pytest.warns(AutoshardWarning, match=captures):
         plan(lambda x: x @ weight, jax.ShapeDtypeStruct((64, 1024), jnp.float32), memory_limit_bytes=2**20)
+
+
+def test_lowering_after_a_call_compiles_nothing(caplog):
+    """The batch of the call has no sharding, and the state gets that of the plan."""
+    step = auto_shard(sgd_step, plan="dp:8")
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        step(mlp_state(), batch())
+        assert "XLA compilation of jit(sgd_step)" in caplog.text
+        caplog.clear()
+        assert step.lower(mlp_state(), batch()).compile().as_text()
+    assert "XLA compilation of jit(sgd_step)" not in caplog.text
 
 
 def test_a_plan_for_a_machine_that_is_not_attached_is_not_run():

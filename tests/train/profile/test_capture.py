@@ -36,10 +36,12 @@ def test_a_run_records_a_trace_that_its_plan_is_compared_with(make_config, capsy
     assert kinds["compute"].measured_us > 0 and kinds["all-gather"].measured_us > 0
     counted = {each["instruction"]: each["runs"] for each in names["collectives"]}
     assert {row.instruction: row.runs for row in found.collectives} == counted  # each ran as often as the program says
-    assert any("of 0/params/" in row.name for row in found.collectives)
+    assert any("of state/params/" in row.name for row in found.collectives)
     assert found.step_us is not None
     busy = sum(row.measured_us for row in found.kinds)
     assert sum(row.compute_us + row.measured_us for row in found.modules) == pytest.approx(busy)
+    modules = {row.module: row for row in found.modules}  # compute and collectives of a module have one name
+    assert modules["layers/mlp"].compute_us > 0 and modules["layers/mlp"].predicted_us > 0
 
     assert main(["profile", str(run)]) == 0
     text = capsys.readouterr().out

@@ -71,5 +71,6 @@ def test_the_plan_reduces_nothing_of_the_base(steps: dict[str, tuple[Any, Any]])
     for name, (step, state) in steps.items():
         plan = autoshard.plan(step, state, BATCH, target="cpu:8", plan="fsdp:8", donate_argnums=0)
         part = "/frozen/" if name == "lora" else "/params/"
+        assert (name == "lora") == any("lora_rank" in names for names in plan.logical_axes.values())
         reduced[name] = [bool(plan.reduce_axes(leaf.path)) for leaf in plan.inputs if part in leaf.path]
     assert all(reduced["full"]) and reduced["lora"] and not any(reduced["lora"])

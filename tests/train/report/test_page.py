@@ -81,6 +81,20 @@ def test_a_step_that_a_rollback_undid_is_not_done(tmp_path):
     assert "step 5 of" in page and "rollback at step 40" in page
 
 
+def test_a_value_that_is_not_finite_is_shown(tmp_path):
+    folder = write(tmp_path / "run", [*curve(1, 5), {"step": 5, "val_loss": None}], [event(1, "begin", 1, 0)])
+    assert "1 value of val_loss is not finite, the first at step 5: nan." in text_of(folder)
+
+
+def test_a_step_that_is_skipped_again_after_a_kill_counts_once(tmp_path):
+    """A rollback leaves out batches: the same step is another one then, if its batch is bad, too."""
+    bad = {"step": 4, "incident": "skip", "why": "the loss is nan", "leaf": "w", "batch": 3}
+    other = {**bad, "batch": 7}
+    back = {**bad, "incident": "rollback"}
+    folder = write(tmp_path / "run", [bad, bad, *curve(1, 5), back, other, back], [event(1, "begin", 1, 0)])
+    assert read_series(folder).incidents == [bad, back, other, back]
+
+
 def test_a_loss_that_is_not_finite_is_not_the_best():
     nan, inf = float("nan"), float("inf")
     found = fates_of(

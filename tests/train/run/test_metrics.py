@@ -1,11 +1,13 @@
 """Only the process that reports writes metrics."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from autoshard._units import duration_text
 from autoshard.train.config import run_directory
+from autoshard.train.run.loss_plot import plot_loss
 from autoshard.train.run.metrics import Reporter, read_metrics
 
 
@@ -40,3 +42,25 @@ def test_a_line_has_the_memory_and_the_skipped_steps(tmp_path: Path, capsys: pyt
         "step 2/4  loss 2.5000  2 skipped  memory 1.00 MiB (predicted)",
     ]
     assert [line["step"] for line in read_metrics(tmp_path / run_directory.METRICS)] == [1, 3]
+
+
+def test_every_line_is_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """JSON has no numbers that are not finite. Lines of an older version, which have them, are written again."""
+    path = tmp_path / run_directory.METRICS
+    path.write_text('{"step": 1, "val_loss": NaN}\n')
+    reporter = Reporter(tmp_path, steps=4, start=1, enabled=True)
+    reporter.record(2, {"val_loss": float("nan"), "loss": 2.0})
+    reporter.incident(3, {"incident": "skip", "norm": float("inf")})
+    reporter.close()
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "val_loss": None},
+        {"step": 2, "val_loss": None, "loss": 2.0},
+        {"step": 3, "incident": "skip", "norm": None},
+    ]
+    assert "validation loss nan" in capsys.readouterr().out
+    plot_loss(lines, tmp_path / "loss.png")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from autoshard import _compat
+from autoshard._units import line_text
 from autoshard.kernels.grouped.call import KERNELS, kernel_call, missing_kernel
 from autoshard.kernels.planned_platform import planned_platform
 from autoshard.sharding.program.kernel_records import KernelRecord
@@ -45,6 +46,6 @@ def edit_grouped_products(edits: FrameEdits, graph: Graph, *, differentiable: bo
                 is_replaced, reason = True, f"{found.groups} matrices, proven on small arrays"
             except Exception as error:  # the matcher reads any user's program; it is left unchanged, with a reason
                 is_replaced, reason = False, reason_of(error)
-            line = _compat.program_line(eqn)
+            line = line_text(_compat.program_line(eqn))
             records.append(KernelRecord(kernel, line, is_replaced, reason, operator="grouped product"))
     return records
