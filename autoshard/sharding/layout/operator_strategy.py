@@ -232,8 +232,8 @@ def _moves(
 ) -> list[Move]:
     """The collectives if mesh axes shard these factors; mesh axes that `factors` lacks need none.
 
-    An array moves over several mesh axes at once. It is reduced first, and gathered last. Positions (argmax, argmin) are
-    gathered with the values there, because they cannot be compared alone.
+    An array moves over several mesh axes at once. It is reduced first, and gathered last. Positions
+    (argmax, argmin) are gathered with the values there, because they cannot be compared alone.
     """
     moves: list[Move] = []
 
