@@ -62,7 +62,7 @@ def analyse(traced: Traced) -> Analysis:
     state = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
     state_inputs = [i for i, _ in state]
     axes = find_axes(program)
-    row = values_of_single_row(program, state_inputs) if traced.batch is None else frozenset[int]()
+    row = values_of_single_row(program, state, traced.owners) if traced.batch is None else frozenset[int]()
     carried = None if row else carried_batch(program, axes, state)
     if row or carried is not None:
         state_inputs = []  # the roles are those of a step that computes new data from data
