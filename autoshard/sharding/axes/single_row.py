@@ -22,8 +22,8 @@ def values_of_single_row(program: Program, state: Sequence[tuple[int, int]], own
 
     In such a step, all arrays of the state have a dimension of size 1. The weights are matrices that are not in the
     state. Some arrays of the state are integers or booleans, such as tokens and lengths; in a train state, integers are
-    scalars. Or the step takes and returns features `[1, ...]` beside the state: an argument has such arrays alone, and a
-    result is one.
+    scalars. Or the step takes and returns features `[1, ...]` beside the state: all arrays of an argument are such
+    features, and so is a result.
 
     Args:
         program: the program.
