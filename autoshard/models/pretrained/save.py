@@ -21,7 +21,7 @@ from autoshard.models.pretrained.copied import copied_tensors
 from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.folder import CONFIG, FLOATS, Folder
-from autoshard.models.pretrained.fresh import fresh_origin
+from autoshard.models.pretrained.fresh import check_parameters, fresh_origin, written_config
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, with_codes
 from autoshard.models.pretrained.quantized.scheme import cast_tensor
@@ -72,6 +72,7 @@ def save_pretrained(
             "such: leave family out"
         )
     own, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
+    check_parameters(own, cfg, values)
     dtypes = {
         path: str(leaf.dtype) if is_of_codes(path, values) else dtype or str(leaf.dtype)
         for path, leaf in values.items()
@@ -81,7 +82,7 @@ def save_pretrained(
         dtypes,
         lambda path, index: cast_values(path, gathered(values[path], index), dtypes[path]),
     )
-    tensors, config = sorted(tensors, key=lambda one: one.name), origin.values()
+    tensors, config = sorted(tensors, key=lambda one: one.name), written_config(own, cfg, origin.values())
     coded = origin.quantized and dtype is None
     if coded:
         problem = "the model is quantized again with the scales of the folder that it was read from"
@@ -204,8 +205,10 @@ def _tensor(
     return Tensor(name, shape, dtype, read)
 
 
-def gathered(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+def gathered(x: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
     """Return the values of a sharded array at an index of its leading dimensions, in the host's memory."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)[index]
     found = np.empty(x.shape[len(index) :], x.dtype)
     for shard in x.addressable_shards:
         outer, inner = shard.index[: len(index)], shard.index[len(index) :]
