@@ -20,7 +20,7 @@ from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.copied import copied_tensors
 from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.families.family import Config
-from autoshard.models.pretrained.folder import CONFIG, FLOATS, Folder
+from autoshard.models.pretrained.folder import CONFIG, Folder, float_dtype
 from autoshard.models.pretrained.fresh import check_parameters, fresh_origin, written_config
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, with_codes
@@ -53,8 +53,7 @@ def save_pretrained(
         AutoshardError: the model belongs to no family, the folder is not empty, a value is too large for the dtype, or
             the folder that the model was read from is missing, and its scales or tensors are needed.
     """
-    if dtype is not None and dtype not in FLOATS:
-        raise AutoshardError(f"save_pretrained: dtype is {dtype!r}; choose one of {', '.join(FLOATS)}")
+    dtype = float_dtype(dtype, "save_pretrained")
     values, origin = parameters_of(model), getattr(model, "origin", None)
     shapes = {path: leaf.shape for path, leaf in values.items()}
     if any("/lora_" in path for path in values):
@@ -169,7 +168,7 @@ def write_pretrained(
     Raises:
         AutoshardError: the folder is not empty.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AutoshardError(f"{str(folder)!r} exists already: use a new folder")
     draft = folder.with_name(f".{folder.name}.partial")
