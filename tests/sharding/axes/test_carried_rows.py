@@ -107,6 +107,23 @@ def test_a_cache_of_floats_is_data():
     assert all("dp" in str(leaf.spec[leaf.axes.index("batch")]) for leaf in rows)
 
 
+@pytest.mark.parametrize("rows", [16, 1])
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_random_key_in_the_state_has_no_rows(make, rows):
+    def step(weights, state, active):
+        key, own = jax.random.split(state["key"])
+        state = {"kept": state["kept"] + jax.random.normal(own, (rows, 32)), "tokens": state["tokens"]}
+        return {**decode(weights, state, active), "key": key}
+
+    weights = dict(zip(("embed", "up", "head"), shapes((64, 32), (32, 48), (48, 64)), strict=True))
+    state = {"kept": shapes((rows, 32))[0], "tokens": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+    state["key"] = jax.eval_shape(lambda: make(0))
+    made = autoshard.plan(step, weights, state, jax.ShapeDtypeStruct((rows,), jnp.bool_), target="v5e:2x2", plan="tp:4")
+    roles = {leaf.path: leaf.role for leaf in made.inputs}
+    assert {roles[f"0/{name}"] for name in weights} == {"parameter"}
+    assert roles["1/kept"] == roles["1/tokens"] == "data"
+
+
 def test_a_recurrent_state_beside_inputs_and_results_is_data():
     def cell(weights, carry, x):
         c = carry["c"] + jnp.tanh(carry["h"] @ weights["h"] + x @ weights["x"])
