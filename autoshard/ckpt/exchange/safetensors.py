@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from autoshard._columns import listing
 from autoshard._shown import shown
@@ -44,6 +44,7 @@ DTYPES: Mapping[str, str] = {
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _METADATA = "__metadata__"
+_LFS = b"version https://git-lfs"
 
 
 @shown
@@ -230,9 +231,17 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file.
 
     Raises:
-        FileNotFoundError: with the name of the file, which the library's error does not have.
+        FileNotFoundError, SafetensorError: with the name of the file, which the library's errors do not have.
+        CheckpointError: the file was not downloaded; it is a pointer of Git LFS.
     """
     if not path.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    with safe_open(path, framework="np") as file:
+    try:
+        opened = safe_open(path, framework="np")
+    except SafetensorError as error:
+        with path.open("rb") as raw:
+            if raw.read(len(_LFS)) == _LFS:
+                raise CheckpointError(f"{path} is a pointer of Git LFS, not the file: run `git lfs pull`") from error
+        raise SafetensorError(f"{path.name}: {error}") from error
+    with opened as file:
         yield file

@@ -6,8 +6,9 @@ Nothing from the folder is executed: no code of its own, and no pickled files.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,13 @@ class Folder:
         Raises:
             AutoshardError: there is no folder or no config, or it is damaged.
         """
-        folder = Path(path)
+        folder = Path(path).expanduser()
         if not folder.is_dir():
-            raise AutoshardError(f"{str(folder)!r} is not a folder: give the folder of a model, with its {CONFIG}")
+            hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not folder.exists()
+            more = f". For a model of the Hub, run `hf download {path} --local-dir FOLDER` first" if hub else ""
+            raise AutoshardError(
+                f"{str(folder)!r} is not a folder: give the folder of a model, with its {CONFIG}{more}"
+            )
         file = folder / CONFIG
         if not file.exists():
             raise AutoshardError(f"{str(folder)!r} has no {CONFIG}, which says what model it is")
@@ -139,6 +144,20 @@ def read_table(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise AutoshardError(f"{file} is damaged: it must be a table, not {type(found).__name__}; download it again")
     return found
+
+
+def float_dtype(dtype: Any, function: str) -> str | None:
+    """Return the name of a requested dtype of parameters, which may be a NumPy or JAX dtype; None if none is.
+
+    Raises:
+        AutoshardError: models do not have parameters of this dtype. The message begins with the function's name.
+    """
+    if dtype is None:
+        return None
+    with suppress(TypeError):
+        if (name := np.dtype(dtype).name) in FLOATS:
+            return name
+    raise AutoshardError(f"{function}: dtype is {dtype!r}; choose one of {', '.join(FLOATS)}")
 
 
 def stored_dtype(config: Mapping[str, Any]) -> str:

@@ -19,7 +19,15 @@ from autoshard.models.decoder.config_changes import config_fields, with_changes
 from autoshard.models.pretrained.copied import copied_patterns, warn_of_copies
 from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.families.family import Family
-from autoshard.models.pretrained.folder import CONFIG, HEAD, Folder, check_tensors, check_tied_head, stored_dtype
+from autoshard.models.pretrained.folder import (
+    CONFIG,
+    HEAD,
+    Folder,
+    check_tensors,
+    check_tied_head,
+    float_dtype,
+    stored_dtype,
+)
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.models.pretrained.quantized.kept_codes import (
@@ -76,7 +84,7 @@ def load_pretrained(
         AutoshardError: the architecture or a feature of the config is not known; a file or a tensor is missing,
             unexpected, damaged or of another shape; the plan is one of another model. Nothing is loaded then.
     """
-    folder = Folder.open(path)
+    folder, dtype = Folder.open(path), float_dtype(dtype, "load_pretrained")
     described = Described.of(folder, dtype, changes)
     tensors = folder.tensors()
     described = described.fitted(folder, tensors)
@@ -141,7 +149,7 @@ def plan_pretrained(
     family = family_of(folder.config, str(folder.path / CONFIG))
     fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
     changes = {name: options.pop(name) for name in list(options) if name in fields}
-    described = Described.of(folder, dtype, changes)
+    described = Described.of(folder, float_dtype(dtype, "plan_pretrained"), changes)
     if keep_codes:
         tensors = folder.tensors()
         described, _ = described.fitted(folder, tensors).keeping_codes(folder, tensors)

@@ -20,7 +20,8 @@ from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.copied import copied_tensors
 from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.families.family import Config
-from autoshard.models.pretrained.folder import CONFIG, FLOATS, Folder
+from autoshard.models.pretrained.folder import CONFIG, Folder, float_dtype
+from autoshard.models.pretrained.fresh import check_parameters, fresh_origin, written_config
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.pretrained.quantized.kept_codes import is_of_codes, with_codes
 from autoshard.models.pretrained.quantized.scheme import cast_tensor
@@ -29,48 +30,58 @@ from autoshard.models.pretrained.tables import Source, sources_of
 
 
 def save_pretrained(
-    model: nnx.Module, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES, copies: bool = True
-) -> None:
+    model: nnx.Module, path: Any, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES, copies: bool = True,
+    family: str | None = None,
+) -> None:  # fmt: skip
     """Write a model to a new folder in the form of its family, as `transformers` reads it.
 
     Tensors of a quantized folder are quantized again. Blocks whose values did not change keep their codes and scales,
     which are read from that folder. Tensors that the model does not use are copied from it; see `Family.copied`.
 
     Args:
-        model: a model of `load_pretrained`, from any mesh, with its layers stacked or separate.
+        model: a model of `load_pretrained`, or a `Decoder` that was made here. It may be on any mesh, with its layers
+            stacked or separate.
         path: a new or empty folder.
         dtype: `float32`, `bfloat16` or `float16` for all floating-point tensors; by default that of each parameter. If
             it is given, no tensor is quantized.
         shard_bytes: largest number of bytes of tensors in one file; several files have an index.
         copies: whether to write the tensors that the model does not use.
+        family: the name of the family of a model that was not loaded, such as `mistral`; by default the first one that
+            has such models.
 
     Raises:
-        AutoshardError: the model has no family, the folder is not empty, a value is too large for the dtype, or the
-            folder that the model was read from is missing, and its scales or tensors are needed.
+        AutoshardError: the model belongs to no family, the folder is not empty, a value is too large for the dtype, or
+            the folder that the model was read from is missing, and its scales or tensors are needed.
     """
-    if dtype is not None and dtype not in FLOATS:
-        raise AutoshardError(f"save_pretrained: dtype is {dtype!r}; choose one of {', '.join(FLOATS)}")
-    origin = getattr(model, "origin", None)
-    if origin is None:
-        raise AutoshardError("save_pretrained: the model was not loaded by load_pretrained, so its family is not known")
-    values = parameters_of(model)
+    dtype = float_dtype(dtype, "save_pretrained")
+    values, origin = parameters_of(model), getattr(model, "origin", None)
     shapes = {path: leaf.shape for path, leaf in values.items()}
     if any("/lora_" in path for path in values):
         raise AutoshardError(
             "save_pretrained: the model has adapters: write them by autoshard.models.adapters.save_adapter, and merge "
             "them by `autoshard ckpt merge`"
         )
-    family, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
+    if origin is None:
+        if any(is_of_codes(path, values) for path in values):
+            raise AutoshardError("save_pretrained: the model was not loaded, but has weights in fp8: decode them first")
+        origin = fresh_origin(model, family)
+    elif family is not None:
+        raise AutoshardError(
+            f"save_pretrained: family is {family!r}, but the model was loaded as {origin.family!r} and is written as "
+            "such: leave family out"
+        )
+    own, cfg = known_families()[origin.family], getattr(model, "cfg")  # noqa: B009  # of the family's own type
+    check_parameters(own, cfg, values)
     dtypes = {
         path: str(leaf.dtype) if is_of_codes(path, values) else dtype or str(leaf.dtype)
         for path, leaf in values.items()
     }
     tensors = tensors_of(
-        sources_of(family.stacks(cfg), with_codes(family.spelled(cfg, origin.written_spelling)), shapes),
+        sources_of(own.stacks(cfg), with_codes(own.spelled(cfg, origin.written_spelling)), shapes),
         dtypes,
         lambda path, index: cast_values(path, gathered(values[path], index), dtypes[path]),
     )
-    tensors, config = sorted(tensors, key=lambda one: one.name), origin.values()
+    tensors, config = sorted(tensors, key=lambda one: one.name), written_config(own, cfg, origin.values())
     coded = origin.quantized and dtype is None
     if coded:
         problem = "the model is quantized again with the scales of the folder that it was read from"
@@ -157,7 +168,7 @@ def write_pretrained(
     Raises:
         AutoshardError: the folder is not empty.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise AutoshardError(f"{str(folder)!r} exists already: use a new folder")
     draft = folder.with_name(f".{folder.name}.partial")
@@ -193,8 +204,10 @@ def _tensor(
     return Tensor(name, shape, dtype, read)
 
 
-def gathered(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+def gathered(x: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
     """Return the values of a sharded array at an index of its leading dimensions, in the host's memory."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)[index]
     found = np.empty(x.shape[len(index) :], x.dtype)
     for shard in x.addressable_shards:
         outer, inner = shard.index[: len(index)], shard.index[len(index) :]

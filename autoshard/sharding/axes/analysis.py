@@ -62,8 +62,9 @@ def analyse(traced: Traced) -> Analysis:
     state = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
     state_inputs = [i for i, _ in state]
     axes = find_axes(program)
-    row = values_of_single_row(program, state_inputs) if traced.batch is None else frozenset[int]()
-    carried = None if row else carried_batch(program, axes, state_inputs)
+    arrays = _without_keys(axes, state)
+    row = values_of_single_row(program, arrays, traced.owners) if traced.batch is None else frozenset[int]()
+    carried = None if row else carried_batch(program, axes, arrays)
     if row or carried is not None:
         state_inputs = []  # the roles are those of a step that computes new data from data
     batch = carried if traced.batch is None else _known_batch(traced, axes)
@@ -82,6 +83,12 @@ def analyse(traced: Traced) -> Analysis:
     axes.names = name_axes(program, axes, roles, traced.in_names, graph)
     axes.computed_names = name_computed_axes(program, axes, roles)
     return Analysis(axes, roles, state)
+
+
+def _without_keys(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the state without random keys that are arrays of words: these have no rows in any step."""
+    classes = {i: {c for dim in axes.of_value[i] for c in dim} for i, _ in state}
+    return [(i, o) for i, o in state if not classes[i] or not classes[i] <= axes.key_words]
 
 
 def _cut_axes(traced: Traced, axes: LogicalAxes) -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, POSITIONS
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import Op, Program
@@ -25,7 +25,7 @@ class AxisUses:
         produced: axis -> weights whose first use, in the forward pass, produces it.
         contracted: axis -> weights whose first use contracts it.
         used: weights that have been used.
-        reduced: axes over which an activation is summed, or its maximum taken (logits).
+        reduced: axes over which an activation is summed, or its maximum or the maximum's position taken (logits).
         inner: axes over which two activations are contracted (head_dim).
         kept: axes that a contraction of two activations keeps from one of them (head_dim of the values).
         heads: batch dimensions of a contraction of two activations. Batch dimensions of a contraction of an activation
@@ -106,7 +106,7 @@ class _UseCollector:
         """Records the uses of axes by one operator."""
         if op.name in ("gather", "scatter-add"):
             self.uses.indexed |= self.of_kind("index", rule, factors) & self.in_parameters
-        if op.name in ("reduce_sum", "reduce_max") and self.has_batch(op.results[0]):
+        if op.name in ("reduce_sum", "reduce_max", *POSITIONS) and self.has_batch(op.results[0]):
             self.uses.reduced |= self.of_kind("reduce", rule, factors)
         if self.batch is None and not self.row:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 
 from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.logical_axes import LogicalAxes
@@ -11,13 +11,18 @@ from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
 
-def carried_batch(program: Program, axes: LogicalAxes, state: Collection[int]) -> int | None:
+def carried_batch(program: Program, axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> int | None:
     """Return the batch if the state is data; None if it is not.
 
     The state is data if each of its arrays has the batch, no product sums over the batch, and some weights are not in
     the state and lack the batch. A train step is different, because its state contains the weights. Either the weights
-    have no axis in common, or a product sums over it. If there are few weights, no product may do so. So an array of
-    integers or booleans, such as lengths or tokens, must have the batch, too. In a train state, these are scalars.
+    have no axis in common, or a product sums over it.
+
+    If there are few weights, no product may do so: the columns of a single matrix are trained like rows that do not
+    depend on each other. So the arguments must tell more. Either the state has arrays of integers or booleans, such as
+    lengths or tokens, which have the batch, too; in a train state, these are scalars. Or the batch is the first
+    dimension of an input and of a result that are not in the state, as in `(weights, cache, x) -> (cache, y)`. A train
+    step returns a loss, or predictions whose first dimension is summed over for the gradient.
 
     Only axes that all arrays of the state have can be the batch. Otherwise values that are computed from weights alone,
     such as weights decoded from codes, could decide, because they may be larger than the values of the rows.
@@ -25,18 +30,32 @@ def carried_batch(program: Program, axes: LogicalAxes, state: Collection[int]) -
     Args:
         program: the program.
         axes: its logical axes.
-        state: the inputs that the program returns updated.
+        state: pairs (input, output) of the values that the program returns updated.
     """
-    arrays = [v for v in state if program.avals[v].ndim]
+    inputs, outputs = ({pair[n] for pair in state} for n in range(2))
+    arrays = [v for v in inputs if program.avals[v].ndim]
+    common = frozenset.intersection(*(frozenset(_axes_of(axes, v)) for v in arrays)) if arrays else frozenset[int]()
+    given = [v for v in program.inputs if v not in inputs]
     if all(is_float(program.avals[v]) for v in arrays):
-        return None
-    common = frozenset.intersection(*(frozenset(c for dim in axes.of_value[v] for c in dim) for v in arrays))
+        matrices = (v for v in given if program.avals[v].ndim > 1 or not is_float(program.avals[v]))
+        returned = (v for v in program.outputs if v >= 0 and v not in outputs)
+        common &= {_first(axes, v) for v in matrices} & {_first(axes, v) for v in returned}
     batch = batch_axis(program, axes, frozenset(), common) if common else None
     if batch not in common:
         return None
-    weights = (v for v in program.inputs if v not in state and program.avals[v].ndim > 1 and is_float(program.avals[v]))
-    lacking = any(all(batch not in dim for dim in axes.of_value[v]) for v in weights)
+    weights = (v for v in given if program.avals[v].ndim > 1 and is_float(program.avals[v]))
+    lacking = any(batch not in _axes_of(axes, v) for v in weights)
     return batch if lacking and not _is_summed(program, axes, batch) else None
+
+
+def _axes_of(axes: LogicalAxes, value: int) -> list[int]:
+    """Return the axes of a value, in the order of its dimensions."""
+    return [c for dim in axes.of_value[value] for c in dim]
+
+
+def _first(axes: LogicalAxes, value: int) -> int | None:
+    """Return the first axis of a value; dimensions of size 1 have none."""
+    return next(iter(_axes_of(axes, value)), None)
 
 
 def _is_summed(program: Program, axes: LogicalAxes, axis: int | None) -> bool:

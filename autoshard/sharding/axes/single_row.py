@@ -1,13 +1,13 @@
 """Steps with a single row whose state is data, such as the decode step of one prompt.
 
 Dimensions of size 1 have no logical axis, so the batch is not an axis. Instead, the values of the row are found by
-their sources: values that are computed from the state, or from integers of the data, belong to the row. The others are
-weights.
+their sources: values that are computed from the state, or from integers or features of the data, belong to the row. The
+others are weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from autoshard.sharding.program.array_sizes import is_float
 from autoshard.spmdrules.ir.program import Op, Program
@@ -17,23 +17,43 @@ from autoshard.spmdrules.ir.program import Op, Program
 _PARTS = ("dynamic_slice",)
 
 
-def values_of_single_row(program: Program, state: Collection[int]) -> frozenset[int]:
+def values_of_single_row(program: Program, state: Sequence[tuple[int, int]], owners: Sequence[int]) -> frozenset[int]:
     """Return the values that belong to the only row of a step; none if it is not a step with a single row.
 
-    In such a step, all arrays of the state have a dimension of size 1. Some of them are integers or booleans, such as
-    tokens and lengths; in a train state, integers are scalars. The weights are matrices that are not in the state.
+    In such a step, all arrays of the state have a dimension of size 1. The weights are matrices that are not in the
+    state. Some arrays of the state are integers or booleans, such as tokens and lengths; in a train state, integers are
+    scalars. Or the step takes and returns features `[1, ...]` beside the state: all arrays of an argument are such
+    features, and so is a result.
 
     Args:
         program: the program.
-        state: the inputs that the program returns updated.
+        state: pairs (input, output) of the values that the program returns updated.
+        owners: for each input the index of its argument.
     """
-    arrays = [v for v in state if program.avals[v].ndim]
-    inputs = [v for v in program.inputs if v not in state]
-    has_weights = any(program.avals[v].ndim > 1 and is_float(program.avals[v]) for v in inputs)
-    has_integers = any(not is_float(program.avals[v]) for v in arrays)
-    if not (has_weights and has_integers and all(1 in program.avals[v].shape for v in arrays)):
+    carried, returned = ({pair[n] for pair in state} for n in range(2))
+    arrays = [v for v in carried if program.avals[v].ndim]
+    if not all(1 in program.avals[v].shape for v in arrays):
         return frozenset()
-    return _computed_from(program, {*arrays, *(v for v in inputs if not is_float(program.avals[v]))})
+    rows = set[int]()
+    if all(is_float(program.avals[v]) for v in arrays):
+        rows = _rows(program, carried, owners)
+        if not rows or not any(_is_row(program, v) for v in program.outputs if v >= 0 and v not in returned):
+            return frozenset()
+    inputs = [v for v in program.inputs if v not in carried and v not in rows]
+    if not any(program.avals[v].ndim > 1 and is_float(program.avals[v]) for v in inputs):
+        return frozenset()
+    return _computed_from(program, {*arrays, *rows, *(v for v in inputs if not is_float(program.avals[v]))})
+
+
+def _rows(program: Program, state: Collection[int], owners: Sequence[int]) -> set[int]:
+    """Return the inputs of arguments that have no other arrays than rows."""
+    inputs = [*zip(program.inputs, owners, strict=True)]
+    others = {owner for v, owner in inputs if v in state or (program.avals[v].ndim and not _is_row(program, v))}
+    return {v for v, owner in inputs if program.avals[v].ndim and owner not in others}
+
+
+def _is_row(program: Program, value: int) -> bool:
+    return program.avals[value].ndim > 1 and program.avals[value].shape[0] == 1
 
 
 def _computed_from(program: Program, first: set[int]) -> frozenset[int]:

@@ -29,7 +29,7 @@ from autoshard.sharding.layout.constants import STRATEGY_TIE
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
-from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceCost, SequenceForm
 from autoshard.spmdrules.ir.program import Op
 
@@ -232,7 +232,8 @@ def _moves(
 ) -> list[Move]:
     """The collectives if mesh axes shard these factors; mesh axes that `factors` lacks need none.
 
-    An array moves over several mesh axes at once. It is reduced first, and gathered last.
+    An array moves over several mesh axes at once. It is reduced first, and gathered last. Positions
+    (argmax, argmin) are gathered with the values there, because they cannot be compared alone.
     """
     moves: list[Move] = []
 
@@ -259,7 +260,12 @@ def _moves(
         computed = [a for a, f in factors.items() if f is not None and f in own]  # axes that shard the result
         local = size / math.prod([mesh[a] for a in {*computed, *(a for a in axes if a not in factors)}])
         partial = [a for a, f in differing.items() if a not in computed and rule.partial(f, i) is not None]
-        if partial:
+        if partial and rule.partial(differing[partial[0]], i) in POSITIONS:
+            # Each device compares the best elements of all shards, so their values are gathered beside their positions.
+            summed = {f for dim in rule.operands[0] for f in dim if f not in own}
+            value_bytes = operands.nbytes[0] / max(math.prod([rule.by_name[f].size or 1 for f in summed]), 1)
+            add("all-gather", partial, -1 - i, local + local * value_bytes / size if size else 0.0)
+        elif partial:
             local = add("reduce-scatter", [a for a in partial if a in factor_of_axis], -1 - i, local)
             add("all-reduce", [a for a in partial if a not in factor_of_axis], -1 - i, local)
         if moved := [a for a in differing if a in computed]:

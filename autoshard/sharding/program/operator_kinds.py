@@ -12,7 +12,10 @@ from autoshard.spmdrules.ir.program import Op
 from autoshard.spmdrules.reference.coverage import runs_on_host
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+POSITIONS = ("argmax", "argmin")  # on shards, each finds its own best element; its value and position are gathered
+REDUCTIONS = (
+    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", *POSITIONS,
+)  # fmt: skip
 INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 # Operators whose operands must be gathered, although XLA does not gather them by itself. With sharded operands, the
 # compiled program fails, or adds an initial value once per shard.

@@ -3,13 +3,14 @@
 import json
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained import load_pretrained, plan_pretrained
-from autoshard.models.pretrained.folder import Folder, read_table
+from autoshard.models.pretrained.folder import Folder, float_dtype, read_table
 from autoshard.serve.generator import stop_tokens
 from tests.models.pretrained.folders import GEMMA4, LLAMA, LLAMA4, make_folder, tensors_of, write_tensors
 
@@ -202,3 +203,30 @@ def test_a_json_file_that_is_no_table(tmp_path, content, message):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(AutoshardError, match=message):
         stop_tokens(Folder.open(tmp_path))
+
+
+def test_a_damaged_file_is_named(folder):
+    (folder / "model.safetensors").write_bytes(b"\x10")
+    assert "cannot be read: model.safetensors: " in refusal(folder)
+
+
+def test_a_pointer_of_git_lfs_is_named(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    assert "model.safetensors is a pointer of Git LFS, not the file: run `git lfs pull`" in refusal(folder)
+
+
+def test_the_name_of_a_model_of_the_hub():
+    assert "run `hf download meta-llama/Llama-3.1-8B --local-dir FOLDER`" in refusal("meta-llama/Llama-3.1-8B")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", np.int8, object()])
+def test_dtypes_that_parameters_do_not_have(folder, dtype):
+    for function in (load_pretrained, plan_pretrained):
+        with pytest.raises(AutoshardError, match=f"^{function.__name__}: dtype is .*; choose one of float32, bfloat16"):
+            function(folder, dtype=dtype)
+
+
+def test_dtypes_of_jax_have_names():
+    assert [float_dtype(one, "f") for one in (None, jnp.bfloat16, np.dtype("float16"), "float32")] == [
+        None, "bfloat16", "float16", "float32",
+    ]  # fmt: skip

@@ -15,7 +15,7 @@ LENGTHS = (5, 130, 33, 1, 77)
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in LENGTHS]
 PLANS = {
     "llama3": ("fsdp:8", "tp:2 fsdp:4", "cp:2 fsdp:4"), "mixtral": ("ep:4 fsdp:2",), "gpt-oss": ("fsdp:4 tp:2",),
-    "deepseek-v3": ("ep:8",),
+    "deepseek-v3": ("ep:8", "tp:4 fsdp:2"),
 }  # fmt: skip
 
 

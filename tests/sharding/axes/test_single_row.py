@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from autoshard import plan
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.load import Described
 from autoshard.serve.steps import Steps
@@ -22,6 +23,12 @@ def decode_plan(folder, config, rows):
     described = Described.of(Folder.open(folder), None, {})
     params = nnx.to_pure_dict(nnx.state(described.model(described.shapes)))
     return Steps(described.graph, params, rows, 32, {"target": "v5e:1x2", "plan": "tp:2"}).plan
+
+
+def row_of(traced):
+    program = traced.program
+    pairs = [(program.inputs[i], program.outputs[o]) for i, o in traced.state]
+    return values_of_single_row(program, pairs, traced.owners)
 
 
 @pytest.mark.few(2)
@@ -43,7 +50,7 @@ def test_a_part_of_a_weight_that_the_row_chooses_is_a_weight():
 
     state = {"x": jax.ShapeDtypeStruct((1, 32), jnp.float32), "token": jax.ShapeDtypeStruct((1,), jnp.int32)}
     program = (traced := trace(step, (state, jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)), {})).program
-    row = values_of_single_row(program, [program.inputs[i] for i, _ in traced.state])
+    row = row_of(traced)
     parts = {op.results[0] for op in program.ops() if op.name == "dynamic_slice"}
     assert set(program.outputs) <= row and parts and not parts & row
 
@@ -55,4 +62,30 @@ def test_a_train_step_has_no_single_row():
 
     state = {"w": jax.ShapeDtypeStruct((32, 1), jnp.float32), "count": jax.ShapeDtypeStruct((), jnp.int32)}
     program = (traced := trace(step, (state, jax.ShapeDtypeStruct((1, 32), jnp.float32)), {})).program
-    assert not values_of_single_row(program, [program.inputs[i] for i, _ in traced.state])
+    assert program.inputs and not row_of(traced)
+
+
+def test_the_features_of_a_single_row_are_data():
+    def step(weights, cache, x):
+        kept = cache["kept"].at[0, cache["position"]].set((x + weights["first"][0, 0])[0] @ weights["down"])
+        y = x + jnp.sum(kept, axis=1) @ weights["up"]
+        return {"kept": kept, "position": cache["position"] + 1}, y
+
+    sizes = {"first": (1, 4, 32), "down": (32, 8), "up": (8, 32)}
+    weights = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    cache = {"kept": jax.ShapeDtypeStruct((1, 16, 8), jnp.float32), "position": jax.ShapeDtypeStruct((), jnp.int32)}
+    made = plan(step, weights, cache, jax.ShapeDtypeStruct((1, 32), jnp.float32), target="v5e:1x2", plan="tp:2")
+    roles = {leaf.path: leaf.role for leaf in made.inputs}
+    assert roles.pop("1/position") == "other"
+    assert roles == {"0/down": "parameter", "0/first": "parameter", "0/up": "parameter", "1/kept": "data", "2": "data"}
+
+
+@pytest.mark.parametrize("with_predictions", [False, True])
+def test_a_train_step_of_one_example_has_no_single_row(with_predictions):
+    def step(w, x, y):
+        def loss(w):
+            return jnp.sum((x @ w - y) ** 2)
+
+        return w - jax.grad(loss)(w), x @ w if with_predictions else loss(w)
+
+    assert not row_of(trace(step, [jax.ShapeDtypeStruct(size, jnp.float32) for size in ((32, 1), (1, 32), (1, 1))], {}))

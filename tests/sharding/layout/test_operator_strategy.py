@@ -66,6 +66,24 @@ def test_a_mesh_axis_is_assigned_to_the_part_of_a_dimension_that_it_shards():
 
 # --- the choice ---
 
+
+def test_positions_are_gathered_with_the_values_there():
+    def moves(rows, positions):
+        x = jax.ShapeDtypeStruct((rows, positions), jnp.bfloat16)
+        op = next(op for op in build(jax.make_jaxpr(lambda x: jnp.argmax(x, -1))(x)).ops() if op.name == "argmax")
+        mesh, rule = {"dp": 2, "tp": 4}, op.rule
+        assert rule is not None
+        operands = OperandSpecs(rule.operands, [2 * rows * positions], [(("dp",), ("tp",))], rule, mesh)
+        results = OperandSpecs(rule.results, [4 * rows], [(("dp",),)], rule, mesh)
+        return choose_strategy(rule, operands, results, mesh, 0, LinkPrices(1e3)).moves
+
+    (gather,) = moves(16, 4096)
+    assert gather[:3] == ("all-gather", ("tp",), -1)
+    assert gather.local_bytes == 8 * (4 + 2) and gather.wire_bytes == 3 * 8 * (4 + 2)
+    assert [move.array for move in moves(16, 8)] == [0]  # two elements of each shard are fewer bytes than these
+    assert moves(0, 8) == ()
+
+
 WHOLE = ((), ())
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig
 from autoshard.models.decoder.positions.rotary import Rotary
+from autoshard.models.pretrained.families.config_values import dense_values, expert_values, scaled_scores
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, dense_config, ends_table, mlp_table
 from autoshard.models.pretrained.families.mixtures import experts_table
@@ -124,7 +126,49 @@ def _table(cfg: DecoderConfig) -> Table:
     return {**ends_table(cfg), **mlp_table(cfg), **experts, **table}
 
 
-DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, _table)
+def _shared_values(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
+    """Undo `_shared`. The size of heads is the sum of two others."""
+    values, rotary = dense_values(cfg, model_type), cfg.kinds[0].rotary or Rotary()
+    del values["head_dim"]
+    if scaled := scaled_scores(cfg, rotary):
+        values["rope_scaling"] = scaled | {k: v for k, v in values["rope_scaling"].items() if k != "attention_factor"}
+    values |= {"attention_bias": cfg.qkv_bias, "mlp_bias": cfg.mlp_bias, "rope_interleave": rotary.interleaved}
+    if (latent := cfg.latent) is not None:
+        values |= {
+            "kv_lora_rank": latent.kv_rank,
+            "q_lora_rank": latent.q_rank,
+            "qk_nope_head_dim": latent.plain_dim,
+            "qk_rope_head_dim": latent.rotary_dim,
+            "v_head_dim": latent.value_dim,
+        }
+    if (experts := cfg.experts) is not None:
+        values |= {
+            **expert_values(cfg, "n_routed_experts"),
+            "moe_intermediate_size": experts.ffn,
+            "n_shared_experts": experts.shared_ffn // experts.ffn,
+            "routed_scaling_factor": experts.scale,
+            "n_group": experts.groups,
+            "topk_group": experts.top_groups,
+            "first_k_dense_replace": next((n for n, kind in enumerate(cfg.kinds) if kind.experts), cfg.layers),
+            "moe_layer_freq": 1,
+        }
+    return values
+
+
+def _v2_values(cfg: DecoderConfig) -> dict[str, Any]:
+    grouped = cfg.experts is not None and cfg.experts.groups > 1
+    method = "group_limited_greedy" if grouped else "greedy"
+    own = {"scoring_func": "softmax", "topk_method": method, "norm_topk_prob": False}
+    return {**_shared_values(cfg, "deepseek_v2"), **own}
+
+
+def _v3_values(cfg: DecoderConfig) -> dict[str, Any]:
+    gates = {} if cfg.experts is None else {"norm_topk_prob": cfg.experts.renormalize}
+    own = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    return {**_shared_values(cfg, "deepseek_v3"), **gates, **own}
+
+
+DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, _table, values=_v2_values)
 
 
 def _predicting_layers(config: Config) -> dict[str, str]:
@@ -134,4 +178,6 @@ def _predicting_layers(config: Config) -> dict[str, str]:
     return {rf"model\.layers\.{n}\..*": f"layer {n}, which predicts one more token" for n in layers}
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _table, copied=_predicting_layers)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", ("DeepseekV3ForCausalLM",), _v3, _table, copied=_predicting_layers, values=_v3_values
+)

@@ -72,6 +72,8 @@ class Family:
         copied: names of tensors that other programs use and the model does not, as regular expressions -> what they
             are, for messages. Saving the model copies them from its folder. The argument is the folder's `config.json`.
         batch: the shapes of a batch to plan for, from the config and the rows and positions, or None.
+        values: undoes `config`: returns the content of a `config.json`, without the architecture. A model that was made
+            here is written with it if `config` then reads the same config. None: no such model is written.
         text_of: architectures of models with towers, for images or sound, whose text model belongs to this family. Only
             the text model of their folders is read.
         spellings: other spellings of the tensors' names: start of a name in the table -> what folders have in its
@@ -90,6 +92,7 @@ class Family:
     batch: Callable[[Any, tuple[int, int] | None], dict[str, Any]] = decoder_batch
     spellings: tuple[Spelling, ...] = ()
     text_of: tuple[str, ...] = ()
+    values: Callable[[Any], Mapping[str, Any]] | None = None
 
     def spelled(self, cfg: Any, spelling: int) -> Table:
         """Return the table in a spelling: 0 is the table's own, n the n-th other one."""

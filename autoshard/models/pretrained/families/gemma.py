@@ -6,6 +6,7 @@ from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.pretrained.families.config_values import dense_values, rotary_values, window_values
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table, mlp_table
 from autoshard.models.pretrained.tables import Table, stored
@@ -59,5 +60,30 @@ def gemma_table(cfg: DecoderConfig) -> Table:
     return ends_table(cfg) | attention_table(cfg) | mlp_table(cfg) | norms
 
 
-GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table)
-GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, gemma_table)
+def _gemma2_values(cfg: DecoderConfig) -> dict[str, Any]:
+    values = dense_values(cfg, "gemma2")
+    activation = values.pop("hidden_act")
+    scale = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
+    return {
+        **values,
+        **window_values(cfg),
+        "hidden_activation": activation,
+        "attention_bias": cfg.qkv_bias,
+        "query_pre_attn_scalar": round(scale**-2),  # transformers takes whole numbers only
+        "attn_logit_softcapping": cfg.score_cap,
+        "final_logit_softcapping": cfg.logit_cap,
+    }
+
+
+def _gemma3_values(cfg: DecoderConfig) -> dict[str, Any]:
+    whole, local = (
+        next((kind.rotary for kind in cfg.kinds if (kind.window is None) == full and kind.rotary), None)
+        for full in (True, False)
+    )
+    rotary = {} if whole is None else {"rope_scaling": None, **rotary_values(whole)}
+    local_base = {} if local is None else {"rope_local_base_freq": local.base}
+    return {**_gemma2_values(cfg), "model_type": "gemma3_text", **rotary, **local_base}
+
+
+GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table, values=_gemma2_values)
+GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, gemma_table, values=_gemma3_values)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.pretrained.families.config_values import ACTIVATION_NAMES, TOKENS
 from autoshard.models.pretrained.families.family import Config, Family, same_layers
 from autoshard.models.pretrained.tables import Table, stored
 
@@ -61,6 +64,24 @@ def _table(cfg: DecoderConfig) -> Table:
     return table if cfg.tie_head else {**table, "head": stored("lm_head.weight", "v e -> e v")}
 
 
+def _values(cfg: DecoderConfig) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "vocab_size": cfg.vocab,
+        "n_embd": cfg.width,
+        "n_layer": cfg.layers,
+        "n_head": cfg.heads,
+        "n_inner": cfg.ffn,
+        "n_positions": cfg.context,
+        "activation_function": ACTIVATION_NAMES[cfg.activation],
+        "layer_norm_epsilon": cfg.norm_eps,
+        "scale_attn_weights": cfg.score_scale != 1.0,
+        "initializer_range": cfg.init_std,
+        "tie_word_embeddings": cfg.tie_head,
+        **TOKENS,
+    }
+
+
 GPT2 = Family(
     "gpt2",
     ("GPT2LMHeadModel",),
@@ -68,4 +89,5 @@ GPT2 = Family(
     _table,
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
     spellings=({BODY: ""},),
+    values=_values,
 )

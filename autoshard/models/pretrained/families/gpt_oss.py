@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
+from autoshard.models.pretrained.families.config_values import dense_values, expert_values, window_values
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table
 from autoshard.models.pretrained.families.mixtures import router_loss
@@ -45,4 +47,17 @@ def _table(cfg: DecoderConfig) -> Table:
     return {**ends_table(cfg), **attention_table(cfg), **experts}
 
 
-GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM",), _config, _table)
+def _values(cfg: DecoderConfig) -> dict[str, Any]:
+    # transformers has the limit and the factor of the release in its code, so no other ones are written.
+    own = {"attention_bias": cfg.qkv_bias, "swiglu_limit": 7.0}
+    ffn = {} if cfg.experts is None else {"intermediate_size": cfg.experts.ffn}
+    return {
+        **dense_values(cfg, "gpt_oss"),
+        **window_values(cfg),
+        **expert_values(cfg, "num_local_experts"),
+        **ffn,
+        **own,
+    }
+
+
+GPT_OSS = Family("gpt_oss", ("GptOssForCausalLM",), _config, _table, values=_values)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.pretrained.families.config_values import dense_values, window_values
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.tables import Table, stored
 
@@ -117,7 +119,24 @@ def dense_table(cfg: DecoderConfig) -> Table:
     return ends_table(cfg) | attention_table(cfg) | mlp_table(cfg)
 
 
-LLAMA = Family("llama", ("LlamaForCausalLM",), _llama, dense_table)
-MISTRAL = Family("mistral", ("MistralForCausalLM",), _mistral, dense_table)
-QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _qwen2, dense_table)
-QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), _qwen3, dense_table)
+def _llama_values(cfg: DecoderConfig) -> dict[str, Any]:
+    return {**dense_values(cfg, "llama"), "attention_bias": cfg.qkv_bias, "mlp_bias": cfg.mlp_bias}
+
+
+def _mistral_values(cfg: DecoderConfig) -> dict[str, Any]:
+    return {**dense_values(cfg, "mistral"), "sliding_window": cfg.kinds[0].window}
+
+
+def qwen_values(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
+    """Undo `dense_config` with `qwen_windows`."""
+    shared, windows = {**dense_values(cfg, model_type), "attention_bias": cfg.qkv_bias}, window_values(cfg)
+    if "sliding_window" not in windows:
+        return {**shared, "use_sliding_window": False}
+    first = windows["layer_types"].index("sliding_attention")
+    return {**shared, **windows, "use_sliding_window": True, "max_window_layers": first}
+
+
+LLAMA = Family("llama", ("LlamaForCausalLM",), _llama, dense_table, values=_llama_values)
+MISTRAL = Family("mistral", ("MistralForCausalLM",), _mistral, dense_table, values=_mistral_values)
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _qwen2, dense_table, values=partial(qwen_values, model_type="qwen2"))
+QWEN3 = Family("qwen3", ("Qwen3ForCausalLM",), _qwen3, dense_table, values=partial(qwen_values, model_type="qwen3"))

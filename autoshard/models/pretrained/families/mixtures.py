@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
+from autoshard.models.pretrained.families.config_values import dense_values, expert_values
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import (
     LAYER,
@@ -13,6 +15,7 @@ from autoshard.models.pretrained.families.llama import (
     dense_config,
     ends_table,
     mlp_table,
+    qwen_values,
     qwen_windows,
 )
 from autoshard.models.pretrained.tables import Table, stored
@@ -74,5 +77,19 @@ def _qwen3_moe_table(cfg: DecoderConfig) -> Table:
     return {**ends_table(cfg), **attention_table(cfg), **mlp_table(cfg), **experts}
 
 
-MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), _mixtral, _mixtral_table)
-QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _qwen3_moe, _qwen3_moe_table)
+def _mixtral_values(cfg: DecoderConfig) -> dict[str, Any]:
+    ffn = {} if cfg.experts is None else {"intermediate_size": cfg.experts.ffn}
+    window = {"sliding_window": cfg.kinds[0].window}
+    return {**dense_values(cfg, "mixtral"), **window, **expert_values(cfg, "num_local_experts"), **ffn}
+
+
+def _qwen3_moe_values(cfg: DecoderConfig) -> dict[str, Any]:
+    dense = [n for n, kind in enumerate(cfg.kinds) if not kind.experts]
+    own = {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    if cfg.experts is not None:
+        own |= {"moe_intermediate_size": cfg.experts.ffn, "norm_topk_prob": cfg.experts.renormalize}
+    return {**qwen_values(cfg, "qwen3_moe"), **expert_values(cfg, "num_experts"), **own}
+
+
+MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), _mixtral, _mixtral_table, values=_mixtral_values)
+QWEN3_MOE = Family("qwen3_moe", ("Qwen3MoeForCausalLM",), _qwen3_moe, _qwen3_moe_table, values=_qwen3_moe_values)
