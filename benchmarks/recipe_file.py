@@ -148,7 +148,11 @@ def _entry(row: Any, where: str, sets: Mapping[str, Options]) -> Entry:
 def _wrong_values(given: Mapping[str, Any], sets: Mapping[str, Options]) -> list[str]:
     positive = ("batch", "seq", "seconds", "slices", "capacity_factor", "vocab_tiles")
     found = [f"{key} is {given[key]}; it must be above 0" for key in positive if (given.get(key, 1) or 0) <= 0]
-    choices = {"precision": ("bf16", "fp8"), "dispatch": ("capacity", "dropless", None)}
+    choices = {
+        "precision": ("bf16", "fp8"),
+        "dispatch": ("capacity", "dropless", None),
+        "moment_dtype": ("float32", "bfloat16", None),
+    }
     for key, allowed in choices.items():
         if given.get(key) not in allowed:
             found.append(f"{key} is {given[key]!r}; it must be {' or '.join(repr(each) for each in allowed if each)}")

@@ -106,7 +106,8 @@ def own_plan(settings: Settings) -> tuple[Side, Any]:
     work, words = settings.work, settings.sharding.words
     remat = getattr(work.config, "gpt", work.config).remat
     with _recipe_options(settings), unless_impossible() as outcome:
-        made = plan(*workload_step(work), target=settings.recipe.machine, plan=words, donate_argnums=0)
+        step = workload_step(work, optimizer=settings.optimizer)
+        made = plan(*step, target=settings.recipe.machine, plan=words, donate_argnums=0)
         return side_of(made, remat, 1), made
     return Side(words=words, remat=remat, problem=outcome.problem), None
 
@@ -115,8 +116,9 @@ def _best_plan(settings: Settings) -> tuple[Side, Any]:
     """Search for our best plan over all variants that keep the values, with values on the host where that pays."""
     work, target = settings.work, settings.recipe.machine
     with unless_impossible() as outcome:
-        search = workload_search(work, {"target": target})
-        made = plan(*workload_variants(work), target=target, variants=search, donate_argnums=0)
+        search = workload_search(work, {"target": target}, optimizer=settings.optimizer)
+        step = workload_variants(work, settings.optimizer)
+        made = plan(*step, target=target, variants=search, donate_argnums=0)
         return side_of(made, **made.variant), made
     return Side(problem=outcome.problem), None
 

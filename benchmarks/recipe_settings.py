@@ -14,6 +14,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.moe_config import MoEConfig
 from autoshard.models.workloads import WORKLOADS, Workload, workload
 from autoshard.sharding.machines.targets import TargetError, find_target
+from autoshard.train.step.optimizer import OptimizerConfig
 
 
 class UnavailableError(Exception):
@@ -29,6 +30,7 @@ class Settings:
         work: its workload, with the recipe's remat as far as our policies have it.
         sharding: its mesh.
         remat: what a layer does with its values.
+        optimizer: AdamW, with the dtype of the recipe's first moment.
         notes: what the workload leaves out, and the recipe's kernels.
         same_precision: whether its products have the recipe's precision.
     """
@@ -37,6 +39,7 @@ class Settings:
     work: Workload
     sharding: Sharding
     remat: Remat
+    optimizer: OptimizerConfig
     notes: tuple[str, ...]
     same_precision: bool
 
@@ -74,7 +77,6 @@ def settings_of(entry: Entry) -> Settings:
         stand_ins.remat(actions),
         stand_ins.attention(recipe),
         precision,
-        stand_ins.optimizer(recipe, recipe.param_dtype or "float32"),
         stand_ins.embedding(recipe),
         stand_ins.loss(recipe),
     )
@@ -87,7 +89,15 @@ def settings_of(entry: Entry) -> Settings:
     ignored = tuple(f"field {name!r} is unknown and ignored" for name in entry.ignored)
     kernel = stand_ins.kernel_note(recipe)
     notes = (*(each.note for each in missing if each.note), *([kernel] if kernel else []), *ignored)
-    return Settings(recipe, work, sharding, actions, notes, same_precision=not precision.note)
+    optimizer = _optimizer(recipe.moment_dtype, recipe.param_dtype or "float32")
+    return Settings(recipe, work, sharding, actions, optimizer, notes, same_precision=not precision.note)
+
+
+def _optimizer(moment_dtype: str | None, param_dtype: str) -> OptimizerConfig:
+    """Return AdamW with a first moment in this dtype; by default that of the parameters."""
+    if moment_dtype in (None, param_dtype):
+        return OptimizerConfig()
+    return OptimizerConfig(arguments=(f"mu_dtype={moment_dtype}",))
 
 
 def _is_dropless(config: Any, changes: dict[str, Any]) -> bool:

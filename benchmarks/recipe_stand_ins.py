@@ -57,13 +57,6 @@ def precision(recipe: Recipe, *, dropless: bool = False) -> StandIn:
     return StandIn({}, f"products in {recipe.precision} are planned in bf16")
 
 
-def optimizer(recipe: Recipe, param_dtype: str) -> StandIn:
-    """Moments in the dtype of the parameters."""
-    if recipe.moment_dtype in (None, param_dtype):
-        return StandIn()
-    return StandIn({}, f"a first moment in {recipe.moment_dtype} is planned in {param_dtype}")
-
-
 def embedding(recipe: Recipe) -> StandIn:
     """Tokens looked up by a gather."""
     return StandIn({}, "a one-hot embedding is planned as a gather" if recipe.one_hot_embedding else "")

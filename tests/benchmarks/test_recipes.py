@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import jax
+import optax
 import pytest
 import recipe_rows
 import recipe_stand_ins as stand_ins
@@ -20,6 +22,7 @@ from recipe_words import POLICIES, VALUES, Remat, WordsError, parse_note, parse_
 from autoshard.models.remat.policies import remat_problems
 from autoshard.models.workloads import WORKLOADS
 from autoshard.sharding.machines.targets import find_target
+from autoshard.train.program.build import workload_step
 
 TINY = """
 [[recipe]]
@@ -84,6 +87,11 @@ def test_sets_of_options_are_joined(tmp_path):
         ("seq = 32", "seq = 0", "seq is 0; it must be above 0"),
         ("seconds = 0.001", "seconds = -1.0", "seconds is -1.0; it must be above 0"),
         ('"bf16"', '"int4"', "precision is 'int4'; it must be 'bf16' or 'fp8'"),
+        (
+            "slices = 1",
+            'slices = 1\nmoment_dtype = "int8"',
+            "moment_dtype is 'int8'; it must be 'float32' or 'bfloat16'",
+        ),
         ("slices = 1", 'slices = 1\noptions = ["fast"]', "there is no option set 'fast'; there are none"),
         ("slices = 1", 'slices = 1\ndispatch = "random"', "dispatch is 'random'; it must be 'capacity' or 'dropless'"),
     ],
@@ -282,6 +290,17 @@ def test_products_in_another_precision_are_reported(tmp_path):
     assert found.work.config.gpt.quantization == "none"
     found = settings_of(entry(tmp_path))
     assert found.same_precision and not any("products" in note for note in found.notes)
+
+
+def test_the_first_moment_has_the_recipes_dtype(tmp_path):
+    def moments(text: str) -> list[str]:
+        settings = settings_of(entry(tmp_path, ("slices = 1", f"slices = 1{text}")))
+        _, state, _ = workload_step(settings.work, optimizer=settings.optimizer)
+        adam = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
+        return [str({leaf.dtype.name for leaf in jax.tree.leaves(each)}) for each in adam]
+
+    assert moments("") == moments('\nmoment_dtype = "float32"') == ["{'float32'}", "{'float32'}"]
+    assert moments('\nmoment_dtype = "bfloat16"') == ["{'bfloat16'}", "{'float32'}"]
 
 
 @pytest.mark.parametrize(

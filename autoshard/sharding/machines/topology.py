@@ -163,14 +163,15 @@ class Topology:
     def compiled(self, kind: ReshardKind, pieces: Pieces, local_bytes: float) -> tuple[ReshardKind, float]:
         """The collective that XLA:TPU emits for a requested one, and the bytes of its operand on each device.
 
-        On a torus, a reduce-scatter over three dimensions, or over two lines, becomes an all-reduce whose result is
-        sliced. This holds for all reduce-scatters if the compiler emits none. An all-gather over three dimensions
-        becomes an all-reduce of shards padded with zeros, unless the compiler keeps it. Pieces of two devices do not
-        count as dimensions here.
+        On a torus, a reduce-scatter over three dimensions, or over two lines of equal length, becomes an all-reduce
+        whose result is sliced. This holds for all reduce-scatters if the compiler emits none. An all-gather over three
+        dimensions becomes an all-reduce of shards padded with zeros, unless the compiler keeps it. Pieces of two
+        devices do not count as dimensions here.
         """
         rings = [p for p in self.merged(pieces) if self.dims[p.dim].kind == "ring" and p.size > 2]
         lines = [p for p in rings if not self._closed(p)]
-        if kind == "reduce-scatter" and (len(rings) > 2 or len(lines) > 1 or not self.keeps_reduce_scatters):
+        square = len(lines) > 1 and len({p.size for p in lines}) == 1
+        if kind == "reduce-scatter" and (len(rings) > 2 or square or not self.keeps_reduce_scatters):
             return "all-reduce", local_bytes
         if kind == "all-gather" and len(rings) > 2 and not self.keeps_gathers:
             return "all-reduce", local_bytes * math.prod(p.size for p in pieces)

@@ -20,11 +20,14 @@ INDEXED = ("gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "sc
 # Operators whose operands must be gathered, although XLA does not gather them by itself. With sharded operands, the
 # compiled program fails, or adds an initial value once per shard.
 NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
+# Operators that sort along a dimension. If it is sharded, XLA reshards the operands by itself. The layout decides how,
+# so that the estimate counts these collectives. `top_k` is among `MISPARTITIONED`.
+SORTS = ("sort", "approx_top_k")
 # Calls that only group operators. XLA inlines them, so their operators are lowered where the call is.
 INLINED_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 
 _CONSTRAINED = frozenset(
-    (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *REDUCTIONS, *KERNELS, *LAYER_STACKS, gather_p.name)
+    (*CONTRACTIONS, *INDEXED, *NEEDS_GATHERED, *SORTS, *REDUCTIONS, *KERNELS, *LAYER_STACKS, gather_p.name)
 )
 
 

@@ -39,6 +39,10 @@ from autoshard.train.step.train_state import Program, TrainState, make_program
 from autoshard.train.step.train_step import Loss, TrainStep, loss_and_weight, make_train_step
 from autoshard.train.user_functions import is_function, load_function
 
+ADAMW = OptimizerConfig()
+"""The optimizer of named workloads."""
+_STEPS = 1000  # of the schedule of a named workload, which is planned and measured, not trained
+
 
 def fit_vocab(config: TrainConfig, vocab_size: int) -> TrainConfig:
     """Return the config with a vocabulary of at least `vocab_size`. That of a pretrained model is fixed."""
@@ -135,53 +139,56 @@ def loss_item(config: TrainConfig) -> str:
 
 
 @accepts_old_keywords
-def workload_step(work: Workload, microbatches: int = 1) -> tuple[TrainStep, TrainState, dict[str, Any]]:
+def workload_step(
+    work: Workload, microbatches: int = 1, *, optimizer: OptimizerConfig = ADAMW
+) -> tuple[TrainStep, TrainState, dict[str, Any]]:
     """Make the train step of a named workload, and the shapes of its state and of its batch.
 
     Args:
         work: The model and its batch.
         microbatches: Microbatches per batch.
+        optimizer: How parameters are updated.
 
     Raises:
         ConfigError: The batch does not divide into them.
     """
-    step, program = _workload_program(work, microbatches)
+    program = _program(work, optimizer)
+    step = _workload_step(work, program, microbatches, optimizer)
     return step, program.abstract_state(), work.batch()
 
 
-def workload_steps(work: Workload) -> Callable[[str, int], tuple[TrainStep, TrainState, dict[str, Any]]]:
+def workload_steps(
+    work: Workload, optimizer: OptimizerConfig = ADAMW
+) -> Callable[[str, int], tuple[TrainStep, TrainState, dict[str, Any]]]:
     """Make the function that returns `workload_step` of a remat policy and a number of microbatches.
 
     They change no shapes, so the shapes are found once. Microbatches do not change the model, so it is made once for
     each policy.
     """
-    program_of = functools.cache(lambda remat: _program(work.with_(remat=remat)))
-    state, batch = _program(work).abstract_state(), work.batch()
+    program_of = functools.cache(lambda remat: _program(work.with_(remat=remat), optimizer))
+    state, batch = _program(work, optimizer).abstract_state(), work.batch()
 
     def step(remat: str, microbatches: int) -> tuple[TrainStep, TrainState, dict[str, Any]]:
-        return _workload_step(work, program_of(remat), microbatches), state, batch
+        return _workload_step(work, program_of(remat), microbatches, optimizer), state, batch
 
     return step
 
 
-def _workload_program(work: Workload, microbatches: int) -> tuple[TrainStep, Program]:
-    program = _program(work)
-    return _workload_step(work, program, microbatches), program
+def _program(work: Workload, optimizer: OptimizerConfig) -> Program:
+    return make_program(work.build, make_optimizer(optimizer, _STEPS))
 
 
-def _program(work: Workload) -> Program:
-    return make_program(work.build, make_optimizer(OptimizerConfig(), 1000))
-
-
-def _workload_step(work: Workload, program: Program, microbatches: int) -> TrainStep:
+def _workload_step(work: Workload, program: Program, microbatches: int, optimizer: OptimizerConfig) -> TrainStep:
     if microbatches < 1:
         raise ConfigError(f"{work.name}: microbatches is {microbatches}; it must be at least 1")
     if work.batch_size % microbatches:
         raise ConfigError(f"{work.name}: a batch of {work.batch_size} does not divide into {microbatches} microbatches")
-    return make_train_step(program, learning_rate_schedule(OptimizerConfig(), 1000), microbatches)
+    return make_train_step(program, learning_rate_schedule(optimizer, _STEPS), microbatches)
 
 
-def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:
+def workload_variants(
+    work: Workload, optimizer: OptimizerConfig = ADAMW
+) -> tuple[Callable[..., Any], TrainState, dict[str, Any]]:
     """Make a workload's step with static keywords, `step(state, batch, *, remat, microbatches)`, and its shapes.
 
     The step raises an `AutoshardError` if the workload's model does not know the remat policy.
@@ -192,10 +199,10 @@ def workload_variants(work: Workload) -> tuple[Callable[..., Any], TrainState, d
     @accepts_old_keywords
     def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
         if (remat, microbatches) not in steps:
-            steps[remat, microbatches] = _workload_program(work.with_(remat=remat), microbatches)[0]
+            steps[remat, microbatches], *_ = workload_step(work.with_(remat=remat), microbatches, optimizer=optimizer)
         return steps[remat, microbatches](state, batch)
 
-    _, state, batch = workload_step(work)
+    _, state, batch = workload_step(work, optimizer=optimizer)
     return train_step, state, batch
 
 

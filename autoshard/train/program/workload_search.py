@@ -12,12 +12,14 @@ from autoshard.models.wide_resnet import WideResNetConfig
 from autoshard.models.workloads import Workload
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.program.build import (
+    ADAMW,
     remat_unit_count,
     variant_search,
     workload_steps,
     workload_variant_values,
 )
 from autoshard.train.program.remat_search import RematSpace, remat_search
+from autoshard.train.step.optimizer import OptimizerConfig
 
 
 def workload_search(
@@ -28,6 +30,7 @@ def workload_search(
     remat: str | None = None,
     microbatches: int | None = None,
     numerics: bool = False,
+    optimizer: OptimizerConfig = ADAMW,
 ) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
     """Make the function that `autoshard.plan` takes as `variants` for the step of `workload_variants`.
 
@@ -38,6 +41,7 @@ def workload_search(
         remat: the policy of the layers; None to search for it.
         microbatches: the number of microbatches; None to search for it.
         numerics: whether to try numbers of microbatches that change the results.
+        optimizer: how parameters are updated.
 
     Raises:
         ConfigError: `offload` and `remat` contradict each other, a name is unknown, or the model has no named values.
@@ -59,7 +63,7 @@ def workload_search(
     if remat is not None or not names:
         return variant_search(values, remat_unit_count(work.config))
     space = RematSpace(
-        workload_steps(work.with_(scan_layers=True, remat="none")),
+        workload_steps(work.with_(scan_layers=True, remat="none"), optimizer),
         names,
         remat_unit_count(work.config),
         values["microbatches"],

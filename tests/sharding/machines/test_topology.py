@@ -161,6 +161,8 @@ def test_latency_grows_with_the_devices_of_one_process():
     ("target", "mesh", "axes", "scatter", "gather"),
     [
         ("v5e:4x4", {"a": 16}, ("a",), "all-reduce", "all-gather"),  # two lines
+        ("v6e:8x8", {"a": 64}, ("a",), "all-reduce", "all-gather"),
+        ("v6e:4x8", {"a": 32}, ("a",), "reduce-scatter", "all-gather"),  # two lines that are not equally long
         ("v5e:4x4", {"a": 4, "b": 4}, ("b",), "reduce-scatter", "all-gather"),
         ("v5e:2x2", {"a": 4}, ("a",), "reduce-scatter", "all-gather"),
         ("v5e:2x4", {"a": 8}, ("a",), "reduce-scatter", "all-gather"),

@@ -38,6 +38,15 @@ GATHER_DIMS: Mapping[str, int] = {"v5p": 2}
 if gathers are not kept. Source: see above."""
 
 
+def on_by_default(chip: str) -> frozenset[str]:
+    """Return the options for reductions on the SparseCores that a TPU's compiler turns on unless they are given.
+
+    >>> [name.rpartition("_offload_")[2] for name in sorted(on_by_default("tpu7x"))], on_by_default("v6e")
+    (['all_reduce', 'reduce_scatter'], frozenset())
+    """
+    return frozenset(_REDUCTIONS.values()) if chip in _REDUCING_BY_DEFAULT else frozenset()
+
+
 def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
     """Return the kinds of collectives that the compiler for a TPU runs asynchronously.
 
@@ -48,9 +57,11 @@ def asynchronous_kinds(chip: str, options: Options) -> tuple[str, ...]:
     >>> asynchronous_kinds("v6e", {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": True})
     ('all-gather', 'all-reduce')
     """
-    default = chip in _REDUCING_BY_DEFAULT
+    default = on_by_default(chip)
     reductions = [
-        kind for kind, option in _REDUCTIONS.items() if chip in _SPARSE_CORES and _is_on(options, option, default)
+        kind
+        for kind, option in _REDUCTIONS.items()
+        if chip in _SPARSE_CORES and _is_on(options, option, option in default)
     ]
     return (("all-gather",) if chip in _GATHERING else ()) + tuple(reductions)
 

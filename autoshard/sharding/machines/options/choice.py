@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autoshard.errors import AutoshardError
+from autoshard.sharding.machines.options.asynchronous import on_by_default
 from autoshard.sharding.machines.options.option_sets import LAYER_BYTES, SETS, OptionSet, ProgramFacts
 from autoshard.sharding.machines.options.option_table import OPTIONS, Options
 
@@ -82,25 +83,22 @@ def sets_in(chip: str, options: Options) -> tuple[list[str], list[str]]:
 
 
 def reported_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
-    """Sets with a report of wrong numbers on this chip, of which `options` turns on at least one option; set -> report.
+    """Sets with a report of wrong numbers on this chip, of which at least one option is on; set -> report.
 
-    An option does not count if a set without such a report turns it on, too.
+    An option is on if `options` turns it on, or leaves it out and the compiler turns it on by default. It does not
+    count if a set without such a report turns it on, too.
     """
-    harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
     found = []
     for each in SETS.values():
-        own = _turned_on(each, chip) - harmless if chip in each.numerics else set()
-        if any(_is_on(options.get(name, "")) for name in own):
+        if chip in each.numerics and _reported_and_on(each, chip, options):
             found.append((each.name, each.numerics[chip]))
     return found
 
 
 def without_reported(chip: str, options: Options) -> Options:
-    """Return `options` in which the options that `reported_numerics` reports are turned off by name."""
-    harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
-    reported = {name for each in SETS.values() if chip in each.numerics for name in _turned_on(each, chip)} - harmless
-    off = {name for name, value in options.items() if name in reported and _is_on(value)}
-    return {**options, **{name: False if isinstance(options[name], bool) else "false" for name in off}}
+    """Return `options` in which the options that `reported_numerics` counts are turned off by name."""
+    off = {name for each in SETS.values() if chip in each.numerics for name in _reported_and_on(each, chip, options)}
+    return {**options, **{name: False if isinstance(options.get(name), bool) else "false" for name in sorted(off)}}
 
 
 def off_by_numerics(chip: str, options: Options) -> list[tuple[str, str]]:
@@ -142,6 +140,17 @@ def _contains(options: Options, some: Options) -> bool:
 
 def _is_part(chip: str, one: OptionSet, other: OptionSet) -> bool:
     return one.options[chip].keys() < other.options[chip].keys()
+
+
+def _reported_and_on(chosen: OptionSet, chip: str, options: Options) -> set[str]:
+    """The options of a set with a report that are on, see `reported_numerics`."""
+    harmless = {name for each in SETS.values() if chip not in each.numerics for name in _turned_on(each, chip)}
+    default = on_by_default(chip)
+    return {
+        name
+        for name in _turned_on(chosen, chip) - harmless
+        if _is_on(options.get(name, "true" if name in default else ""))
+    }
 
 
 def _turned_on(chosen: OptionSet, chip: str) -> set[str]:

@@ -110,3 +110,14 @@ def test_a_part_of_a_reported_set_is_reported():
     assert without_reported("v6e", {REDUCE: "true", GATHER: "true"}) == {REDUCE: "false", GATHER: "true"}
     assert without_reported("v6e", {REDUCE: True}) == {REDUCE: False}
     assert without_reported("v5p", {REDUCE: "true"}) == {REDUCE: "true"}
+
+
+def test_an_option_that_the_compiler_turns_on_by_default_is_reported():
+    # The compiler for tpu7x runs reductions on the SparseCores unless it is told not to.
+    all_reduce = REDUCE.replace("reduce_scatter", "all_reduce")
+    assert [name for name, _ in reported_numerics("tpu7x", {})] == ["sparse-core-reductions"]
+    assert reported_numerics("tpu7x", {all_reduce: False})
+    assert not reported_numerics("tpu7x", {all_reduce: False, REDUCE: "false"})
+    assert without_reported("tpu7x", {all_reduce: True}) == {all_reduce: False, REDUCE: "false"}
+    assert not reported_numerics("tpu7x", without_reported("tpu7x", {}))
+    assert not reported_numerics("v6e", {}) and without_reported("v6e", {}) == {}
