@@ -19,9 +19,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Eight devices, and fast compilation rather than fast code: tests spend most of their time in compilation. XLA's fusion
-# emitters triple that time. From JAX 0.11 on, XLA does not know their flag, and it rejects unknown flags.
-FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+# Eight devices, and fast compilation rather than fast code: tests spend most of their time in compilation. In one part,
+# a small program compiles in fewer CPU seconds than in the parts for parallel threads. XLA's fusion emitters triple that
+# time. From JAX 0.11 on, XLA does not know their flag, and it rejects unknown flags.
+FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
