@@ -19,8 +19,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Eight devices, and fast compilation rather than fast code: tests spend most of their time in compilation. In one part,
-# a small program compiles in fewer CPU seconds than in the parts for parallel threads. XLA's fusion emitters triple that
+# Eight devices, and fast compilation rather than fast code: tests spend most of their time in compilation. A small
+# program compiles in fewer CPU seconds as one part than as parts for several threads. XLA's fusion emitters triple the
 # time. From JAX 0.11 on, XLA does not know their flag, and it rejects unknown flags.
 FLAGS = [
     "--xla_force_host_platform_device_count=8",

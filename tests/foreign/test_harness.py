@@ -44,7 +44,7 @@ def place_by_hand(mesh, state, batches):
     return state, jax.tree.map(lambda x: jax.device_put(x, sharded if x.ndim else replicated), batches)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     """Therefore a difference under `auto_shard` is not due to rounding in the program."""

@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_weighted_sum_of_all_experts(name, dispatch):
@@ -287,6 +287,7 @@ def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
     np.testing.assert_allclose(evaluated, (plain, tokens), rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_loss_in_chunks_is_the_same(deterministic):
     def loss(model, batch):
@@ -356,8 +357,7 @@ def test_parameters_of_mixtral(name, published):
     assert count(model_factory(MIXTRAL[name])) == published
 
 
-@pytest.mark.few(1)
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moe-tiny", "mixtral-tiny"])
 def test_it_learns(name):
     losses, *_ = trained(workload(name).with_(batch_size=8), 40)

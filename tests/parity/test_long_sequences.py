@@ -65,7 +65,7 @@ def attention_step(case):
     return jax.value_and_grad(loss), params, batch
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words, case",
     [

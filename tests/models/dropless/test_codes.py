@@ -73,6 +73,7 @@ def test_blocks_of_different_matrices():
     assert dropless.same_blocks(gate, up, down) and not dropless.same_blocks(gate, up, gate)
 
 
+@pytest.mark.slow
 def test_terms_of_experts_and_blocks_of_hidden_units_add_up():
     x, gates, chosen, *coded = operands(4)
     experts = jnp.arange(EXPERTS, dtype=jnp.int32)

@@ -91,6 +91,7 @@ def test_gpt2_is_read_and_written_with_and_without_its_prefix(tmp_path):
     assert same(stored(tmp_path / "out"), bare)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config, whole, start, tower",
     [

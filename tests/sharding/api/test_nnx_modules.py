@@ -164,7 +164,7 @@ def test_random_streams_are_arguments():
         assert_close(plain(batch(), rngs=streams), model(batch(), rngs=others))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["tp:8 state", "fsdp:8", "fsdp:2 tp:4", None, {"tp": ["ffn"]}])
 @pytest.mark.filterwarnings("ignore:.*nothing is sharded")
 def test_parameters_keep_their_shardings_from_call_to_call(plan):

@@ -93,7 +93,7 @@ def separate_layers():
     return step, [(draw(n, 16, 32), draw(n + LAYERS, 32, 16)) for n in range(LAYERS)], draw(99, 16, 16)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
     ("words", "gather", "summed"),
@@ -138,6 +138,7 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("kind", ["separate", "uneven", pytest.param("one layer a stage", marks=pytest.mark.slow)])
 def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
@@ -155,7 +156,7 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_stages_gather_small_layers_once(dtype):
@@ -192,7 +193,7 @@ def stacked_layers(layers, dtype=jnp.float32):
     return step, (draw(0, layers, 16, 32), draw(1, layers, 32, 16)), draw(2, 32, 16)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("layers", [8, 6])
 def test_stages_in_a_ring(layers):
@@ -322,6 +323,7 @@ def planned_on_two(schedule, **options):
     return plan(make_step(), *shapes(), target="cpu:2", plan="pp:2", microbatches=8, schedule=schedule, **options)
 
 
+@pytest.mark.slow
 def test_stages_that_keep_inputs_need_less_memory():
     peaks = {word: planned_on_two(word).estimate.peak_memory_bytes for word in SCHEDULES}
     assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.4

@@ -176,6 +176,7 @@ def test_a_signal_before_the_first_step_does_not_wait_for_it(make_config: Callab
     assert [entry.name for entry in (tmp_path / "run" / "checkpoints").glob("*0")]
 
 
+@pytest.mark.slow
 def test_a_signal_is_the_reason(make_config: Callable[..., TrainConfig], tmp_path):
     trainer = Trainer(make_config(run_dir=tmp_path / "run", steps=50))
     before_each_step(trainer, lambda _: os.kill(os.getpid(), signal.SIGTERM))

@@ -55,6 +55,7 @@ def names(closed: Any) -> list[str]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_products_and_gradients_are_replaced_and_stay(dtype: str, bound: float) -> None:
     closed = jax.make_jaxpr(STEP)(*arguments(dtype))
