@@ -48,6 +48,7 @@ def check(name, printed):
             assert not differences(block, printed), differences(block, printed)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", [name for name in OUTPUTS if name != ALONE])
 def test_example_runs(name, tmp_path, monkeypatch, capsys):
     """Here a warning is an error."""

@@ -64,6 +64,7 @@ def test_partitioner(row):
         assert not findings, report(findings)
 
 
+@pytest.mark.whole
 @pytest.mark.few(6)
 @pytest.mark.parametrize("row", UNCHECKED, ids=lambda row: row.id)
 def test_unchecked_rows_cannot_be_checked(row):

@@ -98,6 +98,7 @@ def test_it_plans_and_traces_once():
     assert len(step._plain.entries) == 1 and step._plain.last.jitted._cache_size() == 1
 
 
+@pytest.mark.whole
 def test_each_shape_has_its_own_plan():
     step = auto_shard(sgd_step)
     for size in (32, 64, 32, 64):

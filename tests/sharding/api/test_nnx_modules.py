@@ -99,6 +99,7 @@ def varied_class() -> Any:
     return Net
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "args, kwargs",
     [
@@ -261,6 +262,7 @@ def test_other_methods_are_unchanged():
     assert_close(expected, model.encode(batch()))
 
 
+@pytest.mark.whole
 def test_classes_derived_from_a_decorated_nnx_class():
     def make(decorate):
         Base = decorate(nnx_class())

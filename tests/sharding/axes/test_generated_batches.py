@@ -61,6 +61,7 @@ def generating_step():
     return step, (weights(16, 64, 64, 1), jax.random.key(1))
 
 
+@pytest.mark.whole
 @pytest.mark.few(1)
 @pytest.mark.parametrize("make", [lambda: adversarial_step(ROWS), generating_step])
 @pytest.mark.parametrize(

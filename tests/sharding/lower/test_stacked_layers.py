@@ -41,6 +41,7 @@ def arguments(stored):
     return {name: stack.astype(stored) for name, stack in stacks.items()}, jax.random.normal(data, (ROWS, WIDTH))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize(
     ("stored", "compute", "bytes_each"),

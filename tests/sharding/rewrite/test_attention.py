@@ -86,6 +86,7 @@ def test_attention_is_recognised_in_a_forward_pass() -> None:
     assert "forward proven" in record.reason
 
 
+@pytest.mark.whole
 @pytest.mark.few(30)
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_look_alikes_are_left(name: str) -> None:
@@ -99,6 +100,7 @@ def test_there_are_enough_look_alikes() -> None:
     assert len(LOOK_ALIKES) >= 60
 
 
+@pytest.mark.whole
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", REPLACED)
 def test_what_follows_attention_stays(name: str) -> None:

@@ -78,6 +78,7 @@ def test_other_platforms_have_no_kernel() -> None:
     assert "ragged_dot_general" in names(changed)
 
 
+@pytest.mark.whole
 def test_replace_kernels_before_the_gradient() -> None:
     with planned_for(TPU):
         replaced = replace_kernels(loss, kernels="require")
