@@ -94,6 +94,7 @@ def test_state_has_a_tied_head_once_and_batch_statistics():
     assert cnn["0/dropout/rngs/count"].dtype == np.uint32
 
 
+@pytest.mark.slow
 def test_lost_batch_statistics_are_found():
     """`jax.jit` loses the updates that nnx makes in place. The harness must notice it."""
     wrong = harness.run(nnx_cnn, 2, jax.jit)

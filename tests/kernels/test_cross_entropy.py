@@ -248,6 +248,7 @@ def test_the_estimated_peak_falls():
     assert peaks[0] - peaks[1] > 0.5 * 3 * 8192 * 128_256 * 2
 
 
+@pytest.mark.slow
 def test_the_estimated_peak_of_capped_logits_falls():
     """Gemma 4 31B's widths with two layers: the logits of a device are 8.6 GB in float32."""
     peaks = []

@@ -238,7 +238,8 @@ def test_layers_drop_different_elements():
     model = filled(dataclasses.replace(TINY, dropout=0.5, layers=2))
     graph, params = nnx.split(model.blocks)
     same = jax.tree.map(lambda x: jnp.stack([x[0], x[0]]), params)
-    layer = nnx.jit(nnx.merge(graph, jax.tree.map(lambda x: x[0], params)).__call__)
+    first = jax.tree.map(lambda x: x[0], params)
+    layer = jax.jit(lambda x, key: nnx.merge(graph, first)(x, key))
     keys = dropout_keys(model.cfg, False, jax.random.key(0))[1:]  # pyright: ignore[reportOptionalSubscript]
     x = jax.random.normal(jax.random.key(1), (2, 9, 16))
     one_key_twice = layer(layer(x, keys[0]), keys[0])

@@ -260,7 +260,7 @@ def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
     np.testing.assert_allclose(cached, whole[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [6, 14])
 def test_generated_text_equals_recomputation_of_each_step(n):
     """This holds within the context and beyond it, where the window moves."""

@@ -79,6 +79,7 @@ def test_a_plan_gives_the_expert_dims_of_weights(plans: dict[str, Any], state: A
         assert dims(checkpoints) == {name: 1 for name in with_names(state) if "/experts/w_" in name}
 
 
+@pytest.mark.slow
 def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
     """Only weights, their moments and averages, and the router's columns have a dimension of experts."""
     expert_dims = dims(saved)

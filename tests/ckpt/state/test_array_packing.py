@@ -251,6 +251,7 @@ def test_damage_in_a_pack_names_its_leaves(tmp_path: Path, mesh8: Mesh) -> None:
         assert checkpoints.verify(0) == sorted(state) == sorted(caught.value.leaves)
 
 
+@pytest.mark.slow
 def test_the_number_of_programs_does_not_grow_with_the_leaves(
     tmp_path: Path, mesh8: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:

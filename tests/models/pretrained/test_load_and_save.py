@@ -117,6 +117,7 @@ def test_the_text_model_of_a_model_with_towers_is_read_and_written_alone(tmp_pat
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
 
 
+@pytest.mark.slow
 def test_unused_keys_and_values_of_a_layer_that_borrows_are_left_out(tmp_path):
     folder = make_folder(tmp_path / "in", GEMMA4)
     tensors = tensors_of(folder, "float32")

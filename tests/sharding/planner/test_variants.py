@@ -105,6 +105,7 @@ def test_as_many_layers_as_fit_use_the_lighter_policy():
         assert made.fits and made.variant["remat"] == wanted and len(made.variants) == 3 + ("," in wanted)
 
 
+@pytest.mark.slow
 def test_groups_of_layers_cost_what_single_layers_cost():
     """A loop over groups of layers has the collectives and the memory of a loop over layers."""
     one, two = (

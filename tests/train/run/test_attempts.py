@@ -161,6 +161,7 @@ def test_a_run_records_its_attempts(make_config: Callable[..., TrainConfig], tmp
     assert not json.loads((tmp_path / "run" / "config.json").read_text())["resume_if_started"]
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_does_not_wait_for_it(make_config: Callable[..., TrainConfig], tmp_path):
     trainer = Trainer(make_config(run_dir=tmp_path / "run", steps=50))
     first_state = trainer._first_state

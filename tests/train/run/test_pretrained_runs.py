@@ -87,6 +87,7 @@ def test_a_run_continues_without_the_folder_on_fewer_devices_and_is_exported(
     np.testing.assert_array_equal(after["model.norm.weight"], state.params["norm"]["scale"])
 
 
+@pytest.mark.slow
 def test_an_imported_folder_is_step_0_of_a_run(
     make_config: MakeConfig, folder: Path, tmp_path: Path, text_file: Path
 ) -> None:
