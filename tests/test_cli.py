@@ -300,6 +300,7 @@ def test_damage_is_reported_by_leaf_and_exit_code(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == "step 1  intact\n"
 
 
+@pytest.mark.slow
 def test_a_run_of_truncated_checkpoints_is_one_line(tmp_path: Path) -> None:
     write_config(tmp_path, {"gpt": {"layers": 1, "width": 8, "heads": 2, "context": 8, "vocab": 256}})
     with Checkpointer(tmp_path / CHECKPOINTS) as checkpoints:

@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from autoshard.spmdrules.core import registry
 from tests.pages import blocks, differences
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +28,7 @@ OUTPUTS = {
     "own_kernel": PLANNED,
     "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "alternatives (all else", "-> fsdp:8 tp:8"),
 }
+ALONE = "plain_jax"  # it runs in its own process, as users start it; the others share that of the tests
 
 
 def test_every_example_is_tested():
@@ -37,15 +40,34 @@ def test_example_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= MAX_LINES
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_example_runs(name, tmp_path):
-    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert completed.returncode == 0, completed.stderr
-    assert "AutoshardWarning" not in completed.stderr
+def check(name, printed):
     for text in OUTPUTS[name]:
-        assert text in completed.stdout, completed.stdout
+        assert text in printed, printed
     for block in (block for page in PAGES for block in blocks(page)) if HAS_JAX_OF_PAGES else ():
         if block.source == EXAMPLES / f"{name}.py":
-            assert not differences(block, completed.stdout), differences(block, completed.stdout)
+            assert not differences(block, printed), differences(block, printed)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != ALONE])
+def test_example_runs(name, tmp_path, monkeypatch, capsys):
+    """Here a warning is an error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))  # rules of the example end with it
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    check(name, capsys.readouterr().out)
+
+
+def test_an_example_runs_in_its_own_process(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    completed = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{ALONE}.py")],
+        cwd=tmp_path,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert "AutoshardWarning" not in completed.stderr
+    check(ALONE, completed.stdout)

@@ -45,10 +45,13 @@ def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
 
 
-def modules() -> Iterator[tuple[Path, str, ast.AST]]:
-    """Yield each source file of the package with its dotted name and syntax tree."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        yield file, ".".join(file.relative_to(ROOT).with_suffix("").parts), ast.parse(file.read_text())
+@functools.cache
+def modules() -> list[tuple[Path, str, ast.AST]]:
+    """List each source file of the package with its dotted name and syntax tree."""
+    return [
+        (file, ".".join(file.relative_to(ROOT).with_suffix("").parts), ast.parse(file.read_text()))
+        for file in sorted(PACKAGE.rglob("*.py"))
+    ]
 
 
 @pytest.mark.parametrize("name", LINKS)

@@ -163,7 +163,7 @@ def test_the_wheel_is_built_from_the_sdist(root, capfd):
     assert "-t wheel` exited with 1: " in line
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_wheel_that_does_not_run(root, capfd):
     commit(root, **{"autoshard/__init__.py": FILES["autoshard/__init__.py"] + '\nraise SystemExit("no devices")\n'})
     (line,) = refusals(root, capfd)

@@ -51,6 +51,7 @@ def layers_job(kind, topology="v5e:4x4"):
     return CompileJob(program, platform, topology, mesh, tuple(range(16)), (0, 1), options)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_fsdp_compiled():
     """In every layer each weight is gathered in the forward and in the backward pass, and its gradient is reduced."""

@@ -70,6 +70,7 @@ def specs_of(work: Workload, style: Style) -> dict[str, Any]:
     return {name: tuple(sharding.spec) for name, sharding in zip(names, expert.in_shardings, strict=False)}
 
 
+@pytest.mark.slow
 def test_parameters_are_sharded_as_the_style_says():
     work = workload("llama-tiny")
     up, down, wq = (f"params/blocks/{n}" for n in ("mlp/w_up", "mlp/w_down", "attention/wq"))

@@ -68,6 +68,7 @@ def others(candidates: Any, chosen: str, count: int) -> list[str]:
 
 
 # The plan of actor-critic-memory moves a shard from the channels of images to their sides. XLA gathers these images.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(?s).*involuntary full rematerialization:autoshard.errors.AutoshardWarning")
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CORPUS]
@@ -104,7 +105,7 @@ def test_an_expert_equals_one_device(name):
             check(jax.device_get(jax.tree.unflatten(jax.tree.structure(want), flat)), want)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CORPUS])
 def test_a_step_returns_its_state_and_a_loss(name):
     formulation = CORPUS[name]

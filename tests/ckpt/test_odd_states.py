@@ -78,6 +78,7 @@ def test_without_a_template_wide_values_are_restored_on_the_host(tmp_path: Path)
         np.testing.assert_array_equal(one_expert["wide"], [2**33 + 2])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 70])
 def test_a_restored_state_does_not_recompile_the_step(tmp_path: Path, mesh8: Mesh, count: int) -> None:
     """Leaves that were not committed to a device are restored uncommitted, weakly typed leaves weakly typed."""

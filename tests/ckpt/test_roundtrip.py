@@ -181,6 +181,7 @@ print(np.asarray(restored["w"]).tobytes().hex(), jax.random.key_data(restored["k
     assert len({output.stdout for output in outputs}) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("block", [False, True])
 def test_leaves_in_host_memory(tmp_path: Path, mesh8: Mesh, assert_same: Any, block: bool) -> None:
     """The template determines the memory kind of a restored leaf, whatever it was when the leaf was saved."""

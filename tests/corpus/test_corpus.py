@@ -91,7 +91,7 @@ def gathered(text: str) -> list[tuple[str, str]]:
     return [(kind, name[1] if name else "") for kind, name in lines]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_operator_has_a_rule(name):

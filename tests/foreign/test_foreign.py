@@ -71,7 +71,7 @@ def case(name, plan):
     return pytest.param(name, plan, marks=marks, id=f"{name}-{plan or 'chosen'}")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 @pytest.mark.parametrize(("name", "plan"), [case(*each) for each in CASES])
 def test_parity_with_one_device(name, plan):

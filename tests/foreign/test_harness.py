@@ -44,7 +44,7 @@ def place_by_hand(mesh, state, batches):
     return state, jax.tree.map(lambda x: jax.device_put(x, sharded if x.ndim else replicated), batches)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     """Therefore a difference under `auto_shard` is not due to rounding in the program."""
@@ -94,6 +94,7 @@ def test_state_has_a_tied_head_once_and_batch_statistics():
     assert cnn["0/dropout/rngs/count"].dtype == np.uint32
 
 
+@pytest.mark.slow
 def test_lost_batch_statistics_are_found():
     """`jax.jit` loses the updates that nnx makes in place. The harness must notice it."""
     wrong = harness.run(nnx_cnn, 2, jax.jit)

@@ -38,7 +38,7 @@ def relative_errors(found, expected):
     return [float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-9)) for a, b in pairs]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case, interpret",
     [

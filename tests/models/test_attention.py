@@ -63,7 +63,7 @@ def explicit_attention(q, k, v, causal, mask):
     return out
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("impl, block", [("plain", 512), ("blockwise", 3), ("blockwise", 512)])
@@ -90,7 +90,7 @@ def explicit_scores(q, k, *, window, causal, soft_cap, segments):
     return np.where(visible, scores, -np.inf)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("impl", ["plain", "blockwise", "splash"])
 @pytest.mark.parametrize("window, causal, soft_cap, has_segments, has_sinks", [
     (3, True, None, False, False), (2, False, None, False, True), (None, True, 1.5, True, False),

@@ -81,7 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_weighted_sum_of_all_experts(name, dispatch):
@@ -260,7 +260,7 @@ def test_a_cache_drops_no_choice_although_the_whole_sequence_does():
     np.testing.assert_allclose(cached, whole[1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [6, 14])
 def test_generated_text_equals_recomputation_of_each_step(n):
     """This holds within the context and beyond it, where the window moves."""
@@ -287,6 +287,7 @@ def test_the_training_loss_is_the_cross_entropy_plus_the_weighted_losses():
     np.testing.assert_allclose(evaluated, (plain, tokens), rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_loss_in_chunks_is_the_same(deterministic):
     def loss(model, batch):
@@ -356,8 +357,7 @@ def test_parameters_of_mixtral(name, published):
     assert count(model_factory(MIXTRAL[name])) == published
 
 
-@pytest.mark.few(1)
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moe-tiny", "mixtral-tiny"])
 def test_it_learns(name):
     losses, *_ = trained(workload(name).with_(batch_size=8), 40)

@@ -46,6 +46,7 @@ def test_resnet_50_does_the_published_work():
     assert analysis is not None and analysis["flops"] / 2e9 == pytest.approx(4.09, rel=0.03)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ALPA_WIDE_RESNET)
 def test_parameters_of_alpas_sizes(name):
     label = name.removeprefix("wide-resnet-")
@@ -118,6 +119,7 @@ def train_once(model):
     return value, nnx.to_pure_dict(gradients), moved
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing():
     plain, recomputed = (
         train_once(filled_as(model_factory(dataclasses.replace(SMALL, remat=remat)))) for remat in ("none", "full")

@@ -163,7 +163,7 @@ def test_an_invalid_value_is_an_error():
         workload("gpt-tiny").with_(remat="half")
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_the_small_gpt_learns():
     """The other small models have such a test in their own files."""
     losses, *_ = trained(workload("gpt-tiny").with_(batch_size=8), 40)

@@ -53,7 +53,7 @@ def test_plans(plan):
     compare(Case(), plan)
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), list(zip(QUICK, itertools.cycle(SOME), strict=False)))
 def test_variants(name, plan):
     compare(VARIANTS[name], plan)

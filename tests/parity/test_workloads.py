@@ -87,7 +87,7 @@ def compare(name: str, plan: str | None, run: Callable[..., Any] = trained) -> N
         assert_close(one, other)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "plan"),

@@ -13,6 +13,7 @@ from autoshard.serve.steps import Prompts, Steps
 from tests.models.pretrained.folders import MIXTRAL, QWEN2_5_VL, make_folder
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["ep:4 fsdp:2", "dp:4 tp:2"])
 def test_the_prefill_step_keeps_the_shardings_of_the_decode_step(tmp_path, words):
     # With a small window, the prefill step alone would shard the slots of the cache.

@@ -47,6 +47,7 @@ def test_shards(row):
     assert not findings, report(findings)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row.id)
 def test_partitioner_on_common_operators(row):
     findings = examine(row, partitioner=True)
@@ -63,6 +64,8 @@ def test_partitioner(row):
         assert not findings, report(findings)
 
 
+@pytest.mark.whole
+@pytest.mark.few(6)
 @pytest.mark.parametrize("row", UNCHECKED, ids=lambda row: row.id)
 def test_unchecked_rows_cannot_be_checked(row):
     if communicates(row.equation()):

@@ -72,12 +72,14 @@ def dims(saved: Checkpointer) -> dict[str, int]:
     return {leaf.name: leaf.expert_dim for leaf in saved.describe().leaves if leaf.expert_dim is not None}
 
 
+@pytest.mark.slow
 def test_a_plan_gives_the_expert_dims_of_weights(plans: dict[str, Any], state: Any, tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, state, plan=plans["dp:2 ep:4"], block=True)
         assert dims(checkpoints) == {name: 1 for name in with_names(state) if "/experts/w_" in name}
 
 
+@pytest.mark.slow
 def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
     """Only weights, their moments and averages, and the router's columns have a dimension of experts."""
     expert_dims = dims(saved)
@@ -88,7 +90,7 @@ def test_expert_dims_of_a_model(saved: Checkpointer, state: Any) -> None:
     assert f"{EXPERTS} experts" in str(saved.describe())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", [[0, 3, 7], [5], [7, 0], [*range(EXPERTS), 0, 3]])
 def test_some_experts_on_another_mesh(saved: Checkpointer, state: Any, plans: Any, numbers: list[int]) -> None:
     expert_dims = dims(saved)

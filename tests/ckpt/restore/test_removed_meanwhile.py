@@ -75,6 +75,7 @@ def test_a_restore_uses_the_newest_remaining_step(
         assert checkpoints.restored.step == 7 and checkpoints.restored.damaged == ()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("function", READ)
 def test_readers_use_the_newest_remaining_step(run: Path, removed_at: Callable[..., None], function: str) -> None:
     other = run.parent / "other"

@@ -83,7 +83,7 @@ def test_every_kind_of_leaf(tmp_path: Path, mesh8: Mesh, many: Any, assert_same:
     assert len(written.packs) <= len(kinds)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [(4, 1), (1, 8), (1, 1)], ids=str)
 def test_restore_on_another_mesh(
     tmp_path: Path, mesh8: Mesh, mesh_of: Any, many: Any, abstract: Any, assert_same: Any, shape: tuple[int, int]
@@ -136,6 +136,7 @@ def test_few_leaves_are_not_packed(tmp_path: Path, mesh8: Mesh) -> None:
         assert not read_manifest(checkpoints.directory / "step_00000000", 0).places
 
 
+@pytest.mark.slow
 def test_a_leaf_with_the_path_of_packs(tmp_path: Path, mesh8: Mesh, assert_same: Any) -> None:
     state = {PACKS: {"0": jnp.ones(3)}, "v": vectors(mesh8)}
     with Checkpointer(tmp_path) as checkpoints:
@@ -250,6 +251,7 @@ def test_damage_in_a_pack_names_its_leaves(tmp_path: Path, mesh8: Mesh) -> None:
         assert checkpoints.verify(0) == sorted(state) == sorted(caught.value.leaves)
 
 
+@pytest.mark.slow
 def test_the_number_of_programs_does_not_grow_with_the_leaves(
     tmp_path: Path, mesh8: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,7 +268,7 @@ def test_the_number_of_programs_does_not_grow_with_the_leaves(
     assert 0 < len(few) == len(many), (few, many)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4", "float8_e8m0fnu", "float32", "complex64"],
@@ -308,6 +310,7 @@ def test_every_bit_of_wide_floats(mesh8: Mesh) -> None:
         np.testing.assert_array_equal(np.asarray(unpacked_leaves[i]).view(np.uint64), np.roll(words, i))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["int4", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int2", "float4_e2m1fn"))]
 )

@@ -69,7 +69,7 @@ def assert_near(found, right, tolerance):
         assert one.shape == other.shape and error <= tolerance * max(np.linalg.norm(other), 1.0)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "megablox"])
 @pytest.mark.parametrize("case", [*CASES])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["f32", "bf16"])
@@ -174,6 +174,7 @@ def assert_parity(step, params, x, plan):
 PLANS = ["dp:8", "fsdp:8", "dp:2 ep:4", "dp:2 tp:4", "ep:4 tp:2", "dp:2 ep:2 tp:2", "fsdp:2 ep:2 tp:2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [*(p if p == "dp:2 ep:2 tp:2" else pytest.param(p, marks=pytest.mark.slow) for p in PLANS)]
 )

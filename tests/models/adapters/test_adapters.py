@@ -100,6 +100,7 @@ def test_the_names_are_those_of_peft(tmp_path: Path) -> None:
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 3, modules)
 
 
+@pytest.mark.slow
 def test_the_magnitudes_of_dora_have_pefts_names_and_are_checked(tmp_path: Path) -> None:
     lora = dataclasses.replace(LORA, dora=True)
     save_adapter(adapted(make_folder(tmp_path / "model", LLAMA), lora), tmp_path / "adapter", lora)
@@ -132,6 +133,7 @@ def test_the_norms_of_dora_are_constants_for_the_gradient(tmp_path: Path) -> Non
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_of_some_layers_are_named_in_full(tmp_path: Path) -> None:
     lora = LoraConfig(rank=1, targets=("segments/0/1/*/wq",))
     model = adapted(make_folder(tmp_path / "model", LLAMA), lora, scan_layers=False)

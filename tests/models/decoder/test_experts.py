@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
 from autoshard.models.decoder.experts import Experts, Load
 from autoshard.models.decoder.kinds import ExpertsConfig
+from tests.models.small import called, filled_as
 
 SIZES: dict[str, Any] = dict(vocab=16, width=8, heads=2, kv_heads=1, head_dim=4, ffn=16, context=32)
 CONFIG = DecoderConfig(kinds=(LayerKind(experts=True),) * 2, experts=ExpertsConfig(4, 2, 8), **SIZES)
@@ -26,16 +26,16 @@ def test_an_even_load_has_the_smallest_loss() -> None:
 
 
 def test_training_adds_the_loss_of_all_layers_together_and_evaluation_does_not() -> None:
-    model = Decoder(dataclasses.replace(CONFIG, router_loss=0.5), rngs=nnx.Rngs(0))
+    config = dataclasses.replace(CONFIG, router_loss=0.5)
+    model, without = (filled_as(lambda rngs, each=each: Decoder(each, rngs=rngs)) for each in (config, CONFIG))
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 16)
     batch = {"inputs": tokens, "targets": tokens, "mask": jnp.ones((2, 6)).at[0, 3:].set(0)}
-    total, count = model.loss(batch)
-    plain, _ = model.loss(batch, deterministic=True)
-    _, load = model._run(tokens, None, None, load=Load.none(4))
+    total, count = called(model, lambda model: model.loss(batch))
+    plain = called(model, lambda model: model.loss(batch, deterministic=True)[0])
+    load = called(model, lambda model: model._run(tokens, None, None, load=Load.none(4))[1])
     assert float(load.positions) == 2 * 12 and float(load.counts.sum()) == 2 * 2 * 12
     np.testing.assert_allclose((total - plain) / count, 0.5 * load.loss(), rtol=1e-5)
-    without = Decoder(CONFIG, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(without.loss(batch)[0], plain)
+    np.testing.assert_array_equal(called(without, lambda model: model.loss(batch)[0]), plain)
 
 
 def test_a_factor_without_experts_is_refused() -> None:

@@ -13,7 +13,7 @@ BATCH, QUERIES, KV_HEADS, GROUP, DIM = 2, 3, 2, 2, 4
 SOFTMAX = Softmax(Visibility(causal=False), 0.5, 5.0)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_parts_equal_one_array_of_keys(with_sinks):
     keys = iter(jax.random.split(jax.random.key(0), 8))

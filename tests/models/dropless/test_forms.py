@@ -87,7 +87,7 @@ def test_the_form_follows_from_tokens_and_experts(tokens, kernel, own, form, mon
     assert form_of(tokens, GroupedCall(kernel), own, monkeypatch=monkeypatch) == form
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 6], ids=["one by one", "densely"])
 def test_gradients_do_not_depend_on_the_form(tokens):
     x, gates, chosen, own, *weights = operands("swiglu", tokens)

@@ -63,8 +63,8 @@ def test_products_of_other_shards_rows_are_zeros():
     """The terms of two halves of the experts, with every gradient, add up to those of all experts."""
     x, gates, chosen, expert_ids, *weights = operands()
     cotangent = x[::-1]
-    run = functools.partial(by_sorting, swiglu, **OPTIONS)
-    differentiate = functools.partial(operators._gradients, swiglu, **OPTIONS)
+    run = jax.jit(functools.partial(by_sorting, swiglu, **OPTIONS))
+    differentiate = jax.jit(functools.partial(operators._gradients, swiglu, **OPTIONS))
     expected = differentiate(x, gates, chosen, expert_ids, *weights, cotangent)
     value, terms = 0.0, []
     for experts in (slice(0, 3), slice(3, 8)):

@@ -91,6 +91,7 @@ def test_gpt2_is_read_and_written_with_and_without_its_prefix(tmp_path):
     assert same(stored(tmp_path / "out"), bare)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config, whole, start, tower",
     [
@@ -116,6 +117,7 @@ def test_the_text_model_of_a_model_with_towers_is_read_and_written_alone(tmp_pat
     assert json.loads((tmp_path / "out/config.json").read_text()) == config
 
 
+@pytest.mark.slow
 def test_unused_keys_and_values_of_a_layer_that_borrows_are_left_out(tmp_path):
     folder = make_folder(tmp_path / "in", GEMMA4)
     tensors = tensors_of(folder, "float32")

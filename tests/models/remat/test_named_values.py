@@ -60,7 +60,7 @@ def gpt_loss(cfg):
     return loss, params
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("remat", "expected"),
     [
@@ -116,7 +116,7 @@ def same(loss, params, other, others):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), actual[1], expected[1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize(
     ("cfg", "remat"),

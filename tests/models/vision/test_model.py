@@ -41,6 +41,7 @@ def test_an_image_does_not_depend_on_its_neighbours_or_the_padding(model):
     assert np.abs(both[0, 8:16] - alone[0]).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_a_window_sees_itself_and_a_whole_layer_all():
     def depends(whole):
         cfg = TowerConfig(**{**TOWER.__dict__, "whole": whole})

@@ -29,6 +29,7 @@ from tests.sharding.programs import (
 STRATEGIES = [None, "dp:8", "zero1:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "fsdp:2 tp:4 state"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_train_step_computes_what_one_device_does(strategy):
     state = (mlp_state(), OPTIMIZER.init(mlp_state()))
@@ -41,6 +42,7 @@ def test_a_train_step_computes_what_one_device_does(strategy):
     assert_close(expected[0], actual[0])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_equal_those_of_one_device(strategy):
     gradients = auto_shard(jax.grad(mlp_loss), plan=strategy)(mlp_state(), batch())
@@ -96,6 +98,7 @@ def test_it_plans_and_traces_once():
     assert len(step._plain.entries) == 1 and step._plain.last.jitted._cache_size() == 1
 
 
+@pytest.mark.whole
 def test_each_shape_has_its_own_plan():
     step = auto_shard(sgd_step)
     for size in (32, 64, 32, 64):
@@ -202,7 +205,7 @@ def nnx_step(model, optimizer, tokens):
     return value
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", [None, "dp:8", "fsdp:8", "tp:8"])
 def test_nnx_objects_are_updated_in_place_as_by_nnx_jit(strategy):
     def make():

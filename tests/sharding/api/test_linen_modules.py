@@ -51,7 +51,7 @@ def full_class() -> Any:
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "rngs, args, kwargs",
     [
@@ -111,6 +111,7 @@ def test_linen_parameters_keep_their_shardings_from_call_to_call():
         assert [leaf.spec for leaf in plan.inputs if leaf.path.startswith("0/")] == specs
 
 
+@pytest.mark.whole
 def test_linen_modules_with_different_fields_differ():
     cls = auto_shard(full_class(), plan="dp:8")
     for taps in ([1], [2], {"a": [1]}, np.ones(3), True, 1):
@@ -139,6 +140,7 @@ def test_linen_init_without_a_traceable_forward_pass_warns():
         auto_shard(linen_class(), plan="fsd:8")().init(KEYS["params"], batch())
 
 
+@pytest.mark.whole
 def test_classes_derived_from_a_decorated_linen_class():
     def make(decorate):
         Base = decorate(linen_class())

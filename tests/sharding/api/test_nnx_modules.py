@@ -99,6 +99,7 @@ def varied_class() -> Any:
     return Net
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "args, kwargs",
     [
@@ -164,7 +165,7 @@ def test_random_streams_are_arguments():
         assert_close(plain(batch(), rngs=streams), model(batch(), rngs=others))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["tp:8 state", "fsdp:8", "fsdp:2 tp:4", None, {"tp": ["ffn"]}])
 @pytest.mark.filterwarnings("ignore:.*nothing is sharded")
 def test_parameters_keep_their_shardings_from_call_to_call(plan):
@@ -261,6 +262,7 @@ def test_other_methods_are_unchanged():
     assert_close(expected, model.encode(batch()))
 
 
+@pytest.mark.whole
 def test_classes_derived_from_a_decorated_nnx_class():
     def make(decorate):
         Base = decorate(nnx_class())

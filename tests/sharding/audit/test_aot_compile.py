@@ -64,7 +64,7 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch, below):
     assert audit.ok and audit.step_time_us
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "text"),
     [("result.json", "{"), ("result.json", "{}"), ("program.hlo.gz", "not gzipped"), ("result.json", None)],

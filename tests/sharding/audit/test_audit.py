@@ -41,6 +41,7 @@ def with_input_spec(plan, path, spec):
     return plan.where(inputs=tuple(inputs))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["dp:8", "tp:8"])
 def test_compiled_traffic_equals_the_planned(strategy):
     plan = planned(strategy)

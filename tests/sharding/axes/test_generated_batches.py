@@ -61,6 +61,8 @@ def generating_step():
     return step, (weights(16, 64, 64, 1), jax.random.key(1))
 
 
+@pytest.mark.whole
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [lambda: adversarial_step(ROWS), generating_step])
 @pytest.mark.parametrize(
     "strategy", [*(pytest.param(p, marks=pytest.mark.slow) for p in ("dp:8", "fsdp:8")), "dp:2 fsdp:2 tp:2"]

@@ -196,7 +196,7 @@ TRAPS = {
 }
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.whole
 @pytest.mark.parametrize(("fn", "args", "text"), TRAPS.values(), ids=TRAPS.keys())
 def test_wrong_rules_are_not_proposed(fn, args, text):
@@ -347,6 +347,7 @@ def local_factors(rule):
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.whole) for name in FAST_DERIVED]

@@ -43,7 +43,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_a_1_x_1_kernel_is_a_matmul(name: str) -> None:
     shape, kernel, options = CASES[name]
@@ -98,6 +98,7 @@ def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.A
 WEIGHTS = [jax.ShapeDtypeStruct((k, k, 512, 512), jnp.float32) for k in (3, 3, 1, 1)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["fsdp:8", "dp:2 fsdp:4"])
 def test_values_and_gradients_equal_one_device(strategy: str) -> None:
     weights = [jax.random.normal(jax.random.key(i), (k, k, 16, 16)) / 12 for i, k in enumerate((3, 3, 1))]

@@ -61,6 +61,7 @@ def offloaded_step(params: Any, moments: Any, batch: Any) -> Any:
     return optax.apply_updates(params, updates), back, loss
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", PLANS)
 def test_state_in_host_memory_stays_there(words: str) -> None:
     params, data = parameters(), batch()

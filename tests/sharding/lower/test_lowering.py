@@ -209,6 +209,7 @@ def calls(closed, name):
     return [op for op in build(closed).ops() if op.name == name]
 
 
+@pytest.mark.whole
 def test_a_planned_solve_can_be_differentiated():
     x = batch(size=32)
     planned = auto_shard(solved, plan="dp:8")
@@ -280,6 +281,7 @@ def loop_of_layers(params, x):
     return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
 
 
+@pytest.mark.whole
 def test_small_stacks_are_gathered_once_before_the_loop():
     params = {"scale": jnp.ones((4, 256)), "w": batch(0, 4 * 256, 256).reshape(4, 256, 256) / 16}
     x = batch(1, 4096, 256)

@@ -74,6 +74,7 @@ def placements(dims):
 PLAIN, BATCHED = "m k, k n -> m n; reduce k", "b m k, b k n -> b m n; reduce k"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("text", "factors"),
     [

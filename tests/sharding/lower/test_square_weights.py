@@ -69,7 +69,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any, jax.Array]] = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["tp:8", "fsdp:2 tp:4"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_square_weights_are_sharded(name: str, words: str) -> None:

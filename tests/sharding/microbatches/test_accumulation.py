@@ -36,7 +36,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "remat", "unrolled"), CASES)
 def test_results_are_those_of_the_step(kind, remat, unrolled):
     """In float64, where only the order of sums differs."""

@@ -72,6 +72,7 @@ def test_steps_that_cannot_be_cut():
         plan(lambda x: x * 2, jnp.float32(1), target="cpu:2", microbatches=2)
 
 
+@pytest.mark.whole
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_a_step_of_several_updates_is_refused(numerics):
             plan(fn, state(), batch, **options)
 
 
+@pytest.mark.whole
 def test_auto_takes_the_first_number_that_fits():
     fn, args = make_step(remat="full"), (state(), tokens())
     need = [

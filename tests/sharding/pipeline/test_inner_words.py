@@ -25,7 +25,7 @@ def largest_error(kind, words, schedule, dtype=jnp.float32):
     return max(np.linalg.norm(np.subtract(one, other)) / np.linalg.norm(other) for one, other in pairs)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "words", "schedule"),
     [
@@ -70,6 +70,7 @@ def test_a_device_holds_the_experts_of_its_own_stage(kind):
     assert not [shape for shape in gathered if re.search(rf"\b{EXPERTS},(16,32|32,16)$", shape)], "weights of all"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("way", "kind"), [("ulysses", "all-to-all"), ("ring", "collective-permute")])
 def test_no_device_gathers_a_sequence_in_a_stage(way, kind):
     fn, *args = step_and_arguments("window")
@@ -80,6 +81,7 @@ def test_no_device_gathers_a_sequence_in_a_stage(way, kind):
     assert not [shape for shape in gathered if str(SEQ) in shape.split(",")], "a whole sequence"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "words"), [("dropless", {"pp:4 ep:2"}), ("window", {"pp:2 ring:4 state"})])
 def test_they_compete_in_searches_of_pipelines(kind, words, monkeypatch):
     monkeypatch.setattr(time_floors, "KEPT_CANDIDATES", 10**6)  # else those that are too slow are not priced

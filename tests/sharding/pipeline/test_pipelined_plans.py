@@ -93,7 +93,7 @@ def separate_layers():
     return step, [(draw(n, 16, 32), draw(n + LAYERS, 32, 16)) for n in range(LAYERS)], draw(99, 16, 16)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
     ("words", "gather", "summed"),
@@ -138,6 +138,7 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("kind", ["separate", "uneven", pytest.param("one layer a stage", marks=pytest.mark.slow)])
 def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
@@ -155,7 +156,7 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_stages_gather_small_layers_once(dtype):
@@ -192,7 +193,7 @@ def stacked_layers(layers, dtype=jnp.float32):
     return step, (draw(0, layers, 16, 32), draw(1, layers, 32, 16)), draw(2, 32, 16)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("layers", [8, 6])
 def test_stages_in_a_ring(layers):
@@ -219,6 +220,7 @@ def test_gradients_are_exchanged_as_shards_where_groups_have_one_row(layers):
     assert made.replicas == 4 and "all-gather" not in {kind for kind, *_ in made.traffic}
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*devices")
 def test_stages_that_do_not_divide_the_layers():
     fn, *args = stacked_layers(6)
@@ -249,6 +251,7 @@ def test_a_stage_takes_the_time_of_the_largest_one():
     assert even <= uneven < 1.2 * even
 
 
+@pytest.mark.whole
 def test_the_plan_keeps_its_stages_in_json():
     made = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, schedule="zb")
     assert "pipeline: 2 stages, schedule zb, 4 microbatches" in str(made)
@@ -260,6 +263,7 @@ def test_the_plan_keeps_its_stages_in_json():
     assert '"stages"' not in alone.to_json() and '"schedule"' not in alone.to_json()
 
 
+@pytest.mark.whole
 def test_the_number_of_microbatches_is_chosen():
     made = plan(make_step(), *shapes(), target="cpu:2", plan="pp:2")
     assert made.microbatches in (2, 4, 8) and made.schedule == "1f1b"
@@ -272,6 +276,7 @@ def test_stages_need_not_be_a_power_of_two():
     assert made.stages == 3 and made.microbatches % 4 == 0  # 3 does not divide 20 rows
 
 
+@pytest.mark.whole
 def test_memory_is_flat_in_the_number_of_microbatches():
     def growing(schedule, count):
         made = plan(
@@ -322,11 +327,13 @@ def planned_on_two(schedule, **options):
     return plan(make_step(), *shapes(), target="cpu:2", plan="pp:2", microbatches=8, schedule=schedule, **options)
 
 
+@pytest.mark.slow
 def test_stages_that_keep_inputs_need_less_memory():
     peaks = {word: planned_on_two(word).estimate.peak_memory_bytes for word in SCHEDULES}
     assert peaks["ftb"] < peaks["gpipe"] / 1.5 and peaks["1f1b-inputs"] < peaks["1f1b"] / 1.4
 
 
+@pytest.mark.whole
 def test_stages_keep_inputs_if_nothing_else_fits():
     peak = planned_on_two("1f1b").estimate.peak_memory_bytes
     assert planned_on_two(None, memory_limit_bytes=peak).schedule == "1f1b"
@@ -335,6 +342,7 @@ def test_stages_keep_inputs_if_nothing_else_fits():
     assert made.notes[-1].startswith("schedule 1f1b does not fit the memory: compared 1f1b (")
 
 
+@pytest.mark.whole
 def test_a_plan_shows_what_waits_by_tick():
     text = str(planned_on_two("ftb"))
     lines = text[text.index("microbatches that wait on the first stage") :].splitlines()[1:4]
@@ -345,6 +353,7 @@ def test_a_plan_shows_what_waits_by_tick():
     assert "microbatches that wait" not in str(planned_on_two("gpipe"))
 
 
+@pytest.mark.whole
 def test_a_schedule_without_a_plan_searches_the_number_of_stages():
     made = plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=4)
     assert (made.stages, made.schedule, made.microbatches) == (2, "zb", 4)
@@ -390,6 +399,7 @@ def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():
         assert [each.role for each in made.inputs] == ["parameter", "data"]
 
 
+@pytest.mark.whole
 def test_a_second_stack_of_layers_is_on_no_stage():
     def step(weights, x):
         def loss(weights):
@@ -405,6 +415,7 @@ def test_a_second_stack_of_layers_is_on_no_stage():
     assert not [note for note in plan(make_step(), *shapes(), target="cpu:2", plan="pp:2").notes if "no stage" in note]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -432,6 +443,7 @@ def test_what_cannot_be(options, message):
         plan(make_step(), *shapes(), **options)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
     ("words", "devices", "schedule", "possible"),

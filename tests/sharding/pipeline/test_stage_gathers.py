@@ -38,7 +38,7 @@ def equal(made, expected):
         assert np.linalg.norm(one - other) <= 5e-6 * max(np.linalg.norm(other), 1e-30)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("gather", ["once", "repeat"])
 def test_the_compiled_step_gathers_in_or_before_the_loop(gather):

@@ -48,12 +48,13 @@ def check(kind, remat, microbatches, stages, schedule, layers="scan"):
 QUICK = ("dropout", "frozen", "auxiliary", "experts", "encoder")  # kinds that differ most in what is cut
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_one_forward_one_backward(kind):
     check(kind, False, 4, 2, "1f1b")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "schedule"), [("hidden", "gpipe"), ("auxiliary", "zb"), ("encoder", "ftb")])
 def test_other_schedules(kind, schedule):
     check(kind, False, 4, 4, schedule)
@@ -137,6 +138,7 @@ def layer(x, w):
     return x, x
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "schedule", "layers"),
     [
@@ -169,7 +171,7 @@ def test_interleaved(kind, layers):
     check(kind, True, 4, 2, "interleaved:2", layers)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("written", ["scan", "reverse", "list"])
 @pytest.mark.parametrize(("layers", "stages", "microbatches", "chunks"), [(8, 2, 8, 2), (7, 3, 4, 2), (7, 2, 2, 3)])
 def test_chunks_of_layers(layers, stages, microbatches, chunks, written):
@@ -235,7 +237,7 @@ def forward(kind, layers):
     return fn, args, jax.tree.leaves(fn(*args))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "ftb"), (2, "interleaved:2")])
 @pytest.mark.parametrize("layers", ["scan", "list"])
 @pytest.mark.parametrize("kind", ["loss", "rows", "stacked"])

@@ -105,6 +105,7 @@ def test_as_many_layers_as_fit_use_the_lighter_policy():
         assert made.fits and made.variant["remat"] == wanted and len(made.variants) == 3 + ("," in wanted)
 
 
+@pytest.mark.slow
 def test_groups_of_layers_cost_what_single_layers_cost():
     """A loop over groups of layers has the collectives and the memory of a loop over layers."""
     one, two = (
@@ -160,9 +161,9 @@ def test_near_duplicates_are_compiled_last():
 
 
 def test_the_text_and_the_json_name_the_variant():
-    made = over_all_variants()
+    made = tiny(variants={"remat": ["none", "full"], "microbatches": [1]})
     chosen = ", ".join(f"{name}={value}" for name, value in made.variant.items())
-    assert f"variant: {chosen}, of 9" in str(made) and "next best variants: " in str(made)
+    assert f"variant: {chosen}, of 2" in str(made) and "next best variants: " in str(made)
     again = Plan.from_json(made.to_json())
     assert (again.variant, again.variants) == (made.variant, made.variants)
     assert "variant" not in str(plan(*workload_step(TINY), target="cpu:8", donate_argnums=0))

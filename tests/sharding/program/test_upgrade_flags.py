@@ -79,7 +79,7 @@ PLANS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_results_are_those_of_one_device(name):
     step, given = step_of(policy=NAMES), arguments()

@@ -137,7 +137,7 @@ def test_segments_of_the_layers_own_input_cross_to_the_backward_pass(policy: str
     assert relative_differences(found, jax.jit(step)(*given)) < 1e-5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "policy", "strategy"),
     [("padded_documents", "none", "dp:2 tp:4"), ("causal_documents", "none", "dp:2 cp:4"), ("added", "full", "fsdp:8")],

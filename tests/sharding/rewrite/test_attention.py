@@ -38,7 +38,7 @@ def scores_between_frames(closed: Any) -> list[str]:
     return found
 
 
-@pytest.mark.few(24)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FORMULATIONS)
 def test_formulations_are_replaced_and_their_residuals_are_gone(name: str, policy: str) -> None:
@@ -52,7 +52,7 @@ def test_formulations_are_replaced_and_their_residuals_are_gone(name: str, polic
     assert not scores_between_frames(changed)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["mask_plus_scores", "bonsai", "divided_late", "float32_inside"])
 def test_values_and_gradients_stay(name: str) -> None:
     step, arguments = step_of(FORMULATIONS[name]), (parameters(), rows())
@@ -86,6 +86,8 @@ def test_attention_is_recognised_in_a_forward_pass() -> None:
     assert "forward proven" in record.reason
 
 
+@pytest.mark.whole
+@pytest.mark.few(30)
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_look_alikes_are_left(name: str) -> None:
     closed = jax.make_jaxpr(step_of(LOOK_ALIKES[name]))(parameters(), rows())
@@ -98,6 +100,8 @@ def test_there_are_enough_look_alikes() -> None:
     assert len(LOOK_ALIKES) >= 60
 
 
+@pytest.mark.whole
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", REPLACED)
 def test_what_follows_attention_stays(name: str) -> None:
     step, arguments = step_of(REPLACED[name]), (parameters(), rows())
@@ -131,6 +135,7 @@ def test_a_kernel_that_cannot_run_is_a_reason() -> None:
     assert len(scores_between_frames(unchanged)) > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kernel", "dtype", "bound"), [("splash", "float32", 1e-5), ("cudnn", "bfloat16", 3e-2)])
 def test_every_kernel_keeps_values_and_gradients(kernel: Any, dtype: str, bound: float) -> None:
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:

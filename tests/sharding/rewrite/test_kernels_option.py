@@ -31,7 +31,7 @@ def assert_same(found: Any, expected: Any) -> None:
     assert all(float(np.linalg.norm(np.asarray(x) - np.asarray(y))) < 1e-5 * norm for x, y in pairs)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "policy", "unrolled"),
     [("dp:8", "none", False), ("dp:2 tp:4", "full", False), ("fsdp:8", "none", True)],

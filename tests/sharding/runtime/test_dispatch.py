@@ -60,6 +60,7 @@ def test_settings_of_jax_are_part_of_a_signature():
     assert double(x).dtype == jnp.float32
 
 
+@pytest.mark.whole
 def test_a_step_runs_without_jit():
     """To find an error, `jax.disable_jit` runs the program operator by operator, on NumPy arrays too."""
     step = auto_shard(sgd_step, plan="dp:8")

@@ -29,6 +29,7 @@ CALLS: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("names", [("w",), ("w", "v"), ("x",), ("v", "x")], ids=lambda names: "-".join(names))
 def test_donated_arguments_are_those_of_jax_jit(names: tuple[str, ...], call: Callable[..., Any]) -> None:

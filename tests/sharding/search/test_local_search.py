@@ -155,6 +155,7 @@ def test_the_result_is_never_slower_than_a_known_plan():
     )
 
 
+@pytest.mark.slow
 def test_the_search_ends_where_all_changes_together_gain_too_little(monkeypatch):
     """It still makes the first round of changes, and finds the same plan as a search that goes on."""
 

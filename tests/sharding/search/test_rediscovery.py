@@ -80,6 +80,7 @@ def test_the_sequence_is_sharded_between_the_pairs():
     assert planned.estimate.step_time_us < plain.estimate.step_time_us
 
 
+@pytest.mark.slow
 def test_zero_3_for_a_model_of_medium_size_and_a_large_batch():
     """All devices shard the batch, groups of 32 or more shard each parameter, and no weight is sharded for compute.
 

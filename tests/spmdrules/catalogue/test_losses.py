@@ -28,6 +28,7 @@ def optax_loss(logits, labels, smoothing=0.0):
         return optax.losses.softmax_cross_entropy(logits, target)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_and_its_gradient_equal_optax(smoothing):
     ours = lambda z: losses.cross_entropy(z, LABELS, smoothing=smoothing)  # noqa: E731

@@ -130,6 +130,7 @@ def test_a_sharded_batch_reduces_only_statistics():
     assert "all-gather" not in {r.kind for r in propagation.reshards}
 
 
+@pytest.mark.slow
 def test_ghost_batch_norm_with_whole_groups_per_device_reduces_only_running_statistics():
     fn = lambda *args: norms.ghost_batch_norm(*args, groups=4)  # noqa: E731
     propagation = propagate(fn, X, *STATE, in_specs=(P("data"), *(P(),) * 4), mesh={"data": 4})
@@ -137,6 +138,7 @@ def test_ghost_batch_norm_with_whole_groups_per_device_reduces_only_running_stat
     assert propagation.bytes_moved == 2 * (2 * 3 / 4 * 4 * CHANNELS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["batch_norm", "ghost_batch_norm"])
 def test_every_mesh_gives_the_same_result(name, mesh_of):
     keywords = {"groups": 4} if name == "ghost_batch_norm" else {}

@@ -183,6 +183,7 @@ def test_an_operator_may_have_the_name_of_a_jax_primitive(name):
     assert check_rule(times, normal(0, 4, 6), normal(1, 4, 6), partitioner=False) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("specs", [(P("data", "model"), P()), (P("model"), P()), (P(None, ("data", "model")), P())])
 def test_run_sharded_equals_the_function_with_its_gradient(specs, mesh8):
     args = normal(0, 4, 8, 8), normal(1, 8)
@@ -199,6 +200,7 @@ def test_run_sharded_equals_the_function_with_its_gradient(specs, mesh8):
     assert not COLLECTIVE.findall(compiled(sharded, *sharded_args))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "goal,collective",
     [(P("data"), "all-reduce"), (P("data", "model"), "reduce-scatter"), (None, "all-reduce")],
@@ -218,7 +220,7 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     assert COLLECTIVE.findall(compiled(sharded, *sharded_args)) == [collective]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "op,x",
     [("mul", normal(0, 4, 4))]

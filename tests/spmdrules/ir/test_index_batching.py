@@ -104,7 +104,7 @@ def test_an_index_component_that_is_an_iota_becomes_a_batching_dimension(case):
     assert tuple(zip((n.operand_batching_dims for n in numbers), along, strict=True)) == case.batches
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", [c for c in CASES if c not in COMMON], ids=lambda case: case.note.replace(" ", "_"))
 def test_values_are_kept(case):
     placements = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]

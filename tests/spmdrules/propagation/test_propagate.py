@@ -158,7 +158,7 @@ def compiled(fn: Callable[..., Any], propagation: Propagation, args: Any, mesh: 
     return jitted.lower(*args).compile()
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name,k", [(n, k) for n, k in ALL if not n.startswith("branch")])
 def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
     """This run does only the reshards that the propagation found; if one were missing, the values would differ."""
@@ -170,7 +170,7 @@ def test_shards_placed_as_propagated_give_the_whole_result(name: str, k: int):
     close(simulate(case.fn, args, placements, SMALL), case.fn(*args))
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name,k", ALL)
 def test_compiled_program_equals_one_device_and_is_free_where_nothing_is_recorded(name: str, k: int, mesh8):
     case = case_of(name)

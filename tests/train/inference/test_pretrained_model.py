@@ -41,6 +41,7 @@ def test_a_run_draws_a_sample_and_generates_what_its_merged_model_does(
     assert "step 2" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_prompt_without_a_token_is_the_reason_for_no_sample(
     make_config: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

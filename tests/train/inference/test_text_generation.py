@@ -18,6 +18,7 @@ from autoshard.train.step.train_state import make_program
 SHAPE = GPTConfig(vocab=256, layers=1, heads=2, width=8, context=8, tie_head=False)
 
 
+@pytest.mark.slow
 def test_the_moving_average_is_sampled() -> None:
     program = make_program(lambda rngs: GPT(SHAPE, rngs=rngs), optax.sgd(1.0), ema=EmaConfig(0.5))
     one, other = (jax.jit(program.create_state)(jax.random.key(seed)) for seed in (0, 1))

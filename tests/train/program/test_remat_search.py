@@ -62,7 +62,7 @@ def test_less_memory_keeps_less():
     assert made.estimate.step_time_us < alone("full").estimate.step_time_us
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_what_does_not_fit_otherwise_waits_on_the_host():
     assert peak("host:residual") < peak("full")
     limit = 0.5 * (peak("host:residual") + peak("full"))

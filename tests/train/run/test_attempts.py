@@ -161,6 +161,7 @@ def test_a_run_records_its_attempts(make_config: Callable[..., TrainConfig], tmp
     assert not json.loads((tmp_path / "run" / "config.json").read_text())["resume_if_started"]
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_does_not_wait_for_it(make_config: Callable[..., TrainConfig], tmp_path):
     trainer = Trainer(make_config(run_dir=tmp_path / "run", steps=50))
     first_state = trainer._first_state
@@ -176,6 +177,7 @@ def test_a_signal_before_the_first_step_does_not_wait_for_it(make_config: Callab
     assert [entry.name for entry in (tmp_path / "run" / "checkpoints").glob("*0")]
 
 
+@pytest.mark.slow
 def test_a_signal_is_the_reason(make_config: Callable[..., TrainConfig], tmp_path):
     trainer = Trainer(make_config(run_dir=tmp_path / "run", steps=50))
     before_each_step(trainer, lambda _: os.kill(os.getpid(), signal.SIGTERM))

@@ -288,8 +288,7 @@ def test_processes_agree_on_stopping_from_time_to_time_and_after_the_last_step(m
     assert run(6, 0.01) == [1, "SIGTERM in another process"]
 
 
-@pytest.mark.few(1)
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
 def test_a_clock_that_jumps_changes_no_save(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, jump: float
@@ -304,7 +303,7 @@ def test_a_clock_that_jumps_changes_no_save(
     assert "goodput" in capsys.readouterr().out
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 def test_a_run_without_steps_is_evaluated_and_saved(make_config: MakeConfig) -> None:
     """Its warm-up may be longer than the run."""
     result = train(make_config(steps=0, optimizer=dict(warmup_steps=25)))
@@ -470,6 +469,7 @@ def test_a_damaged_checkpoint_is_one_clear_error(make_config: MakeConfig) -> Non
     assert contents(config.run_dir) == before
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run(make_config: MakeConfig) -> None:
     optimizer = dict(name="sgd", learning_rate=1e30, min_learning_rate=1e30, clip_norm=0.0)
     with pytest.raises(AutoshardError, match="the (loss|gradient norm) is .* try a lower --optimizer.learning-rate"):

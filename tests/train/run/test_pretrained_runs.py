@@ -59,6 +59,7 @@ def test_a_run_starts_from_the_values_of_the_folder(make_config: MakeConfig, fol
     assert first["loss"] == pytest.approx(float(total / count), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folder_with_other_names_is_read_in_its_own_spelling(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "gpt2", {**GPT2, "vocab_size": 256, "n_positions": 64})
     renamed = {name.removeprefix("transformer."): x for name, x in tensors(folder).items()}
@@ -86,6 +87,7 @@ def test_a_run_continues_without_the_folder_on_fewer_devices_and_is_exported(
     np.testing.assert_array_equal(after["model.norm.weight"], state.params["norm"]["scale"])
 
 
+@pytest.mark.slow
 def test_an_imported_folder_is_step_0_of_a_run(
     make_config: MakeConfig, folder: Path, tmp_path: Path, text_file: Path
 ) -> None:
@@ -171,6 +173,7 @@ def test_with_adapters_nothing_else_is_trained_or_reduced(
         np.testing.assert_allclose(merged[name], same[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_adapters_of_dora_start_as_the_weights_are(make_config: MakeConfig, folder: Path, tmp_path: Path) -> None:
     run_dir = Trainer(of_folder(make_config, folder, lora=replace(LORA, dora=True))).save_first_state()
     state = load_trained(run_dir).state
@@ -208,6 +211,7 @@ def test_a_run_starts_from_an_adapter_and_resumes_without_it(
         np.testing.assert_allclose(merged[name], equal[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "bytes_left", "error"), [("int8", 0.32, 2e-3), pytest.param("nf4", 0.22, 5e-2, marks=pytest.mark.slow)]
 )
@@ -233,6 +237,7 @@ def test_frozen_weights_in_few_bits_compute_nearly_the_same(
     assert f"the frozen weights of this run are {form}" in message and message.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_parameters_may_be_float32_of_a_bfloat16_folder(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model", {**CONFIG, "dtype": "bfloat16"}, dtype="bfloat16")
     placed = Trainer(of_folder(make_config, folder)).placed

@@ -167,6 +167,7 @@ def test_a_mesh_is_scaled_without_a_plan_too(make_config: MakeConfig) -> None:
 QUICK = "train --preset quick --steps 3 --gpt.layers 1 --gpt.width 16 --gpt.heads 2 --gpt.context 16 --batch-size 8"
 
 
+@pytest.mark.slow
 def test_the_same_command_line_with_resume_goes_on(
     text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

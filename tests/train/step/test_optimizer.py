@@ -35,6 +35,7 @@ def test_a_warm_up_as_long_as_the_run_raises() -> None:
         make_optimizer(OptimizerConfig(), 100)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_only_matrices_are_decayed(scan_layers: bool) -> None:
     shape = GPTConfig(

@@ -46,7 +46,7 @@ def names(tree: Any) -> set[str]:
     return {path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:

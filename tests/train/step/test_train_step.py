@@ -39,6 +39,7 @@ def batch() -> dict[str, jax.Array]:
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2, 8])
 def test_the_gradient_is_that_of_the_token_weighted_mean(microbatches: int) -> None:
     program = gpt()
@@ -111,6 +112,7 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
         state = after
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [None, "fsdp:8"])
 def test_the_average_is_that_of_the_stored_parameters(plan: str | None, dtype: str) -> None:

@@ -9,7 +9,7 @@ from flax import nnx
 from autoshard.models.attention import attention
 from autoshard.models.decoder import Decoder, DecoderConfig, LayerKind
 from autoshard.models.decoder.positions.chunks import chunk_segments
-from tests.models.small import called
+from tests.models.small import called, filled_as
 
 CONFIG = DecoderConfig(
     vocab=16, width=8, kinds=(LayerKind(chunk=4),) * 2, heads=2, kv_heads=1, head_dim=4, ffn=16, context=32,
@@ -41,7 +41,7 @@ def test_a_layer_attends_within_its_chunk():
 
 
 def test_packed_documents_compute_what_each_computes_alone():
-    model = Decoder(CONFIG, rngs=nnx.Rngs(0))
+    model = filled_as(lambda rngs: Decoder(CONFIG, rngs=rngs))
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 0, 16)
     segments, positions = jnp.repeat(jnp.arange(2), jnp.array([6, 10]))[None], jnp.r_[0:6, 0:10][None]
 

@@ -38,7 +38,7 @@ def quantized(request, tmp_path):
     return make_quantized_folder(tmp_path / "in", config), plan
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_import_then_export_is_the_same_bytes(quantized, tmp_path, dtype):
     folder, plan = quantized

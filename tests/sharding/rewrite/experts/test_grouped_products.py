@@ -55,6 +55,7 @@ def names(closed: Any) -> list[str]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_products_and_gradients_are_replaced_and_stay(dtype: str, bound: float) -> None:
     closed = jax.make_jaxpr(STEP)(*arguments(dtype))
@@ -77,6 +78,7 @@ def test_other_platforms_have_no_kernel() -> None:
     assert "ragged_dot_general" in names(changed)
 
 
+@pytest.mark.whole
 def test_replace_kernels_before_the_gradient() -> None:
     with planned_for(TPU):
         replaced = replace_kernels(loss, kernels="require")

@@ -10,6 +10,7 @@ from autoshard.train.step.guard import GuardConfig
 from tests.train.run.incidents.test_incidents import CONSTANT, lines, no_number, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reaction", ["rollback", pytest.param("skip", marks=pytest.mark.slow)])
 def test_the_window_is_recorded_once(make_config: Callable[..., TrainConfig], reaction, capsys) -> None:
     shape = dict(checkpoint_every=2, log_every=100, optimizer=CONSTANT, guard=GuardConfig(reaction))
