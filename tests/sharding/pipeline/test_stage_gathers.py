@@ -1,8 +1,7 @@
 """Weights that are stored in shards: the stages gather them once a step, or again in each microbatch."""
 
-from types from collections import Counter
-
-import SimpleNamespace
+from collections import Counter
+from types import SimpleNamespace
 
 import jax
 import numpy as np
