@@ -1,5 +1,6 @@
 """The word `pp:N` in plans: parity on 8 devices, what the compiled program moves, and what cannot be."""
 
+import collections
 import re
 
 import jax
@@ -115,9 +116,10 @@ def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
     made = plan(fn, *args, target="cpu:4", plan="pp:2 dp:2", microbatches=4)
     weights = [leaf for leaf in made.inputs if leaf.path != "1"]
     assert len(weights) == 2 * LAYERS and all("pp" in leaf.spec for leaf in weights)
-    moved = {(kind, axes): sent for kind, axes, sent, _ in made.traffic if kind == "all-to-all"}
+    moved = [(axes, sent) for kind, axes, sent, _ in made.traffic if kind == "all-to-all"]
     shard = sum(4 * np.prod(leaf.shape) for leaf in weights) / 2
-    assert moved == {("all-to-all", "pp"): pytest.approx(shard / 2)}  # one half of the shards stays where it is
+    # The weights and their gradients; one half of the shards stays where it is.
+    assert {axes for axes, _ in moved} == {"pp"} and sum(sent for _, sent in moved) == pytest.approx(2 * shard / 2)
     text = made.jit().lower(*args).compile().as_text()
     assert "all-to-all" in text and " all-gather(" not in text
 
@@ -128,12 +130,11 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     weights = [leaf for leaf in made.inputs if leaf.path != "1"]
     assert all(("fsdp", "pp") in leaf.spec for leaf in weights)
     shard = sum(4 * np.prod(leaf.shape) for leaf in weights) / 4
-    moved = [(kind, axes, sent) for kind, axes, sent, line in made.traffic if "stack_layers" in line]
-    assert sorted(moved) == [
-        ("all-gather", "fsdp", shard),
-        ("all-to-all", "pp", shard / 2),  # the weights
-        ("all-to-all", "pp", shard / 2),  # their gradients
-    ]
+    moved = collections.Counter()
+    for kind, axes, sent, _ in made.traffic:
+        moved[kind, axes] += sent
+    assert moved["all-to-all", "pp"] == 2 * shard / 2  # the weights and their gradients
+    assert shard <= moved["all-gather", "fsdp"] < 2 * shard  # the weights once, and activations
     gathered = re.findall(r"= (\S+) all-gather\(", made.jit().lower(*args).compile().as_text())
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
@@ -153,7 +154,8 @@ def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", made.jit().lower(*args).compile().as_text())
     assert {"1,16,32", "1,32,16"} & {g.removeprefix("1,") if g.count(",") > 2 else g for g in gathered}
     assert all(np.prod([*map(int, g.split(","))]) <= 16 * 32 for g in gathered), "several layers at once"
-    assert not [line for move, _, _, line in made.traffic if move == "all-gather" and "stages.py" in line]
+    by_product = [sent for move, _, sent, _ in made.traffic if move == "all-gather"]
+    assert len(by_product) == 2 and by_product[0] == by_product[1], "a gather outside of the two products of a layer"
 
 
 @pytest.mark.slow
@@ -232,7 +234,7 @@ def test_stages_that_do_not_divide_the_layers():
     assert any(note.startswith("6 layers on 4 stages: 2, 2, 1, 1; each stage takes the time") for note in made.notes)
     moved = [sent for kind, axes, sent, _ in made.traffic if (kind, axes) == ("all-to-all", "pp")]
     of_stage = 4 * 2 * (2 * 16 * 32)  # bytes of two layers in float32
-    assert moved == [pytest.approx(of_stage * 3 / 4)] * 2  # weights, and their gradients; a quarter stays where it is
+    assert sum(moved) == pytest.approx(2 * of_stage * 3 / 4)  # weights and gradients; a quarter stays where it is
     assert "all-gather" not in {kind for kind, *_ in made.traffic}
 
 
