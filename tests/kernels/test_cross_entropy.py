@@ -98,8 +98,10 @@ def test_a_soft_cap_in_float64():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("cap", [None, 30.0])
 def test_large_logits_stay_finite(tied, cap):
-    args = 1e3 * X, head_of(50, tied), targets_of(50), MASK
-    value, gradients = jax.jit(jax.value_and_grad(lambda *args: in_chunks(*args, tied, cap), (0, 1)))(*args)
+    def loss(x, head):
+        return in_chunks(x, head, targets_of(50), MASK, tied, cap)
+
+    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(1e3 * X, head_of(50, tied))
     assert np.isfinite(value) and all(bool(jnp.all(jnp.isfinite(g))) for g in gradients)
 
 

@@ -63,7 +63,7 @@ def test_a_step_equals_that_of_one_device(partitioner, plan):
     assert_close(jax.jit(adamw_step)(state, batch()), step_of(plan)(state, batch()))
 
 
-@pytest.mark.whole
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), [*SHORT, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in LONG)])
 def test_a_workload_trains_as_on_one_device(gspmd, name, plan):
     compare(name, plan, trained.__wrapped__)

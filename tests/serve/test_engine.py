@@ -74,6 +74,7 @@ def test_seeded_texts_depend_on_no_other_row(engine):
     assert engine.run([Request(PROMPTS[2], 8, settings, number=50)])[0] != found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["fsdp:2 tp:2", pytest.param("tp:2", marks=pytest.mark.slow)])
 def test_plans_give_the_same_texts(model, expected, words):
     engine = Engine(model, rows=4, plan=words, target="cpu:" + ("2" if words == "tp:2" else "4"))

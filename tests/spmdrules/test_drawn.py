@@ -80,6 +80,7 @@ def check_shards(chain: Chain, data: Any) -> None:
         assert_close(actual, one_device)
 
 
+@pytest.mark.slow
 @few_examples(15)
 @given(chains(), st.data())
 def test_shards_of_a_chain_give_its_result(chain, data):

@@ -10,6 +10,7 @@ from autoshard import plan
 from autoshard.sharding.rewrite.masks import static_masks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replaced"), [("irregular", False), pytest.param("causal", True, marks=pytest.mark.slow)]
 )

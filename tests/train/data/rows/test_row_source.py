@@ -84,7 +84,7 @@ def test_the_logits_of_a_packed_document_equal_those_alone(tmp_path: Path) -> No
     model = load_pretrained(tmp_path / "model", plan="dp:8")
     graph, state = nnx.split(model)
     whole = nnx.merge(graph, jax.device_put(state, jax.devices()[0]))
-    model = nnx.jit(lambda *args, **kwargs: whole(*args, **kwargs))
+    model: Any = nnx.jit(lambda *args, **kwargs: whole(*args, **kwargs))
     together = model(row["inputs"], positions=row["positions"], segment_ids=row["segment_ids"])[0]
     start = 0
     for one in packed:
