@@ -23,7 +23,8 @@ bytes (a residual stream), unless a function of it alone, such as its `relu`, is
 broadcast from little data (a mask) is computed again in every kernel, and on TPU in every loop; elsewhere an operand of
 a loop is written. On GPUs the result of a slow function that both passes need, such as the `tanh` of a gelu, is written
 (`SLOW_OPS`), and a value that one kernel needs several times is not. A slice is read without the rest of its operand.
-An update in place costs the bytes of the update. Moves to host memory and back write their results.
+An update in place costs the bytes of the update. A scatter into zeros writes all of its result first. Moves to host
+memory and back write their results.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
 that memory: its fraction of the bytes of all such values that are live with it. It stays there if its bytes on a device
@@ -322,6 +323,8 @@ class _Finder:
             operands = (*op.operands[1:], *op.results)  # it reads as many rows as it returns
         elif op.name.startswith("scatter"):
             operands, writes = (*op.operands[1:], op.operands[2]), (op.operands[2],)
+            if self.is_constant_or_mask(op.operands[0]):  # such as zeros, which are written first
+                writes = (*writes, *op.results)
         elif last := self.chain_ends.get(id(op)):
             operands, writes = (*operands, *last.operands), last.results
         return Kernel(op, self.sources(operands), tuple(v for v in writes if v >= 0))

@@ -20,9 +20,11 @@ from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.flops import flops_of
+from autoshard.sharding.program.operator_kinds import REDUCTIONS, is_decision_point
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
+from autoshard.spmdrules.core.reshard_path import moves_axis
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
 from autoshard.spmdrules.families.stages import (
@@ -34,7 +36,7 @@ from autoshard.spmdrules.families.stages import (
     shift_p,
 )
 from autoshard.spmdrules.families.weight_gathers import gather_p
-from autoshard.spmdrules.ir.program import Op
+from autoshard.spmdrules.ir.program import Block, Op
 
 AFTER_UPDATE, BEFORE_LOOPS = "after the update", "before a loop"
 
@@ -154,6 +156,35 @@ def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorSt
     operands = [operand_spec(layout, v) if v >= 0 else () for v in op.operands]
     results, moved = [result_spec(layout, op, v) for v in op.results], transfer_bytes(layout.axes, op)
     return strategy_for_specs(op, operands, results, moved, layout.mesh, prices, layout.sequence)
+
+
+def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) -> dict[int, Spec]:
+    """The operands of a decision point that are constrained to their own shardings: operand -> its sharding.
+
+    If only the sharding that the operator needs is constrained, XLA propagates that one to the operators before it and
+    to other users of the value, and reshards all of their operands. Shardy does so for all users after two constraints
+    in a row (`apply_sharding_constraints.cc`). A loop then reshards whole stacks in each iteration, before it takes a
+    slice. So these activations are constrained, and the constrained value replaces the value in the rest of its block:
+
+        those that have a mesh axis on another dimension than the operator needs
+        the inputs of a loop's body that are resharded
+
+    Args:
+        layout: the layout.
+        op: an operator.
+        block: its block.
+        prices: see `choose_strategy`.
+    """
+    if not is_decision_point(op) or op.name in REDUCTIONS:
+        return {}
+    chosen, inputs = strategy_in_layout(layout, op, prices), block.inputs if block.loop else ()
+    found = {}
+    for i, (v, dims) in enumerate(zip(op.operands, chosen.rule(op).operands, strict=True)):
+        if v >= 0 and v not in layout.aliased_inputs and v not in layout.roles.inputs:
+            spec, wanted = operand_spec(layout, v), chosen.spec(dims)
+            if moves_axis(spec, wanted) or (spec != wanted and v in inputs):
+                found[i] = spec
+    return found
 
 
 def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:

@@ -29,6 +29,7 @@ from autoshard.sharding.layout.constants import STRATEGY_TIE
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
+from autoshard.spmdrules.core.reshard_path import minor_to
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceCost, SequenceForm
 from autoshard.spmdrules.ir.program import Op
@@ -192,6 +193,7 @@ def choose_strategy(
     for axis in _non_contiguous(rule, chosen, shards):
         chosen[axis], moves = None, None
     moves = _moves(rule, operands, results, mesh, chosen) if moves is None else moves
+    moves = _in_order(moves, operands.specs, mesh)
     if len(mesh) < 2:  # one mesh axis has one order
         return OperatorStrategy(chosen, tuple(moves))
     arrays = [
@@ -207,6 +209,35 @@ def _price_of(move: Move, mesh: Mapping[str, int], prices: LinkPrices) -> float:
     if move.kind != "all-to-all":  # the only kind with another weight than 1
         return move.wire_bytes
     return move.wire_bytes * prices.weight(move.kind, math.prod([mesh[a] for a in move.axes]))
+
+
+def _in_order(moves: Sequence[Move], specs: Sequence[Spec], mesh: Mapping[str, int]) -> list[Move]:
+    """The same moves, with the gathers first that have to come before an all-to-all of the same operand.
+
+    Only the minor mesh axis of a dimension can be moved to another one (`reshard_path`). Strategies are compared
+    without this, because operators that take the same operand share such a gather.
+    """
+    ordered: list[Move] = []
+    for move in moves:
+        last = ordered[-1] if ordered else move
+        both = last.kind == "all-to-all" and move.kind == "all-gather" and last.array == move.array >= 0
+        first = minor_to(specs[move.array], last.axes, move.axes) if both else []
+        if not first:
+            ordered.append(move)
+            continue
+        larger = last.local_bytes * math.prod([mesh[a] for a in first])
+        ordered[-1:] = [
+            _move("all-gather", first, move.array, last.local_bytes, mesh),
+            _move("all-to-all", last.axes, move.array, larger, mesh),
+        ]
+        if rest := [a for a in move.axes if a not in first]:
+            ordered.append(_move("all-gather", rest, move.array, larger, mesh))
+    return ordered
+
+
+def _move(kind: MoveKind, axes: Sequence[str], array: int, local: float, mesh: Mapping[str, int]) -> Move:
+    wire = bytes_sent_per_byte(kind, math.prod([mesh[a] for a in axes])) * local
+    return Move(kind, tuple(axes), array, local, wire)
 
 
 def _non_contiguous(rule: Rule, chosen: Mapping[str, str | None], shards: Mapping[str, int]) -> list[str]:
@@ -242,8 +273,8 @@ def _moves(
         if not axes:
             return local
         n = math.prod([mesh[a] for a in axes])
-        if wire := bytes_sent_per_byte(kind, n) * local:
-            moves.append(Move(kind, tuple(axes), array, local, wire))
+        if (move := _move(kind, axes, array, local, mesh)).wire_bytes:
+            moves.append(move)
         return local / n if kind == "reduce-scatter" else local
 
     for i, own, size, axes, factor_of_axis in operands.arrays:

@@ -1,6 +1,7 @@
 """Writes a layout into a program: evaluates its jaxpr again and adds sharding constraints at decision points.
 
-Operands and results of contractions, gathers, scatters and reductions are constrained. A stored parameter is
+Operands and results of contractions, gathers, scatters and reductions are constrained. Some activations are
+also constrained to their own shardings before an operator reshards them (`pinned_operands`). A stored parameter is
 constrained in the narrower of its stored and its compute dtype: after a cast to bfloat16, before one to float32. XLA
 propagates shardings to all other values. With more constraints, it would keep gathered activations for the gradients.
 
@@ -25,6 +26,7 @@ from autoshard.sharding.layout.operator_sharding import (
     extends_computed_spec,
     operand_spec,
     order_of_scatter,
+    pinned_operands,
     result_spec,
     runs_on_shards,
     strategy_in_layout,
@@ -44,6 +46,7 @@ from autoshard.sharding.overlap.modules import ModuleOverlap
 from autoshard.sharding.plan.gather_words import SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import INDEXED, REDUCTIONS, constrained, is_decision_point, is_declared
 from autoshard.spmdrules.core.placement import Spec, to_partition_spec
+from autoshard.spmdrules.core.reshard_path import reshard_path
 from autoshard.spmdrules.ir.program import IMPLEMENTATION, Block, Op
 
 # Calls that take the constants of their jaxpr as first operands, and the parameter with the number of constants.
@@ -72,15 +75,13 @@ class Lowering:
         early: frozenset[tuple[int, int]] = frozenset(),
         overlap: ModuleOverlap | None = None,
     ):
-        self.layout = layout
-        self.mesh = mesh
+        self.layout, self.mesh, self.link_prices = layout, mesh, link_prices
         self.order = GatherOrder(mesh) if gather == SEQUENTIAL else None
         self.early, self.early_values = early, frozenset(v for number, v in early if number >= 0)
         self.layers: LayerPrefetch | None = None
         self.held: dict[Gather, Any] = {}  # the parameters that are gathered already, in the code that is lowered now
         self.overlap = overlap
         self.modules = ModuleCollectives(layout, mesh, overlap) if overlap is not None else None
-        self.link_prices = link_prices
         self.constraints = 0
         self._reversed: dict[int, tuple[Op, Any]] = {}  # reversed parameter -> its `rev` operator, and the operand
 
@@ -115,11 +116,11 @@ class Lowering:
         if value in self._reversed:
             op, original = self._reversed[value]
             return _compat.bind(op.eqn, op.eqn.params, self.resharded(original, spec, op.operands[0], alone))[0]
-        moved = x if narrow is None else x.astype(narrow)
+        moved, before = x if narrow is None else x.astype(narrow), operand_spec(self.layout, value)
         if alone is not None and self.modules is not None:
-            moved = self.modules.gathered(moved, operand_spec(self.layout, value), spec, alone)
-        else:
-            moved = self.constrain(moved, spec)
+            return self.modules.gathered(moved, before, spec, alone).astype(x.dtype)
+        for step in [spec] if value in self.layout.aliased_inputs else reshard_path(before, spec):
+            moved = self.constrain(moved, step)
         return moved.astype(x.dtype)
 
     def block(self, block: Block, args: Sequence[Any]) -> list[Any]:
@@ -135,6 +136,8 @@ class Lowering:
             if self.layers is not None:
                 self.layers.before(op)
             with _compat.source_of(op.eqn):
+                for i, spec in pinned_operands(self.layout, op, block, self.link_prices).items():
+                    env[op.eqn.invars[i]] = self.constrain(read(op.eqn.invars[i]), spec)
                 results = self.op(op, [read(a) for a in op.eqn.invars])
             if self.layers is not None:
                 self.layers.after(op, results)
@@ -220,7 +223,6 @@ class Lowering:
         """Return the results of an operator for which the layout has a strategy, with their wanted shardings."""
         assert (rule := op.rule) is not None
         marks = self.modules.marks(op, chosen) if self.modules is not None else Marks()
-        args = list(args)
         for i, alone in marks.gathers.items():
             with scope(self.modules, op, i):
                 args[i] = self.resharded(args[i], chosen.spec(rule.operands[i]), op.operands[i], alone)
@@ -260,10 +262,9 @@ class Lowering:
             return [add_window_dims(op, self.constrain(product, drop_window_dims(op, wants[0])))]
         results = _compat.bind(op.eqn, op.eqn.params, *args)
         if op.name not in REDUCTIONS:
-            computed = [chosen.spec(d) for d in rule.results]
             results = [
-                x if can_constrain_at_once(self.layout, op, chosen, r, want) else self.constrain(x, computed[r])
-                for r, (x, want) in enumerate(zip(results, wants, strict=True))
+                x if can_constrain_at_once(self.layout, op, chosen, r, want) else self.constrain(x, chosen.spec(dims))
+                for r, (x, want, dims) in enumerate(zip(results, wants, rule.results, strict=True))
             ]
         return [self.constrain(x, w) for x, w in zip(results, wants, strict=True)]
 
@@ -373,8 +374,7 @@ class Lowering:
             out = self.function(op.blocks[0])(*consts, *carry, *x)
             return out[:n_carry], out[n_carry:]
 
-        rest = {k: params[k] for k in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(body, init, xs, **rest)
+        carry, ys = lax.scan(body, init, xs, **{k: params[k] for k in ("length", "reverse", "unroll")})
         return [*carry, *ys]
 
     def loop(self, op: Op, args: list[Any]) -> list[Any]:
@@ -390,8 +390,7 @@ class Lowering:
             "cond_jaxpr": cond, "cond_nconsts": n_cond + len(cond_consts),
             "body_jaxpr": body, "body_nconsts": n_body + len(body_consts),
         }  # fmt: skip
-        operands = [*cond_consts, *args[:n_cond], *body_consts, *args[n_cond:]]
-        return _compat.bind(op.eqn, {**params, **changed}, *operands)
+        return _compat.bind(op.eqn, {**params, **changed}, *cond_consts, *args[:n_cond], *body_consts, *args[n_cond:])
 
     def rewritten(self, block: Block) -> tuple[Any, list[Any]]:
         """Return the closed jaxpr of a block with constraints, and the constants that are its first inputs."""

@@ -102,6 +102,18 @@ def test_a_gather_reads_its_rows_and_an_update_in_place_costs_the_update():
     assert sliced == ("reduce_sum", [(7, D)], [()])
 
 
+def test_a_scatter_into_zeros_writes_them_first():
+    table, ids = jax.ShapeDtypeStruct((1000, D), "float32"), jax.ShapeDtypeStruct((B,), "int32")
+    programs = (
+        (lambda i, x: jnp.zeros((1000, D)).at[i].add(x), (ids, X)),
+        (lambda t, i, x: t.at[i].add(x), (table, ids, X)),
+    )
+    into_zeros, in_place = (
+        next(writes for name, _, writes in kernel_traffic(fn, *args) if name == "scatter-add") for fn, args in programs
+    )
+    assert in_place == [(B, D)] and into_zeros == [(B, D), (1000, D)]
+
+
 def values_in_memory(fn, *args, tpu=True):
     """(shape, written bytes per element) of values in memory, without the program's inputs."""
     program = build(jax.make_jaxpr(fn)(*args))

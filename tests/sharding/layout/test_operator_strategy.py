@@ -122,6 +122,21 @@ def test_a_factor_is_sharded_only_as_far_as_all_axes_divide_it():
     assert fits.factors == {"a": "m", "b": "m"} and small.factors == {"a": "m", "b": None}
 
 
+@pytest.mark.parametrize(
+    ("order", "moves"),
+    [
+        (("a", "b"), [("all-gather", ("b",), 3 * 4096), ("all-to-all", ("a",), 1 / 2 * 4 * 4096)]),
+        (("b", "a"), [("all-to-all", ("a",), 1 / 2 * 4096), ("all-gather", ("b",), 3 * 4096)]),
+    ],
+)
+def test_only_the_minor_mesh_axis_of_a_dimension_can_move_to_another_one(order, moves):
+    """The weight is large and stays where it is: the rows move from `m` to `k` over `a`, and are gathered over `b`."""
+    mesh, specs = {"a": 2, "b": 4}, [(order, ()), (("a",), ("b",))]
+    sharded = strategy([(8, 1024), (1024, 512)], specs, ((), ("b",)), mesh, 0.01)
+    assert sharded.factors == {"a": "k", "b": "n"}
+    assert [(m.kind, m.axes, m.wire_bytes) for m in sharded.moves if m.array == 0] == moves
+
+
 @pytest.mark.parametrize(("size", "behind"), [(2, "n"), (4, None)])
 def test_a_factor_is_sharded_only_if_earlier_factors_are_fully_sharded(size, behind):
     """Shards of a merged dimension are contiguous: `n` may be sharded if each shard has one `m`, not two."""

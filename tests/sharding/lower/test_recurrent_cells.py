@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,38 @@ def test_large_weights_and_their_products_are_sharded(name: str, words: str, dev
     assert large and all("tp" in jax.tree.leaves(tuple(spec)) for spec in large)
     counts = [flops(fn.lower(params, x).compile()) for fn in (single, sharded)]
     assert counts[1] < 1.25 * counts[0] / devices
+
+
+def masked_cell() -> Program:
+    """A gated recurrent unit with time before rows, whose state starts again where an episode ends."""
+    params = {"inputs": normal(0, HIDDEN, 3, HIDDEN), "state": normal(1, HIDDEN, 3, HIDDEN)}
+
+    def forward(params: Any, x: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, now: jax.Array) -> Any:
+            h = jnp.where(now[:, :1, 0] > 1, 0, h)
+            gates = jnp.einsum("bd,dgk->bgk", h, params["state"])
+            r, z = jax.nn.sigmoid(now[:, 0] + gates[:, 0]), jax.nn.sigmoid(now[:, 1] + gates[:, 1])
+            h = (1 - z) * jnp.tanh(now[:, 2] + r * gates[:, 2]) + z * h
+            return h, h
+
+        xs = jnp.einsum("tbd,dgk->tbgk", x, params["inputs"])
+        return jax.lax.scan(cell, jnp.zeros((x.shape[1], HIDDEN)), xs)[1]
+
+    return forward, params, normal(2, 4, 32, HIDDEN)
+
+
+def test_only_the_products_of_a_loop_reshard_its_rows() -> None:
+    """A weight is sharded along the hidden units that it sums over, and the rows over the same mesh axis."""
+    forward, params, x = masked_cell()
+
+    def step(params: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(forward(p, x) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss, grads
+
+    planned = plan(step, params, x, target="cpu:8", plan="zero1:4 fsdp:2 fsdp+ffn")
+    sharded = planned.jit(jax.devices()[:8])
+    assert_close(jax.jit(step)(params, x), sharded(params, x))
+    loops = [line for line in sharded.lower(params, x).compile().as_text().splitlines() if "while/body" in line]
+    moves = [line for line in loops if re.search(r" (all-gather|all-to-all|collective-permute)\(", line)]
+    # The rows of the state go to the product and back, in the backward pass also those of its gradient.
+    assert len(moves) <= 4, "\n".join(moves)

@@ -36,6 +36,8 @@ from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.ir.program import Op
 
+REDUCES = ("reduce-scatter", "all-reduce")
+
 
 @shown
 class _Known(NamedTuple):
@@ -94,6 +96,8 @@ class OperatorPrices:
         )
         rule = strategy.rule(op)
         moves = strategy.moves if chip.keeps_reduce_scatters else merged_reductions(strategy.moves)
+        if op.name == "gather" and self.target.platform == "tpu":
+            moves = lookup_moves(moves, op.eqn.outvars[0].aval.shape, results[0], mesh)
         if strategy.form is not None:
             costs, share = strategy.form.cost.kernels, strategy.form.cost.hidden_share
             time = sum(declared_us(cost, chip) for cost in costs)
@@ -114,6 +118,7 @@ class OperatorPrices:
                 shards *= filled_tile_fraction(rule, strategy, mesh, known.tile)
             time = max(time, known.busy_s / shards * 1e6)
         copied = self._masked_copies(op, known.masked, strategy, mesh)
+        time += self._masked_rows_us(op, facts, moves)
         time += 2 * copied / (chip.memory_bandwidth * BANDWIDTH_REACHED) * 1e6  # written and read
         return Price(time, moves, opaque.peak_bytes if opaque else copied, inside=opaque)
 
@@ -158,6 +163,18 @@ class OperatorPrices:
             return 0.0
         own = groups / math.prod(mesh[a] for a, f in strategy.factors.items() if f == GROUPS)
         return own * sum(nbytes(x) for x in shard_types(op, strategy.rule(op), strategy, mesh)[:operands])
+
+    def _masked_rows_us(self, op: Op, facts: Facts, moves: Sequence[Move]) -> float:
+        """Return the microseconds in which XLA:TPU zeros the rows that a shard of a table looked up in vain.
+
+        Each device looks up all rows, of which its shard has some. Before the sum over the shards, a kernel of its own
+        reads and writes them: on TPU a lookup is not fused with others (libtpu 0.0.42.1, v5e).
+        """
+        if op.name != "gather" or self.target.platform != "tpu":
+            return 0.0
+        looked_up = max((m.local_bytes for m in moves if m.array < 0 and m.kind in REDUCES), default=0.0)
+        on_chip = max((share for v, _, _, share in facts.memory if v == op.results[0]), default=0.0)
+        return self._transfer_us([(looked_up, on_chip)] * 2)
 
     def _opaque_memory(self, op: Op, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> OpaqueMemory | None:
         """Return the memory of a declared operator on one shard."""
@@ -234,3 +251,26 @@ class OperatorPrices:
                     found[axis] = (parts[0],)
                     room[0] = max(room[0] // mesh[axis], 1)
         return found
+
+
+def lookup_moves(moves: Sequence[Move], shape: Sequence[int], want: Spec, mesh: Mapping[str, int]) -> tuple[Move, ...]:
+    """Return the moves of a lookup in a sharded table as XLA:TPU emits them.
+
+    It reduce-scatters along the first dimension only. A product is computed in the order of dimensions that this needs,
+    but rows are looked up in the order of the program. If they are scattered behind a dimension of several tables, they
+    are all-reduced (libtpu 0.0.42.1, v5e: `[rows, size]` is reduce-scattered, `[tables, rows, size]` is not).
+
+    Args:
+        moves: the moves of the strategy.
+        shape: the shape of the result.
+        want: its wanted sharding.
+        mesh: mesh axis -> size.
+    """
+    local = [n // shard_count((axes,), mesh) for n, axes in zip(shape, want, strict=True)]
+    first = {axis for d, axes in enumerate(want) if all(n == 1 for n in local[:d]) for axis in axes}
+    return tuple(
+        m._replace(kind="all-reduce", wire_bytes=2 * m.wire_bytes)
+        if m.kind == "reduce-scatter" and not first.issuperset(m.axes)
+        else m
+        for m in moves
+    )

@@ -1,0 +1,80 @@
+"""The order of the collectives that move an array from one sharding to another, and the shardings in between.
+
+XLA's partitioner moves a mesh axis to another dimension by an all-to-all if it is the minor one of its dimension. It
+gathers the whole array for anything else, such as `(("dp", "tp"), ())` to `((), ("dp",))`. That takes a gather to
+`(("dp",), ())` first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autoshard.spmdrules.core.placement import Spec
+
+
+def minor_to(spec: Spec, moved: Sequence[str], gathered: Sequence[str]) -> list[str]:
+    """Return the mesh axes that are gathered before others are moved: those that are minor to one in its dimension.
+
+    Args:
+        spec: the sharding of the array.
+        moved: the mesh axes that move to another dimension.
+        gathered: the mesh axes that are gathered.
+
+    >>> minor_to((("dp", "tp"), ("ep",)), ["dp"], ["tp", "ep"])
+    ['tp']
+    """
+    behind: set[str] = set()
+    for axes in spec:
+        first = next((n for n, axis in enumerate(axes) if axis in moved), len(axes))
+        behind.update(axes[first:])
+    return [axis for axis in gathered if axis in behind]
+
+
+def moves_axis(before: Spec, after: Spec) -> bool:
+    """Whether a mesh axis shards another dimension in one sharding than in the other.
+
+    >>> moves_axis((("dp", "tp"), ()), (("dp",), ("tp",))), moves_axis((("dp", "tp"), ()), (("dp",), ()))
+    (True, False)
+    """
+    dim_of = {axis: d for d, axes in enumerate(after) for axis in axes}
+    return any(dim_of.get(axis, d) != d for d, axes in enumerate(before) for axis in axes)
+
+
+def reshard_path(before: Spec, after: Spec) -> list[Spec]:
+    """Return the shardings that an array has one after another: there is one kind of collective between two of them.
+
+    Args:
+        before: its sharding.
+        after: the wanted sharding, which comes last. The path is only this one if no mesh axis moves.
+
+    >>> reshard_path((("dp", "tp"), ()), (("dp",), ("tp",)))
+    [(('dp',), ('tp',))]
+    >>> reshard_path((("dp", "tp"), ()), ((), ("dp",)))
+    [(('dp',), ()), ((), ('dp',))]
+    """
+    if not moves_axis(before, after):
+        return [after]
+    dim_of = {axis: d for d, axes in enumerate(after) for axis in axes}
+    now, path, last = [*before], [], ""
+    while (found := _next_step(now, after, dim_of)) is not None:
+        kind, d, count = found
+        if last and kind != last:
+            path.append(tuple(now))
+        axes, now[d], last = now[d][-count:], now[d][:-count], kind
+        if kind == "all-to-all":
+            now[dim_of[axes[0]]] += axes
+    return [*path, after]
+
+
+def _next_step(now: Sequence[tuple[str, ...]], after: Spec, dim_of: Mapping[str, int]) -> tuple[str, int, int] | None:
+    """Return the next collective, and the dimension and the number of its minor mesh axes; None if there is no more.
+
+    All-to-alls come first, because a gather makes the array larger.
+    """
+    leaving = [d for d, axes in enumerate(now) if axes != after[d][: len(axes)]]
+    for d, count in [(dim, n) for dim in leaving for n in range(1, len(now[dim]) + 1)]:
+        axes = now[d][-count:]
+        to = dim_of.get(axes[0], d)
+        if to != d and (*now[to], *axes) == after[to][: len(now[to]) + count]:
+            return "all-to-all", d, count
+    return next((("all-gather", d, 1) for d in leaving if now[d][-1] not in dim_of), None)
