@@ -45,6 +45,9 @@ KINDS = ("all-reduce", "reduce-scatter")
 OWN, SPARSE = "own", "sparse cores"
 CASES: Sequence[tuple[str, str, str]] = (
     ("v6e:4x4", "dp:2 fsdp:8", OWN),
+    ("v6e:4x4", "fsdp:16", OWN),
+    ("v6e:4x8", "fsdp:32", OWN),
+    ("v6e:8x8", "fsdp:64", OWN),
     ("v5p:2x2x4", "dp:2 fsdp:8", OWN),
     ("tpu7x:2x2x1", "fsdp:8", OWN),
     ("tpu7x:2x2x1", "fsdp:8", SPARSE),
