@@ -130,7 +130,7 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     weights = [leaf for leaf in made.inputs if leaf.path != "1"]
     assert all(("fsdp", "pp") in leaf.spec for leaf in weights)
     shard = sum(4 * np.prod(leaf.shape) for leaf in weights) / 4
-    moved = collections.Counter()
+    moved: dict[tuple[str, str], float] = collections.defaultdict(float)
     for kind, axes, sent, _ in made.traffic:
         moved[kind, axes] += sent
     assert moved["all-to-all", "pp"] == 2 * shard / 2  # the weights and their gradients

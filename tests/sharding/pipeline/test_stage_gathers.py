@@ -1,6 +1,6 @@
 """Weights that are stored in shards: the stages gather them once a step, or again in each microbatch."""
 
-from collections import Counter
+from collections import defaultdict
 from types import SimpleNamespace
 
 import jax
@@ -99,7 +99,7 @@ def test_each_layer_is_gathered_and_reduced_once():
     made = plan(fn, weights, x, **options)
     slots = 2 * 2 * 16 * 32 * 4  # bytes of the two matrices in the two slots of a stage
     gradients = 2 * 6 * 16 * 32 * 4  # bytes of those of all layers
-    moved = Counter()
+    moved: dict[tuple[str, str], float] = defaultdict(float)
     for kind, axes, sent, _ in made.traffic:
         if "fsdp" in axes and kind != "all-reduce":
             moved[kind, axes] += sent
