@@ -88,4 +88,6 @@ def test_a_train_step_of_one_example_has_no_single_row(with_predictions):
 
         return w - jax.grad(loss)(w), x @ w if with_predictions else loss(w)
 
-    assert not row_of(trace(step, [jax.ShapeDtypeStruct(size, jnp.float32) for size in ((32, 1), (1, 32), (1, 1))], {}))
+    assert not row_of(
+        trace(step, tuple(jax.ShapeDtypeStruct(size, jnp.float32) for size in ((32, 1), (1, 32), (1, 1))), {})
+    )
