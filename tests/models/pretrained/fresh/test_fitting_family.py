@@ -21,7 +21,7 @@ from autoshard.models.pretrained.fresh import fresh_origin
 from autoshard.models.pretrained.parameter_paths import parameters_of
 from autoshard.models.vit import ViTConfig
 
-SIZES: Any = {"vocab": 24, "width": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 32, "context": 1040}
+SIZES: dict[str, Any] = {"vocab": 24, "width": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 32, "context": 1040}
 PLAIN = DecoderConfig(kinds=(LayerKind(),) * 3, **SIZES)
 YARN = Rotary(1e4, "yarn", 4.0, 260)
 WINDOWS = (LayerKind(8), LayerKind(8), LayerKind())

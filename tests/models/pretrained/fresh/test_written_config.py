@@ -75,8 +75,8 @@ def test_wrong_parameters_are_refused(tmp_path):
     graph, state = nnx.split(model)
     with pytest.raises(AutoshardError, match="embed: it has a shape, but no values"):
         save_pretrained(nnx.merge(graph, jax.eval_shape(lambda: state)), tmp_path / "model")
+    setattr(model, "extra", nnx.Param(jnp.ones(3)))  # noqa: B010  # no attribute of the class
     model.head = None
-    setattr(model, "extra", nnx.Param(jnp.ones(3)))  # noqa: B010
     with pytest.raises(AutoshardError) as caught:
         save_pretrained(model, tmp_path / "model")
     assert "head: the model has no such parameter" in str(caught.value)
