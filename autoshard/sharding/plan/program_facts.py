@@ -11,7 +11,7 @@ from autoshard.sharding.machines.options import ProgramFacts, set_names
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.plan.tensors import Leaf
 
-_LAYERS = ("layers", "blocks")  # names of the axis of stacked layers (`axes.axis_names`), without a number
+_LAYERS = ("layers", "blocks")  # names of the axis of stacked layers (`axes.naming.axis_names`), without a number
 _SLICE = "slice"
 GATHER = "all-gather"
 

@@ -62,7 +62,7 @@ def test_program_that_shards_as_planned(two_layer_plan):
 def test_replicated_input(two_layer_plan):
     size = ROWS * WIDTH * 4
     assert replicated_in(two_layer_plan, x=f"f32[{ROWS},{WIDTH}]") == [
-        ("input", "0", f"f32[{ROWS},{WIDTH}]", size, size / 2)
+        ("input", "x", f"f32[{ROWS},{WIDTH}]", size, size / 2)
     ]
 
 

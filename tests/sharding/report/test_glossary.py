@@ -53,7 +53,7 @@ def test_words_of_strategies_roles_and_collectives_are_in_the_glossary():
 
 
 def test_the_names_of_logical_axes_are_in_the_glossary():
-    source = (ROOT / "autoshard/sharding/axes/axis_names.py").read_text(encoding="utf-8")
+    source = (ROOT / "autoshard/sharding/axes/naming/axis_names.py").read_text(encoding="utf-8")
     names = set(re.findall(r"\"([a-z_]+)\"", source)) - {"data"}
     assert {"batch", "embed", "head_dim", "nodes", "microbatch"} <= names and names - explained() == set()
 
