@@ -25,7 +25,7 @@ from importlib.metadata import version
 from typing import Any
 
 import common
-import jax
+import optax
 from gallery_models import MODELS, TARGETS, command, gallery_workload
 from gallery_pages import write_pages
 from plan_rows import Store
@@ -34,10 +34,10 @@ from plan_sides import Side, side_of, unless_impossible, with_compiled
 from autoshard import plan
 from autoshard.models.workloads import Workload
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.program.flops import matmul_flops
-from autoshard.spmdrules.ir.program import build
+from autoshard.train.program import model_flops
 from autoshard.train.program.build import workload_variants
 from autoshard.train.program.workload_search import workload_search
+from autoshard.train.step.train_state import make_program
 
 STORED = common.RESULTS / "gallery.json"
 FOLDER = common.RESULTS / "gallery"
@@ -46,10 +46,8 @@ LEFT_OUT = ("parameter:", "optimizer:", "data:", "activations")  # beginnings of
 
 
 def step_flops(work: Workload) -> float:
-    """Return the FLOPs of the products of a training step without rematerialization."""
-    step, *shapes = workload_variants(work)
-    program = build(jax.make_jaxpr(lambda *given: step(*given, remat="none", microbatches=1))(*shapes))
-    return sum(op.trips * sum(matmul_flops(op).values()) for op in program.ops())
+    """Return the FLOPs of the products of a training step on a TPU, without rematerialization."""
+    return model_flops.step_flops(make_program(work.build, optax.identity()), work.batch(), platform="tpu")
 
 
 def shown_text(text: str) -> str:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, POSITIONS
-from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import Op, Program
 

@@ -18,11 +18,15 @@ def carried_batch(program: Program, axes: LogicalAxes, state: Sequence[tuple[int
     the state and lack the batch. A train step is different, because its state contains the weights. Either the weights
     have no axis in common, or a product sums over it.
 
-    If there are few weights, no product may do so: the columns of a single matrix are trained like rows that do not
-    depend on each other. So the arguments must tell more. Either the state has arrays of integers or booleans, such as
-    lengths or tokens, which have the batch, too; in a train state, these are scalars. Or the batch is the first
-    dimension of an input and of a result that are not in the state, as in `(weights, cache, x) -> (cache, y)`. A train
-    step returns a loss, or predictions whose first dimension is summed over for the gradient.
+    If there are few weights, no product may do so: the columns of a single matrix are trained independently, as if they
+    were rows. So one of two more conditions must hold:
+
+        The state has arrays of integers or booleans, such as lengths or tokens, and they have the batch, too. In a
+        train state, such values are scalars.
+
+        The batch is the first dimension of an input and of a result outside the state, as in
+        `(weights, cache, x) -> (cache, y)`. A train step returns a loss, or predictions; the gradient sums over the
+        first dimension of predictions.
 
     Only axes that all arrays of the state have can be the batch. Otherwise values that are computed from weights alone,
     such as weights decoded from codes, could decide, because they may be larger than the values of the rows.
@@ -54,7 +58,7 @@ def _axes_of(axes: LogicalAxes, value: int) -> list[int]:
 
 
 def _first(axes: LogicalAxes, value: int) -> int | None:
-    """Return the first axis of a value; dimensions of size 1 have none."""
+    """Return the first logical axis of a value; None if all its dimensions have size 1."""
     return next(iter(_axes_of(axes, value)), None)
 
 

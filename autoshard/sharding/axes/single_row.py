@@ -20,10 +20,14 @@ _PARTS = ("dynamic_slice",)
 def values_of_single_row(program: Program, state: Sequence[tuple[int, int]], owners: Sequence[int]) -> frozenset[int]:
     """Return the values that belong to the only row of a step; none if it is not a step with a single row.
 
-    In such a step, all arrays of the state have a dimension of size 1. The weights are matrices that are not in the
-    state. Some arrays of the state are integers or booleans, such as tokens and lengths; in a train state, integers are
-    scalars. Or the step takes and returns features `[1, ...]` beside the state: all arrays of an argument are such
-    features, and so is a result.
+    In such a step, all arrays of the state have a dimension of size 1, and the weights are matrices outside the state.
+    One of two more conditions holds:
+
+        Some arrays of the state are integers or booleans, such as tokens and lengths. In a train state, integers are
+        scalars.
+
+        The step has an argument whose arrays all are features `[1, ...]`, and it returns such features, both outside
+        the state.
 
     Args:
         program: the program.

@@ -159,15 +159,17 @@ def strategy_in_layout(layout: Layout, op: Op, prices: LinkPrices) -> OperatorSt
 
 
 def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) -> dict[int, Spec]:
-    """The operands of a decision point that are constrained to their own shardings: operand -> its sharding.
+    """Return the operands of a decision point that are first constrained to their own shardings: operand -> sharding.
 
-    If only the sharding that the operator needs is constrained, XLA propagates that one to the operators before it and
-    to other users of the value, and reshards all of their operands. Shardy does so for all users after two constraints
-    in a row (`apply_sharding_constraints.cc`). A loop then reshards whole stacks in each iteration, before it takes a
-    slice. So these activations are constrained, and the constrained value replaces the value in the rest of its block:
+    Without this, XLA sees only the sharding that the operator needs. It propagates that sharding back to the operators
+    that compute the value, and to its other users, and reshards the operands of all of them. (Shardy gives it to all
+    users after two constraints in a row, see its `apply_sharding_constraints.cc`.) In a loop, XLA then reshards whole
+    stacks in each iteration, before it takes a slice.
 
-        those that have a mesh axis on another dimension than the operator needs
-        the inputs of a loop's body that are resharded
+    Two kinds of activations are constrained. The constrained value replaces the value in the rest of its block.
+
+        activations that need a mesh axis on another dimension
+        inputs of a loop's body that are resharded
 
     Args:
         layout: the layout.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoshard import _compat
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
+from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.families.cudnn import KERNELS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, STAGE_OPERATORS
@@ -12,7 +13,6 @@ from autoshard.spmdrules.ir.program import Op
 from autoshard.spmdrules.reference.coverage import runs_on_host
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-POSITIONS = ("argmax", "argmin")  # on shards, each finds its own best element; its value and position are gathered
 REDUCTIONS = (
     "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", *POSITIONS,
 )  # fmt: skip

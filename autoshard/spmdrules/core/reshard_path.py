@@ -1,8 +1,8 @@
-"""The order of the collectives that move an array from one sharding to another, and the shardings in between.
+"""Splits the change of an array's sharding into steps of one kind of collective each.
 
-XLA's partitioner moves a mesh axis to another dimension by an all-to-all if it is the minor one of its dimension. It
-gathers the whole array for anything else, such as `(("dp", "tp"), ())` to `((), ("dp",))`. That takes a gather to
-`(("dp",), ())` first.
+XLA's partitioner moves a mesh axis to another dimension by an all-to-all if it is the minor axis of its dimension. For
+any other change, it gathers the whole array. One such change is `(("dp", "tp"), ())` to `((), ("dp",))`. Two steps
+avoid that: a gather to `(("dp",), ())`, then an all-to-all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autoshard.spmdrules.core.placement import Spec
 
 
 def minor_to(spec: Spec, moved: Sequence[str], gathered: Sequence[str]) -> list[str]:
-    """Return the mesh axes that are gathered before others are moved: those that are minor to one in its dimension.
+    """Return the mesh axes that must be gathered first: those that are minor to a moved axis of the same dimension.
 
     Args:
         spec: the sharding of the array.
@@ -41,11 +41,11 @@ def moves_axis(before: Spec, after: Spec) -> bool:
 
 
 def reshard_path(before: Spec, after: Spec) -> list[Spec]:
-    """Return the shardings that an array has one after another: there is one kind of collective between two of them.
+    """Return the shardings that an array has one after another. One kind of collective is between two of them.
 
     Args:
         before: its sharding.
-        after: the wanted sharding, which comes last. The path is only this one if no mesh axis moves.
+        after: the wanted sharding. It comes last, and it is the only one if no mesh axis moves.
 
     >>> reshard_path((("dp", "tp"), ()), (("dp",), ("tp",)))
     [(('dp',), ('tp',))]
@@ -67,7 +67,7 @@ def reshard_path(before: Spec, after: Spec) -> list[Spec]:
 
 
 def _next_step(now: Sequence[tuple[str, ...]], after: Spec, dim_of: Mapping[str, int]) -> tuple[str, int, int] | None:
-    """Return the next collective, and the dimension and the number of its minor mesh axes; None if there is no more.
+    """Return the next collective: its kind, a dimension, and the number of its minor mesh axes; None at the end.
 
     All-to-alls come first, because a gather makes the array larger.
     """

@@ -67,7 +67,7 @@ def rotary_values(rotary: Rotary) -> dict[str, Any]:
 
 
 def scaled_scores(cfg: DecoderConfig, rotary: Rotary) -> dict[str, float]:
-    """Return `mscale` and `mscale_all_dim`, by which DeepSeek scales the scores of longer contexts; see `deepseek`."""
+    """Return DeepSeek's `mscale` and `mscale_all_dim`: the factors of attention scores beyond the first context."""
     dims = cfg.head_dim
     scale = dims**-0.5 if cfg.score_scale is None else cfg.score_scale
     if rotary.scaling != "yarn" or rotary.factor <= 1 or math.isclose(scale, dims**-0.5):

@@ -1,7 +1,7 @@
-"""Lists operators whose results follow the order of their operands. A test proves it for each.
+"""Lists the operators that may compute rows in another order: with permuted operands, they return permuted results.
 
-All others keep the order of their rows: a rule says into which shards an operator may be cut, but an element's result
-may still depend on its neighbours in the shard.
+A test proves it for each operator. All others keep the order of their rows. A rule says into which shards an operator
+may be cut, but an element's result may still depend on its neighbours in the shard.
 """
 
 # `tests/sharding/axes/test_row_order.py` permutes the operands of each, and requires a row for every name.

@@ -36,7 +36,7 @@ from autoshard.spmdrules.core.rule_builder import GROUPS
 from autoshard.spmdrules.custom_ops.kernel_cost import declared_costs
 from autoshard.spmdrules.ir.program import Op
 
-REDUCES = ("reduce-scatter", "all-reduce")
+_REDUCTIONS = ("reduce-scatter", "all-reduce")
 
 
 @shown
@@ -172,7 +172,7 @@ class OperatorPrices:
         """
         if op.name != "gather" or self.target.platform != "tpu":
             return 0.0
-        looked_up = max((m.local_bytes for m in moves if m.array < 0 and m.kind in REDUCES), default=0.0)
+        looked_up = max((m.local_bytes for m in moves if m.array < 0 and m.kind in _REDUCTIONS), default=0.0)
         on_chip = max((share for v, _, _, share in facts.memory if v == op.results[0]), default=0.0)
         return self._transfer_us([(looked_up, on_chip)] * 2)
 
