@@ -31,7 +31,7 @@ def no_stored_programs():
     jax.config.update(name, before)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def resharding_at_once(monkeypatch):
     """Leaves out the shardings in between. XLA makes remarks where it moves and gathers mesh axes at once."""
     monkeypatch.setattr(lowering, "reshard_path", lambda before, after: [after])
@@ -41,7 +41,7 @@ def lines_written_to(capfd) -> list[str]:
     return capfd.readouterr().err.splitlines()
 
 
-def test_a_planned_call_reports_remarks_in_one_warning(capfd, monkeypatch):
+def test_a_planned_call_reports_remarks_in_one_warning(capfd, monkeypatch, resharding_at_once):
     monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
     step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))})
     with pytest.warns(AutoshardWarning, match="involuntary full rematerialization") as caught:
@@ -52,6 +52,13 @@ def test_a_planned_call_reports_remarks_in_one_warning(capfd, monkeypatch):
     assert not [line for line in lines_written_to(capfd) if "rematerialization" in line]
     assert_close(new, sgd_step(mlp_state(), batch())[0])
     step(new, batch())  # no further warning
+
+
+def test_resharding_in_steps_leaves_nothing_to_remark(monkeypatch):
+    monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
+    step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))})
+    new, _ = step(mlp_state(), batch())  # without a warning, which would be an error
+    assert_close(new, sgd_step(mlp_state(), batch())[0])
 
 
 def test_other_lines_appear_in_their_order(capfd):
@@ -100,7 +107,7 @@ def test_remarks_that_cost_next_to_nothing_are_left_out():
     assert "makes 1 array whole" in both
 
 
-def test_the_jitted_plan_reports_remarks_once(capfd, monkeypatch):
+def test_the_jitted_plan_reports_remarks_once(capfd, monkeypatch, resharding_at_once):
     monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
     plan = autoshard.plan(sgd_step, mlp_state(), batch(), plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))})
     run, state = plan.jit(), jax.device_put((mlp_state(), batch()), plan.in_shardings())
@@ -113,7 +120,7 @@ def test_the_jitted_plan_reports_remarks_once(capfd, monkeypatch):
 
 
 @pytest.mark.parametrize("called", ["auto_shard", "Plan.jit"])
-def test_a_program_that_is_compiled_again_reports_its_remarks_once(capfd, monkeypatch, called):
+def test_a_program_that_is_compiled_again_reports_its_remarks_once(capfd, monkeypatch, called, resharding_at_once):
     monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
     step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))})
     plan = step.plan(mlp_state(), batch())
@@ -137,7 +144,7 @@ def test_a_program_that_is_compiled_again_reports_its_remarks_once(capfd, monkey
     assert lines_written_to(capfd) == ["later"]
 
 
-def test_remarks_of_measured_plans_are_reported_by_the_first_call(capfd, monkeypatch):
+def test_remarks_of_measured_plans_are_reported_by_the_first_call(capfd, monkeypatch, resharding_at_once):
     monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
     step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))}, measure=1)
     assert step.plan(mlp_state(), batch()).measured

@@ -43,16 +43,16 @@ def test_rows_that_are_scattered_behind_several_tables_are_all_reduced(want, kin
     assert [(m.kind, m.wire_bytes) for m in found] == [(kind, wire_bytes), ("all-gather", 7.0)]
 
 
-def lookup_price(target, words):
-    """The price of a lookup, and the bytes that the chip reads or writes in a microsecond."""
+def lookup_price(target, words, tables=()):
+    """The price of a lookup `[*tables, rows]`, and the bytes that the chip reads or writes in a microsecond."""
 
     def step(state, tokens):
-        loss = lambda p: jnp.mean((p["table"][tokens] @ p["w"]) ** 2)  # noqa: E731
+        loss = lambda p: jnp.mean((p["table"][tokens.T] @ p["w"]) ** 2)  # noqa: E731
         return jax.tree.map(lambda p, g: p - g, state, jax.grad(loss)(state))
 
     params = {"table": (1 << 22, 128), "w": (128, 128)}
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in params.items()}
-    tokens = jax.ShapeDtypeStruct((1 << 18,), "int32")
+    tokens = jax.ShapeDtypeStruct((1 << 18, *tables), "int32")
     bound = bound_or_error(plan(step, shapes, tokens, target=target, plan=words, donate_argnums=0).bound)
     cost = bound.problem.cost
     canonical = CanonicalLayout(bound.layout, cost.queries)
@@ -70,3 +70,10 @@ def test_on_tpu_a_lookup_in_a_sharded_table_writes_its_rows_twice():
     assert price.time_us * per_us == pytest.approx(4 * rows, rel=0.02)  # read and written twice
     price, per_us = lookup_price("h100:1x8", "dp:8 state")
     assert price.time_us * per_us == pytest.approx(2 * rows, rel=0.02)
+
+
+def test_on_tpu_a_lookup_behind_tables_is_all_reduced():
+    price, _ = lookup_price("v5e:2x4", "dp:8 state", tables=(4,))
+    assert [m.kind for m in price.moves if m.array < 0] == ["all-reduce"]
+    price, _ = lookup_price("h100:1x8", "dp:8 state", tables=(4,))
+    assert [m.kind for m in price.moves if m.array < 0] == ["reduce-scatter"]
