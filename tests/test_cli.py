@@ -103,6 +103,7 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
         (["rules", "--coverage", "json:loads"], "'loads' cannot be called without arguments: TypeError"),
         (["rules", "--coverage", "time:time"], "'time' returns float; it should return (fn, args)"),
         (["rules", "--coverage", "time:time", "exp"], "--coverage cannot be combined with a name"),
+        (["generate", "org/model"], "pretrained model. For a model of the Hub, run `hf download org/model --local-dir"),
         (["ckpt", "ls", "nowhere"], "'nowhere' does not exist: give the folder of a run or of checkpoints"),
         (["ckpt"], "ACTION is missing; `autoshard ckpt --help` shows an example"),
         (["ckpt", "lst"], "ACTION is 'lst'; it must be 'ls' or 'describe' or"),

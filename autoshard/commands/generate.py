@@ -65,8 +65,14 @@ def run(arguments: Sequence[str]) -> int:
             f"{', '.join(others)} need{'s' * (len(others) == 1)} a pretrained folder with config.json and safetensors "
             f"files; {str(given.run_dir)!r} is not one"
         )
+    from autoshard.models.pretrained.folder import hub_hint
     from autoshard.train.inference.exported_model import open_generator
 
+    if not given.run_dir.exists():
+        raise ConfigError(
+            f"{str(given.run_dir)!r} does not exist: give the folder of a run, of checkpoints or of a pretrained model"
+            f"{hub_hint(given.run_dir)}"
+        )
     generator = open_generator(given.run_dir, given.step, use_ema=given.use_ema, factory=given.model)
     text, plan = generator.generate(
         "\n" if given.prompt is None else given.prompt,

@@ -57,10 +57,8 @@ class Folder:
         """
         folder = Path(path).expanduser()
         if not folder.is_dir():
-            hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not folder.exists()
-            more = f". For a model of the Hub, run `hf download {path} --local-dir FOLDER` first" if hub else ""
             raise AutoshardError(
-                f"{str(folder)!r} is not a folder: give the folder of a model, with its {CONFIG}{more}"
+                f"{str(folder)!r} is not a folder: give the folder of a model, with its {CONFIG}{hub_hint(path)}"
             )
         file = folder / CONFIG
         if not file.exists():
@@ -144,6 +142,17 @@ def read_table(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise AutoshardError(f"{file} is damaged: it must be a table, not {type(found).__name__}; download it again")
     return found
+
+
+def hub_hint(path: Any) -> str:
+    """Return the end of a message about a missing folder if its path looks like the name of a model of the Hub.
+
+    >>> hub_hint("google/gemma-3-4b-it"), hub_hint("runs/mine/last")
+    ('. For a model of the Hub, run `hf download google/gemma-3-4b-it --local-dir FOLDER` first', '')
+    """
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is None or Path(path).exists():
+        return ""
+    return f". For a model of the Hub, run `hf download {path} --local-dir FOLDER` first"
 
 
 def float_dtype(dtype: Any, function: str) -> str | None:
