@@ -29,7 +29,7 @@ from autoshard.sharding.program.argument_names import named_path
 # Parts of the origin of an instruction that are no module: how JAX calls functions.
 CALLS = frozenset(
     "branch_0_fun branch_1_fun body body_fun call checkpoint closed_call cond cond_fun core_call custom_jvp_call "
-    "custom_vjp_call jit pjit remat remat2 rematted_computation scan shard_map while".split()
+    "custom_vjp_call eval_jaxpr jit pjit remat remat2 rematted_computation scan shard_map while".split()
 )
 _WRAPPED = re.compile(r"(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)")
 _ELEMENTWISE = (

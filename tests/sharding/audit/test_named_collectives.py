@@ -69,6 +69,7 @@ def test_every_scheduled_instruction_has_a_module(named):
     [
         ("jit(step)/jvp(GPT)/blocks_0/mlp/dot_general", "GPT/blocks_0/mlp"),
         ("jit(step)/transpose(jvp(GPT/blocks_0))/while/body/closed_call/mul", "GPT/blocks_0"),
+        ("jit(step)/jvp()/while/body/eval_jaxpr/mlp/dot_general", "mlp"),
         ("jit(step)/transpose(jvp())/checkpoint/rematted_computation/mlp/tanh", "mlp"),
         ("jit(step)/jit(norm)/mul", ""),
         ("jit(step)/(GPT/a/dot:GPT/b/dot)", ""),
