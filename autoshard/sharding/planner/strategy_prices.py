@@ -15,6 +15,7 @@ from autoshard._gc import paused
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.fixed_shardings import program_constraints
+from autoshard.sharding.machines.chips import host_limit_bytes
 from autoshard.sharding.machines.device_mesh import MeshLike, find_machine, traced_machine
 from autoshard.sharding.machines.kernel_rules import block_rules
 from autoshard.sharding.machines.option_requests import OptionRequest, read_request
@@ -37,7 +38,8 @@ class StrategyPrice:
         host_us: microseconds in which the link to the host is busy.
         host_exposed_us: the part of `host_us` that compute does not hide; a part of the step.
         host_traffic_bytes: bytes that a device exchanges with its host, in both directions.
-        fits_host: whether its share of the host's memory suffices.
+        host_bytes: bytes that wait in its share of the host's memory at a time.
+        fits_host: whether that share suffices.
     """
 
     step_time_us: float
@@ -46,6 +48,7 @@ class StrategyPrice:
     host_us: float = 0.0
     host_exposed_us: float = 0.0
     host_traffic_bytes: float = 0.0
+    host_bytes: float = 0.0
     fits_host: bool = True
 
 
@@ -96,6 +99,11 @@ class StrategyPrices:
     def limit_bytes(self) -> float:
         """Memory of one device."""
         return self.problem.limit
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """A device's share of its host's memory; infinite if unknown."""
+        return host_limit_bytes(self.problem.machine.target.chip)
 
     @property
     def platform(self) -> str:
@@ -152,5 +160,6 @@ def _price(candidate: Candidate) -> StrategyPrice:
         host.time_us,
         host.exposed_us,
         host.nbytes,
+        candidate.host_bytes,
         candidate.fits_host,
     )

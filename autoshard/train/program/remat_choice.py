@@ -139,6 +139,15 @@ class Parts:
         exposed = max(busy - forward, 0.0) + max(busy - (self.compute_us - forward - saved), 0.0)
         return self.full_us - saved + exposed, self.full_bytes + kept / self.microbatches, busy
 
+    def host_bytes(self, choice: Choice, share: float = 1.0) -> float:
+        """Return the bytes that wait on the host at a time if a share of the layers offloads: of one microbatch.
+
+        >>> parts = Parts(1000.0, 80.0, 1000.0, {"residual": Part(0.0, 40.0), "qkv": Part(50.0, 60.0)}, 2, 5.0)
+        >>> parts.host_bytes(Choice(host=("residual", "qkv")))
+        50.0
+        """
+        return share * sum(self.values[name].nbytes for name in choice.host) / self.microbatches
+
     @property
     def hidden_us(self) -> float:
         """The time on the link in one direction that the forward pass hides."""

@@ -74,7 +74,7 @@ class Priced:
         time_us: microseconds of a step.
         peak_bytes: peak memory of a device.
         host_us: microseconds in which the link to the host is busy.
-        offloads: whether values wait on the host.
+        host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
     """
 
     remat: str
@@ -82,7 +82,12 @@ class Priced:
     time_us: float
     peak_bytes: float
     host_us: float = 0.0
-    offloads: bool = False
+    host_bytes: float = 0.0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether values wait on the host."""
+        return self.host_bytes > 0
 
     @property
     def score_us(self) -> float:
@@ -145,7 +150,7 @@ class _Probes:
         self.space = space
         self.first, *self.more = sorted(space.microbatches)
         base = self.prices("full", self.first)
-        self.limit, bandwidth = base.limit_bytes, base.host_bandwidth
+        self.limit, self.host_limit, bandwidth = base.limit_bytes, base.host_limit_bytes, base.host_bandwidth
         self.host_us_per_byte = 1e6 / (bandwidth * HOST_BANDWIDTH_REACHED) if bandwidth else 0.0
         may_offload = bandwidth > 0 and base.platform in constants.OFFLOADING_PLATFORMS
         self.offloads = bool(space.host) or (space.offloads and may_offload)
@@ -202,9 +207,8 @@ class _Probes:
         fitting = [p for p in found.values() if p.peak_memory_bytes <= self.limit and p.fits_host]
         by_time, by_peak = (lambda p: p.step_time_us), (lambda p: p.peak_memory_bytes)
         p = min(fitting, key=by_time) if fitting else min(found.values(), key=by_peak)
-        offloads = p.host_traffic_bytes > 0
         peak = p.peak_memory_bytes if p.fits_host else math.inf  # fits nowhere
-        return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, offloads)
+        return Priced(remat, microbatches, p.step_time_us, peak, p.host_us, p.host_bytes)
 
     def estimated(self) -> list[Priced]:
         """Every choice, word and mix with its additive price, under each strategy that was probed."""
@@ -244,19 +248,20 @@ class _Probes:
         for choice in choices(list(values), host, must):
             if choice != Choice():
                 time_us, peak, busy = parts.price(choice)
-                found.append(Priced(choice.remat, count, time_us, peak, 2 * busy, bool(choice.host)))
-                if not must and busy > parts.hidden_us:
+                found.append(Priced(choice.remat, count, time_us, peak, 2 * busy, parts.host_bytes(choice)))
+                if not must and (busy > parts.hidden_us or parts.host_bytes(choice) > self.host_limit):
                     found += self._partly_offloaded(parts, choice)
         return found
 
     def _partly_offloaded(self, parts: Parts, choice: Choice) -> Iterator[Priced]:
-        """Mixes for a choice that the link to the host bounds: only some layers offload, the others recompute."""
+        """Mixes for a choice that the link or the memory of the host bounds: some layers offload, others recompute."""
         others = Choice(keep=choice.keep).remat
         for count, period in constants.SEARCHED_REMAT_MIXES:
             if self.space.layers > period and not self.space.layers % period:
                 time_us, peak, busy = parts.price_mix(choice, count / period)
                 remat = ",".join([choice.remat] * count + [others] * (period - count))
-                yield Priced(remat, parts.microbatches, time_us, peak, 2 * busy, offloads=True)
+                waiting = parts.host_bytes(choice, count / period)
+                yield Priced(remat, parts.microbatches, time_us, peak, 2 * busy, waiting)
 
     def _mixes(self, pure: Sequence[Priced]) -> list[Priced]:
         """Mixes over the layers of a policy that is too large and a slower one that fits; neither is a mix itself."""
@@ -269,17 +274,16 @@ class _Probes:
                 if self.space.layers > period and not self.space.layers % period:
                     remat = ",".join([light.remat] * count + [strict.remat] * (period - count))
                     share = count / period
-                    time_us, peak, host = (
+                    figures = (
                         share * a + (1 - share) * b
                         for a, b in zip(_figures(light), _figures(strict), strict=True)
                     )  # fmt: skip
-                    offloads = light.offloads or strict.offloads
-                    found.append(Priced(remat, light.microbatches, time_us, peak, host, offloads))
+                    found.append(Priced(remat, light.microbatches, *figures))
         return found
 
 
-def _figures(each: Priced) -> tuple[float, float, float]:
-    return each.time_us, each.peak_bytes, each.host_us
+def _figures(each: Priced) -> tuple[float, float, float, float]:
+    return each.time_us, each.peak_bytes, each.host_us, each.host_bytes
 
 
 def _front(pure: Iterable[Priced]) -> list[Priced]:
@@ -301,7 +305,7 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
     fitting = [each for each in known if each.peak_bytes <= probes.limit]
     others = [each for each in known if each.peak_bytes > probes.limit]
     done = {(each.remat, each.microbatches) for each in known}
-    guesses, estimated = _Guesses(probes.limit), probes.estimated()
+    guesses, estimated = _Guesses(probes.limit, probes.host_limit), probes.estimated()
     for offloads in (False, True):
         estimates = [each for each in estimated if each.offloads == offloads]
         best = min((each.score_us for each in fitting), default=math.inf)
@@ -334,17 +338,25 @@ class _Guesses:
 
     Attributes:
         limit: memory of a device.
+        host_limit: its share of its host's memory.
         margins: bytes by which peaks were underestimated, of mixes (True) and of single policies (False).
         mix_factor: the factor by which the time of a mix was underestimated.
+        host_factor: the factor by which bytes on the host were underestimated.
     """
 
-    def __init__(self, limit: float):
-        self.limit, self.mix_factor = limit, 1.0
+    def __init__(self, limit: float, host_limit: float):
+        self.limit, self.host_limit = limit, host_limit
+        self.mix_factor = self.host_factor = 1.0
         self.margins = {True: 0.0, False: 0.0}
 
     def fits(self, guess: Priced) -> bool:
-        """Whether a guess seems to fit the memory."""
-        return guess.peak_bytes + self.margins[_is_mix(guess)] <= self.limit
+        """Whether a guess seems to fit the memory of the device and of its host."""
+        fits_device = guess.peak_bytes + self.margins[_is_mix(guess)] <= self.limit
+        return fits_device and self.fits_host(guess)
+
+    def fits_host(self, guess: Priced) -> bool:
+        """Whether the values of a guess that wait on the host seem to fit there."""
+        return guess.host_bytes * self.host_factor <= self.host_limit
 
     def score_us(self, guess: Priced) -> float:
         """The corrected score."""
@@ -359,11 +371,12 @@ class _Guesses:
         fitting = [each for each in guesses if self.fits(each)]
         if fitting:
             return min(fitting, key=self.score_us)
-        return min(guesses, key=lambda each: each.peak_bytes, default=None)
+        return min(guesses, key=lambda each: (not self.fits_host(each), each.peak_bytes), default=None)
 
     def learn(self, guess: Priced, priced: Priced) -> None:
         """Correct later guesses by a price."""
-        if math.isinf(priced.peak_bytes):  # the host's memory is full, which says nothing about other choices
+        if math.isinf(priced.peak_bytes):  # the host's memory is full
+            self.host_factor = max(self.host_factor, priced.host_bytes / max(guess.host_bytes, 1.0))
             return
         if priced.peak_bytes > self.limit:
             is_mix = _is_mix(guess)

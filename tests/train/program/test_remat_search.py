@@ -1,6 +1,8 @@
 """The search over what layers keep, recompute and offload: what it chooses, and that no values change."""
 
+import math
 import re
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import ConfigError, PlanError
 from autoshard.models.workloads import workload
+from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.constants import HOST_MEMORY_SHARE
 from autoshard.sharding.planner.strategy_prices import StrategyPrices
 from autoshard.train.program import remat_search
 from autoshard.train.program.build import workload_step, workload_variants
@@ -157,10 +161,33 @@ def test_specified_prices_name_the_way_of_attention():
 
 
 def test_what_mixes_add_to_the_memory_says_nothing_about_single_policies():
-    guesses = remat_search._Guesses(limit=100.0)
+    guesses = remat_search._Guesses(limit=100.0, host_limit=math.inf)
     guesses.learn(Priced("host:qkv,full", 1, 1.0, 95.0), Priced("host:qkv,full", 1, 1.0, 110.0))
     assert guesses.fits(Priced("host:qkv", 1, 1.0, 95.0))
     assert not guesses.fits(Priced("host:qkv,full,full,full", 1, 1.0, 90.0))
+
+
+def test_guesses_that_do_not_fit_the_host_are_not_tried():
+    """A faster choice for which the host is too small does not hide a slower one that fits."""
+    guesses = remat_search._Guesses(limit=100.0, host_limit=50.0)
+    large, small = (Priced("host:qkv", 1, time, 60.0, host_bytes=size) for time, size in ((1.0, 60.0), (2.0, 40.0)))
+    lean = Priced("host:residual", 1, 3.0, 20.0, host_bytes=90.0)
+    assert guesses.best([large, small, lean]) == small
+    guesses.learn(small, replace(small, peak_bytes=math.inf, host_bytes=60.0))
+    assert not guesses.fits(small) and guesses.fits(replace(small, host_bytes=30.0))
+
+
+def test_a_small_host_gets_what_it_holds(monkeypatch):
+    """The fastest choices by far do not fit the host; some that offload less do."""
+    moved = alone("host:residual").estimate.host_memory_bytes
+    limit = 0.5 * (peak("host:residual") + peak("full"))
+    small = replace(CHIPS["v5e"], host_memory_bytes=1.05 * moved / HOST_MEMORY_SHARE)
+    monkeypatch.setitem(CHIPS, "v5e", small)
+    monkeypatch.setattr(remat_search.constants, "MOST_PRICED", 2)
+    options: dict[str, Any] = {**OPTIONS, "memory_limit_bytes": int(limit)}
+    first, *_ = workload_search(SMALL, options, microbatches=1)([])
+    found = plan(*workload_step(SMALL.with_(remat=first["remat"]), 1), **options, donate_argnums=0)
+    assert found.fits and 0 < found.estimate.host_memory_bytes <= 1.05 * moved
 
 
 @pytest.mark.slow
@@ -191,8 +218,8 @@ def test_mixes_are_made_of_policies_for_all_layers():
     """A mix of mixes would have groups of layers that do not divide their number."""
     pure = [
         Priced("none", 1, 10.0, 100.0),
-        Priced("host:qkv,full", 1, 11.0, 60.0, offloads=True),
-        Priced("host:qkv,host:qkv,full", 1, 12.0, 40.0, offloads=True),
+        Priced("host:qkv,full", 1, 11.0, 60.0, host_bytes=9.0),
+        Priced("host:qkv,host:qkv,full", 1, 12.0, 40.0, host_bytes=9.0),
         Priced("full", 1, 14.0, 20.0),
     ]
     probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0)
