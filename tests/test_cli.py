@@ -88,6 +88,11 @@ def test_each_command_has_help_with_an_example(command: str, capsys: pytest.Capt
             ["plan", "gpt-tiny", "--target", "cpu:8", "--plan", "dp:7"],
             "plan 'dp:7' takes 7 devices, but cpu:8 has 8; request 'dp:8', or plan for a target of 7 devices",
         ),
+        (["plan", "time:time"], "plan 'time:time': 'time' returns float; it should return (fn, args)"),
+        (
+            ["plan", "json:loads"],
+            "missing 1 required positional argument: 's'. Name a function that returns (fn, args)",
+        ),
         (["train", "--data", "nowhere.txt"], "'nowhere.txt' does not exist"),
         (["train", "--freeze", "nothing"], "--freeze nothing: no parameter matches"),
         (["plan", "--mesh", "data"], "such as data=4,model=2"),
@@ -262,6 +267,37 @@ def test_rules_coverage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "1 without a rule" in output and "pure_callback: runs Python" in output and "covered_example.py:5" in output
     assert main(["rules", "--coverage", "covered_example:untraceable"]) == 2
     assert "cannot be traced: TypeError" in capsys.readouterr().err
+
+
+OWN_STEP = """
+import jax, jax.numpy as jnp
+
+def step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w - x) ** 2))(w)
+
+def example():
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    return jax.jit(step, donate_argnums=0), shapes
+"""
+
+
+def test_plan_of_an_own_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "own_step.py").write_text(OWN_STEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    options = ["--target", "cpu:4", "--plan", "fsdp:4", "--explain", "w", "--json", "plan.json"]
+    assert main(["plan", "own_step:example", *options]) == 0
+    output = capsys.readouterr().out
+    assert "step on cpu:4: fsdp 4 = 4 devices" in output and "own_step.py:5 (step" in output and "w\n  param" in output
+    plan = json.loads(Path("plan.json").read_text())
+    assert plan["chosen"] == "fsdp:4"
+    assert main(["plan", "own_step:example", "--target", "cpu:4", "--microbatches", "2", "--plan", "fsdp:4"]) == 0
+    assert "microbatches" in capsys.readouterr().out
+    assert main(["plan", "own_step:example", "--target", "cpu:4", "--show", "program"]) == 0
+    assert "dot_general" in capsys.readouterr().out
+    for option, value in {"--batch-size": "8", "--context": "8", "--remat": "full", "--set": "layers=2"}.items():
+        assert main(["plan", "own_step:example", option, value]) == 2
+        assert f"plan 'own_step:example': {option} is for named models" in capsys.readouterr().err
 
 
 def test_warnings_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

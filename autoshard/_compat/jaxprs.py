@@ -184,7 +184,7 @@ def program_line(eqn: Any, libraries: tuple[str, ...] = ("site-packages", "dist-
 
 
 def exclude_from_user_code(path: str) -> None:
-    """Excludes the Python file at `path` from user code: source lines then name the caller instead."""
+    """Excludes the Python files whose path starts with `path` from user code: source lines then name the caller."""
     source_info_util.register_exclusion(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Literal
 from autoshard._shown import shown
 from autoshard.commands.arguments import cannot_write, check_writable
 from autoshard.commands.plan_options.arguments import parse_fixed, parse_path_spec, parse_setting, plan_parser, unique
+from autoshard.commands.plan_options.own_step import is_own_step, own_step
 from autoshard.commands.plan_options.verification import verification
 from autoshard.commands.settings import read_settings
 from autoshard.errors import AutoshardError, ConfigError
@@ -22,9 +24,10 @@ same options.
 
 example: autoshard plan llama2-7b --target v5p:4x4x4 --batch-size 128 --context 2048 --verify
          autoshard plan --preset gpt2-small --target v5e:4x4 --json plan.json
+         autoshard plan train:example --target v5e:4x4   # example() returns (train_step, (state, batch))
 
 No array is allocated and no data is read. With --target or --mesh the machine need not be attached.
-`autoshard plan MODEL --help` lists the options for named models."""
+`autoshard plan MODEL --help` lists the options for named models and for a step of your own."""
 
 
 @shown
@@ -148,17 +151,21 @@ def _run_named(arguments: Sequence[str]) -> int:
     from autoshard.sharding.rewrite.printed_program import function_text
     from autoshard.train.program.build import workload_variants
     from autoshard.train.program.constants import REMATS
-    from autoshard.train.program.planned_step import parse_mesh
     from autoshard.train.program.workload_search import workload_search
 
     if given.target and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")  # no attached accelerator is needed
+    if is_own_step(given.model):
+        return _run_own(given, arguments)
     folder = Path(given.model)
     if given.model not in WORKLOADS and (folder.name == "config.json" or folder.is_dir()):
         found = folder_workload(folder)
     elif given.model not in WORKLOADS:
         names = known_names(given.model, WORKLOADS).partition("? ")  # all of them only if none is similar
-        own = "For a model of your own, give a folder with a config.json, or --model package.module:factory"
+        own = (
+            "For a model of your own, give a folder with a config.json, or --model package.module:factory; for a step "
+            "of your own, module:function, which returns (step, arguments)"
+        )
         raise ConfigError(f"unknown model {given.model!r}{names[0]}{'?' if names[1] else '.'} {own}")
     else:
         found = workload(given.model)
@@ -170,16 +177,7 @@ def _run_named(arguments: Sequence[str]) -> int:
         raise
     except ValueError as error:  # its message says which fields are wrong
         raise ConfigError(f"{given.model}: {error}") from error
-    options = {
-        "target": given.target,
-        "mesh": parse_mesh(given.mesh),
-        "plan": given.plan,
-        "memory_limit_bytes": given.memory_limit_bytes,
-        "fixed": unique("--fixed", map(parse_fixed, given.fixed)) or None,
-        "compiler_options": given.compiler_options or None,
-        "gather": given.gather,
-        "overlap": given.overlap or None,
-    }
+    options = _plan_options(given)
     step, *shapes = workload_variants(work)
     options["schedule"] = given.schedule
     searched = given.schedule is not None and given.plan is None and given.mesh is None
@@ -209,6 +207,44 @@ def _run_named(arguments: Sequence[str]) -> int:
         measure=given.measure,
         **verification(given.verify, given.verify_timeout_s, options, given.measure),
         **given_options,
+    )
+    return show(plan, given.json, given.html, given.explain)
+
+
+def _plan_options(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `autoshard.plan` that named models and own steps share; None if not given."""
+    from autoshard.train.program.planned_step import parse_mesh
+
+    return {
+        "target": given.target,
+        "mesh": parse_mesh(given.mesh),
+        "plan": given.plan,
+        "memory_limit_bytes": given.memory_limit_bytes,
+        "fixed": unique("--fixed", map(parse_fixed, given.fixed)) or None,
+        "compiler_options": given.compiler_options or None,
+        "gather": given.gather,
+        "overlap": given.overlap or None,
+    }
+
+
+def _run_own(given: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Plan the step that `MODULE:FUNCTION` returns."""
+    import autoshard
+    from autoshard.sharding.rewrite.printed_program import function_text
+
+    step, values, own = own_step(given, arguments)
+    if given.show:
+        print(function_text(step, *values))
+        return 0
+    options = _plan_options(given) | own | {"schedule": given.schedule}
+    if given.explain:
+        _check_explain(given.explain, step, values, options["mesh"], given.plan)
+    plan = autoshard.plan(
+        step,
+        *values,
+        measure=given.measure,
+        **verification(given.verify, given.verify_timeout_s, options, given.measure),
+        **{name: value for name, value in options.items() if value is not None},
     )
     return show(plan, given.json, given.html, given.explain)
 

@@ -52,49 +52,66 @@ def coverage_of(target: str) -> Coverage:
     Raises:
         ConfigError: the function cannot be imported, called or traced.
     """
-    fn, args = _example(target)
+    given = f"--coverage {target!r}"
+    fn, args = example_of(target, "--coverage")
     import jax
 
     from autoshard.spmdrules.ir import program
 
-    closed = _attempt(target, "the function cannot be traced", lambda: jax.make_jaxpr(fn)(*args))
+    closed = _attempt(given, "the function cannot be traced", lambda: jax.make_jaxpr(fn)(*args))
     found = program.build(closed)
     return Coverage(target, len({op.name for op in found.ops()}), found.unknown)
 
 
-def _example(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def example_of(target: str, option: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Call a function of the user that returns a function and its arguments.
+
+    Args:
+        target: `module:function`, which takes no arguments and returns `(fn, args)`. The working directory is searched
+            first.
+        option: what `target` was given for, for messages.
+
+    Raises:
+        ConfigError: the function cannot be imported or called, or returns something else.
+    """
+    given = f"{option} {target!r}"
     module_name, _, name = target.partition(":")
     if module_name.endswith(".py"):
         dotted = ".".join(Path(module_name).with_suffix("").parts)
-        raise ConfigError(f"--coverage {target!r}: give the module, not its file: {dotted}:{name or 'function'}")
+        raise ConfigError(f"{given}: give the module, not its file: {dotted}:{name or 'function'}")
     if not module_name or not name:
-        raise ConfigError(f"--coverage {target!r}: write module:function, such as train:example")
+        raise ConfigError(f"{given}: write module:function, such as train:example")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     module = _attempt(
-        target,
+        given,
         f"module '{module_name}' cannot be imported",
         lambda: importlib.import_module(module_name),
         ". Modules are searched in the working directory, then as Python does",
     )
     if not callable(function := getattr(module, name, None)):
-        raise ConfigError(f"--coverage {target!r}: module '{module_name}' has no function '{name}'")
-    made = _attempt(target, f"'{name}' cannot be called without arguments", function)
+        raise ConfigError(f"{given}: module '{module_name}' has no function '{name}'")
+    made = _attempt(
+        given,
+        f"'{name}' cannot be called without arguments",
+        function,
+        ". Name a function that returns (fn, args), a function and the tuple of its arguments",
+    )
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], (tuple, list))):
-        raise ConfigError(f"--coverage {target!r}: '{name}' returns {_type_text(made)}; it should return (fn, args), a "
+        raise ConfigError(f"{given}: '{name}' returns {_type_text(made)}; it should return (fn, args), a "
                           "function and the tuple of its arguments")  # fmt: skip
     return made[0], tuple(made[1])
 
 
-def _attempt(target: str, failure: str, action: Callable[[], Any], remedy: str = "") -> Any:
+def _attempt(given: str, failure: str, action: Callable[[], Any], remedy: str = "") -> Any:
     """Run an action on the user's code; any error becomes a one-line `ConfigError`, from `failure` to `remedy`."""
     try:
         return action()
     except (Exception, SystemExit) as error:
         lines = str(error).strip().splitlines()
         raise ConfigError(
-            f"--coverage {target!r}: {failure}: {type(error).__name__}: {lines[0] if lines else 'no message'}{remedy}"
+            f"{given}: {failure}: {type(error).__name__}: {lines[0] if lines else 'no message'}{remedy}"
         ) from error
 
 

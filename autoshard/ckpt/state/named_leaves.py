@@ -199,7 +199,8 @@ def leaf_spec(key: Key, leaf: Any) -> LeafSpec:
         suffix = "" if dtype is None else f" of {dtype}"
         raise CheckpointError(
             f"the state's leaf '{'/'.join(key)}' is a {type(leaf).__name__}{suffix}: only arrays, RNG keys, "
-            "numbers, str and bytes can be saved. Move it out of the state, into the config, or make it a static field."
+            "numbers, str and bytes can be saved. Make it a static field, or leave it out: of an Equinox model, save "
+            "equinox.filter(state, equinox.is_array)."
         )
     return LeafSpec(key, tuple(leaf.shape), name)
 

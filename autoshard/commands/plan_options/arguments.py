@@ -72,7 +72,8 @@ def plan_parser() -> argparse.ArgumentParser:
     options.add_argument(
         "model",
         help="name of a model, or a folder of a pretrained model, of which only config.json is read; the error for an "
-        "unknown name lists the names",
+        "unknown name lists the names. Or MODULE:FUNCTION: a function of yours that takes no arguments and returns "
+        "(step, arguments), where arguments are arrays or shapes; the working directory is searched first",
     )
     options.add_argument("--target", help="machine to plan for: v5p:4x4x4, h100:4x8, cpu:8, or a .toml file")
     options.add_argument("--mesh", help="mesh to plan for, such as data=4,model=2")

@@ -193,8 +193,8 @@ class PureFunction:
         entry = self.entry(args, kwargs)
         if traced:  # inside another transformation: only add sharding constraints
             return reveal_static(jax.tree.unflatten(entry.traced.out_tree, run_under_trace(entry, leaves)))
-        entry = self.entry_for_placement(entry, args, kwargs)
         entry.check_target()
+        entry = self.entry_for_placement(entry, args, kwargs)
         entry.check_agreement()
         self.last, entry.inspected = entry, True
         self.separate.needed |= entry.mesh.size > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -83,13 +84,19 @@ class PlannedSignature:
         Raises:
             PlanError: it is another machine.
         """
-        target, devices = self.bound.problem.machine.target, list(self.mesh.devices.flat)
+        target, mesh = self.bound.problem.machine.target, self.bound.executable.mesh
+        devices = jax.devices() if mesh is None else list(mesh.devices.flat)  # perhaps fewer than the plan needs
         if self.bound.problem.target_given and not is_made_of(target, devices):
             here = target_for(devices, len(devices)).name
+            enough = math.prod(self.plan.mesh.axis_sizes) <= len(devices)
+            others = (
+                f", or use .plan(...).jit(), which runs the plan for '{target.name}' here. .plan(...) and .lower(...) "
+                "work anywhere"
+            )
             raise PlanError(
                 f"auto_shard({self.traced.name}): the plan is for target '{target.name}', but the devices are '{here}' "
-                f"({devices[0].device_kind}). To run on these, leave out target=, or use .plan(...).jit(), which runs "
-                f"the plan for '{target.name}' here. .plan(...) and .lower(...) work anywhere"
+                f"({devices[0].device_kind}). To run on these, leave out target="
+                + (others if enough else ". .plan(...) and its .verify() need no devices")
             )
 
     @functools.cache  # noqa: B019  an entry lives as long as its function

@@ -21,6 +21,7 @@ from autoshard._shown import shown
 from autoshard.spmdrules.core.registry import check_fit, has_rule, replicated_rule, rule_for
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.ir.index_batching import ConstantIndices
+from autoshard.spmdrules.ir.library_frames import exclude_libraries
 from autoshard.spmdrules.ir.mapped_collectives import as_reduction
 from autoshard.spmdrules.ir.pooling_gradient import fuse_padding
 
@@ -163,6 +164,7 @@ def build(closed: Any) -> Program:
     Args:
         closed: the result of `jax.make_jaxpr`.
     """
+    exclude_libraries()
     program = Program(Block(closed, "", ()), [])
     builder = _Builder(program)
     jaxpr = _compat.open_jaxpr(closed)

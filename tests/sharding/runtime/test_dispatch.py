@@ -274,6 +274,14 @@ def test_a_plan_for_a_machine_that_is_not_attached_is_not_run():
     assert_close(sgd_step(mlp_state(), batch())[0], auto_shard(sgd_step, target="cpu:8")(mlp_state(), batch())[0])
 
 
+def test_the_message_of_a_larger_machine_names_it():
+    """Not the number of devices: on a CPU with that many, the plan would be refused all the same."""
+    step = auto_shard(sgd_step, target="v5e:4x4", example=(mlp_state(), batch()))
+    for run in (lambda: step(mlp_state(), batch()), lambda: step.init(mlp_state)):
+        with pytest.raises(PlanError, match=r"target 'v5e:4x4', but the devices are 'cpu:8' .*leave out target=\. "):
+            run()
+
+
 def test_the_first_call_of_each_of_several_plans_is_inspected():
     double = auto_shard(lambda x: x * 2, target="h100:8")
     for rows in (16, 32):

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 from autoshard import auto_shard
 from autoshard.errors import PlanError
-from tests.sharding.programs import assert_close, batch, mlp_loss, mlp_state, sgd_step
+from tests.sharding.programs import assert_close, batch, device_bytes, mlp_loss, mlp_state, sgd_step, whole_bytes
 
 OPTIMIZER = optax.adam(1e-2)
 
@@ -35,6 +36,30 @@ def test_several_state_arguments_are_created_together_or_one_by_one():
     assert jax.tree.map(lambda x: x.sharding, alone) == jax.tree.map(lambda x: x.sharding, moments)
     expected = two_state_step(*(create()[0], batch(), create()[1]))
     assert_close(expected, step(params, batch(), moments))
+
+
+def test_nnx_objects_are_created_as_their_step_was_planned_from_shapes():
+    def create(seed):
+        rngs = nnx.Rngs(seed)
+        model = nnx.Sequential(
+            nnx.Linear(64, 128, rngs=rngs), nnx.Dropout(0.1, rngs=rngs), nnx.Linear(128, 64, rngs=rngs)
+        )
+        return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+    def train_step(model, optimizer, x):
+        loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    step = auto_shard(train_step, plan="fsdp:8")
+    plan = step.plan(*nnx.eval_shape(lambda: create(0)), batch())
+    state, expected = step.init(create, 0), create(0)
+    for part in (nnx.state(state[0], nnx.Param), state[1].opt_state[0].mu, state[1].opt_state[0].nu):
+        assert device_bytes(part) * 8 == whole_bytes(part)
+    for _ in range(3):
+        assert_close(train_step(*expected, batch()), step(*state, batch()))
+    assert_close(nnx.state(expected, nnx.Param), nnx.state(state, nnx.Param))
+    assert step.plan(*state, batch()) is plan
 
 
 OTHER = {
