@@ -20,6 +20,8 @@ DEV_STAMP := $(VENV)/.stamp-dev
 DOCS_STAMP := $(VENV)/.stamp-docs
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+# Tests start many interpreters. Without bytecode, each of them compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup dev train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots pictures docs lock release clean

@@ -416,7 +416,7 @@ def test_a_token_outside_the_vocabulary_gives_nan():
     assert np.all(np.isnan(logits_of(filled(TINY), jnp.array([[-1]]))))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_promotion_is_implicit(name, dtype, strict_numerics):

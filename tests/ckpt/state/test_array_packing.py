@@ -268,7 +268,7 @@ def test_the_number_of_programs_does_not_grow_with_the_leaves(
     assert 0 < len(few) == len(many), (few, many)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4", "float8_e8m0fnu", "float32", "complex64"],

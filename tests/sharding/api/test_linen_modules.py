@@ -51,7 +51,7 @@ def full_class() -> Any:
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "rngs, args, kwargs",
     [

@@ -94,6 +94,7 @@ def separate_layers():
     return step, [(draw(n, 16, 32), draw(n + LAYERS, 32, 16)) for n in range(LAYERS)], draw(99, 16, 16)
 
 
+@pytest.mark.whole
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
@@ -139,6 +140,7 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("kind", ["separate", "uneven", pytest.param("one layer a stage", marks=pytest.mark.slow)])

@@ -257,7 +257,7 @@ def test_folders_without_a_usable_model(make_config: MakeConfig, tmp_path: Path)
         (folder / FILE).write_text(json.dumps(whole | change))
         with pytest.raises((ConfigError, CheckpointError), match=message):
             open_generator(folder).generate("a", 1)
-        assert main(["generate", str(folder), "--tokens", "1"]) == 2
+    assert main(["generate", str(folder), "--tokens", "1"]) == 2
     (folder / FILE).write_text("{")
     with pytest.raises(ConfigError, match="is damaged: JSONDecodeError"):
         read_inference(folder)
