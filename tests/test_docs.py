@@ -37,6 +37,9 @@ LONG = {
 }
 
 
+LONG_PAGES = ("long-sequences", "own-rule", "pipeline")  # tests of the package plan and run such programs too
+
+
 @pytest.fixture
 def own_registry(monkeypatch):
     """Registers the rules of a page in a copy of the registry."""
@@ -56,6 +59,7 @@ def test_pages_have_programs():
 
 def _marks(page: Path, *, slow: bool) -> list[pytest.MarkDecorator]:
     words = {word for block in blocks(page) for word in block.marks} if slow else set()
+    words |= {"slow"} if page.stem in LONG_PAGES else set()
     return [getattr(pytest.mark, word) for word in sorted(words)]
 
 

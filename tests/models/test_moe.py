@@ -233,6 +233,7 @@ def test_scanned_and_unrolled_are_the_same_model():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])

@@ -163,6 +163,7 @@ SMALL = dataclasses.replace(TINY, vocab=64, heads=8, kv_heads=4, width=32, ffn=6
 TOGETHER = {"remat": "host:residual+qkv keep:out_proj", "loss_chunks": 4, "tie_head": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantization", "words", "changes"),
     [

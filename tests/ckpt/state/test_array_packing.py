@@ -182,6 +182,7 @@ def test_packed_leaves_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh) -> No
         np.testing.assert_array_equal(restored[name], leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_an_unpacked_step_of_the_older_format(
     tmp_path: Path, mesh8: Mesh, many: Any, assert_same: Any, monkeypatch: pytest.MonkeyPatch

@@ -62,6 +62,7 @@ def test_experts_equal_one_device_in_float64(kind, schedule):
         assert largest_error(kind, "pp:2 dp:2 ep:2", schedule, jnp.float64) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dropless", pytest.param("capacity", marks=MANY)])
 def test_a_device_holds_the_experts_of_its_own_stage(kind):
     step, _, args = planned_step(kind, "pp:2 dp:2 ep:2", "1f1b")

@@ -84,6 +84,7 @@ def planned(gather=None, **options):
     return plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, gather=gather, **options)
 
 
+@pytest.mark.slow
 def test_memory_decides():
     once, repeat = planned("once"), planned("repeat")
     assert once.estimate.step_time_us < repeat.estimate.step_time_us

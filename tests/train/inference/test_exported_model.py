@@ -334,6 +334,7 @@ def test_the_newest_intact_parameters_are_loaded(make_config: MakeConfig, tmp_pa
         np.testing.assert_array_equal(newest.parameters(weights(0))["w"], [1.0] * 4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that Orbax drops
 def test_without_intact_parameters_there_is_an_error(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = stored_model(tmp_path, make_config(), step_1={"params": weights(1)})

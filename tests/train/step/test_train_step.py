@@ -112,6 +112,7 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
         state = after
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [None, "fsdp:8"])
