@@ -28,7 +28,8 @@ OUTPUTS = {
     "own_kernel": PLANNED,
     "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "alternatives (all else", "-> fsdp:8 tp:8"),
 }
-LONG = ("flax_linen", "equinox_model")  # default tests of `tests/sharding/api` and `tests/foreign` have such models
+# Default tests of `sharding/api`, `foreign` and `spmdrules/custom_ops` have such programs.
+LONG = ("equinox_model", "flax_linen", "own_kernel")
 ALONE = "plain_jax"  # it runs in its own process, as users start it; the others share that of the tests
 
 

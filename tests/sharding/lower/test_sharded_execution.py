@@ -57,6 +57,7 @@ def test_the_kernel_gradient_of_grouped_convolutions_under_each_sharding(mesh, s
     check(gradient, normal(2, 2, 8, 32), normal(8, 8, 8, 16), normal(8, 4, 4, 32), mesh=mesh, fixed={"0": spec})
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["tp:8", "dp:8", "dp:2 tp:4"])
 def test_a_train_step_of_grouped_convolutions(plan):

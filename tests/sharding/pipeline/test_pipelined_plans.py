@@ -228,6 +228,7 @@ def test_gradients_are_exchanged_as_shards_where_groups_have_one_row(layers):
     assert made.replicas == 4 and "all-gather" not in {kind for kind, *_ in made.traffic}
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*devices")
 def test_stages_that_do_not_divide_the_layers():
@@ -413,6 +414,7 @@ def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():
         assert [each.role for each in made.inputs] == ["parameter", "data"]
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_second_stack_of_layers_is_on_no_stage():
     def step(weights, x):
@@ -429,6 +431,7 @@ def test_a_second_stack_of_layers_is_on_no_stage():
     assert not [note for note in plan(make_step(), *shapes(), target="cpu:2", plan="pp:2").notes if "no stage" in note]
 
 
+@pytest.mark.few(5)
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "message"),

@@ -83,6 +83,7 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(
     assert len({float(one_device_loss), float(later), float(plain)}) == 3
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_dropout() -> None:
     program = gpt(dropout=0.3)
     state = jax.jit(program.create_state)(jax.random.key(0))
