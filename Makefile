@@ -20,9 +20,11 @@ DEV_STAMP := $(VENV)/.stamp-dev
 DOCS_STAMP := $(VENV)/.stamp-docs
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+# Tests start many interpreters. Without bytecode, each of them compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots pictures docs lock release clean
+.PHONY: help setup dev bytecode train test quick test-all parity coverage lint format golden bench bench-plans recipes against screenshots pictures docs lock release clean
 
 help: ## List the targets.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -30,6 +32,10 @@ help: ## List the targets.
 setup: $(RUN_STAMP) ## Make the virtual environment with what a run needs.
 
 dev: $(DEV_STAMP) ## The same, and what the tests need.
+
+# Test processes start together. Without these files each of them compiles all tests.
+bytecode: $(DEV_STAMP) ## Compile the package and the tests to bytecode.
+	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null
 
 train: $(RUN_STAMP) ## Set up, then train the default preset on 8 virtual CPU devices.
 	@$(CPU8) $(BIN)/autoshard train --preset quick $(ARGS)

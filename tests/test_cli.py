@@ -172,6 +172,7 @@ def test_a_mistake_is_one_line_where_output_is_not_utf8(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == "autoshard plan: error: --gpt.layers is 'abc'; it must be a whole number\n"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

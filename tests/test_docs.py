@@ -30,6 +30,14 @@ DOCUMENTED = [
     for file in sorted((ROOT / "autoshard").rglob("*.py"))
     if ">>> " in file.read_text()
 ]
+# Their examples compile models, as the tests of these modules do.
+LONG = {
+    *("autoshard.models.decoder.decoder", "autoshard.models.moe", "autoshard.models.vision.tower"),
+    *("autoshard.models.vit", "autoshard.models.wide_resnet", "autoshard.serve.engine"),
+}
+
+
+LONG_PAGES = ("long-sequences", "own-rule", "pipeline")  # tests of the package plan and run such programs too
 
 
 @pytest.fixture
@@ -38,6 +46,7 @@ def own_registry(monkeypatch):
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("page", "example"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
 def test_the_programs_of_a_page_run(page, example, own_registry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -50,6 +59,7 @@ def test_pages_have_programs():
 
 def _marks(page: Path, *, slow: bool) -> list[pytest.MarkDecorator]:
     words = {word for block in blocks(page) for word in block.marks} if slow else set()
+    words |= {"slow"} if page.stem in LONG_PAGES else set()
     return [getattr(pytest.mark, word) for word in sorted(words)]
 
 
@@ -114,7 +124,9 @@ def test_the_readme_is_read_in_three_minutes():
     assert len((ROOT / "README.md").read_text().split()) <= 3 * 240
 
 
-@pytest.mark.parametrize("module", DOCUMENTED)
+@pytest.mark.parametrize(
+    "module", [pytest.param(module, marks=pytest.mark.slow if module in LONG else ()) for module in DOCUMENTED]
+)
 def test_docstring_examples_run(module):
     outcome = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
     assert outcome.attempted > 0

@@ -28,6 +28,8 @@ OUTPUTS = {
     "own_kernel": PLANNED,
     "plan_for_a_pod": ("train_step on v5p:4x4x4", "= 64 devices", "alternatives (all else", "-> fsdp:8 tp:8"),
 }
+# Default tests of `sharding/api`, `foreign` and `spmdrules/custom_ops` have such programs.
+LONG = ("equinox_model", "flax_linen", "own_kernel")
 ALONE = "plain_jax"  # it runs in its own process, as users start it; the others share that of the tests
 
 
@@ -49,7 +51,10 @@ def check(name, printed):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != ALONE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in OUTPUTS if name != ALONE],
+)
 def test_example_runs(name, tmp_path, monkeypatch, capsys):
     """Here a warning is an error."""
     monkeypatch.chdir(tmp_path)

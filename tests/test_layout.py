@@ -96,7 +96,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*BROKEN])
 def test_an_import_in_the_wrong_direction_is_found(name, tmp_path):
     file, source, contract = BROKEN[name]

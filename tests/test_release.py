@@ -170,6 +170,7 @@ def test_a_wheel_that_does_not_run(root, capfd):
     assert line.endswith("autoshard --help` exited with 1: no devices")
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_release(root, capfd):
     (root / "dist").mkdir()

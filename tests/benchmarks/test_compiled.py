@@ -72,6 +72,7 @@ def test_fsdp_compiled():
     assert (estimated.memory_bytes or 0) >= 2 * LAYERS * WEIGHT // 16
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_tensor_parallel_compiled():
     """Each layer all-reduces its activations once forward and once backward. Weights are not moved."""

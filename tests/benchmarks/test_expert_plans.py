@@ -120,6 +120,7 @@ def test_the_grid_is_complete():
     assert today(case).name == "today" and {parts for _, parts in CASES["moe-10b"].variants} == {1}
 
 
+@pytest.mark.slow
 def test_bounds_agree_with_hand_counts():
     work = workload("gpt-tiny").with_(remat="none")
     tokens, width, ffn, layers, vocab, seq = 16 * 32, 64, 128, 2, 128, 32

@@ -31,7 +31,7 @@ TO = {
     SORTED: ("dp:1", "ep:2", "tp:2", "ep:4", "dp:2 ep:2", "fsdp:2 tp:2", *FROM[SORTED]),
     CAPACITY: ("dp:1", "ep:2", "fsdp:2 ep:2", *FROM[CAPACITY]),
 }
-QUICK = {(SORTED, "dp:2 ep:4", "fsdp:2 tp:2")}
+QUICK = {(DENSE, "dp:2 fsdp:2 tp:2", "fsdp:4")}
 
 
 CASES = [

@@ -190,6 +190,7 @@ def test_digests_are_dispatched_before_save_returns(
     assert events == ["dispatch", "returned"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [4, 200])
 def test_a_prepared_save_compiles_nothing(
     tmp_path: Path, mesh8: Mesh, count: int, caplog: pytest.LogCaptureFixture

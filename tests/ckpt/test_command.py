@@ -63,7 +63,7 @@ def write_adapter(folder: Path, rows: int) -> None:
 WEIGHTS = "adapter_model.safetensors"
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("action", [*READING, ["prune", "--last", "1"]], ids=" ".join)
 def test_a_newer_version(saved: Path, refused: Refused, action: Sequence[str]) -> None:
     """A newer format of the directory, and of a step in it."""

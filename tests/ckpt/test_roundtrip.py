@@ -42,7 +42,7 @@ def test_every_kind_of_leaf(
     assert jax.random.bits(restored["typed"]) == jax.random.bits(state["typed"])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [(4, 1), (1, 1), (1, 8), (8, 1), (1, 2)], ids=str)
 def test_onto_another_mesh(
     tmp_path: Path, mesh8: Mesh, mesh_of: Any, make_state: Any, abstract: Any, assert_same: Any,

@@ -99,6 +99,7 @@ def test_every_operator_has_a_rule(name):
     assert planned(name, None).plan.unknown == {}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 @pytest.mark.whole

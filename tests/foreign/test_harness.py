@@ -44,6 +44,7 @@ def place_by_hand(mesh, state, batches):
     return state, jax.tree.map(lambda x: jax.device_put(x, sharded if x.ndim else replicated), batches)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):

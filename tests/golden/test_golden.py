@@ -28,7 +28,7 @@ def check(name, now):
         )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.whole
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in CASES])
 def test_the_plan_is_unchanged(name):

@@ -44,7 +44,7 @@ def error(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [64, 50, 7])  # 50 and 7 are padded; with 7 a chunk has one class
 @pytest.mark.parametrize("cap", [None, 2.0])  # 2 is half of the typical size of a product
@@ -222,6 +222,7 @@ def test_chunks_of_a_sharded_vocabulary_are_not_resharded(words, tied):
     assert moved(after)["all-reduce", "tp"] <= CHUNKS * moved(before)["all-reduce", "tp"]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("tied", "vocab"), [(False, 4096), (True, 4096), (False, 4099)])
 def test_the_compiled_step_needs_less_memory(tied, vocab):

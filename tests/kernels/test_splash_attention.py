@@ -38,7 +38,7 @@ def relative_errors(found, expected):
     return [float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-9)) for a, b in pairs]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case, interpret",
     [
@@ -71,6 +71,7 @@ def test_values_and_gradients_equal_plain_attention(case, interpret):
     assert max(relative_errors(found, expected)) < 2e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("interpret", [False, True])
 def test_a_row_without_a_visible_key_is_zero(interpret):
     """Queries of a segment that no key has. Their gradients are 0, and they give keys and values none."""

@@ -42,7 +42,7 @@ def visited(tables, rows):
     return [sorted(visits[i][active[i] == 1].tolist()) for i in range(rows)]
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("visibility", VISIBILITIES[1:], ids=str)
 @pytest.mark.parametrize("block_q, block_k", [(2, 2), (4, 2), (2, 4)])
 @pytest.mark.parametrize("first, queries", [(0, 16), (0, 8), (8, 8), (12, 4)])

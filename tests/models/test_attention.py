@@ -1,6 +1,7 @@
 """`attention`: comparison with an explicit softmax and between its implementations, and the memory of each."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ def explicit_scores(q, k, *, window, causal, soft_cap, segments):
     return np.where(visible, scores, -np.inf)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("impl", ["plain", "blockwise", "splash"])
 @pytest.mark.parametrize("window, causal, soft_cap, has_segments, has_sinks", [
     (3, True, None, False, False), (2, False, None, False, True), (None, True, 1.5, True, False),
@@ -115,8 +116,7 @@ def test_windows_caps_segments_and_sinks_match_an_explicit_softmax(
     np.testing.assert_allclose(out, expected, atol=3e-6)
 
 
-@settings(max_examples=8)
-@given(
+CALLS: dict[str, Any] = dict(
     seq=st.integers(1, 17),
     keys=st.integers(1, 17),
     block=st.integers(1, 20),
@@ -124,7 +124,22 @@ def test_windows_caps_segments_and_sinks_match_an_explicit_softmax(
     kind=st.sampled_from(["none", "keys", "heads", "rows"]),
     causal=st.booleans(),
 )
-def test_blockwise_equals_plain_with_gradients(seq, keys, block, kv_heads, kind, causal):
+
+
+@settings(max_examples=3)
+@given(**CALLS)
+def test_blockwise_equals_plain_with_gradients(**call):
+    check_blockwise(**call)
+
+
+@pytest.mark.slow
+@settings(max_examples=8)
+@given(**CALLS)
+def test_blockwise_equals_plain_with_gradients_in_more_calls(**call):
+    check_blockwise(**call)
+
+
+def check_blockwise(seq, keys, block, kv_heads, kind, causal):
     keys = seq if causal else keys
     operands = qkv(1, seq, keys, kv_heads=kv_heads)
     mask = make_mask(kind, seq, keys)

@@ -83,6 +83,7 @@ def test_a_future_token_does_not_change_past_logits(name):
     assert np.all(np.max(np.abs(a[:, 5:] - b[:, 5:]), axis=-1) > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "blockwise"])
 def test_gradients_match_finite_differences(name):
@@ -281,6 +282,7 @@ def test_grouped_queries_equal_repeated_heads():
     np.testing.assert_allclose(logits_of(full, tokens()), logits_of(grouped, tokens()), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rotary_positions_are_relative_and_learned_positions_absolute():
     """If all tokens are equal, rotary attention averages equal values, so the logits of all positions are equal."""
     same = jnp.full((1, 9), 3, jnp.int32)
@@ -416,7 +418,7 @@ def test_a_token_outside_the_vocabulary_gives_nan():
     assert np.all(np.isnan(logits_of(filled(TINY), jnp.array([[-1]]))))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_promotion_is_implicit(name, dtype, strict_numerics):

@@ -36,7 +36,7 @@ def test_every_size_is_published():
     assert set(LLAMA) == set(PARAMETERS)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name):
     assert count(build(LLAMA[name])) == PARAMETERS[name]

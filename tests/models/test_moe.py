@@ -233,6 +233,7 @@ def test_scanned_and_unrolled_are_the_same_model():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
@@ -306,7 +307,7 @@ def test_a_future_token_does_not_change_past_logits():
     assert np.all(np.max(np.abs(one[:, 7:] - other[:, 7:]), axis=-1) > 1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cfg", [SMALL, DROPLESS], ids=["capacity", "dropless"])
 def test_no_promotion_is_implicit(cfg, dtype, strict_numerics):

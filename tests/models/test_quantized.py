@@ -53,7 +53,7 @@ def rounded(x, dims, kept, largest, dtype):
     return values.astype(np.float32), scale
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("quantization", "forward", "backward"),
     [
@@ -107,7 +107,7 @@ SHARDINGS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_scales_of_sharded_operands_are_those_of_whole_ones(name, quantization):
@@ -163,6 +163,7 @@ SMALL = dataclasses.replace(TINY, vocab=64, heads=8, kv_heads=4, width=32, ffn=6
 TOGETHER = {"remat": "host:residual+qkv keep:out_proj", "loss_chunks": 4, "tie_head": False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantization", "words", "changes"),
     [

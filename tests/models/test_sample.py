@@ -18,6 +18,7 @@ def make(**change):
     return filled(dataclasses.replace(CFG, **change), std=0.5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
 def test_greedy_is_the_argmax_of_the_last_window_step_by_step(positions):
     model = make(positions=positions)
@@ -51,6 +52,7 @@ def test_a_cache_gives_the_logits_of_the_whole_sequence(shape, scan_layers):
         assert int(cache.length) == 12
 
 
+@pytest.mark.slow
 def test_within_the_context_each_token_costs_one_position():
     """The text equals that of recomputing all positions, and each token runs one position only."""
     model, prompt = make(context=24, layers=2), jnp.array([[1, 2, 3], [4, 5, 6]])

@@ -153,6 +153,7 @@ def test_the_loss_is_the_cross_entropy_of_the_labels():
     assert weight == 6
 
 
+@pytest.mark.slow
 def test_microbatches_move_the_averages_one_after_the_other():
     """The trainer's step passes the statistics from microbatch to microbatch: two microbatches update them twice."""
     program = make_program(model_factory(SMALL), optax.sgd(0.0))

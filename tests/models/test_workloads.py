@@ -107,7 +107,7 @@ def test_batches_of_images(name):
     assert workload(name).batch()["labels"].shape == (workload(name).batch_size,)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", REPRESENTATIVES)
 def test_the_trainers_step_takes_it(name):
     """Traced at full size: the step returns a state with the shapes and dtypes of its argument."""

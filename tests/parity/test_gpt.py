@@ -1,7 +1,6 @@
 """Under every plan, a GPT's gradients, parameters and losses equal those on one device."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from tests.parity.gpt import Case, run
 from tests.sharding.programs import assert_close
 
 PLANS = [None, "dp:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "tp:8 seq", "dp:2 tp:4 seq"]
-ALWAYS = ("dp:2 tp:4 seq",)
 
 VARIANTS = {
     "unrolled": Case((("scan_layers", False),)),
@@ -43,12 +41,8 @@ def compare(case: Case, plan: str | None) -> None:
     np.testing.assert_allclose(sharded.losses, single.losses, rtol=1e-5)
 
 
-def marked(plan: str | None) -> Any:
-    marks = [] if plan in ALWAYS else [pytest.mark.slow]
-    return pytest.param(plan, marks=marks)
-
-
-@pytest.mark.parametrize("plan", map(marked, PLANS))
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
 def test_plans(plan):
     compare(Case(), plan)
 

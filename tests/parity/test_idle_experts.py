@@ -43,6 +43,7 @@ def single(dispatch):
     return jax.device_get(jax.jit(step)(*args))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dispatch", "words"),

@@ -113,6 +113,7 @@ def plain_arguments(length=64):
     return params, jnp.asarray(draw(size=(2, length, 16)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_written_out_attention_runs_on_a_ring_and_its_plan_can_be_read():
     """The words alone turn attention into an operator. A plan that was read runs it in the same way."""

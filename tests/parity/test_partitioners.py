@@ -56,7 +56,7 @@ def test_the_program_is_lowered_for_the_configured_partitioner(partitioner):
     assert ("mhlo.sharding" in text) == (partitioner == "gspmd")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_equals_that_of_one_device(partitioner, plan):
     state = (params := mlp_state(), OPTIMIZER.init(params))

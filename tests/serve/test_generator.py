@@ -84,7 +84,7 @@ def test_a_killed_file_is_continued_with_the_same_texts(generator, tmp_path):
         read_prompts(file)
 
 
-def test_the_command_prints_and_writes_what_the_generator_gives(generator, folder, tmp_path, capsys):
+def test_the_command_prints_what_the_generator_gives(generator, folder, capsys):
     plain, chat = (generator.generate([text], max_tokens=5)[0].text for text in ("abc", "abcea"))
     assert (
         main(["generate", str(folder), "--prompt", "abc", "--tokens", "5", "--plan", "tp:4 fsdp:2", "--rows", "2"]) == 0
@@ -92,6 +92,11 @@ def test_the_command_prints_and_writes_what_the_generator_gives(generator, folde
     assert capsys.readouterr().out == f"abc{plain}\n"
     assert main(["generate", str(folder), "--prompt", "abc", "--tokens", "5", "--chat", "--stop", "zz"]) == 0
     assert capsys.readouterr().out == f"{chat}\n"
+
+
+@pytest.mark.slow
+def test_the_command_replies_to_a_file(generator, folder, tmp_path, capsys):
+    plain = generator.generate(["abc"], max_tokens=5)[0].text
     (tmp_path / "in.jsonl").write_text('{"prompt": "abc"}\n')
     files = ["--file", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]
     assert main(["generate", str(folder), *files, "--tokens", "5"]) == 0

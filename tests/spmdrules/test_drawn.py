@@ -47,7 +47,7 @@ def check_operator(drawn: Drawn, partitioner: bool) -> None:
 
 
 @pytest.mark.whole
-@few_examples(15)
+@few_examples(8)
 @given(operators())
 def test_rules_hold_on_drawn_operators(drawn):
     check_operator(drawn, False)

@@ -24,7 +24,7 @@ def first_row(primitive: str):
     return next(row for row in ROWS_BY_ID.values() if row.primitive == primitive)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.whole
 @pytest.mark.parametrize("primitive", SAMPLE)
 def test_mistakes_in_common_rules_are_detected(primitive):

@@ -269,7 +269,7 @@ def test_a_merge_reads_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert all(one.read() is not one.read() for one in model.tensors)  # values are not cached
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exported", [False, True])
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
 @pytest.mark.parametrize("scan", [False, True])

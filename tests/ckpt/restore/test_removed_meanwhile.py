@@ -64,6 +64,7 @@ def removed_at(run: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch) 
     return remove
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("function", ["read_manifest", "read_digest_rows", "read_arrays"])
 def test_a_restore_uses_the_newest_remaining_step(
     run: Path, removed_at: Callable[..., None], assert_same: Any, function: str
@@ -75,7 +76,7 @@ def test_a_restore_uses_the_newest_remaining_step(
         assert checkpoints.restored.step == 7 and checkpoints.restored.damaged == ()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("function", READ)
 def test_readers_use_the_newest_remaining_step(run: Path, removed_at: Callable[..., None], function: str) -> None:
     other = run.parent / "other"
@@ -130,6 +131,7 @@ def test_a_reader_gives_up_on_a_writer_that_is_too_fast(run: Path, monkeypatch: 
         Checkpointer(run).config()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("function", ["read_manifest", "file_bytes", "_read_one", "copy_tree"])
 def test_the_command_omits_removed_steps(
     run: Path, removed_at: Callable[..., None], capsys: pytest.CaptureFixture, function: str

@@ -165,7 +165,7 @@ def test_renamings_that_do_not_match(saved: Checkpointer) -> None:
         saved.restore(like={"v": shape(8)}, partial=True, rename={"params/head/w": "v"})
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("on_devices", [True, False])
 @pytest.mark.parametrize(
     ("value", "saved", "wanted"),
@@ -220,7 +220,7 @@ def test_wide_host_values_out_of_the_range_of_a_dtype(tmp_path: Path, value: Any
                 checkpoints.restore(like={name: like}, allow_cast=True, partial=True)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("on_devices", [True, False])
 @pytest.mark.parametrize(
     ("values", "saved", "wanted"),

@@ -35,6 +35,7 @@ def device_digest(array: jax.Array) -> int:
     return int(parts[0])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_devices_and_host_agree_on_every_dtype(dtype: type, mesh8: Mesh) -> None:
     array = random_array((8, 12), dtype, 0)

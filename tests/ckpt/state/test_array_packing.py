@@ -182,6 +182,7 @@ def test_packed_leaves_may_be_donated_at_once(tmp_path: Path, mesh8: Mesh) -> No
         np.testing.assert_array_equal(restored[name], leaf)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_an_unpacked_step_of_the_older_format(
     tmp_path: Path, mesh8: Mesh, many: Any, assert_same: Any, monkeypatch: pytest.MonkeyPatch
@@ -268,7 +269,7 @@ def test_the_number_of_programs_does_not_grow_with_the_leaves(
     assert 0 < len(few) == len(many), (few, many)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "dtype",
     ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e3m4", "float8_e8m0fnu", "float32", "complex64"],

@@ -69,7 +69,7 @@ def assert_near(found, right, tolerance):
         assert one.shape == other.shape and error <= tolerance * max(np.linalg.norm(other), 1.0)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", [TILED, KERNEL], ids=["tiled", "megablox"])
 @pytest.mark.parametrize("case", [*CASES])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 1e-2)], ids=["f32", "bf16"])
@@ -123,6 +123,7 @@ def test_no_rows_at_all():
     assert out.shape == (0, 40) and d_rows.shape == (0, 24) and not np.any(d_weights)
 
 
+@pytest.mark.slow
 def test_the_rules_hold_on_shards():
     """Of the product and of both gradients; the oracle draws sizes of groups that add up to the rows at most."""
 
@@ -192,6 +193,7 @@ def test_plans_of_experts_in_plain_jax_keep_loss_and_gradients(plan):
     assert_parity(*expert_step(), plan)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["dp:8", pytest.param("fsdp:8", marks=pytest.mark.slow), "dp:2 ep:2 tp:2"])
 @pytest.mark.filterwarnings("ignore:.*have work of their own")
 def test_plans_of_a_users_product_keep_loss_and_gradients(plan):

@@ -50,7 +50,7 @@ def test_exchanged_chunks_are_early_and_late(devices):
     assert back.tolist() == x.tolist()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_values_and_gradients_equal_one_device(case):
     visibility, devices, length, has_segments = CASES[case]

@@ -32,7 +32,7 @@ def operands(case):
     return jax.random.normal(keys[0], of_x), codes, jax.random.uniform(keys[2], counts, minval=0.1)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_products_are_those_of_the_decoded_weight(case):
     spec, _, _, _, inputs, outputs = CASES[case]
@@ -50,7 +50,7 @@ def test_products_are_those_of_the_decoded_weight(case):
     np.testing.assert_allclose(low.astype(jnp.float32), rounded, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["several heads a block", "outputs of heads", "one block"])
 def test_a_product_is_an_operator_with_a_rule(case):
     spec, _, _, _, inputs, outputs = CASES[case]

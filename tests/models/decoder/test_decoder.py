@@ -33,6 +33,7 @@ def loss_and_gradients(cfg):
     return float(value), [np.asarray(x) for x in jax.tree.leaves(gradients["embed"])][0]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "cfg, changes",

@@ -27,7 +27,7 @@ BILLIONS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", DECODERS)
 def test_parameters(name):
     model = nnx.eval_shape(lambda: Decoder(DECODERS[name], rngs=nnx.Rngs(0)))

@@ -36,6 +36,7 @@ def operands(tokens):
     return x, gates, jnp.asarray(chosen[:, None], jnp.int32), *weights
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [4, 5], ids=["as many as a block has inputs", "more"])
 @pytest.mark.parametrize("own", [slice(0, EXPERTS), slice(5, 12)], ids=["all experts", "a shard"])

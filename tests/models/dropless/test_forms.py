@@ -103,6 +103,7 @@ def test_gradients_do_not_depend_on_the_form(tokens):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-4), found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(("tokens", "read"), [(32, 1.0), (2, 2 * TOP_K / EXPERTS)], ids=["densely", "one by one"])

@@ -59,6 +59,7 @@ def test_tokens_are_independent_of_those_beside_them():
     np.testing.assert_allclose(run(x[1:2, 3:], gates[1:2, 3:], chosen[1:2, 3:], *rest), whole[1:2, 3:], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_products_of_other_shards_rows_are_zeros():
     """The terms of two halves of the experts, with every gradient, add up to those of all experts."""
     x, gates, chosen, expert_ids, *weights = operands()

@@ -19,6 +19,7 @@ def loaded(folder):
         return load_pretrained(folder, plan="fsdp:8", batch=(8, 16))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("config", [DEEPSEEK_V3, FP8_DEEPSEEK], ids=["plain", "fp8"])
 def test_import_then_export_is_the_same_bytes(tmp_path, config):
     make = make_quantized_folder if config is FP8_DEEPSEEK else make_folder

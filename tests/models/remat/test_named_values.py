@@ -60,7 +60,7 @@ def gpt_loss(cfg):
     return loss, params
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("remat", "expected"),
     [

@@ -29,7 +29,7 @@ from tests.sharding.programs import (
 STRATEGIES = [None, "dp:8", "zero1:8", "fsdp:8", "tp:8", "dp:2 fsdp:2 tp:2", "fsdp:2 tp:4 state"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_train_step_computes_what_one_device_does(strategy):
     state = (mlp_state(), OPTIMIZER.init(mlp_state()))
@@ -42,7 +42,7 @@ def test_a_train_step_computes_what_one_device_does(strategy):
     assert_close(expected[0], actual[0])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_equal_those_of_one_device(strategy):
     gradients = auto_shard(jax.grad(mlp_loss), plan=strategy)(mlp_state(), batch())

@@ -14,6 +14,7 @@ from tests.sharding.api.flax_classes import layout_of, linen_class
 from tests.sharding.programs import assert_close, batch, device_bytes, whole_bytes
 
 
+@pytest.mark.whole
 def test_a_linen_class_plans_at_init():
     plain, cls = linen_class()(), auto_shard(linen_class(), plan="fsdp:8")
     expected = plain.init(jax.random.key(0), batch())
@@ -51,7 +52,7 @@ def full_class() -> Any:
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "rngs, args, kwargs",
     [
@@ -100,6 +101,7 @@ def test_linen_apply_accepts_the_usual_arguments():
     assert_close(*(m.apply({**born, **changed}, batch()) for m in (plain, model)))
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*nothing is sharded")
 def test_linen_parameters_keep_their_shardings_from_call_to_call():
     plain, model = linen_class()(), auto_shard(linen_class(), plan="tp:8 state")()
@@ -111,6 +113,7 @@ def test_linen_parameters_keep_their_shardings_from_call_to_call():
         assert [leaf.spec for leaf in plan.inputs if leaf.path.startswith("0/")] == specs
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_linen_modules_with_different_fields_differ():
     cls = auto_shard(full_class(), plan="dp:8")

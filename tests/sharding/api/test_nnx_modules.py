@@ -100,6 +100,7 @@ def varied_class() -> Any:
 
 
 @pytest.mark.whole
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "args, kwargs",
     [
@@ -262,6 +263,7 @@ def test_other_methods_are_unchanged():
     assert_close(expected, model.encode(batch()))
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_classes_derived_from_a_decorated_nnx_class():
     def make(decorate):
@@ -316,6 +318,7 @@ def test_options_of_functions_raise_on_a_class(make, option):
     auto_shard(make(), **nothing)
 
 
+@pytest.mark.whole
 def test_the_example_of_the_decorator_is_the_default_of_sharded():
     cls = auto_shard(nnx_class(), plan="fsdp:8", example=(batch(),))
     model = cls.sharded(64, 128, rngs=nnx.Rngs(0))

@@ -243,7 +243,7 @@ def edits(part):
 DATA = json.loads(searched().to_json())
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("path", list(parts(DATA)), ids=lambda path: "-".join(map(str, path)) or "all")
 def test_a_plan_with_a_changed_part_raises_or_is_usable(path):
     part = functools.reduce(lambda data, key: data[key], path, DATA)

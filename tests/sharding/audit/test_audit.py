@@ -95,6 +95,7 @@ def test_collectives_in_loops_count_per_trip():
     assert collective.step_bytes == pytest.approx(planned.estimate.comm_bytes)
 
 
+@pytest.mark.whole
 def test_unplanned_traffic_has_its_line_and_cost():
     audit = with_input_spec(planned("dp:8"), "0/0/w", P("dp")).verify()
     gathers = [u for u in audit.unplanned if u.kind == "all-gather"]
@@ -108,6 +109,7 @@ def test_unplanned_traffic_has_its_line_and_cost():
     assert re.search(r"unplanned traffic: .*\n  all-gather over dp, 28.0 KiB, .* \(mlp_loss\)", str(audit))
 
 
+@pytest.mark.whole
 def test_full_rematerialization_has_its_cost_and_cause():
     audit = with_input_spec(planned("dp:2 tp:4"), "0/0/w", P(("tp", "dp"))).verify()
     assert audit.remarks

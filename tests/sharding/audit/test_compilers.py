@@ -71,6 +71,7 @@ def test_device_order_of_a_tpu_is_that_of_the_plan():
     assert export_plan(bound_or_error(plan.bound).executable).devices == plan.device_order
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_remarks_of_the_tpu_compiler():
     from jax.sharding import PartitionSpec as P

@@ -70,6 +70,7 @@ def test_the_fastest_plan_is_chosen(step_seconds):
     assert "measured, the median of its runs" in html and "faster by the estimate, but not as measured" in html
 
 
+@pytest.mark.slow
 def test_a_measured_plan_computes_the_values_of_one_device():
     """The real clock is used. Measuring does not change the caller's state."""
 

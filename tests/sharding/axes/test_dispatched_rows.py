@@ -78,6 +78,7 @@ def test_a_program_without_experts_dispatches_nothing():
     assert (roles.dispatched, roles.dispatched_rows, roles.experts) == (frozenset(), (), ())
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["ep:4 dp:2", "dp:8", pytest.param("fsdp:2 ep:2 tp:2", marks=pytest.mark.slow)])

@@ -31,7 +31,7 @@ def row_of(traced):
     return values_of_single_row(program, pairs, traced.owners)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config", [LLAMA, MIXTRAL, GPT_OSS, DEEPSEEK_V3], ids=["llama", "mixtral", "gpt-oss", "deepseek-v3"]
 )

@@ -145,7 +145,7 @@ FOUND = {
 FAST = {"matmul", "layer norm", "softmax", "embedding", "argmax", "merged", "split within", "pooled", "a kernel"}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("fn", "args", "text"),
@@ -196,7 +196,7 @@ TRAPS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.whole
 @pytest.mark.parametrize(("fn", "args", "text"), TRAPS.values(), ids=TRAPS.keys())
 def test_wrong_rules_are_not_proposed(fn, args, text):
@@ -208,7 +208,7 @@ def doubled_4_by_6(x):
     return x * 2
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fn", "args", "why"),
     [

@@ -144,6 +144,7 @@ def test_a_program_that_is_compiled_again_reports_its_remarks_once(capfd, monkey
     assert lines_written_to(capfd) == ["later"]
 
 
+@pytest.mark.whole
 def test_remarks_of_measured_plans_are_reported_by_the_first_call(capfd, monkeypatch, resharding_at_once):
     monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)
     step = autoshard.auto_shard(sgd_step, plan="dp:2 tp:4", fixed={"params/w": P(("tp", "dp"))}, measure=1)

@@ -43,7 +43,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_of_a_1_x_1_kernel_is_a_matmul(name: str) -> None:
     shape, kernel, options = CASES[name]

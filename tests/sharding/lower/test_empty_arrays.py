@@ -31,6 +31,7 @@ def mlp_step(params: dict[str, Any], x: Any, y: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss, gradients
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_empty_batch_changes_nothing(plan):
     params = {"w1": normal(16, 32), "b1": normal(32), "w2": normal(32, 8)}
@@ -51,7 +52,7 @@ def expert_step(params: dict[str, Any], tokens: Any, counts: Any) -> Any:
     return jax.value_and_grad(loss_of)(params)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("counts", [[0, 16, 8, 0], [24, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("plan", [None, "fsdp:8", "dp:2 fsdp:2 tp:2"])
 def test_an_expert_without_tokens_gets_no_gradient(plan, counts):
@@ -74,6 +75,7 @@ def test_an_empty_exchange_has_its_shape(shape):
     assert check_rule(exchange, x) == []
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("fn", [
     lambda x: jnp.concatenate([x, x], 1), lambda x: x.T, lambda x: x.reshape(4, 2, 0), lambda x: jnp.cumsum(x, 1),
     lambda x: x @ x.T, lambda x: x.sum(1), lambda x: jnp.sort(x), jax.nn.softmax, lambda x: x[:, :0] + 1,

@@ -194,7 +194,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "fn"), CALLS)
 def test_the_body_of_a_call_is_planned_and_the_call_is_kept(name, fn):
     x = batch(size=32)

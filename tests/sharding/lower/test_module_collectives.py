@@ -13,7 +13,7 @@ from tests.sharding.programs import assert_close
 LAYERS = {"unrolled": lambda p: p, "scanned": stacked}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("overlap", ["*:gather=off,reduce=off", "*:matmul=on", "*:matmul=off"])
 @pytest.mark.parametrize("words", ["fsdp:8", "fsdp:2 tp:4 seq"])
 @pytest.mark.parametrize("name", LAYERS)

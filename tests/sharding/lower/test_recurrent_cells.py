@@ -106,7 +106,7 @@ def flops(compiled: Any) -> float:
     return (cost[0] if isinstance(cost, list) else cost)["flops"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("words", "devices"), [("tp:2", 2), ("fsdp:2 tp:4", 8)])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_large_weights_and_their_products_are_sharded(name: str, words: str, devices: int) -> None:

@@ -47,6 +47,7 @@ def grouped(x, kernel, groups=2, stride=2):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mesh", [{"x": 8}, MESH], ids=str)
 @pytest.mark.parametrize("spec", [P(None, None, "x"), P(None, None, None, "x")], ids=str)
 def test_the_kernel_gradient_of_grouped_convolutions_under_each_sharding(mesh, spec):
@@ -56,6 +57,7 @@ def test_the_kernel_gradient_of_grouped_convolutions_under_each_sharding(mesh, s
     check(gradient, normal(2, 2, 8, 32), normal(8, 8, 8, 16), normal(8, 4, 4, 32), mesh=mesh, fixed={"0": spec})
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["tp:8", "dp:8", "dp:2 tp:4"])
 def test_a_train_step_of_grouped_convolutions(plan):
@@ -87,7 +89,7 @@ def test_keys_at_dynamic_positions():
     check(looped, normal(16, 16), normal(8, 16), plan="dp:8")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 @pytest.mark.parametrize("spec", PLACES, ids=str)
 @pytest.mark.parametrize("fill", [None, -1, 7])
@@ -98,7 +100,7 @@ def test_windows_past_the_end_are_filled_once(spec, fill, dtype):
           fixed={"0": spec})  # fmt: skip
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("spec", PLACES, ids=str)
 @pytest.mark.parametrize("position", [np.uint32(2**32 - 2), np.uint32(3), np.uint8(250), np.int8(-3), np.int32(-2)])
 def test_positions_of_every_dtype_are_clamped_in_the_same_way(spec, position):

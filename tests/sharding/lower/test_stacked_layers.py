@@ -41,6 +41,7 @@ def arguments(stored):
     return {name: stack.astype(stored) for name, stack in stacks.items()}, jax.random.normal(data, (ROWS, WIDTH))
 
 
+@pytest.mark.few(6)
 @pytest.mark.whole
 @pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_each_layer_is_gathered_in_the_narrower_dtype(stored, compute, bytes_eac
     assert gathered == times * 7 / 8 * LAYERS * 2 * WIDTH * HIDDEN * bytes_each
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["fsdp:8", "fsdp:4 tp:2", "zero1:8"])
 @pytest.mark.parametrize("unrolled", [False, True])
 @pytest.mark.parametrize(("stored", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])

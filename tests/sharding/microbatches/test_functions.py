@@ -17,7 +17,7 @@ QUICK = ("rng rows", "merge T", "reshape split", "scan carry init", "cond", "con
          *REFUSED)  # fmt: skip
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FUNCTIONS])
 def test_a_cut_computes_what_the_function_computes(name):
     fn = FUNCTIONS[name]

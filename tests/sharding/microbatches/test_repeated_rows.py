@@ -42,6 +42,7 @@ def positions_step(weights, x):
     return jax.value_and_grad(loss)(weights)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("step", "has_whole"), [(causal_step, False), (positions_step, True)])
 def test_a_mask_that_repeats_is_not_sliced(step, has_whole):
     weights = jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH)) * 0.1

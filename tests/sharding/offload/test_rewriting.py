@@ -204,6 +204,7 @@ class LinenModel(nn.Module):
         return nn.Dense(8)(layers()(x, None)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.parametrize("words", ["fsdp:8", pytest.param("dp:2 tp:4", marks=pytest.mark.slow)])
 def test_linen_layers(words: str) -> None:

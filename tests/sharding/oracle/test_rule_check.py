@@ -324,6 +324,7 @@ def with_jvp(x):
 with_jvp.defjvp(lambda p, t: (with_jvp(p[0]), t[0]))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -86,6 +86,7 @@ def test_no_pipeline_is_tried_where_its_idle_ticks_take_longer_than_the_links():
     assert chosen(Made("dp:8", 1000.0, 970.0, fits=False), {})[1], "whatever it takes, if nothing else fits"
 
 
+@pytest.mark.slow
 def test_a_pipeline_across_slices_needs_no_request():
     """The activations of 4096 rows are small beside the weights, whose gradients wait for the links between slices."""
 

@@ -37,6 +37,7 @@ def casts(jaxpr, dtype):
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_stack_is_cast_once(remat):
     fn, args = program(jnp.bfloat16, remat)

@@ -1,5 +1,6 @@
 """Words that shard experts and sequences within the stages of a pipeline: parity on 8 devices, and what moves."""
 
+import functools
 import re
 
 import jax
@@ -16,10 +17,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*devices")
 MANY = pytest.mark.slow
 
 
+@functools.cache
+def planned_step(kind, words, schedule, dtype=jnp.float32):
+    fn, *args = step_and_arguments(kind, dtype)
+    return auto_shard(fn, plan=words, microbatches=4, schedule=schedule), fn, args
+
+
 def largest_error(kind, words, schedule, dtype=jnp.float32):
     """Return the largest relative error of the new weights, the loss and the gradients."""
-    fn, *args = step_and_arguments(kind, dtype)
-    step = auto_shard(fn, plan=words, microbatches=4, schedule=schedule)
+    step, fn, args = planned_step(kind, words, schedule, dtype)
     pairs = zip(jax.tree.leaves(step(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True)
     assert step.plan(*args).chosen == words
     return max(np.linalg.norm(np.subtract(one, other)) / np.linalg.norm(other) for one, other in pairs)
@@ -56,10 +62,11 @@ def test_experts_equal_one_device_in_float64(kind, schedule):
         assert largest_error(kind, "pp:2 dp:2 ep:2", schedule, jnp.float64) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dropless", pytest.param("capacity", marks=MANY)])
 def test_a_device_holds_the_experts_of_its_own_stage(kind):
-    fn, *args = step_and_arguments(kind)
-    made = plan(fn, *args, target="cpu:8", plan="pp:2 dp:2 ep:2", microbatches=4)
+    step, _, args = planned_step(kind, "pp:2 dp:2 ep:2", "1f1b")
+    made = step.plan(*args)
     specs = {leaf.path: leaf.spec for leaf in made.inputs}
     assert tuple(specs["0/up"])[:2] == tuple(specs["0/down"])[:2] == ("pp", "ep")
     assert not [line for move, axes, _, line in made.traffic if (move, axes) == ("all-gather", "pp")], "router"

@@ -66,6 +66,7 @@ def test_stages_take_the_sums_of_their_microbatch_where_numerics_may_change():
     assert [*made.reduce_axes("0/0/layers/up")] == [*made.reduce_axes("0/0/embedding")] == ["dp"]
 
 
+@pytest.mark.whole
 def test_stages_hold_their_layers_and_pass_activations_on():
     made = plan(make_step(), *shapes(), target="cpu:8", plan="pp:4 dp:2", microbatches=4)
     layers = [leaf for leaf in made.inputs if "/layers/" in leaf.path]
@@ -94,6 +95,7 @@ def separate_layers():
     return step, [(draw(n, 16, 32), draw(n + LAYERS, 32, 16)) for n in range(LAYERS)], draw(99, 16, 16)
 
 
+@pytest.mark.whole
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
@@ -111,6 +113,7 @@ def test_layers_one_after_another_equal_one_device(words, gather, summed):
     assert [*made.reduce_axes("0/0/0")] == summed
 
 
+@pytest.mark.whole
 def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
     fn, *args = separate_layers()
     made = plan(fn, *args, target="cpu:4", plan="pp:2 dp:2", microbatches=4)
@@ -124,6 +127,7 @@ def test_stages_exchange_the_weights_of_separate_layers_once_a_step():
     assert "all-to-all" in text and " all-gather(" not in text
 
 
+@pytest.mark.whole
 def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     fn, *args = separate_layers()
     made = plan(fn, *args, target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, gather="repeat")
@@ -139,6 +143,7 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
     assert not [shape for shape in gathered if shape.startswith(f"f32[{LAYERS},")], "the layers of all stages"
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("kind", ["separate", "uneven", pytest.param("one layer a stage", marks=pytest.mark.slow)])
@@ -215,6 +220,7 @@ def test_stages_in_a_ring(layers):
     assert sent == {"collective-permute": 2 * 9 * 2 * 16 * 4}
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("layers", [8, 6])
 def test_gradients_are_exchanged_as_shards_where_groups_have_one_row(layers):
     fn, weights, x = stacked_layers(layers)
@@ -222,6 +228,7 @@ def test_gradients_are_exchanged_as_shards_where_groups_have_one_row(layers):
     assert made.replicas == 4 and "all-gather" not in {kind for kind, *_ in made.traffic}
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*devices")
 def test_stages_that_do_not_divide_the_layers():
@@ -238,6 +245,7 @@ def test_stages_that_do_not_divide_the_layers():
     assert "all-gather" not in {kind for kind, *_ in made.traffic}
 
 
+@pytest.mark.whole
 def test_no_stage_gathers_the_layers_of_all():
     fn, *args = stacked_layers(6)
     made = plan(fn, *args, target="cpu:8", plan="pp:4 fsdp:2", microbatches=4, gather="repeat")
@@ -247,12 +255,14 @@ def test_no_stage_gathers_the_layers_of_all():
     assert "6,16,8" in gathered and whole.isdisjoint(gathered)  # over fsdp; pp still shards each layer 4 ways
 
 
+@pytest.mark.whole
 def test_a_stage_takes_the_time_of_the_largest_one():
     plans = [plan(*stacked_layers(n), target="cpu:4", plan="pp:4", microbatches=4) for n in (8, 7)]
     even, uneven = (made.estimate.compute_us for made in plans)
     assert even <= uneven < 1.2 * even
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_the_plan_keeps_its_stages_in_json():
     made = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, schedule="zb")
@@ -272,6 +282,7 @@ def test_the_number_of_microbatches_is_chosen():
     assert "microbatches='auto' compared 2 (" in made.notes[-1]
 
 
+@pytest.mark.whole
 def test_stages_need_not_be_a_power_of_two():
     fn, layers, x = separate_layers()
     made = plan(fn, layers[:3], jnp.ones((20, 16)), target="cpu:3", plan="pp:3")
@@ -364,6 +375,7 @@ def test_a_schedule_without_a_plan_searches_the_number_of_stages():
         plan(make_step(), *shapes(), target="cpu:2", schedule="zb", microbatches=1)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:.*devices")
 def test_stages_are_on_an_axis_of_the_mesh_of_placed_arguments(monkeypatch):
     """The plan keeps the mesh, so no other number of stages is tried."""
@@ -385,6 +397,7 @@ def test_stages_are_on_an_axis_of_the_mesh_of_placed_arguments(monkeypatch):
     assert plan(make_step(), *placed(8)).stages == 1
 
 
+@pytest.mark.whole
 def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():
     """In the cut step, no value has an axis of rows then."""
 
@@ -401,6 +414,7 @@ def test_weights_keep_their_role_where_a_microbatch_is_a_single_row():
         assert [each.role for each in made.inputs] == ["parameter", "data"]
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_a_second_stack_of_layers_is_on_no_stage():
     def step(weights, x):
@@ -417,6 +431,7 @@ def test_a_second_stack_of_layers_is_on_no_stage():
     assert not [note for note in plan(make_step(), *shapes(), target="cpu:2", plan="pp:2").notes if "no stage" in note]
 
 
+@pytest.mark.few(5)
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -464,6 +479,7 @@ def test_a_suggested_pipeline_is_possible(words, devices, schedule, possible):
     assert plan(fn, *args, plan=possible, **options).stages == int(possible[3])
 
 
+@pytest.mark.whole
 def test_a_schedule_tries_the_microbatches_that_the_batch_allows():
     fn, weights, x = stacked_layers(4)
     made = plan(fn, weights, jnp.ones((9, 16)), target="cpu:2", schedule="gpipe")
@@ -471,6 +487,7 @@ def test_a_schedule_tries_the_microbatches_that_the_batch_allows():
     assert "microbatches='auto' compared 3 (" in " ".join(made.notes)
 
 
+@pytest.mark.whole
 def test_a_program_without_layers():
     def step(w, x):
         return jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
@@ -479,6 +496,7 @@ def test_a_program_without_layers():
         plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
 
 
+@pytest.mark.whole
 def test_layers_inside_a_checkpoint():
     @jax.checkpoint
     def layers(weights, x):
@@ -491,6 +509,7 @@ def test_layers_inside_a_checkpoint():
         plan(step, jnp.ones((4, 8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
 
 
+@pytest.mark.whole
 def test_layers_are_no_rows_where_a_group_of_rows_has_one():
     """A function without gradients has no state: what is cut into microbatches tells rows from stacks of layers."""
 
@@ -506,6 +525,7 @@ def test_layers_are_no_rows_where_a_group_of_rows_has_one():
     assert roles == {"0/down": "parameter", "0/up": "parameter", "1": "data"}
 
 
+@pytest.mark.whole
 def test_gradients_that_stages_give_back_are_stored_in_shards_where_a_group_has_one_row():
     """The groups of rows are then the batch, which the gradients have until they are added."""
     made = plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 dp:2", microbatches=4, schedule="interleaved:2")

@@ -1,5 +1,6 @@
 """Weights that are stored in shards: the stages gather them once a step, or again in each microbatch."""
 
+import functools
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -58,6 +59,7 @@ def test_the_compiled_step_gathers_in_or_before_the_loop(gather):
         assert {("all-gather", layer), ("reduce-scatter", layer)} <= {*looped}, "scattered behind the stages"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize(
     ("kind", "words", "schedule"),
@@ -77,10 +79,12 @@ def test_layers_that_are_gathered_once_equal_one_device(kind, words, schedule):
     assert step.plan(state(F32), batch).gather == "once"
 
 
+@functools.cache
 def planned(gather=None, **options):
     return plan(make_step(), *shapes(), target="cpu:4", plan="pp:2 fsdp:2", microbatches=4, gather=gather, **options)
 
 
+@pytest.mark.slow
 def test_memory_decides():
     once, repeat = planned("once"), planned("repeat")
     assert once.estimate.step_time_us < repeat.estimate.step_time_us

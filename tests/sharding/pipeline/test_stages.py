@@ -54,7 +54,7 @@ def test_one_forward_one_backward(kind):
     check(kind, False, 4, 2, "1f1b")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "schedule"), [("hidden", "gpipe"), ("auxiliary", "zb"), ("encoder", "ftb")])
 def test_other_schedules(kind, schedule):
     check(kind, False, 4, 4, schedule)
@@ -101,6 +101,7 @@ def test_values_move_while_gradients_of_weights_are_computed():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["auxiliary", "shared"])
 def test_layers_one_after_another(kind):
@@ -158,6 +159,7 @@ def test_stages_with_different_numbers_of_layers(kind, schedule, layers):
     check(kind, True, 4, 3, schedule, layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layers"),
     [
@@ -237,7 +239,7 @@ def forward(kind, layers):
     return fn, args, jax.tree.leaves(fn(*args))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "ftb"), (2, "interleaved:2")])
 @pytest.mark.parametrize("layers", ["scan", "list"])
 @pytest.mark.parametrize("kind", ["loss", "rows", "stacked"])

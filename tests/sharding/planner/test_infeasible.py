@@ -83,6 +83,7 @@ def test_the_error_names_the_least_memory_and_what_takes_it():
     assert "No v5e machine is large enough, up to v5e:16x16. " in text
 
 
+@pytest.mark.slow
 def test_the_error_advises_to_recompute_if_activations_take_most():
     recompute = "Use a smaller batch, or recompute activations with jax.checkpoint. To plan"
     for batch, width, advised in ((4096, 32, True), (8, 1024, False)):
@@ -117,6 +118,7 @@ def test_machines_with_equal_device_count_and_more_memory(monkeypatch):
     assert re.search(r"; of other machines with 4 devices, it fits v6e:2x2 \(.* a device\)\. Use a smaller", text)
 
 
+@pytest.mark.slow
 def test_a_machine_from_a_file_is_enlarged(tmp_path):
     least = peaks(machine(tmp_path, 1e9, hosts=4))
     text = refused(target=machine(tmp_path, int(least * 1.01), hosts=1))

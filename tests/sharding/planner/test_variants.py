@@ -205,6 +205,7 @@ def test_candidates_slightly_over_the_limit():
     assert one.beyond([near, far], 1.0, 9.0) == measured.beyond([near, far], 1.0, 9.0) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [0.9, pytest.param(1.1, marks=pytest.mark.slow)])
 def test_candidates_slightly_over_the_limit_are_compiled_too(monkeypatch, compiled):
     """XLA rematerializes what does not fit, so a faster variant may fit once compiled."""

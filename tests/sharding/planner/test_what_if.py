@@ -41,6 +41,7 @@ def flat(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("words", "path"), [("zero1:8", WQ), ("fsdp:8", "0/params/embed"), ("fsdp:2 tp:4 seq", "1/x")])
 def test_an_alternative_costs_what_its_plan_costs(words, path):
     alternatives = neighbouring_specs(bound_or_error(planned(words).bound), [leaf(planned(words), path)])
@@ -131,6 +132,7 @@ def test_a_wish_can_be_faster():
     assert "with its moment sharded the same way" in text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("wish", "reason"),
     [

@@ -119,6 +119,7 @@ REQUESTS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_results_have_the_requested_shardings(name):
     fn, spec = REQUESTS[name]

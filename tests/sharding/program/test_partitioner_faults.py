@@ -130,7 +130,7 @@ def test_fault_is_still_there(name, effect, fn, args, factors):
     assert check_partitioner(case, rule, counts, operands) == []
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @for_each_fault(primitive_exists)
 def test_operator_runs_correctly_on_shards_without_gathers(name, effect, fn, args, factors):
     """A plan runs the operator on shards instead: no gather, and a reduction only if the rule has one."""

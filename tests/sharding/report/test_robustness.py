@@ -4,7 +4,7 @@ import copy
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +26,7 @@ def all_of(plan):
         assert str(copied) == str(plan)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("words", REQUESTS)
 @pytest.mark.parametrize("make", [planned, unbound])
 def test_all_reports_of_real_plans(words, make):
@@ -109,7 +109,15 @@ def random_plans(draw):
     )
 
 
+@settings(max_examples=10)
 @given(random_plans())
 def test_all_reports_of_random_plans(plan):
+    all_of(plan)
+    read(page(plan))
+
+
+@pytest.mark.slow
+@given(random_plans())
+def test_all_reports_of_more_random_plans(plan):
     all_of(plan)
     read(page(plan))

@@ -28,7 +28,7 @@ def traced(name: str, policy: str = "none", **options: Any) -> Any:
     return jax.make_jaxpr(masked_step_of(MASKED[name], policy, **options))(*arguments())
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [(name, "none") for name in MASKED] + [("padded_documents", "full"), ("added", "dots"), ("flax_linen", "full")],
@@ -60,6 +60,7 @@ def test_values_and_gradients_of_all_stay(name: str, policy: str) -> None:
     assert_kept(name, policy)
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("name", LEFT)
 def test_other_masks_are_left(name: str) -> None:
     closed = jax.make_jaxpr(masked_step_of(LEFT[name]))(*arguments())

@@ -38,7 +38,7 @@ def scores_between_frames(closed: Any) -> list[str]:
     return found
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FORMULATIONS)
 def test_formulations_are_replaced_and_their_residuals_are_gone(name: str, policy: str) -> None:
@@ -87,7 +87,7 @@ def test_attention_is_recognised_in_a_forward_pass() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.few(30)
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_look_alikes_are_left(name: str) -> None:
     closed = jax.make_jaxpr(step_of(LOOK_ALIKES[name]))(parameters(), rows())

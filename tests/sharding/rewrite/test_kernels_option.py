@@ -164,7 +164,7 @@ def test_unknown_words_are_errors(word: Any) -> None:
         auto_shard(step_of(einsum_where), kernels=word)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("attention", [einsum_where, grouped_queries])
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_replace_kernels_before_the_gradient(attention: Any, policy: str) -> None:
@@ -175,7 +175,7 @@ def test_replace_kernels_before_the_gradient(attention: Any, policy: str) -> Non
     assert_same(found, jax.jit(step_of(attention, policy))(parameters(), rows()))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["stopped gradient", "half stopped", "missing scale", "dropped", "alibi"])
 def test_replace_kernels_leaves_look_alikes(name: str) -> None:
     loss = loss_of(LOOK_ALIKES[name])

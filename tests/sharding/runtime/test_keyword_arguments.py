@@ -29,6 +29,7 @@ CALLS: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.whole
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("names", [("w",), ("w", "v"), ("x",), ("v", "x")], ids=lambda names: "-".join(names))

@@ -55,6 +55,7 @@ def test_column_then_row_for_a_large_model_and_a_short_batch():
     assert planned.fits
 
 
+@pytest.mark.slow
 def test_the_sequence_is_sharded_between_the_pairs():
     """The residual stream is sharded by its sequence: sums are reduce-scattered into it, and gathered from it.
 

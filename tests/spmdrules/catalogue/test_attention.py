@@ -1,5 +1,7 @@
 """Compares the variants of attention with each other, and position encodings with their definitions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.spmdrules.catalogue import attention
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.jitted import jitted
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
@@ -19,6 +22,7 @@ def assert_close(a, b, tolerance=2e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
+@jitted
 def reference(q, k, v, visible=None, change=lambda scores: scores):
     """Attention by its definition, with scores of minus infinity for keys that are not visible."""
     scores = change(jnp.einsum("bshd,bthd->bhst", q, k) / np.sqrt(q.shape[-1]).astype(np.float32))
@@ -27,24 +31,27 @@ def reference(q, k, v, visible=None, change=lambda scores: scores):
 
 
 def test_masks():
-    assert_close(attention.attention(Q, K, V), reference(Q, K, V))
+    assert_close(jitted(attention.attention)(Q, K, V), reference(Q, K, V))
     visible = jnp.asarray(BEFORE)[None, None]
-    assert_close(attention.causal_attention(Q, K, V), reference(Q, K, V, visible))
+    assert_close(jitted(attention.causal_attention)(Q, K, V), reference(Q, K, V, visible))
     near = visible & ~jnp.asarray(np.tril(np.ones((12, 12), bool), -5))[None, None]
-    assert_close(attention.sliding_window_attention(Q, K, V, window=4), reference(Q, K, V, near))
+    assert_close(jitted(attention.sliding_window_attention)(Q, K, V, window=4), reference(Q, K, V, near))
     lengths = jnp.asarray([3, 12], jnp.int32)
     short = (jnp.arange(12)[None] < lengths[:, None])[:, None, None]
-    assert_close(attention.padded_attention(Q, K, V, lengths), reference(Q, K, V, short))
+    assert_close(jitted(attention.padded_attention)(Q, K, V, lengths), reference(Q, K, V, short))
     assert_close(
-        attention.soft_capped_attention(Q, K, V, cap=2.0), reference(Q, K, V, change=lambda s: 2 * jnp.tanh(s / 2))
+        jitted(attention.soft_capped_attention)(Q, K, V, cap=2.0),
+        reference(Q, K, V, change=lambda s: 2 * jnp.tanh(s / 2)),
     )
     bias = jnp.asarray(RNG.normal(size=(1, 4, 12, 12)), jnp.float32)
     assert_close(
-        attention.attention(Q, K, V, bias), reference(Q, K, V, change=lambda s: s + jnp.broadcast_to(bias, s.shape))
+        jitted(attention.attention)(Q, K, V, bias),
+        reference(Q, K, V, change=lambda s: s + jnp.broadcast_to(bias, s.shape)),
     )
 
 
 def test_blockwise_attention_equals_causal_attention_with_its_gradient():
+    @functools.partial(jax.jit, static_argnums=0)
     def run(fn):
         out, pull = jax.vjp(fn, Q, K, V)
         return out, pull(V)
@@ -55,7 +62,8 @@ def test_blockwise_attention_equals_causal_attention_with_its_gradient():
 def test_groups_of_queries_share_keys():
     k, v = K[:, :, :2], V[:, :, :2]
     assert_close(
-        attention.causal_attention(Q, k, v), attention.causal_attention(Q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2))
+        jitted(attention.causal_attention)(Q, k, v),
+        jitted(attention.causal_attention)(Q, jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)),
     )
 
 
@@ -64,30 +72,35 @@ def test_a_sink_is_a_key_whose_value_is_zero():
     extra = jnp.broadcast_to(sinks.reshape(1, 4, 1, 1), (2, 4, 12, 1))
     scores = jnp.concatenate([jnp.einsum("bshd,bthd->bhst", Q, K) / np.float32(np.sqrt(8)), extra], -1)
     expected = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores, -1)[..., :-1], V)
-    assert_close(attention.attention_with_sinks(Q, K, V, sinks), expected)
+    assert_close(jitted(attention.attention_with_sinks)(Q, K, V, sinks), expected)
 
 
 def test_linear_attention_equals_its_quadratic_form():
     q, k = jax.nn.elu(Q) + 1, jax.nn.elu(K) + 1
     scores = jnp.einsum("bshd,bthd->bhst", q, k)
     expected = jnp.einsum("bhst,bthd->bshd", scores / scores.sum(-1, keepdims=True), V)
-    assert_close(attention.linear_attention(Q, K, V), expected)
+    assert_close(jitted(attention.linear_attention)(Q, K, V), expected)
 
 
 def test_decoding_with_a_cache_gives_the_last_row():
-    caches = attention.kv_cache_update(jnp.zeros_like(K), jnp.zeros_like(V), K[:, :11], V[:, :11], jnp.int32(0))
+    caches = jitted(attention.kv_cache_update)(jnp.zeros_like(K), jnp.zeros_like(V), K[:, :11], V[:, :11], jnp.int32(0))
     positions = jnp.asarray([11, 11], jnp.int32)
-    k, v = (attention.ragged_cache_update(c, x[:, 11], positions) for c, x in zip(caches, (K, V), strict=True))
-    assert_close(attention.decode_attention(Q[:, 11], k, v, positions + 1), attention.causal_attention(Q, K, V)[:, 11])
+    k, v = (jitted(attention.ragged_cache_update)(c, x[:, 11], positions) for c, x in zip(caches, (K, V), strict=True))
+    assert_close(
+        jitted(attention.decode_attention)(Q[:, 11], k, v, positions + 1),
+        jitted(attention.causal_attention)(Q, K, V)[:, 11],
+    )
     table = jnp.asarray([[4, 1, 3], [0, 5, 2]], jnp.int32)
     k, v = (jnp.zeros((6, 4, 4, 8)).at[table].set(x.reshape(2, 3, 4, 4, 8)) for x in (K, V))
     assert_close(
-        attention.paged_attention(Q[:, 11], k, v, table, positions + 1), attention.causal_attention(Q, K, V)[:, 11]
+        jitted(attention.paged_attention)(Q[:, 11], k, v, table, positions + 1),
+        jitted(attention.causal_attention)(Q, K, V)[:, 11],
     )
 
 
 @pytest.mark.parametrize("rope", [attention.rope, attention.rope_interleaved])
 def test_rotated_scores_depend_only_on_distance(rope):
+    rope = jitted(rope)
     positions = jnp.asarray(RNG.integers(0, 50, (2, 12)), jnp.int32)
     scores = [jnp.einsum("bshd,bthd->bhst", rope(Q, at), rope(K, at)) for at in (positions, positions + 100)]
     assert_close(scores[0], scores[1], 1e-3)
@@ -97,23 +110,26 @@ def test_rotated_scores_depend_only_on_distance(rope):
 def test_the_two_rope_conventions_differ_in_the_order_of_pairs():
     positions = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12))
     order = np.arange(8).reshape(4, 2).T.reshape(-1)  # even indices first
-    assert_close(attention.rope(Q[..., order], positions), attention.rope_interleaved(Q, positions)[..., order])
+    assert_close(
+        jitted(attention.rope)(Q[..., order], positions), jitted(attention.rope_interleaved)(Q, positions)[..., order]
+    )
     pair = jnp.asarray([[[[1.0, 0.0]]]])
     angle = np.float32(3.0)
     assert_close(
-        attention.rope(pair, jnp.full((1, 1), 3, jnp.int32))[0, 0, 0], np.asarray([np.cos(angle), np.sin(angle)])
+        jitted(attention.rope)(pair, jnp.full((1, 1), 3, jnp.int32))[0, 0, 0],
+        np.asarray([np.cos(angle), np.sin(angle)]),
     )
 
 
 def test_alibi_has_the_slopes_of_the_paper():
-    bias = attention.alibi(jnp.zeros((1, 8, 4, 4)))
+    bias = jitted(attention.alibi)(jnp.zeros((1, 8, 4, 4)))
     assert_close(bias[0, :, 3, 2], -(2.0 ** -np.arange(1, 9, dtype=np.float32)))
     assert_close(bias[0, 0, 3, 0], np.float32(-1.5))
 
 
 def test_relative_buckets_are_those_of_t5():
     table = jnp.broadcast_to(jnp.arange(16, dtype=jnp.float32)[:, None], (16, 1))
-    bias = attention.relative_position_bias(table, seq=40, farthest=16)[0, 0]
+    bias = jitted(attention.relative_position_bias)(table, seq=40, farthest=16)[0, 0]
     # Distances 0 to 3 have one bucket each. Distances from 4 share four buckets, whose ranges grow by sqrt(2).
     assert_close(bias[39, 39 - np.arange(20)], [0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7, 7])
     assert_close(bias[0, 1:5], [9, 10, 11, 12])

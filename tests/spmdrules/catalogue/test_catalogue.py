@@ -149,7 +149,7 @@ def findings_text(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.whole
 @pytest.mark.parametrize(("op", "gradient"), SAMPLE)
 def test_equations_of_common_operators(op, gradient):
@@ -198,6 +198,7 @@ def with_random_floats(case: Case) -> Case:
     return Case(case.eqn, tuple(r if f else x for f, r, x in zip(floats, random, case.operands, strict=True)))
 
 
+@pytest.mark.few(1)
 @pytest.mark.whole
 @pytest.mark.parametrize("op", FORWARD_SAMPLE)
 def test_equations_of_common_tangents(op):

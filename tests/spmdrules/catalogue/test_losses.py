@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.spmdrules.catalogue import losses
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.jitted import jitted
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
@@ -22,6 +23,7 @@ def assert_close(a, b, tolerance=1e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
+@jitted
 def optax_loss(logits, labels, smoothing=0.0):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         target = optax.losses.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), smoothing)
@@ -32,9 +34,10 @@ def optax_loss(logits, labels, smoothing=0.0):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_cross_entropy_and_its_gradient_equal_optax(smoothing):
     ours = lambda z: losses.cross_entropy(z, LABELS, smoothing=smoothing)  # noqa: E731
-    assert_close(ours(LOGITS), optax_loss(LOGITS, LABELS, smoothing))
+    assert_close(jax.jit(ours)(LOGITS), optax_loss(LOGITS, LABELS, smoothing=smoothing))
     gradients = [
-        jax.grad(lambda z, f=f: f(z).sum())(LOGITS) for f in (ours, lambda z: optax_loss(z, LABELS, smoothing))
+        jax.jit(jax.grad(lambda z, f=f: f(z).sum()))(LOGITS)
+        for f in (ours, lambda z: optax_loss(z, LABELS, smoothing=smoothing))
     ]
     assert_close(*gradients)
 
@@ -42,8 +45,9 @@ def test_cross_entropy_and_its_gradient_equal_optax(smoothing):
 def test_z_loss_and_its_gradient():
     ours = lambda z: losses.cross_entropy(z, LABELS, z_loss=0.1).sum()  # noqa: E731
     formula = lambda z: (optax_loss(z, LABELS) + 0.1 * jax.nn.logsumexp(z, -1) ** 2).sum()  # noqa: E731
-    assert_close(ours(LOGITS), formula(LOGITS))
-    assert_close(jax.grad(ours)(LOGITS), jax.grad(formula)(LOGITS), 1e-4)
+    (value, gradient), expected = (jax.jit(jax.value_and_grad(fn))(LOGITS) for fn in (ours, formula))
+    assert_close(value, expected[0])
+    assert_close(gradient, expected[1], 1e-4)
 
 
 def test_large_bfloat16_logits_keep_their_precision():
@@ -63,8 +67,8 @@ def test_a_chunked_head_equals_the_whole_head():
     hidden, head = LOGITS, jnp.asarray(RNG.normal(size=(16, 20)), jnp.float32)
     chunked = lambda h, w: losses.linear_cross_entropy(h, w, LABELS, chunks=4)  # noqa: E731
     whole = lambda h, w: losses.cross_entropy(jnp.einsum("bse,ev->bsv", h, w), LABELS)  # noqa: E731
-    assert_close(chunked(hidden, head), whole(hidden, head))
-    gradients = [jax.grad(lambda h, w, f=f: f(h, w).sum(), (0, 1))(hidden, head) for f in (chunked, whole)]
+    assert_close(jitted(chunked)(hidden, head), jitted(whole)(hidden, head))
+    gradients = [jitted(jax.grad(lambda h, w, f=f: f(h, w).sum(), (0, 1)))(hidden, head) for f in (chunked, whole)]
     assert_close(gradients[0], gradients[1], 1e-4)
 
 
@@ -82,7 +86,7 @@ def test_sharded_classes_move_no_logits():
 
 
 def test_sharded_classes_give_the_same_result(mesh_of):
-    expected = gradient(LOGITS, LABELS, LOGITS[..., 0])
+    expected = jax.jit(gradient)(LOGITS, LABELS, LOGITS[..., 0])
     logits = jax.device_put(LOGITS, NamedSharding(mesh_of(model=4), P(None, None, "model")))
     compiled = jax.jit(gradient).lower(logits, LABELS, LOGITS[..., 0]).compile()
     assert_close(compiled(logits, LABELS, LOGITS[..., 0]), expected)
@@ -98,7 +102,8 @@ def test_masked_softmax_of_a_fully_masked_row_is_zero():
 def test_binary_cross_entropy_of_sigmoids_equals_optax():
     target = jnp.asarray(RNG.integers(0, 2, X.shape), jnp.float32)
     assert_close(
-        losses.binary_cross_entropy(jax.nn.sigmoid(X), target), optax.losses.sigmoid_binary_cross_entropy(X, target)
+        jitted(losses.binary_cross_entropy)(jax.nn.sigmoid(X), target),
+        jitted(optax.losses.sigmoid_binary_cross_entropy)(X, target),
     )
     assert_close(losses.binary_cross_entropy(target, target), jnp.zeros_like(X))
 
@@ -131,4 +136,4 @@ def test_clip_loss_is_symmetric_contrastive():
     images, texts = (np.asarray(a / jnp.linalg.norm(a, axis=-1, keepdims=True)) for a in (X, Y))
     scores = np.exp(1.5) * images @ texts.T
     log_p = [np.diag(np.log(np.exp(s) / np.exp(s).sum(-1, keepdims=True))) for s in (scores, scores.T)]
-    assert_close(losses.clip_loss(X, Y, jnp.float32(1.5)), -0.5 * (log_p[0] + log_p[1]))
+    assert_close(jitted(losses.clip_loss)(X, Y, jnp.float32(1.5)), -0.5 * (log_p[0] + log_p[1]))

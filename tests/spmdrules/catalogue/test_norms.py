@@ -1,5 +1,7 @@
 """Compares normalisation with Flax, and checks float32 statistics and the communication of batch norm."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.spmdrules.catalogue import norms
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.jitted import jitted
 
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 BATCH, SPACE, CHANNELS = 8, (4, 6), 12
@@ -37,7 +40,8 @@ def flax(module, x):
 ])  # fmt: skip
 def test_norms_equal_flax(name, module):
     keywords = {"groups": 4} if name == "group_norm" else {}
-    assert_close(getattr(norms, name)(X, SCALE, BIAS, **keywords), flax(module, X)[0])
+    run = jitted(getattr(norms, name))
+    assert_close(run(X, SCALE, BIAS, **keywords), jax.jit(flax, static_argnums=0)(module, X)[0])
 
 
 def test_rms_norm_equals_flax():
@@ -46,11 +50,16 @@ def test_rms_norm_equals_flax():
 
 def test_training_batch_norm_equals_flax_with_its_gradient_and_running_statistics():
     module = nn.BatchNorm(use_running_average=False, momentum=0.9, epsilon=1e-5, use_fast_variance=False)
-    expected, pull = jax.vjp(lambda x: flax(module, x)[0], X)
-    actual, actual_pull = jax.vjp(lambda x: norms.batch_norm(x, *STATE)[0], X)
-    assert_close((actual, actual_pull(COTANGENT)), (expected, pull(COTANGENT)))
-    state = flax(module, X)[1]["batch_stats"]
-    assert_close(norms.batch_norm(X, *STATE)[1:], (state["mean"], state["var"]))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(fn):
+        y, pull, state = jax.vjp(fn, X, has_aux=True)
+        return y, pull(COTANGENT), state
+
+    *expected, [state] = run(lambda x: (flax(module, x)[0], [flax(module, x)[1]["batch_stats"]]))
+    *actual, (mean, variance) = run(lambda x: (norms.batch_norm(x, *STATE)[0], norms.batch_norm(x, *STATE)[1:]))
+    assert_close(actual, expected)
+    assert_close((mean, variance), (state["mean"], state["var"]))
 
 
 COTANGENT = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
@@ -102,14 +111,14 @@ def test_weights():
 
 def test_spectral_norm_reaches_the_largest_singular_value():
     kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
-    vector = jnp.ones(6)
+    vector, step = jnp.ones(6), jax.jit(norms.spectral_norm)
     for _ in range(200):
-        normal, vector = norms.spectral_norm(kernel, vector)
+        normal, vector = step(kernel, vector)
     assert_close(normal, kernel / np.linalg.svd(kernel)[1][0], 1e-4)
 
 
 def test_l2_normalize_of_zeros_has_a_finite_gradient():
-    gradient = jax.grad(lambda x: norms.l2_normalize(x)[0])(jnp.zeros(4))
+    gradient = jitted(jax.grad(lambda x: norms.l2_normalize(x)[0]))(jnp.zeros(4))
     assert np.isfinite(gradient).all()
 
 
@@ -147,7 +156,7 @@ def test_every_mesh_gives_the_same_result(name, mesh_of):
         y, pull = jax.vjp(lambda x, *p: getattr(norms, name)(x, *p, *STATE[2:], **keywords)[0], x, *STATE[:2])
         return y, pull(d_y)
 
-    expected = run(X, COTANGENT)
+    expected = jax.jit(run)(X, COTANGENT)
     for devices in (2, 8):
         sharding = NamedSharding(mesh_of(data=devices), P("data"))
         assert_close(jax.jit(run)(*jax.device_put((X, COTANGENT), sharding)), expected, 1e-4)

@@ -23,6 +23,7 @@ def assert_close(a, b, tolerance=2e-6):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, tolerance, tolerance), a, b)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("optimizer", [optax.adamw(0.1), optax.adafactor(0.1, min_dim_size_to_factor=4)])
 def test_a_flat_state_gives_the_same_steps_as_a_tree(optimizer):
     params: Any = {"w": PARAMETER}

@@ -220,6 +220,7 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
     assert COLLECTIVE.findall(compiled(sharded, *sharded_args)) == [collective]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "op,x",

@@ -169,6 +169,7 @@ def test_the_map_holds_for_what_the_kernel_computes(kernel):
     assert not errors, "\n".join(errors)
 
 
+@pytest.mark.slow
 def test_a_wrong_map_is_found():
     _, _, args, text, computes, _ = KERNELS[0]
     wrong = text.replace("whole t g d s d1", "whole t g d d1")

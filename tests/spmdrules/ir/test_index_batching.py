@@ -104,7 +104,7 @@ def test_an_index_component_that_is_an_iota_becomes_a_batching_dimension(case):
     assert tuple(zip((n.operand_batching_dims for n in numbers), along, strict=True)) == case.batches
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [c for c in CASES if c not in COMMON], ids=lambda case: case.note.replace(" ", "_"))
 def test_values_are_kept(case):
     placements = [Placement((("data",), *[()] * (x.ndim - 1))) for x in (X, PICKED)]
@@ -112,6 +112,7 @@ def test_values_are_kept(case):
     np.testing.assert_allclose(actual, case.fn(jnp.asarray(X), PICKED), 1e-5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings("ignore:.*attached devices are idle")
 @pytest.mark.parametrize("case", COMMON, ids=lambda case: case.note.replace(" ", "_"))
 def test_a_sharded_batch_moves_nothing(case):

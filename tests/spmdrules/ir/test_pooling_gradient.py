@@ -36,6 +36,7 @@ def test_padding_is_fused_into_the_window_sum_that_alone_uses_it():
     assert rules == ["a t b -> a (t x) b; whole x; linear 0; where t=4 x=2"]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("sharded", [0, 1])
 @pytest.mark.parametrize(("window", "stride", "count"), [(2, 2, 4), (1, 2, 4), (3, 4, 2), (3, 1, 6), (4, 2, 3)])
 def test_values_are_kept(window, stride, count, sharded):

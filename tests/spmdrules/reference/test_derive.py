@@ -107,7 +107,7 @@ def test_rule_parse_reads_the_text(fn, args, text):
     assert [(f.name, f.kind, f.op) for f in parsed.factors] == [(f.name, f.kind, f.op) for f in derived.rule.factors]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("fn", "args"),
     [

@@ -50,6 +50,7 @@ def test_a_run_records_a_trace_that_its_plan_is_compared_with(make_config, capsy
     assert json.loads(capsys.readouterr().out)["session"] == names["session"]
 
 
+@pytest.mark.whole
 def test_an_error_in_the_window_ends_the_trace_and_is_raised(tmp_path):
     said = []
     for _ in range(2):  # a second trace can begin, so the first one was ended

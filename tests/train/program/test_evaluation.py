@@ -59,6 +59,7 @@ def test_without_a_text_there_are_no_bits_per_byte() -> None:
     assert evaluation.bits_per_byte is None and evaluation.metrics() == {"val_loss": evaluation.loss}
 
 
+@pytest.mark.whole
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("schedule", "forward"), [(None, "forward"), ("interleaved:2", "forward:2")])
 def test_an_evaluation_under_a_pipeline_runs_in_its_stages_and_moves_no_parameter(schedule: Any, forward: str) -> None:

@@ -11,6 +11,7 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.step_timing import SteppedState, paired_times, time_steps
 
 
+@pytest.mark.slow
 def test_both_steps_are_timed(make_config: Callable[..., TrainConfig]) -> None:
     timing = time_steps(make_config(), 2)
     assert timing.plan == "fsdp:8" and timing.tokens == 8 * 16

@@ -137,6 +137,7 @@ def test_one_command_line_starts_a_run_and_continues_it(tmp_path):
         parse_config(["--resume-if-started"], TrainConfig, "autoshard train", "")
 
 
+@pytest.mark.slow
 def test_a_run_records_its_attempts(make_config: Callable[..., TrainConfig], tmp_path, monkeypatch):
     config = make_config(run_dir=tmp_path / "run", steps=4, resume_if_started=True, checkpoint_every=2)
     trainer = Trainer(config)

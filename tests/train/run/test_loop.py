@@ -324,7 +324,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.whole
-def test_a_folder_with_another_run_is_left_alone(make_config: MakeConfig) -> None:
+def test_a_run_that_cannot_be_resumed_changes_nothing(make_config: MakeConfig, capsys: pytest.CaptureFixture) -> None:
+    """Another run is in the folder or writes to it, or the arrays do not divide by the requested mesh."""
     config = make_config(steps=3)
     train(config)
     assert config.run_dir is not None
@@ -336,15 +337,6 @@ def test_a_folder_with_another_run_is_left_alone(make_config: MakeConfig) -> Non
     with pytest.raises(ConfigError, match=r"--seed is 5, the run has 0\. Give --seed 0, or give another --run-dir"):
         train(replace(config, resume=True, seed=5))
     assert contents(config.run_dir) == before
-
-
-@pytest.mark.whole
-def test_a_run_that_cannot_be_resumed_changes_nothing(make_config: MakeConfig, capsys: pytest.CaptureFixture) -> None:
-    """Another process trains in the folder, or the arrays do not divide by the requested mesh."""
-    config = make_config(steps=3)
-    train(config)
-    assert config.run_dir is not None
-    before = contents(config.run_dir)
     again = ["train", "--run-dir", str(config.run_dir), "--resume", "--steps", "5"]
     with Checkpointer(config.run_dir / "checkpoints") as other:
         other.claim()
@@ -476,6 +468,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config: MakeConfig) -> None
         train(make_config(steps=20, optimizer=optimizer))
 
 
+@pytest.mark.slow
 def test_non_finite_states_do_not_replace_checkpoints(make_config: MakeConfig) -> None:
     """The loss is checked before each save, even if it is rarely logged, so that good checkpoints are kept."""
     optimizer = dict(name="sgd", learning_rate=1e12, min_learning_rate=1e12, clip_norm=0.0, warmup_steps=0)

@@ -50,15 +50,6 @@ def tensors(folder: Path, file: str = "model.safetensors") -> dict[str, np.ndarr
     return load_file(folder / file)
 
 
-def test_a_run_starts_from_the_values_of_the_folder(make_config: MakeConfig, folder: Path) -> None:
-    trainer = Trainer(of_folder(make_config, folder))
-    batch = {name: x[:8] for name, x in trainer.source.batch(0, range(8)).items()}
-    total, count = nnx.jit(lambda model: model.loss(batch))(load_pretrained(folder, plan="dp:8"))
-    result = trainer.run()
-    first = read_metrics(result.run_dir / "metrics.jsonl")[0]
-    assert first["loss"] == pytest.approx(float(total / count), rel=1e-5)
-
-
 @pytest.mark.slow
 def test_a_folder_with_other_names_is_read_in_its_own_spelling(make_config: MakeConfig, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "gpt2", {**GPT2, "vocab_size": 256, "n_positions": 64})
@@ -68,12 +59,17 @@ def test_a_folder_with_other_names_is_read_in_its_own_spelling(make_config: Make
     assert train(of_folder(make_config, folder)).step > 0
 
 
-def test_a_run_continues_without_the_folder_on_fewer_devices_and_is_exported(
+def test_a_run_starts_from_a_folder_continues_without_it_on_fewer_devices_and_is_exported(
     make_config: MakeConfig, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "tokenizer_config.json").write_text("{}")
     config = of_folder(make_config, folder, steps=2, optimizer=dict(warmup_steps=1))
-    run_dir = train(config).run_dir
+    trainer = Trainer(config)
+    batch = {name: x[:8] for name, x in trainer.source.batch(0, range(8)).items()}
+    total, count = nnx.jit(lambda model: model.loss(batch))(load_pretrained(folder, plan="dp:8"))
+    run_dir = trainer.run().run_dir
+    first = read_metrics(run_dir / "metrics.jsonl")[0]
+    assert first["loss"] == pytest.approx(float(total / count), rel=1e-5)
     before, tokenizer = tensors(folder), (folder / "tokenizer_config.json").read_bytes()
     shutil.rmtree(folder)
     attach(monkeypatch, 4)
@@ -183,12 +179,16 @@ def test_adapters_of_dora_start_as_the_weights_are(make_config: MakeConfig, fold
     np.testing.assert_allclose(trained[f"{stem}lora_scale"], norms, rtol=1e-6)
 
 
-def test_a_run_starts_from_an_adapter_and_resumes_without_it(
-    make_config: MakeConfig, folder: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def of_adapter(make_config: MakeConfig, folder: Path, tmp_path: Path) -> TrainConfig:
+    """Saves an adapter, and returns the config of a run that starts from it."""
     lora = LoraConfig(rank=3, alpha=5, targets=("attention/wq", "mlp/*"), rslora=True, dora=True)
     save_adapter(adapted(folder, lora, CONFIG), tmp_path / "adapter", lora)
-    config = of_folder(make_config, folder, lora=LoraConfig(path=tmp_path / "adapter"), steps=3)
+    return of_folder(make_config, folder, lora=LoraConfig(path=tmp_path / "adapter"), steps=3)
+
+
+def test_a_run_starts_from_an_adapter(of_adapter: TrainConfig, tmp_path: Path) -> None:
+    config = of_adapter
     run_dir = Trainer(config).save_first_state()
     assert main(["ckpt", "export", f"{run_dir}@0", str(tmp_path / "same")]) == 0
     before, after = (tensors(tmp_path / name, "adapter_model.safetensors") for name in ("adapter", "same"))
@@ -199,6 +199,13 @@ def test_a_run_starts_from_an_adapter_and_resumes_without_it(
             ConfigError, match=r"lora\.alpha is 7, but the adapter has 5.*; lora\.targets is .*leave out"
         ):
             Trainer(other)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_without_the_adapter_that_it_started_from(of_adapter: TrainConfig, tmp_path: Path) -> None:
+    config = of_adapter
+    run_dir = Trainer(config).save_first_state()
+    before = tensors(tmp_path / "adapter", "adapter_model.safetensors")
     shutil.rmtree(tmp_path / "adapter")
     assert train(replace(config, resume=True)).step == 3
     assert main(["ckpt", "export", str(run_dir), str(tmp_path / "trained")]) == 0

@@ -19,6 +19,7 @@ from autoshard.train.config import run_directory
 from autoshard.train.config.stored_config import to_dict
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.run import resumption
+from autoshard.train.run.attempts import read_attempts
 from autoshard.train.run.loop import train
 from autoshard.train.run.metrics import read_metrics
 from autoshard.train.run.resumption import (
@@ -53,6 +54,11 @@ def test_a_requested_plan_is_scaled_to_the_devices_of_the_resumed_run(
     assert "on 4 cpu devices; the run continues from step 0" in output
     assert [line["step"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line] == [1, 2]
     assert run_directory.read_config(run_dir)["plan"] == "fsdp:8"  # for the day when the devices are back
+    events = read_attempts(run_dir / "attempts.jsonl")
+    assert [(each["event"], each["step"]) for each in events if each["event"] != "save"] == [
+        *(("begin", 0), ("end", 0)),
+        *(("begin", 0), ("end", 2)),
+    ]
 
 
 def test_the_plan_of_other_devices_is_made_anew_in_kind(

@@ -98,6 +98,7 @@ def test_it_is_kept_in_float32() -> None:
     check(average, list(range(1, 101)), 0.99, jnp.bfloat16, rtol=1e-2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("where", ["one device", "sharded", "planned"])
 def test_it_is_the_mean_of_the_stored_parameters(where: str, dtype: Any, mesh8: Mesh) -> None:

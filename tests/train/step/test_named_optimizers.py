@@ -54,7 +54,7 @@ def test_wsd_decays_in_the_last_part_only():
     assert constant == 1.0 and 0.1 < middle < 1.0 and late == pytest.approx(0.1)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sorted({*OPTIMIZERS} - {"adamw", "sgd", "muon", "schedule_free"}))
 def test_an_optimizer_of_optax_gets_the_schedule_the_clipping_and_the_decay(name):
     config = OptimizerConfig(name=name, clip_norm=1.0, weight_decay=0.25, **RATES)
@@ -113,6 +113,7 @@ def test_functions_of_users():
     np.testing.assert_allclose(updates(config)["w"], -3 * 0.5 * 20 * PARAMS["w"], rtol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["adafactor", "lamb", pytest.param("lion", marks=pytest.mark.slow)])
 def test_a_sharded_step_equals_one_device(name):
     """Adafactor factors its moments, and lamb takes norms of whole parameters."""

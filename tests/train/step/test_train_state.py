@@ -62,6 +62,7 @@ def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:
     assert not any(name.endswith(tuple(frozen)) for name in state_names)
 
 
+@pytest.mark.slow
 @pytest.mark.whole
 def test_frozen_parameters_do_not_count_in_the_gradient_norm() -> None:
     """The norm is that of the trained parameters' gradient, which is computed here with all parameters trained."""
@@ -98,6 +99,7 @@ def test_a_glob_that_matches_nothing_raises() -> None:
         gpt(("*",))
 
 
+@pytest.mark.slow
 def test_one_update_of_the_moving_average_equals_the_parameters() -> None:
     first, last, _ = run(gpt(ema_decay=0.75), steps=1)
     jax.tree.map(

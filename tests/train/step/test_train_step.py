@@ -83,6 +83,7 @@ def test_dropout_is_the_same_on_every_mesh_and_differs_between_steps(
     assert len({float(one_device_loss), float(later), float(plain)}) == 3
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_dropout() -> None:
     program = gpt(dropout=0.3)
     state = jax.jit(program.create_state)(jax.random.key(0))
@@ -112,6 +113,7 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
         state = after
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [None, "fsdp:8"])

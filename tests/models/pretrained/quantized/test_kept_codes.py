@@ -66,6 +66,7 @@ def next_logits(model):
     return jnp.stack(found)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
 from tests.sharding.cost.test_equivalence_classes import problem
 
@@ -35,6 +37,7 @@ def test_specs_are_derived_when_they_are_needed():
     assert before < after_one < len(chosen.known_specs)
 
 
+@pytest.mark.slow
 def test_the_layout_is_not_kept():
     found, chosen = canonical("fsdp:8")
     alive = weakref.ref(chosen)

@@ -62,7 +62,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["fsdp:8", "fsdp:4 tp:2"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_those_of_one_device(name, words):
@@ -72,6 +72,7 @@ def test_values_are_those_of_one_device(name, words):
     assert_close(jax.jit(step)(params, x), auto_shard(step, plan=words, gather="sequential")(params, x))
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("gather", ["prefetch", "sequential"])
 def test_planned_functions_are_differentiated(gather):

@@ -44,7 +44,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["fsdp:8", "fsdp:4 tp:2"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_loss_and_gradients_are_those_of_one_device(name, words):
