@@ -308,7 +308,7 @@ def _no_stack(jaxpr: Any, reason: str) -> str:
                 return f"{place} is inside a jax.checkpoint. Put jax.checkpoint around the body of the scan instead"
     return reason or (
         "it has no repeated part: no jax.lax.scan over stacked parameters of layers, and no equal layers one after "
-        "another"
+        "another. Layers differ if only some of them have gradients: to freeze these, drop their updates instead"
     )
 
 
