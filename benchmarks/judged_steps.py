@@ -7,7 +7,7 @@ from typing import Any
 
 from estimate import estimate
 
-from autoshard.sharding.audit import Compiled, compile_job, export_plan
+from autoshard.sharding.audit import Compiled, CompileJob, compile_job, export_plan
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
@@ -34,10 +34,15 @@ class JudgedStep:
     predicted: float
 
 
+def exported(made: Any, target: str) -> CompileJob:
+    """Export a plan for its target's compiler, under the plan's options."""
+    options = made.compiler_options.get(find_target(target).platform, {})
+    return export_plan(bound_or_error(made.bound).executable, options)
+
+
 def compiled(made: Any, target: str) -> Compiled:
     """Compile a plan for its target, under the plan's options."""
-    options = made.compiler_options.get(find_target(target).platform, {})
-    return compile_job(export_plan(bound_or_error(made.bound).executable, options), TIMEOUT_S)
+    return compile_job(exported(made, target), TIMEOUT_S)
 
 
 def judged(made: Any, target: str, result: Compiled | None = None) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """Plans across slices that slow links join: what is chosen, and the best of the other plans, as compiled.
 
-    python benchmarks/multi_slice.py [CASE ...] [--words WORDS ...] [--show]
+    python benchmarks/multi_slice.py [CASE ...] [--words WORDS ...] [--fresh] [--show]
 
 `llama-*`: a Llama of 8 layers in plain JAX (`plain_models.llama`, full rematerialization, 128 rows of 1024 tokens).
 `perceptron-*`: 8 layers of 4096 x 16384 in bfloat16, 64 rows for each chip, and no optimizer. A number in a name is the
 number of slices of v5e:4x4. `v5p` means four slices of v5p:4x4x4, where the Llama has 256 rows. `chosen` is the plan of
 the search, without any words. The other rows are the plans of `CASES`. All are compiled, and judged by `estimate.py`.
 `over best` divides a step by the fastest of the other plans: 1 means that no other plan is faster. Nothing runs.
-Results are stored in `results/multi_slice.json`.
+
+Results are stored in `results/multi_slice.json`, each as soon as it is known. Every run plans again, and then
+compiles and judges only programs that differ from the stored ones: a run that was stopped goes on where it ended. With
+`--fresh`, it judges all of them, as after a change of `estimate.py`. Most of the time is XLA's.
 """
 
 from __future__ import annotations
@@ -25,13 +28,17 @@ import jax
 import jax.numpy as jnp
 import plain_models
 from common import RESULTS, Console, Table
-from judged_steps import JudgedStep, judged, scaled_text
+from judged_steps import JudgedStep, exported, judged, scaled_text
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
-from autoshard.sharding.audit import missing_compiler
+from autoshard.sharding.audit import compile_job, missing_compiler
+from autoshard.sharding.audit.compiler_process import versions as compilers
 
 PATH = RESULTS / "multi_slice.json"
+TIMEOUT_S = (
+    4 * 3600.0
+)  # chosen: seconds after which the compiler is stopped, on processors that are busy with other work
 LAYERS, SEQ = 8, 1024
 WIDTH, HIDDEN, POINTS = 4096, 16384, 64  # of the perceptron; POINTS: rows for each chip
 CHOSEN = "chosen"
@@ -107,6 +114,7 @@ class Row(JudgedStep):
         schedule: the schedule of its pipeline, empty without one.
         microbatches: number of microbatches.
         fits: whether the predicted peak fits a device.
+        digest: the hash of the exported program, the machine, the options and the compiler's version.
     """
 
     case: str
@@ -115,18 +123,26 @@ class Row(JudgedStep):
     schedule: str
     microbatches: int
     fits: bool
+    digest: str = ""
 
 
-def row_of(name: str, words: str) -> Row:
-    """Plan, compile and judge one step."""
+def row_of(name: str, words: str, known: Row | None) -> Row:
+    """Plan, compile and judge one step. It is not compiled if its program is that of a known row."""
     case = CASES[name]
     step, state, batch = case.made()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
         made = plan(step, state, *batch, target=case.target, plan=None if words == CHOSEN else words, donate_argnums=0,
                     microbatches=case.plans.get(words))  # fmt: skip
+    job = exported(made, case.target)
+    digest = job.digest(json.dumps(compilers(), sort_keys=True))
+    if known is not None and known.digest == digest and known.kind != "timeout":
+        found = {name: getattr(known, name) for name in ("kind", "temp_bytes", "cycles", "roofline")}
+        found |= {"predicted_bytes": made.estimate.peak_memory_bytes, "predicted": made.estimate.step_time_us / 1e6}
+    else:
+        found = judged(made, case.target, compile_job(job, TIMEOUT_S))
     return Row(case=name, words=words, plan=made.chosen, schedule=made.schedule if made.stages > 1 else "",
-               microbatches=made.microbatches, fits=made.fits, **judged(made, case.target))  # fmt: skip
+               microbatches=made.microbatches, fits=made.fits, digest=digest, **found)  # fmt: skip
 
 
 def over_best(row: Row, rows: Sequence[Row], measure: str) -> float | None:
@@ -156,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help="default: all")
     parser.add_argument("--words", nargs="+", help=f"only these plans, such as {CHOSEN}")
+    parser.add_argument("--fresh", action="store_true", help="also judge programs whose results are stored")
     parser.add_argument("--show", action="store_true", help="print the stored rows only")
     given = parser.parse_args(arguments)
     if not given.show and (missing := missing_compiler("tpu")):
@@ -166,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in [] if given.show else given.cases or list(CASES):
         for words in (CHOSEN, *CASES[name].plans):
             if given.words is None or words in given.words:
-                row = rows[name, words] = row_of(name, words)
+                row = row_of(name, words, None if given.fresh else rows.get((name, words)))
+                rows[name, words] = row
                 times = ", ".join(scaled_text(time, 1e3) for time in (row.predicted, row.cycles, row.roofline))
                 print(f"{name}, {words}: {row.plan}, {row.kind}, ms predicted, cycles, roofline: {times}", flush=True)
                 PATH.write_text(json.dumps([asdict(row) for row in rows.values()], indent=1) + "\n")

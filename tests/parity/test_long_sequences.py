@@ -13,6 +13,7 @@ from autoshard.errors import PlanError, PlanRequestError
 from autoshard.kernels.blockwise_attention import Softmax
 from autoshard.kernels.splash_attention import splash_attention
 from autoshard.kernels.visibility import Visibility
+from autoshard.sharding.lower import compiler_remarks
 
 BATCH, HEAD_DIM, WIDTH = 2, 8, 16
 CASES = {  # visibility, length, key-value heads, query heads of each, segments
@@ -91,6 +92,22 @@ def test_values_and_gradients_equal_one_device(words, case):
         assert not [shape for shape in gathers if str(length) in shape.split(",")]
         assert ("collective-permute" in compiled) == ("ring" in words)
         assert ("all-to-all" in compiled) == ("ulysses" in words)
+
+
+@pytest.mark.few(1)
+def test_queries_move_by_all_to_alls_where_key_heads_run_out(monkeypatch):
+    """Two all-to-alls follow each other: XLA would gather the queries of all devices for both at once."""
+    monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)  # such a gather is then a warning, so an error
+    step, params, batch = attention_step("causal, segments")
+    run = autoshard.plan(step, params, batch, target="cpu:8", plan="ulysses:8").jit()
+    found, expected = run(params, batch), jax.jit(step)(params, batch)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert float(jnp.max(jnp.abs(a - b))) < 1e-5 * float(jnp.max(jnp.abs(b)))
+    text = run.lower(params, batch).compile().as_text()
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    assert gathers and all("[2,1,64,8]" in line for line in gathers if "f32" in line)  # a head's keys, of two devices
+    assert not re.search(r"= \S+ all-reduce\(\S*f32\[2,1,64,8\]", text)  # gradients of keys are scattered
+    assert "reduce-scatter" in text
 
 
 def plain_step(params, x):

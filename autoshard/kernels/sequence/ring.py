@@ -202,7 +202,7 @@ class _Consecutive:
 
         def unseen() -> Any:
             if isinstance(nothing, Partial):
-                return Partial(jnp.zeros(nothing.out.shape), jnp.full(nothing.log_sum.shape, UNSEEN))
+                return Partial(jnp.zeros_like(nothing.out), jnp.full_like(nothing.log_sum, UNSEEN))
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
 
         return lax.cond(low <= high, compute, unseen)

@@ -69,6 +69,8 @@ def find_uses(
     owner: dict[int, frozenset[int]],
     dispatched: frozenset[int] = frozenset(),
     row: frozenset[int] = frozenset(),
+    *,
+    groups: bool = False,
 ) -> AxisUses:
     """Collects how the operators of a program use the axes of its parameters.
 
@@ -80,8 +82,9 @@ def find_uses(
         owner: value without the batch -> the inputs that it was computed from.
         dispatched: values without the batch that hold its rows (`dispatched_rows`).
         row: the values of the only row of a step without a batch axis (`single_row`).
+        groups: whether the batch is that of groups of rows, whose terms of gradients are kept apart.
     """
-    collector = _UseCollector(axes, batch, in_parameters, owner, dispatched, row)
+    collector = _UseCollector(axes, batch, in_parameters, owner, dispatched, row, groups)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
         if op.rule is not None:
             collector.record(op, op.rule, factors)
@@ -100,6 +103,7 @@ class _UseCollector:
     owner: Mapping[int, frozenset[int]]
     dispatched: frozenset[int]
     row: frozenset[int]
+    groups: bool
     uses: AxisUses = field(default_factory=AxisUses)
 
     def record(self, op: Op, rule: Rule, factors: Mapping[str, Sequence[int]]) -> None:
@@ -241,6 +245,8 @@ class _UseCollector:
             for c in factors.get(f.name, ())
         }  # fmt: skip
         summed = self.of_kind("reduce", rule, factors)
+        if self.groups and all(with_batch) and kept and result - {self.batch} <= self.in_parameters:
+            return  # a group's term of the gradient of a weight
         if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:

@@ -29,7 +29,7 @@ from autoshard.sharding.layout.constants import STRATEGY_TIE
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
-from autoshard.spmdrules.core.reshard_path import minor_to
+from autoshard.spmdrules.core.reshard_path import all_to_alls, minor_to
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import SequenceCost, SequenceForm
 from autoshard.spmdrules.ir.program import Op
@@ -163,14 +163,16 @@ def choose_strategy(
         flops: FLOPs of the unsharded operator.
         prices: what bytes cost on the links of the machine.
         forced: mesh axis -> the only factors that it may shard, if it shards any array here and one of them divides;
-            None for no factor. These mesh axes come last, so they shard what others leave.
+            None for no factor. These mesh axes come last, minor ones first, so they shard what others leave.
     """
     forced = forced or {}
     factors_of_axes = [*operands.factors_of_axes, *results.factors_of_axes]
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
     moves: list[Move] | None = None  # those of the last choice
-    for axis in sorted(mesh, key=lambda axis: axis in forced) if forced else mesh:
+    for axis in (
+        [*(a for a in mesh if a not in forced), *(a for a in reversed(mesh) if a in forced)] if forced else mesh
+    ):
         n = mesh[axis]
         options = dict.fromkeys([p[axis] for p in factors_of_axes if p.get(axis)])
         choices: list[str | None] = [f for f in options if rule.by_name[f].shardable_into(shards.get(f, 1) * n)]
@@ -193,7 +195,7 @@ def choose_strategy(
     for axis in _non_contiguous(rule, chosen, shards):
         chosen[axis], moves = None, None
     moves = _moves(rule, operands, results, mesh, chosen) if moves is None else moves
-    moves = _in_order(moves, operands.specs, mesh)
+    moves = _in_steps(_in_order(moves, operands.specs, mesh), operands, results, chosen, mesh)
     if len(mesh) < 2:  # one mesh axis has one order
         return OperatorStrategy(chosen, tuple(moves))
     arrays = [
@@ -233,6 +235,25 @@ def _in_order(moves: Sequence[Move], specs: Sequence[Spec], mesh: Mapping[str, i
         if rest := [a for a in move.axes if a not in first]:
             ordered.append(_move("all-gather", rest, move.array, larger, mesh))
     return ordered
+
+
+def _in_steps(
+    moves: Sequence[Move],
+    operands: OperandSpecs,
+    results: OperandSpecs,
+    chosen: Mapping[str, str | None],
+    mesh: Mapping[str, int],
+) -> list[Move]:
+    """The same moves, with an all-to-all for each pair of dimensions, as the lowered program has them."""
+    found: list[Move] = []
+    for move in moves:
+        groups: Sequence[tuple[str, ...]] = ()
+        if move.kind == "all-to-all" and len(move.axes) > 1:
+            of, i = (operands, move.array) if move.array >= 0 else (results, -1 - move.array)
+            groups = all_to_alls(of.specs[i], OperatorStrategy(chosen, ()).spec(of.dims[i]), move.axes)
+        steps = [_move(move.kind, axes, move.array, move.local_bytes, mesh) for axes in groups]
+        found += steps if len(steps) > 1 else [move]
+    return found
 
 
 def _move(kind: MoveKind, axes: Sequence[str], array: int, local: float, mesh: Mapping[str, int]) -> Move:

@@ -254,7 +254,9 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
 
     Unless the mesh is fixed, a mesh axis is split if one of its logical axes is divisible only by a part of it, such as
     two key-value heads over four devices: `tp` becomes `tp` and `tp_1`. It is not split if earlier logical axes occur
-    in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices.
+    in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices. Of
+    `ulysses`, the last part shards key-value heads. It is minor on the sequence, so an all-to-all moves shards of keys
+    before the other parts gather them.
     """
     mesh: dict[str, int] = {}
     kinds: dict[str, str] = {}
@@ -270,6 +272,8 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
             if requested.fixed_mesh or kind == "pp" or kind in kinds_of_replicas(roles)
             else axis_parts(size, usable)
         )
+        if way_of(kind) == ULYSSES:
+            parts = parts[::-1]
         for i, part in enumerate(parts):
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes

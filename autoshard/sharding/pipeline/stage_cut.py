@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.microbatches.flow import HEAVY
+from autoshard.sharding.microbatches.operator_steps import place_of
 from autoshard.sharding.pipeline.layers.forward_layers import find_layers
 from autoshard.sharding.program.array_sizes import nbytes
 
@@ -167,6 +168,17 @@ class StageCut:
         """The bytes of the residuals of all layers."""
         return sum(nbytes(v.aval) for v in {*self.forward.stacked}.intersection(_variables(self.backward.slices)))
 
+    def sliced(self, stack: Stack, var: Any) -> str:
+        """Say which array of the microbatch the layers take slices of, and what to do."""
+        made, to_do = self.made.get(var), ". Compute it in the layers"
+        source = "an argument with the batch" if made is None else f"the result of {place_of(made)}"
+        if stack is self.backward:  # the gradient of what the layers stack
+            to_do = ". It comes from rows that all layers return. Add up in the carry what is needed of them"
+        elif made is not None and made.primitive.name == "scan":  # weights that the layers index, or another stack
+            to_do = ""
+        return (f"{stack.place} take slices of an array that differs between microbatches: {var.aval.str_short()}, "
+                f"{source}{to_do}")  # fmt: skip
+
     def find_travellers(self) -> None:
         """Find which values travel, and where each result is computed.
 
@@ -178,7 +190,7 @@ class StageCut:
         for stack in (forward, backward):
             for var in _variables(stack.slices):
                 if var in self.own and not (stack is backward and var in residuals):
-                    raise NotStaged(f"{stack.place} take slices of an array that differs between microbatches")
+                    raise NotStaged(self.sliced(stack, var))
         results = [*dict.fromkeys(_variables(self.jaxpr.outvars))]
         staged = self.sums.intersection((*forward.stacked, *backward.stacked))
         self.in_after = [v for v in results if v in self.after_backward and v not in staged]
@@ -308,7 +320,7 @@ def _no_stack(jaxpr: Any, reason: str) -> str:
                 return f"{place} is inside a jax.checkpoint. Put jax.checkpoint around the body of the scan instead"
     return reason or (
         "it has no repeated part: no jax.lax.scan over stacked parameters of layers, and no equal layers one after "
-        "another"
+        "another. Layers differ if only some of them have gradients: to freeze these, drop their updates instead"
     )
 
 

@@ -1,8 +1,9 @@
 """Splits the change of an array's sharding into steps of one kind of collective each.
 
-XLA's partitioner moves a mesh axis to another dimension by an all-to-all if it is the minor axis of its dimension. For
-any other change, it gathers the whole array. One such change is `(("dp", "tp"), ())` to `((), ("dp",))`. Two steps
-avoid that: a gather to `(("dp",), ())`, then an all-to-all.
+XLA's partitioner moves a mesh axis to another dimension by an all-to-all if it is the minor axis of its dimension, and
+if no other mesh axis enters or leaves one of the two dimensions. For any other change, it gathers the whole array. One
+such change is `(("dp", "tp"), ())` to `((), ("dp",))`. Two steps avoid that: a gather to `(("dp",), ())`, then an
+all-to-all. Another one moves two mesh axes from one dimension to two, which takes an all-to-all for each.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def moves_axis(before: Spec, after: Spec) -> bool:
 
 
 def reshard_path(before: Spec, after: Spec) -> list[Spec]:
-    """Return the shardings that an array has one after another. One kind of collective is between two of them.
+    """Return the shardings that an array has one after another.
+
+    One kind of collective is between two of them. All-to-alls between the same two shardings have no dimension in
+    common, unless they are between the same two dimensions.
 
     Args:
         before: its sharding.
@@ -51,19 +55,46 @@ def reshard_path(before: Spec, after: Spec) -> list[Spec]:
     [(('dp',), ('tp',))]
     >>> reshard_path((("dp", "tp"), ()), ((), ("dp",)))
     [(('dp',), ()), ((), ('dp',))]
+    >>> reshard_path((("dp", "tp"), (), ()), ((), ("dp",), ("tp",)))
+    [(('dp',), (), ('tp',)), ((), ('dp',), ('tp',))]
     """
     if not moves_axis(before, after):
         return [after]
     dim_of = {axis: d for d, axes in enumerate(after) for axis in axes}
     now, path, last = [*before], [], ""
+    pairs: set[tuple[int, int]] = set()  # the dimensions of the all-to-alls since the last sharding of the path
     while (found := _next_step(now, after, dim_of)) is not None:
         kind, d, count = found
-        if last and kind != last:
+        pair = d, dim_of.get(now[d][-count], d)
+        shared = kind == "all-to-all" and any(pair != other and {*pair} & {*other} for other in pairs)
+        if (last and kind != last) or shared:
             path.append(tuple(now))
+            pairs.clear()
         axes, now[d], last = now[d][-count:], now[d][:-count], kind
         if kind == "all-to-all":
             now[dim_of[axes[0]]] += axes
+            pairs.add(pair)
     return [*path, after]
+
+
+def all_to_alls(before: Spec, after: Spec, moved: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the mesh axes of each all-to-all that moves mesh axes: those between the same two dimensions are one.
+
+    Args:
+        before: the sharding of the array.
+        after: the wanted sharding.
+        moved: the mesh axes that move to another dimension.
+
+    >>> all_to_alls((("dp", "tp"), (), ()), ((), ("dp",), ("tp",)), ["dp", "tp"])
+    [('dp',), ('tp',)]
+    >>> all_to_alls((("dp", "tp"), ()), ((), ("dp", "tp")), ["dp", "tp"])
+    [('dp', 'tp')]
+    """
+    sides = [{axis: d for d, axes in enumerate(spec) for axis in axes} for spec in (before, after)]
+    groups: dict[tuple[int | None, ...], list[str]] = {}
+    for axis in moved:
+        groups.setdefault(tuple(side.get(axis) for side in sides), []).append(axis)
+    return [tuple(axes) for axes in groups.values()]
 
 
 def _next_step(now: Sequence[tuple[str, ...]], after: Spec, dim_of: Mapping[str, int]) -> tuple[str, int, int] | None:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from autoshard import _compat
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Placement, Spec, axes_of, from_partition_spec, to_partition_spec
+from autoshard.spmdrules.core.reshard_path import reshard_path
 from autoshard.spmdrules.core.rule import Body, Dims, Rule, RuleError, Shard
 from autoshard.spmdrules.custom_ops.opaque_primitive import returning_list, unify_varying_axes
 
@@ -185,8 +186,10 @@ def _gather_terms(x: Any, axis: str) -> list[Any]:
 
 
 def _constrain(x: Any, final_spec: Spec, goal: Spec | None, mesh: Any) -> Any:
-    """Constrains a global result to the requested spec, unless it already has it."""
+    """Constrains a global result to the requested spec, step by step, unless it already has it."""
     if goal is None or goal == final_spec:
         return x
     memory = _compat.memory_kind(x)
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(goal), memory_kind=memory))
+    for spec in reshard_path(final_spec, goal):
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, to_partition_spec(spec), memory_kind=memory))
+    return x

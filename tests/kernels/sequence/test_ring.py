@@ -83,6 +83,11 @@ def test_values_and_gradients_equal_one_device(case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
+def test_operands_of_float32_where_float64_is_enabled():
+    with jax.enable_x64(True):
+        test_values_and_gradients_equal_one_device("window of one device")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("visibility", [Visibility(causal=True), Visibility(causal=True, window=200), Visibility()])
 def test_the_kernels_of_tpus_run_on_a_ring(visibility):

@@ -52,9 +52,19 @@ def test_ulysses_shards_heads_and_moves_by_all_to_alls():
 
 def test_where_key_heads_run_out_ulysses_shards_the_queries_of_a_head_and_gathers_keys():
     found = strategy(planned("ulysses:8"))
-    assert found.factors == {"ulysses": "h", "ulysses_1": "g"}
+    assert found.factors == {"ulysses": "g", "ulysses_1": "h"}
     gathered = {move.array for move in found.moves if move.kind == "all-gather"}
     assert gathered == {1, 2}
+    # Key heads are on neighbouring shards of the sequence, so shards of keys move before they are gathered.
+    sent = {i: [(m.kind, m.axes, m.wire_bytes) for m in found.moves if m.array == i] for i in (0, 1, -1)}
+    shard = OF_KEYS / 8
+    assert sent[1] == [("all-to-all", ("ulysses_1",), shard * 3 / 4), ("all-gather", ("ulysses",), shard)]
+    # XLA moves one mesh axis of a dimension at a time if they go to different dimensions.
+    of_queries = [
+        ("all-to-all", ("ulysses_1",), GROUP * shard * 3 / 4),
+        ("all-to-all", ("ulysses",), GROUP * shard / 2),
+    ]
+    assert sent[0] == of_queries and sent[-1] == of_queries
 
 
 def test_tp_takes_heads_before_ulysses():

@@ -9,6 +9,7 @@ import pytest
 from autoshard import Plan, auto_shard, plan
 from autoshard.sharding.microbatches.replicas import requested_replicas
 from tests.sharding.microbatches.programs import EMBED, LAYERS, make_step, state, tokens
+from tests.sharding.pipeline.inner_words import step_and_arguments
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,9 @@ from tests.sharding.microbatches.programs import EMBED, LAYERS, make_step, state
         ("dp:2 zero1:4", 1),
         ("fsdp:8", 1),
         ("dp:4 tp:2 state", 1),
-        ("dp:4 cp:2", 1),
+        ("dp:4 cp:2", 4),
+        ("pp:2 dp:2 ring:2", 2),
+        ("dp:4 isp:2", 1),
         ("dp:4 tp:2 tp-ffn", 1),
         (None, 1),
         ({"dp": ["batch"]}, 1),
@@ -64,6 +67,17 @@ def test_rows_that_do_not_divide_into_groups():
     with pytest.warns(match="devices have work of their own"):
         made = plan(make_step(), state(), tokens(), target="cpu:4", plan="dp:4", microbatches=4)
     assert made.replicas == 1
+
+
+@pytest.mark.parametrize(("words", "kind"), [("dp:2 ep:2", "capacity"), ("dp:2 tp:2", "attention")])
+def test_groups_of_single_rows_have_the_same_experts_and_heads(words, kind):
+    """The gradient of a weight has the axis of the groups then. It is no attention."""
+    fn, weights, x = step_and_arguments(kind)
+    many, single = (
+        plan(fn, weights, x, target="cpu:4", plan=words, microbatches=count) for count in (len(x) // 4, len(x) // 2)
+    )
+    assert many.replicas == single.replicas == 2
+    assert [leaf.spec for leaf in many.inputs[: len(weights)]] == [leaf.spec for leaf in single.inputs[: len(weights)]]
 
 
 def test_a_search_takes_them_where_they_are_faster():

@@ -269,6 +269,25 @@ def test_weights_that_are_taken_outside_of_the_layers(layers):
         with_stages(trace(jax.grad(fn), args, {}), 4, stages=2, schedule="forward")
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("taken", r"float64\[4,2,6\], the result of 'tanh' at .*test_stages.py.*\. Compute it in the layers"),
+        ("returned", r"float64\[4,2,6\], the result of 'mul' at .*test_stages.py.*\. Add up in the carry"),
+    ],
+)
+def test_rows_of_each_layer_are_named(rows, message):
+    def stack(weights, x):
+        own = jnp.tanh(jnp.stack([x, 2 * x, 3 * x, 4 * x])) if rows == "taken" else jnp.zeros(4)
+        x, found = jax.lax.scan(lambda x, each: layer(x + each[1], each[0]), x, (weights[0], own))
+        return x if rows == "taken" else (found * jnp.arange(4.0)[:, None, None]).sum(0)
+
+    fn, args, _ = train(stack)
+    with pytest.raises(PlanError, match=message) as error:
+        with_stages(trace(fn, args, {}), 4, stages=2)
+    assert "\n" not in str(error.value)
+
+
 def test_layers_that_index_the_weights_of_all_layers():
     def stack(weights, x):
         return jax.lax.scan(lambda x, i: (x + jnp.tanh(x @ weights[0, i]), None), x, jnp.arange(4))[0]

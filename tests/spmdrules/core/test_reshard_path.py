@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from autoshard.spmdrules.core.reshard_path import minor_to, moves_axis, reshard_path
+from autoshard.spmdrules.core.reshard_path import all_to_alls, minor_to, moves_axis, reshard_path
 
 AXES = ("a", "b", "c")
 
@@ -40,6 +40,27 @@ def test_every_path_ends_as_wanted_and_each_of_its_steps_needs_one_kind_of_colle
         assert all(step is not None and len(step) == 1 for step in steps), (before, path)
         lengths.append(len(path))
     assert {*lengths} == {2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "path"),
+    [
+        ((("a", "b"), (), ()), ((), ("b",), ("a",)), [(("a",), ("b",), ())]),
+        ((("a", "b"), (), ()), ((), ("a",), ("b",)), [(("a",), (), ("b",))]),
+        (((), ("b",), ("a",)), (("a", "b"), (), ()), [(("a",), ("b",), ())]),
+        ((("a", "b"), (), ()), ((), ("a", "b"), ()), []),  # one all-to-all over both
+        ((("a",), ("b",), (), ()), ((), (), ("a",), ("b",)), []),  # two that have no dimension in common
+        ((("a", "b", "c"), (), ()), ((), ("b", "c"), ("a",)), [(("a",), ("b", "c"), ())]),
+    ],
+    ids=str,
+)
+def test_all_to_alls_with_a_common_dimension_follow_each_other(before, after, path):
+    assert reshard_path(before, after) == [*path, after]
+
+
+def test_mesh_axes_between_the_same_two_dimensions_move_at_once():
+    before, after = (("a", "b", "c"), (), ()), ((), ("b", "c"), ("a",))
+    assert all_to_alls(before, after, ["a", "b", "c"]) == [("a",), ("b", "c")]
 
 
 @pytest.mark.parametrize(
