@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -85,6 +87,7 @@ def load_pretrained(
             unexpected, damaged or of another shape; the plan is one of another model. Nothing is loaded then.
     """
     folder, dtype = Folder.open(path), float_dtype(dtype, "load_pretrained")
+    batch = batch_shape(batch, "load_pretrained")
     described = Described.of(folder, dtype, changes)
     tensors = folder.tensors()
     described = described.fitted(folder, tensors)
@@ -146,6 +149,7 @@ def plan_pretrained(
             are wrong, or no weight can stay quantized.
     """
     folder = Folder.open(path)
+    batch = batch_shape(batch, "plan_pretrained")
     family = family_of(folder.config, str(folder.path / CONFIG))
     fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
     changes = {name: options.pop(name) for name in list(options) if name in fields}
@@ -154,6 +158,25 @@ def plan_pretrained(
         tensors = folder.tensors()
         described, _ = described.fitted(folder, tensors).keeping_codes(folder, tensors)
     return described.plan(batch, **options)
+
+
+def batch_shape(batch: Any, function: str) -> tuple[int, int] | None:
+    """Return the rows and positions of a batch as integers; None if none are given.
+
+    Raises:
+        AutoshardError: they are not two whole numbers. The message begins with the function's name.
+    """
+    if batch is None:
+        return None
+    with suppress(TypeError):
+        rows, positions = (operator.index(size) for size in batch) if len(batch) == 2 else (0, 0)
+        if min(rows, positions) > 0:
+            return rows, positions
+    example = f"({batch}, 4096)" if isinstance(batch, int) and batch > 0 else "(8, 4096)"
+    raise AutoshardError(
+        f"{function}: batch is {batch!r:.60}; it must be two whole numbers of at least 1, rows and positions, such as "
+        f"batch={example}"
+    )
 
 
 @shown

@@ -32,14 +32,14 @@ def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
 
 
 def _gemma2(config: Config) -> DecoderConfig:
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
     return gemma_config(config, windows=windows)
 
 
 def _gemma3(config: Config) -> DecoderConfig:
     config.refuse_values(use_bidirectional_attention=False)
-    layers, period = config.size("num_hidden_layers"), config.size("sliding_window_pattern", 6)
+    layers, period = config.count("num_hidden_layers"), config.size("sliding_window_pattern", 6)
     windows = config.windows([(n + 1) % period != 0 for n in range(layers)])
     whole = config.rotary(1_000_000.0, scope="full_attention")
     if "rope_parameters" in config.values:

@@ -48,7 +48,7 @@ def _config(config: Config) -> DecoderConfig:
 
 
 def _kinds(config: Config) -> tuple[LayerKind, ...]:
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     windows = config.windows([(n + 1) % GEMMA4_PERIOD != 0 for n in range(layers)])
     windows[-1] = None  # as in transformers, whatever the config says
     given = config.values.get("rope_parameters")

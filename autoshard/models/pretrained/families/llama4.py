@@ -31,7 +31,7 @@ def _config(config: Config) -> DecoderConfig:
         kinds=_kinds(config),
         ffn=config.size("intermediate_size_mlp"),
         experts=ExpertsConfig(
-            config.size("num_local_experts"), 1, ffn, renormalize=False, scoring="sigmoid", shared_ffn=ffn,
+            config.count("num_local_experts"), 1, ffn, renormalize=False, scoring="sigmoid", shared_ffn=ffn,
             gated_input=True,
         ),
         qkv_bias=bias,
@@ -40,7 +40,7 @@ def _config(config: Config) -> DecoderConfig:
 
 
 def _kinds(config: Config) -> tuple[LayerKind, ...]:
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     interval = config.size("no_rope_layer_interval", LLAMA4_WITHOUT_ROTARY)
     step = config.size("interleave_moe_layer_step", 1)
     # In `no_rope_layers`, 1 marks a layer *with* rotary positions.
