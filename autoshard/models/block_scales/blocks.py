@@ -22,7 +22,7 @@ class ScaledCodes(NamedTuple):
 
     Attributes:
         codes: `[experts, blocks, size, outputs]`, with the inputs split into blocks.
-        scale: float32 `[experts, blocks, blocks of outputs]`.
+        scale: `[experts, blocks, blocks of outputs]`, float32 or powers of two in 8 bits.
     """
 
     codes: jax.Array
@@ -81,7 +81,7 @@ def decoded(codes: jax.Array, scale: jax.Array) -> jax.Array:
     The size of each dimension is a multiple of its number of blocks. Scales are repeated along the last dimension,
     because on TPUs a reshape that splits the last dimension of the codes is a copy.
     """
-    scale = repeated(scale, codes.shape, first=scale.ndim - 1)
+    scale = repeated(scale.astype(jnp.float32), codes.shape, first=scale.ndim - 1)
     elements: list[int] = []
     blocks: list[int] = []
     for size, count in zip(codes.shape, scale.shape, strict=True):

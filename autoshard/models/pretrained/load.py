@@ -32,6 +32,7 @@ from autoshard.models.pretrained.folder import (
 )
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
+from autoshard.models.pretrained.quantized import Scheme
 from autoshard.models.pretrained.quantized.kept_codes import (
     Kept,
     is_of_codes,
@@ -73,7 +74,7 @@ def load_pretrained(
         dtype: dtype of the parameters; by default each has the stored one.
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
-        keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen.
+        keep_codes: whether the weights of a folder in fp8 or MXFP4 stay codes and scales on the devices. They are frozen.
             Products with few tokens multiply by the codes, and others decode their weight. A weight whose blocks are
             not ranges of its dimensions is decoded when it is read.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
@@ -278,13 +279,14 @@ class Described:
             AutoshardError: no weight can stay quantized.
         """
         stored = folder.stored_tensors()
-        kept = kept_weights(self.sources, stored, folder.scheme, str(folder.path))
-        return self.with_codes(kept), with_stored(tensors, stored, kept)
+        kept, scheme = kept_weights(self.sources, stored, folder.scheme, str(folder.path)), folder.scheme
+        assert scheme is not None
+        return self.with_codes(kept, scheme), with_stored(tensors, stored, kept, scheme)
 
-    def with_codes(self, kept: Kept) -> Described:
-        """Return the same with the codes and the scales of these weights in their places."""
+    def with_codes(self, kept: Kept, scheme: Scheme) -> Described:
+        """Return the same with the codes and the scales of these weights, of this scheme, in their places."""
         model = nnx.merge(self.graph, as_tree(self.shapes))
-        put_codes(model, kept)
+        put_codes(model, kept, scheme)
         graph, state = nnx.split(model)
         sources = {path: one for path, one in self.sources.items() if path not in kept} | parameters_of_codes(kept)
         shapes = by_path(nnx.to_pure_dict(state))

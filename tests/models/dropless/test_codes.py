@@ -11,7 +11,8 @@ from autoshard import plan
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.models import dropless
 from autoshard.models.block_scales import ScaledCodes, split_inputs
-from autoshard.models.dropless import forms, operators
+from autoshard.models.dropless import coded as coded_experts
+from autoshard.models.dropless import forms
 from autoshard.models.dropless.units import swiglu
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import find_target
@@ -89,7 +90,7 @@ def test_terms_of_experts_and_blocks_of_hidden_units_add_up():
     def whole(run, *more):
         return run(x, gates, chosen, experts, *(each for one in coded for each in one), *more, **options)
 
-    run, gradients = operators.coded_swiglu_experts, operators.coded_swiglu_experts_gradients
+    run, gradients = coded_experts.coded_swiglu_experts, coded_experts.coded_swiglu_experts_gradients
     found = list(terms(run))
     assert all(np.linalg.norm(one) > 0.1 for one in found)
     np.testing.assert_allclose(sum(found), whole(run), rtol=1e-5, atol=1e-4)
