@@ -34,6 +34,20 @@ class ScaledCodes(NamedTuple):
         return self.scale.ndim
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrices."""
+        return joined_inputs(self.codes, self.scale, 1, 1).shape
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return int(jnp.finfo(self.codes.dtype).bits)
+
+    def joined(self) -> ScaledCodes:
+        """Return the same with inputs that are not split into blocks."""
+        return ScaledCodes(joined_inputs(self.codes, self.scale, 1, 1), self.scale)
+
+    @property
     def values(self) -> jax.Array:
         """The matrices, in float32."""
         return decoded(joined_inputs(self.codes, self.scale, 1, 1), self.scale)

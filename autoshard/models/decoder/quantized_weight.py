@@ -138,14 +138,14 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
 
 
 def split_codes(layers: nnx.Module) -> nnx.Module:
-    """Return the layers with the inputs of their codes split into blocks, as products with few tokens need them.
+    """Return the layers with the inputs of their fp8 codes split into blocks, as products with few tokens need them.
 
     Call it on stacked layers before their scan: see `block_scales/blocks.py`.
     """
     graph, params = nnx.split(layers)
     flat = dict(nnx.to_flat_state(params))
     for path, one in nnx.iter_graph(layers):
-        if isinstance(one, QuantizedWeight) and one.form in IN_BLOCKS:
+        if isinstance(one, QuantizedWeight) and one.form == "fp8":
             codes = split_inputs(one.codes[...], one.scale[...], one.inputs, one.outputs)
             flat[*path, "codes"] = flat[*path, "codes"].replace(codes)
     return nnx.merge(graph, nnx.from_flat_state(flat))
