@@ -26,6 +26,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common import RESULTS, Console, Table
 from estimate import estimate
@@ -177,7 +178,7 @@ def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int)
     )
     if config.experts is None:
         return others
-    chosen = sum(math.prod(shapes[path].shape) * shapes[path].dtype.itemsize for path in of_experts)
+    chosen = sum(math.prod(shapes[path].shape) * _itemsize(shapes[path].dtype) for path in of_experts)
     chosen *= rows * config.experts.top_k / config.experts.experts / len(next(iter(shardings.values())).device_set)
     return others + min(experts, round(chosen))
 
@@ -185,7 +186,12 @@ def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int)
 def shard_bytes(shapes: Any, shardings: Any) -> int:
     """Return the bytes of one device's shards of a tree of arrays."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(sharding.shard_shape(one.shape)) * one.dtype.itemsize for one, sharding in pairs)
+    return round(sum(math.prod(sharding.shard_shape(one.shape)) * _itemsize(one.dtype) for one, sharding in pairs))
+
+
+def _itemsize(dtype: Any) -> float:
+    """Return the bytes of an element on TPUs, where two codes of 4 bits share a byte."""
+    return 0.5 if dtype == jnp.float4_e2m1fn else dtype.itemsize
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -77,7 +77,7 @@ def by_sorting(
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
 
     def multiply(rows: jax.Array, weights: Weight) -> jax.Array:
-        weights = weights.values.astype(x.dtype) if isinstance(weights, ScaledCodes) else weights
+        weights = weights.in_dtype(x.dtype) if isinstance(weights, ScaledCodes) else weights
         return grouped_product(call, rows, weights, sizes, own_experts)
 
     rows = x.reshape(-1, width)[order // top_k]
@@ -119,7 +119,7 @@ def in_turn(
 
     def add(total: jax.Array, expert: tuple[jax.Array, tuple[Weight, ...]]) -> tuple[jax.Array, None]:
         number, own = expert
-        matrices = [w.values.astype(x.dtype) if isinstance(w, ScaledCodes) else w for w in own if w.ndim == 2]
+        matrices = [w.in_dtype(x.dtype) if isinstance(w, ScaledCodes) else w for w in own if w.ndim == 2]
         *before, down = matrices
         products = [jnp.einsum("td,df->tf", rows, w) for w in before]
         if biases := [w for w in own if w.ndim == 1]:

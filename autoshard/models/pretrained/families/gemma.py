@@ -60,7 +60,8 @@ def gemma_table(cfg: DecoderConfig) -> Table:
     return ends_table(cfg) | attention_table(cfg) | mlp_table(cfg) | norms
 
 
-def _gemma2_values(cfg: DecoderConfig) -> dict[str, Any]:
+def gemma_values(cfg: DecoderConfig) -> dict[str, Any]:
+    """Return the content of a `config.json` of Gemma 2; most keys are also those of Gemma 3 and 4."""
     values = dense_values(cfg, "gemma2")
     activation = values.pop("hidden_act")
     scale = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
@@ -82,8 +83,8 @@ def _gemma3_values(cfg: DecoderConfig) -> dict[str, Any]:
     )
     rotary = {} if whole is None else {"rope_scaling": None, **rotary_values(whole)}
     local_base = {} if local is None else {"rope_local_base_freq": local.base}
-    return {**_gemma2_values(cfg), "model_type": "gemma3_text", **rotary, **local_base}
+    return {**gemma_values(cfg), "model_type": "gemma3_text", **rotary, **local_base}
 
 
-GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table, values=_gemma2_values)
+GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table, values=gemma_values)
 GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, gemma_table, values=_gemma3_values)
