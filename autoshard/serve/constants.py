@@ -19,4 +19,4 @@ Chosen: above usual values of `top_k`, such as 20 to 64 in the `generation_confi
 
 CHUNKS = 64
 """Largest number of chunks of a vocabulary whose likeliest tokens are found apart. Chosen: a multiple of every usual
-number of devices that share a vocabulary. It is the greatest common divisor of this number and the size of the vocabulary."""
+number of devices that share a vocabulary. The number is its greatest common divisor with the vocabulary's size."""

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import ConfigError

@@ -91,7 +91,7 @@ def limited_experts(
 
 
 def chosen_biases(gates: jax.Array, chosen: jax.Array, biases: jax.Array) -> jax.Array:
-    """Return the sum of the biases `[experts, embed]` of each token's experts, times its gates: `[batch, seq, embed]`."""
+    """Return the sum of the biases `[experts, embed]` of each token's experts, times its gates."""
     picked = chosen[..., None] == jnp.arange(biases.shape[0])
     of_expert = jnp.sum(jnp.where(picked, gates[..., None], 0.0), axis=2).astype(biases.dtype)
     return jnp.einsum("bse,ed->bsd", of_expert, biases)

@@ -74,7 +74,7 @@ def load_pretrained(
         dtype: dtype of the parameters; by default each has the stored one.
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
-        keep_codes: whether the weights of a folder in fp8 or MXFP4 stay codes and scales on the devices. They are frozen.
+        keep_codes: whether the weights of a folder in fp8 or MXFP4 stay codes and scales on the devices, frozen.
             Products with few tokens multiply by the codes, and others decode their weight. A weight whose blocks are
             not ranges of its dimensions is decoded when it is read.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,

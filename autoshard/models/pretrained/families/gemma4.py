@@ -155,10 +155,8 @@ def _rotary_values(rotary: Rotary | None) -> dict[str, Any]:
     if rotary is None or rotary.fraction == 1.0:
         values = rotary_values(rotary or Rotary())
         return {"rope_type": "default", **values.pop("rope_scaling", {}), **values}
-    return {
-        "rope_type": "proportional", "rope_theta": rotary.base, "partial_rotary_factor": rotary.fraction,
-        "factor": rotary.factor,
-    }  # fmt: skip
+    found = {"rope_type": "proportional", "rope_theta": rotary.base, "partial_rotary_factor": rotary.fraction}
+    return found if rotary.factor == 1.0 else {**found, "factor": rotary.factor}
 
 
 GEMMA4 = Family(

@@ -71,7 +71,7 @@ class Mxfp4(Scheme):
         return {**stored, **found}
 
     def unkept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return codes `[experts, outputs, blocks, 16]` and scales `[experts, outputs, blocks]`; see `Scheme.unkept`."""
+        """Return codes and scales as they are stored; see `Scheme.unkept`."""
 
         def undone(one: Tensor) -> Tensor:
             if one.dtype not in self.kept_dtypes:
