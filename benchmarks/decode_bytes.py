@@ -26,6 +26,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common import RESULTS, Console, Table
 from estimate import estimate
@@ -42,6 +43,7 @@ from autoshard.models.pretrained.families import known_families
 from autoshard.models.pretrained.parameter_paths import by_path, parameters_of
 from autoshard.models.pretrained.quantized.fp8_blocks import Fp8Blocks
 from autoshard.models.pretrained.quantized.kept_codes import kept_weights, put_codes
+from autoshard.models.pretrained.quantized.mxfp4 import Mxfp4
 from autoshard.models.pretrained.tables import sources_of
 from autoshard.serve.steps import Steps
 
@@ -54,13 +56,13 @@ TARGETS = ("v5e:2x4", "v6e:2x4")
 class Case:
     """A model, its rows and the positions of its cache.
 
-    If `fp8` names an architecture, its matrices are codes and scales.
+    If `codes` names an architecture, its matrices are codes and scales: of gpt-oss in MXFP4, else in fp8.
     """
 
     config: DecoderConfig
     rows: int
     length: int
-    fp8: str = ""
+    codes: str = ""
 
 
 def _llama3_8b() -> DecoderConfig:
@@ -80,12 +82,14 @@ def _mixtral_8x7b() -> DecoderConfig:
 
 CASES: Mapping[str, Case] = {
     "llama3-8b": Case(_llama3_8b(), rows=16, length=2048),
-    "llama3-8b in fp8": Case(_llama3_8b(), rows=16, length=2048, fp8="LlamaForCausalLM"),
+    "llama3-8b in fp8": Case(_llama3_8b(), rows=16, length=2048, codes="LlamaForCausalLM"),
     "gemma3-4b": Case(DECODERS["gemma3-4b"], rows=16, length=4096),
     "qwen3-30b-a3b": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048),
-    "qwen3-30b-a3b in fp8": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048, fp8="Qwen3MoeForCausalLM"),
+    "qwen3-30b-a3b in fp8": Case(DECODERS["qwen3-30b-a3b"], rows=32, length=2048, codes="Qwen3MoeForCausalLM"),
     "qwen3-30b-a3b, 2 rows": Case(DECODERS["qwen3-30b-a3b"], rows=2, length=2048),
     "qwen3-30b-a3b, 1 row": Case(DECODERS["qwen3-30b-a3b"], rows=1, length=2048),
+    "gpt-oss-20b": Case(DECODERS["gpt-oss-20b"], rows=32, length=2048),
+    "gpt-oss-20b in mxfp4": Case(DECODERS["gpt-oss-20b"], rows=32, length=2048, codes="GptOssForCausalLM"),
     "mixtral-8x7b, 1 row": Case(_mixtral_8x7b(), rows=1, length=2048),
 }
 
@@ -123,8 +127,8 @@ def row_of(name: str, target: str) -> Row:
     case = CASES[name]
     config = dataclasses.replace(case.config, dtype="bfloat16", param_dtype="bfloat16", remat="none")
     model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    if case.fp8:
-        _put_codes(model, config, case.fp8)
+    if case.codes:
+        _put_codes(model, config, case.codes)
     graph, params = nnx.split(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoshardWarning)
@@ -147,17 +151,20 @@ def row_of(name: str, target: str) -> Row:
 
 
 def _put_codes(model: Decoder, config: DecoderConfig, architecture: str) -> None:
-    """Replace matrices by codes and scales of blocks of 128 x 128, as `keep_codes` does."""
+    """Replace matrices by codes and scales of their blocks, as `keep_codes` does."""
     family = known_families()[architecture]
     shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
     sources = sources_of(family.stacks(config), family.table(config), shapes)
 
-    def stored(name: str, shape: tuple[int, ...]) -> Tensor:
-        dtype = Fp8Blocks.code_dtype if name.endswith("_proj.weight") else config.param_dtype
-        return Tensor(name, shape, dtype, lambda: np.empty(shape, dtype))
+    scheme, coded = (Mxfp4(), "_proj") if architecture.startswith("GptOss") else (Fp8Blocks(), "_proj.weight")
 
-    tensors = {name: stored(name, one.tensor_shape) for one in sources.values() for name in one.names.values()}
-    put_codes(model, kept_weights(sources, tensors, Fp8Blocks(), "the benchmark"))
+    def stored(name: str) -> Tensor:
+        """Return a tensor without values: `kept_weights` reads its name and its dtype alone."""
+        name, dtype = (name + scheme.codes, scheme.code_dtype) if name.endswith(coded) else (name, config.param_dtype)
+        return Tensor(name, (), dtype, lambda: np.empty((), dtype))
+
+    tensors = {one.name: one for source in sources.values() for one in map(stored, source.names.values())}
+    put_codes(model, kept_weights(sources, tensors, scheme, "the benchmark"), scheme)
 
 
 def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int) -> int:
@@ -171,7 +178,7 @@ def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int)
     )
     if config.experts is None:
         return others
-    chosen = sum(math.prod(shapes[path].shape) * shapes[path].dtype.itemsize for path in of_experts)
+    chosen = sum(math.prod(shapes[path].shape) * _itemsize(shapes[path].dtype) for path in of_experts)
     chosen *= rows * config.experts.top_k / config.experts.experts / len(next(iter(shardings.values())).device_set)
     return others + min(experts, round(chosen))
 
@@ -179,7 +186,12 @@ def _chosen_bytes(shapes: Any, shardings: Any, config: DecoderConfig, rows: int)
 def shard_bytes(shapes: Any, shardings: Any) -> int:
     """Return the bytes of one device's shards of a tree of arrays."""
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(sharding.shard_shape(one.shape)) * one.dtype.itemsize for one, sharding in pairs)
+    return round(sum(math.prod(sharding.shard_shape(one.shape)) * _itemsize(one.dtype) for one, sharding in pairs))
+
+
+def _itemsize(dtype: Any) -> float:
+    """Return the bytes of an element on TPUs, where two codes of 4 bits share a byte."""
+    return 0.5 if dtype == jnp.float4_e2m1fn else dtype.itemsize
 
 
 def show(rows: Sequence[Row]) -> None:

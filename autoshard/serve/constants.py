@@ -12,3 +12,11 @@ MAX_TOKENS = 200
 
 PLANNED_POSITIONS = 512
 """Positions of the prompts for which a vision tower is planned. Chosen: one image of 256 features with its text."""
+
+CANDIDATES = 128
+"""Likeliest tokens of a row that `top_k` and `top_p` are computed from. If more can be needed, all scores are sorted.
+Chosen: above usual values of `top_k`, such as 20 to 64 in the `generation_config.json` of published models."""
+
+CHUNKS = 64
+"""Largest number of chunks of a vocabulary whose likeliest tokens are found apart. Chosen: a multiple of every usual
+number of devices that share a vocabulary. The number is its greatest common divisor with the vocabulary's size."""

@@ -4,6 +4,9 @@
     greedy: argmax l                          for temperature 0
     sample: argmax (l / temperature + Gumbel noise), over the tokens that top_k, then top_p, then min_p leave
 
+A vocabulary may be sharded, so it is divided into chunks. The likeliest tokens of each chunk are found locally, and the
+likeliest of all are among them. Scores are only sorted as a whole if these tokens do not decide what is left out.
+
 The noise of a row is a function of its seed, its number and the position of the token. So the tokens of a prompt depend
 neither on the other rows nor on the plan.
 """
@@ -20,6 +23,7 @@ from jax import lax
 
 from autoshard._shown import shown
 from autoshard.errors import ConfigError
+from autoshard.serve.constants import CANDIDATES, CHUNKS
 
 
 @shown
@@ -135,19 +139,64 @@ def filtered(scores: jax.Array, settings: Settings) -> jax.Array:
     limits = (settings.top_k > 0) & (settings.top_k < vocab) | (settings.top_p < 1)
 
     def by_rank() -> jax.Array:
-        ordered = -jnp.sort(-scores, axis=-1)
-        ranks = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab), vocab) - 1
-        last = jnp.take_along_axis(ordered, ranks[:, None], axis=-1)
-        kept = jnp.where(ordered >= last, ordered, -jnp.inf)
-        probability = jax.nn.softmax(kept, axis=-1)
-        before = jnp.cumsum(probability, axis=-1) - probability
-        enough = (before < settings.top_p[:, None]) | (settings.top_p[:, None] >= 1)
-        return jnp.min(jnp.where(enough & (ordered >= last), ordered, jnp.inf), axis=-1)
+        ordered = likeliest(scores, CANDIDATES)
+        ranks = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab), vocab)
+        found, known = jnp.minimum(ranks, ordered.shape[-1]), ranks <= ordered.shape[-1]
+        last = jnp.take_along_axis(ordered, found[:, None] - 1, axis=-1)
+        last = jnp.where(known[:, None], last, -jnp.inf)
+        lowest, left_out = _lowest(scores, ordered, last, settings.top_p)
+        # Without `top_k`, the candidates decide if `top_p` leaves out one of them.
+        unlimited = (ranks == vocab) & (settings.top_p >= 1)
+        sure = known | ((ranks == vocab) & left_out) | unlimited
+        return lax.cond(jnp.all(sure), lambda: jnp.where(unlimited, -jnp.inf, lowest), lambda: by_sorting(ranks))
+
+    def by_sorting(ranks: jax.Array) -> jax.Array:
+        ordered = _descending(scores)
+        last = jnp.take_along_axis(ordered, ranks[:, None] - 1, axis=-1)
+        return _lowest(scores, ordered, last, settings.top_p)[0]
 
     lowest = lax.cond(jnp.any(limits), by_rank, lambda: jnp.full(scores.shape[:-1], -jnp.inf))
     # log(0) is minus infinity, which excludes nothing.
     lowest = jnp.maximum(lowest, jnp.max(scores, axis=-1) + jnp.log(settings.min_p))
     return jnp.where(scores >= lowest[:, None], scores, -jnp.inf)
+
+
+def likeliest(scores: jax.Array, count: int) -> jax.Array:
+    """Return the largest scores of each row in descending order, `[rows, count]`, or all if there are fewer.
+
+    Only the largest scores of each chunk of the vocabulary leave the device that has the chunk.
+
+    >>> likeliest(jnp.arange(96.0)[None], 3).tolist()
+    [[95.0, 94.0, 93.0]]
+    """
+    rows, vocab = scores.shape
+    chunks = math.gcd(vocab, CHUNKS)
+    # Sorts, because XLA's partitioner gathers the operand of a `top_k` with several leading dimensions.
+    of_chunks = _descending(scores.reshape(rows, chunks, -1))[..., :count]
+    return _descending(of_chunks.reshape(rows, -1))[:, :count]
+
+
+def _descending(scores: jax.Array) -> jax.Array:
+    return -jnp.sort(-scores, axis=-1)
+
+
+def _lowest(
+    scores: jax.Array, ordered: jax.Array, last: jax.Array, top_p: jax.Array
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Return the lowest score that `top_p` leaves, and whether it leaves out one of the ordered scores, both `[rows]`.
+
+    Args:
+        scores: `[rows, vocab]`.
+        ordered: the largest of them in descending order, `[rows, count]`.
+        last: the lowest score that `top_k` leaves, `[rows, 1]`.
+        top_p: `[rows]`.
+    """
+    largest = ordered[:, :1]
+    total = jnp.sum(jnp.where(scores >= last, jnp.exp(scores - largest), 0), axis=-1, keepdims=True)
+    probability = jnp.where(ordered >= last, jnp.exp(ordered - largest), 0) / total
+    before = jnp.cumsum(probability, axis=-1) - probability
+    enough = (before < top_p[:, None]) | (top_p[:, None] >= 1)
+    return jnp.min(jnp.where(enough & (ordered >= last), ordered, jnp.inf), axis=-1), ~enough[:, -1]
 
 
 def _key(seed: jax.Array, number: jax.Array, position: jax.Array) -> jax.Array:

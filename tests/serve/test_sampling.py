@@ -1,11 +1,16 @@
 """Each row's choice against plain NumPy, with settings of its own."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import ConfigError
+from autoshard.serve import sampling
 from autoshard.serve.sampling import Sampling, Settings, choose, filtered, penalized
 
 ROWS = [
@@ -14,6 +19,10 @@ ROWS = [
     Sampling(1.0, top_k=1000, repetition_penalty=1.7),
 ]  # fmt: skip
 VOCAB = 40
+WIDE = [
+    Sampling(1.0, top_k=20, top_p=0.9), Sampling(1.0, top_k=128), Sampling(1.0), Sampling(1.0, top_p=0.05),
+    Sampling(1.0, top_p=0.7), Sampling(1.0, top_k=200, top_p=0.95), Sampling(1.0, top_k=129),
+]  # fmt: skip
 
 
 def kept(scores, row):
@@ -38,6 +47,45 @@ def test_filters_leave_the_tokens_that_plain_numpy_leaves():
         left = {int(n) for n in np.flatnonzero(np.isfinite(after))}
         assert left == kept(before, row), row
         assert all(after[n] == before[n] for n in left)
+
+
+def wide(vocab, spread, seed=4):
+    """Returns scores of several rows, some of them equal."""
+    scores = np.random.default_rng(seed).normal(0, spread, (len(WIDE), vocab)).astype(np.float32)
+    scores[:, ::7] = np.round(scores[:, ::7])
+    return scores
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("vocab", [768, 257])
+@pytest.mark.parametrize("spread", [0.1, 3.0], ids=["many tokens are likely", "few tokens are likely"])
+def test_candidates_leave_the_tokens_that_a_sort_of_all_leaves(vocab, spread, monkeypatch):
+    scores, settings = wide(vocab, spread), Settings.of(WIDE, [0] * len(WIDE))
+    for rows in ([*range(len(WIDE))], [0, 1, 2, 3]):  # all rows, and those for which the candidates may decide
+        given = jax.tree.map(lambda x, rows=rows: x[np.array(rows)], (scores, settings))
+        found = np.asarray(jax.jit(filtered)(*given))
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "CANDIDATES", vocab)
+            expected = np.asarray(jax.jit(lambda *x: filtered(*x))(*given))
+        assert np.isfinite(expected).any(axis=1).all()
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_sharded_vocabulary_is_gathered_only_to_sort_it():
+    vocab, rows = 65_536, 8
+    mesh = jax.make_mesh((8,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    by_vocab = NamedSharding(mesh, PartitionSpec(None, "tp"))
+    settings = Settings.of([Sampling(1.0, top_k=20, top_p=0.9)] * rows, [0] * rows)
+    compiled = jax.jit(filtered, in_shardings=(by_vocab, None), out_shardings=by_vocab)
+    text = compiled.lower(jax.ShapeDtypeStruct((rows, vocab), jnp.float32), settings).compile().as_text()
+    moving = {}  # computation -> sizes of the arrays that it moves between devices
+    for one in re.split(r"\n(?=(?:ENTRY )?%)", text):
+        shapes = re.findall(r"= \(?f32\[([\d,]+)\]\S* .*?(?:all-gather|all-to-all)\(", one)
+        moving[one.split(" ")[0]] = [math.prod(map(int, shape.split(","))) for shape in shapes]
+    moving = {name: sizes for name, sizes in moving.items() if sizes}
+    by_sorting, by_candidates = sorted(moving.values(), key=max, reverse=True)  # the branches of the conditional
+    assert max(by_candidates) <= rows * sampling.CHUNKS * sampling.CANDIDATES < rows * vocab // 4
+    assert max(by_sorting) >= rows * vocab // 8  # which would also be found elsewhere
 
 
 def test_penalty_divides_positive_and_multiplies_negative_scores_of_seen_tokens():

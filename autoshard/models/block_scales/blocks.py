@@ -8,7 +8,7 @@ layers. In the scan, XLA copies the layer's codes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class ScaledCodes(NamedTuple):
 
     Attributes:
         codes: `[experts, blocks, size, outputs]`, with the inputs split into blocks.
-        scale: float32 `[experts, blocks, blocks of outputs]`.
+        scale: `[experts, blocks, blocks of outputs]`, float32 or powers of two in 8 bits.
     """
 
     codes: jax.Array
@@ -34,9 +34,33 @@ class ScaledCodes(NamedTuple):
         return self.scale.ndim
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrices."""
+        return joined_inputs(self.codes, self.scale, 1, 1).shape
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return int(jnp.finfo(self.codes.dtype).bits)
+
+    def joined(self) -> ScaledCodes:
+        """Return the same with inputs that are not split into blocks."""
+        return ScaledCodes(joined_inputs(self.codes, self.scale, 1, 1), self.scale)
+
+    @property
     def values(self) -> jax.Array:
         """The matrices, in float32."""
         return decoded(joined_inputs(self.codes, self.scale, 1, 1), self.scale)
+
+    def in_dtype(self, dtype: Any) -> jax.Array:
+        """Return the matrices in this dtype.
+
+        Codes of 4 bits with powers of two are exact in bfloat16, so they are decoded in it. In float32, XLA:TPU would
+        write the repeated scales to memory, because they do not fit on the chip.
+        """
+        exact = self.bits < 8 and dtype == jnp.bfloat16
+        codes = joined_inputs(self.codes, self.scale, 1, 1)
+        return decoded(codes, self.scale, jnp.bfloat16 if exact else jnp.float32).astype(dtype)
 
 
 def is_split(codes: jax.Array, scale: jax.Array) -> bool:
@@ -75,20 +99,20 @@ def joined_inputs(codes: jax.Array, scale: jax.Array, inputs: int, outputs: int)
     return codes.reshape(*codes.shape[:first], *whole, *codes.shape[last:])
 
 
-def decoded(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return codes times the scales of their blocks, in float32. Inputs of the codes are not split.
+def decoded(codes: jax.Array, scale: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+    """Return codes times the scales of their blocks, computed in a dtype. Inputs of the codes are not split.
 
     The size of each dimension is a multiple of its number of blocks. Scales are repeated along the last dimension,
     because on TPUs a reshape that splits the last dimension of the codes is a copy.
     """
-    scale = repeated(scale, codes.shape, first=scale.ndim - 1)
+    scale = repeated(scale.astype(dtype), codes.shape, first=scale.ndim - 1)
     elements: list[int] = []
     blocks: list[int] = []
     for size, count in zip(codes.shape, scale.shape, strict=True):
         whole = count in (1, size)
         elements += [size] if whole else [count, size // count]
         blocks += [count] if whole else [count, 1]
-    return (codes.astype(jnp.float32).reshape(elements) * scale.reshape(blocks)).reshape(codes.shape)
+    return (codes.astype(dtype).reshape(elements) * scale.reshape(blocks)).reshape(codes.shape)
 
 
 def repeated(scale: jax.Array, shape: tuple[int, ...], first: int) -> jax.Array:

@@ -61,7 +61,7 @@ def block_product(spec: str, x: jax.Array, codes: jax.Array, scale: jax.Array, i
             are also those of x; in the result they come first, or are summed.
         x: the other operand.
         codes: `[*leading, blocks, size, ..., *outputs]`, from `split_inputs`.
-        scale: float32 `[*leading, *inputs, *outputs]`, the scale of each block.
+        scale: `[*leading, *inputs, *outputs]`, the scale of each block, float32 or powers of two in 8 bits.
         inputs: number of dimensions of the inputs.
 
     >>> codes, scale = jnp.ones((3, 4, 6)), jnp.arange(1.0, 7.0).reshape(3, 2)
@@ -100,7 +100,7 @@ def block_product(spec: str, x: jax.Array, codes: jax.Array, scale: jax.Array, i
         codes.reshape(weight_shape).astype(x.dtype),
         preferred_element_type=jnp.float32,
     )
-    scale = repeated(scale, whole, first=last)
+    scale = repeated(scale.astype(jnp.float32), whole, first=last)
     sizes = dict(zip(lead, scale.shape, strict=False)) | dict(zip(outer, scale.shape[last:], strict=True))
     sizes |= {block: counts[name] for name, block in blocks.items()}
     factors = scale.reshape([sizes.get(name, 1) for name in partial])

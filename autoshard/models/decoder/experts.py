@@ -9,7 +9,7 @@ biases, gpt-oss (arXiv:2508.10925); gates that multiply the experts' inputs, Lla
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,23 +148,26 @@ class Experts(nnx.Module):
         return y if self.shared is None else y + self.shared(x), logits, chosen
 
     def _apply(self, x: jax.Array, gates: jax.Array, chosen: jax.Array) -> jax.Array:
-        if (coded := self._codes()) is not None:
+        coded, biases = self._codes(), self._biases(x.dtype)
+        if coded is not None and biases is None and dropless.same_blocks(*coded):
             return dropless.experts_in_codes(x, gates, chosen, *coded)
+        units = {"limit": self.own.limit, "alpha": self.own.alpha}
+        if coded is not None and biases is not None and dropless.scale_of_each_output(*coded):
+            return dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, **units)
         gate, up, down = (w[...].astype(x.dtype) for w in (self.w_gate, self.w_up, self.w_down))
-        if self.b_gate is None or self.b_up is None or self.b_down is None or self.own.limit is None:
+        if biases is None:
             return dropless.experts(x, gates, chosen, up, down, gate)
-        biases = (self.b_gate[...].astype(x.dtype), self.b_up[...].astype(x.dtype), self.b_down[...].astype(x.dtype))
-        return dropless.limited_experts(
-            x, gates, chosen, (gate, up, down), biases, limit=self.own.limit, alpha=self.own.alpha
-        )
+        return dropless.limited_experts(x, gates, chosen, (gate, up, down), biases, **units)
+
+    def _biases(self, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+        """Return the biases of experts with limited units; None for other experts."""
+        if self.b_gate is None or self.b_up is None or self.b_down is None or self.own.limit is None:
+            return None
+        return self.b_gate[...].astype(dtype), self.b_up[...].astype(dtype), self.b_down[...].astype(dtype)
 
     def _codes(self) -> tuple[ScaledCodes, ScaledCodes, ScaledCodes] | None:
-        """Return the matrices as codes; None if they are not, or if the operator on codes cannot take these experts."""
+        """Return the matrices as codes; None if they are not."""
         matrices = (self.w_gate, self.w_up, self.w_down)
-        if self.b_gate is not None or self.own.limit is not None:
-            return None
         coded = [one.scaled_codes() for one in matrices if isinstance(one, QuantizedWeight)]
         gate, up, down = coded if len(coded) == 3 else (None, None, None)
-        if gate is None or up is None or down is None or not dropless.same_blocks(gate, up, down):
-            return None
-        return gate, up, down
+        return None if gate is None or up is None or down is None else (gate, up, down)

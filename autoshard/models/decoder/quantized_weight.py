@@ -5,10 +5,12 @@ r"""A frozen weight in 8 or 4 bits: quantized by the library qwix (QLoRA, arXiv:
 `int8` has one scale for each output. `nf4` has 16 values T that suit normally distributed weights, and one scale for
 each block of 64 inputs of an output. Two of its codes share a byte: this is so on every machine and in every file.
 `fp8` has a scale for each block of inputs and outputs, as published folders have (arXiv:2412.19437, section 3.3).
+`mxfp4` has a power of two for each 32 inputs of an output (OCP Microscaling Formats, version 1.0), as gpt-oss has. Its
+codes are a dtype of JAX: two share a byte on TPUs, and each takes a byte on CPUs.
 
 A product computes the weight in the dtype of x, and its gradient computes it again: a saved copy would take the memory
-that quantization saves. There is no gradient of the weight. With few tokens, a product with `fp8` does not compute the
-weight: see `block_scales/product.py`.
+that quantization saves. There is no gradient of the weight. With few tokens, a product with `fp8` or `mxfp4` does not
+compute the weight: see `block_scales/product.py`.
 
 `project` computes the product with any weight of a decoder: a plain one, a quantized one, or one with an adapter.
 """
@@ -32,6 +34,7 @@ _compat.exclude_from_user_code(__file__)  # plans name the product's caller, not
 
 WeightFormat = Literal["none", "int8", "nf4"]
 BLOCK = 64  # inputs that share a scale of nf4 (arXiv:2305.14314, section 3)
+IN_BLOCKS = ("fp8", "mxfp4")  # the forms in which folders are published
 # Appendix E of arXiv:2305.14314.
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
@@ -41,17 +44,18 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 class QuantizedWeight(nnx.Module):
     """A frozen weight `[*inputs, *outputs]` in few bits. In stacked layers its arrays have a leading dimension.
 
-    Parameters, where `scale` is float32:
+    Parameters, where `scale` is float32, or float8_e8m0fnu with `mxfp4`:
 
         form   codes                                                   scale
         int8   int8 [*inputs, *outputs]                                [*outputs]
         nf4    uint8 [*inputs, *outputs], half as many last outputs    [*inputs, *outputs], the last inputs in blocks
         fp8    float8_e4m3fn [*inputs, *outputs]                       [*inputs, *outputs], each dimension in blocks
+        mxfp4  float4_e2m1fn [*inputs, *outputs]                       [*inputs, *outputs], the inputs in blocks
 
     Args:
         codes: the codes.
         scale: the scales.
-        form: `int8`, `nf4` or `fp8`.
+        form: `int8`, `nf4`, `fp8` or `mxfp4`.
         inputs: number of dimensions of the inputs.
         outputs: number of dimensions of the outputs.
     """
@@ -65,9 +69,9 @@ class QuantizedWeight(nnx.Module):
         return _values(self.codes[...], self.scale[...], self.form, self.inputs, self.outputs)
 
     def scaled_codes(self) -> ScaledCodes | None:
-        """Return the weight of one layer as `ScaledCodes`; None unless it is fp8 with one input and one output."""
+        """Return the weights of a layer's experts as `ScaledCodes`; None unless they are matrices with such scales."""
         codes, scale = self.codes[...], self.scale[...]
-        if self.form != "fp8" or (self.inputs, self.outputs, scale.ndim) != (1, 1, 3):
+        if self.form not in IN_BLOCKS or (self.inputs, self.outputs, scale.ndim) != (1, 1, 3):
             return None
         return ScaledCodes(split_inputs(codes, scale, 1, 1), scale)
 
@@ -124,7 +128,7 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
     """Return the weight of one layer `[*inputs, *outputs]`, in float32."""
     if form == "int8":
         return codes.astype(jnp.float32) * scale.reshape((1,) * inputs + scale.shape)
-    if form == "fp8":
+    if form in IN_BLOCKS:
         return decoded(codes, scale)
     both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
     values = jnp.asarray(NF4, jnp.float32).at[both].get(mode="promise_in_bounds")
@@ -153,7 +157,7 @@ _Static = tuple[str, str, int, int]  # spec, form, inputs, outputs
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(static: _Static, x: jax.Array, codes: jax.Array, scale: jax.Array) -> jax.Array:
     spec, form, inputs, outputs = static
-    if form == "fp8":
+    if form in IN_BLOCKS:
         return scaled_product(spec, x, split_inputs(codes, scale, inputs, outputs), scale, inputs)
     return jnp.einsum(spec, x, _values(codes, scale, form, inputs, outputs).astype(x.dtype))
 
@@ -175,8 +179,8 @@ _product.defvjp(_forward, _backward)
 
 
 def _values(codes: jax.Array, scale: jax.Array, form: str, inputs: int, outputs: int) -> jax.Array:
-    """Return the weight of one layer, in float32. Inputs of fp8 codes may be split into blocks."""
-    if form == "fp8":
+    """Return the weight of one layer, in float32. Inputs of codes with scales of blocks may be split into these."""
+    if form in IN_BLOCKS:
         codes = joined_inputs(codes, scale, inputs, outputs)
     return dequantized(codes, scale, form, inputs)
 

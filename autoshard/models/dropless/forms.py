@@ -1,14 +1,16 @@
-"""Three forms of a shard's experts, which give the same values.
+"""Four forms of a shard's experts, which give the same values.
 
     by sorting   tokens are sorted by expert; grouped products compute the rows of each expert
     densely      each expert computes all tokens; those that did not choose it are masked
+    in turn      the same, one expert after another
     one by one   each choice of a token is computed alone, with the matrices of its expert
 
 A grouped product on TPUs is a kernel, and XLA copies a layer of stacked weights for it. In the other forms, XLA reads
 the weights from the stack in place. Generating text for few rows takes as long as reading the weights, so these forms
 are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
-Matrices may be `ScaledCodes`. Products by sorting decode them; the other forms take them as they are.
+Matrices may be `ScaledCodes`. Products by sorting and in turn decode them; the other forms take them as they are. XLA
+does not read codes of 4 bits inside of a product. In turn, the decoded matrices of one expert alone are in memory.
 
 All arguments belong to one shard. The result is the sum over its own experts and hidden units.
 
@@ -57,6 +59,8 @@ def apply_experts(
     if choices < own_experts.shape[0] and choices <= LARGEST_UNROLLED:
         return one_by_one(unit, x, gates, chosen, own_experts, *weights)
     if call.kernel == "megablox" and tokens <= DENSE_TOKENS:
+        if any(isinstance(one, ScaledCodes) and one.bits < 8 for one in weights):
+            return in_turn(unit, x, gates, chosen, own_experts, *weights)
         return densely(unit, x, gates, chosen, own_experts, *weights)
     return by_sorting(unit, x, gates, chosen, own_experts, *weights, count=count, call=call)
 
@@ -73,7 +77,7 @@ def by_sorting(
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
 
     def multiply(rows: jax.Array, weights: Weight) -> jax.Array:
-        weights = weights.values.astype(x.dtype) if isinstance(weights, ScaledCodes) else weights
+        weights = weights.in_dtype(x.dtype) if isinstance(weights, ScaledCodes) else weights
         return grouped_product(call, rows, weights, sizes, own_experts)
 
     rows = x.reshape(-1, width)[order // top_k]
@@ -104,6 +108,30 @@ def densely(
     hidden = unit([jnp.where(mask, y, 0) for y in products])
     hidden = hidden * of_expert.T[..., None].astype(hidden.dtype)
     return _product("etf,efd->td", hidden, down).reshape(x.shape).astype(x.dtype)
+
+
+def in_turn(
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight
+) -> jax.Array:
+    """Compute `apply_experts` with products of all tokens and one expert after another."""
+    rows = x.reshape(-1, x.shape[2])
+    choices, factors = (one.reshape(-1, one.shape[2]) for one in (chosen, gates))
+
+    def add(total: jax.Array, expert: tuple[jax.Array, tuple[Weight, ...]]) -> tuple[jax.Array, None]:
+        number, own = expert
+        matrices = [w.in_dtype(x.dtype) if isinstance(w, ScaledCodes) else w for w in own if w.ndim == 2]
+        *before, down = matrices
+        products = [jnp.einsum("td,df->tf", rows, w) for w in before]
+        if biases := [w for w in own if w.ndim == 1]:
+            products = [y + b for y, b in zip(products, biases, strict=True)]
+        picked = choices == number
+        hidden = unit([jnp.where(jnp.any(picked, axis=1)[:, None], y, 0) for y in products])
+        factor = jnp.sum(jnp.where(picked, factors, 0), axis=1)[:, None]
+        return total + jnp.einsum("tf,fd->td", hidden * factor.astype(hidden.dtype), down), None
+
+    whole = tuple(one.joined() if isinstance(one, ScaledCodes) else one for one in weights)
+    total, _ = lax.scan(add, jnp.zeros_like(rows, shape=(rows.shape[0], weights[-1].shape[-1])), (own_experts, whole))
+    return total.reshape(x.shape).astype(x.dtype)
 
 
 def one_by_one(

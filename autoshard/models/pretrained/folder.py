@@ -137,7 +137,7 @@ def read_table(file: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AutoshardError(f"{file} cannot be read: {error}; download it again") from error
     if not isinstance(found, dict):
         raise AutoshardError(f"{file} is damaged: it must be a table, not {type(found).__name__}; download it again")

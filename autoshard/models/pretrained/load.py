@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ from autoshard.models.pretrained.folder import (
 )
 from autoshard.models.pretrained.origin import Origin
 from autoshard.models.pretrained.parameter_paths import as_tree, by_path
+from autoshard.models.pretrained.quantized import Scheme
 from autoshard.models.pretrained.quantized.kept_codes import (
     Kept,
     is_of_codes,
@@ -71,7 +74,7 @@ def load_pretrained(
         dtype: dtype of the parameters; by default each has the stored one.
         batch: rows and positions of the batch that is planned for; by default a row for each device, of at most 4096
             positions.
-        keep_codes: whether the weights of a folder in fp8 stay codes and scales on the devices. They are then frozen.
+        keep_codes: whether the weights of a folder in fp8 or MXFP4 stay codes and scales on the devices, frozen.
             Products with few tokens multiply by the codes, and others decode their weight. A weight whose blocks are
             not ranges of its dimensions is decoded when it is read.
         **changes: fields of the model's config to change, for most families a `DecoderConfig`: `remat`, `scan_layers`,
@@ -85,6 +88,7 @@ def load_pretrained(
             unexpected, damaged or of another shape; the plan is one of another model. Nothing is loaded then.
     """
     folder, dtype = Folder.open(path), float_dtype(dtype, "load_pretrained")
+    batch = batch_shape(batch, "load_pretrained")
     described = Described.of(folder, dtype, changes)
     tensors = folder.tensors()
     described = described.fitted(folder, tensors)
@@ -146,6 +150,7 @@ def plan_pretrained(
             are wrong, or no weight can stay quantized.
     """
     folder = Folder.open(path)
+    batch = batch_shape(batch, "plan_pretrained")
     family = family_of(folder.config, str(folder.path / CONFIG))
     fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
     changes = {name: options.pop(name) for name in list(options) if name in fields}
@@ -154,6 +159,25 @@ def plan_pretrained(
         tensors = folder.tensors()
         described, _ = described.fitted(folder, tensors).keeping_codes(folder, tensors)
     return described.plan(batch, **options)
+
+
+def batch_shape(batch: Any, function: str) -> tuple[int, int] | None:
+    """Return the rows and positions of a batch as integers; None if none are given.
+
+    Raises:
+        AutoshardError: they are not two whole numbers. The message begins with the function's name.
+    """
+    if batch is None:
+        return None
+    with suppress(TypeError):
+        rows, positions = (operator.index(size) for size in batch) if len(batch) == 2 else (0, 0)
+        if min(rows, positions) > 0:
+            return rows, positions
+    example = f"({batch}, 4096)" if isinstance(batch, int) and batch > 0 else "(8, 4096)"
+    raise AutoshardError(
+        f"{function}: batch is {batch!r:.60}; it must be two whole numbers of at least 1, rows and positions, such as "
+        f"batch={example}"
+    )
 
 
 @shown
@@ -255,13 +279,14 @@ class Described:
             AutoshardError: no weight can stay quantized.
         """
         stored = folder.stored_tensors()
-        kept = kept_weights(self.sources, stored, folder.scheme, str(folder.path))
-        return self.with_codes(kept), with_stored(tensors, stored, kept)
+        kept, scheme = kept_weights(self.sources, stored, folder.scheme, str(folder.path)), folder.scheme
+        assert scheme is not None
+        return self.with_codes(kept, scheme), with_stored(tensors, stored, kept, scheme)
 
-    def with_codes(self, kept: Kept) -> Described:
-        """Return the same with the codes and the scales of these weights in their places."""
+    def with_codes(self, kept: Kept, scheme: Scheme) -> Described:
+        """Return the same with the codes and the scales of these weights, of this scheme, in their places."""
         model = nnx.merge(self.graph, as_tree(self.shapes))
-        put_codes(model, kept)
+        put_codes(model, kept, scheme)
         graph, state = nnx.split(model)
         sources = {path: one for path, one in self.sources.items() if path not in kept} | parameters_of_codes(kept)
         shapes = by_path(nnx.to_pure_dict(state))

@@ -63,7 +63,9 @@ def save_pretrained(
         )
     if origin is None:
         if any(is_of_codes(path, values) for path in values):
-            raise AutoshardError("save_pretrained: the model was not loaded, but has weights in fp8: decode them first")
+            raise AutoshardError(
+                "save_pretrained: the model was not loaded, but has quantized weights: decode them first"
+            )
         origin = fresh_origin(model, family)
     elif family is not None:
         raise AutoshardError(
@@ -110,7 +112,7 @@ def _source(problem: str, remedy: str) -> Iterator[None]:
 def _quantized(tensors: Sequence[Tensor], folder: Folder) -> list[Tensor]:
     """Return the tensors, with codes and scales in the place of those that the folder has quantized."""
     scheme, stored = folder.scheme, folder.stored_tensors()
-    return [*tensors] if scheme is None else scheme.stored(tensors, stored)
+    return [*tensors] if scheme is None else scheme.stored(scheme.unkept(tensors), stored)
 
 
 def _decoded(tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str | None) -> list[Tensor]:
@@ -118,7 +120,7 @@ def _decoded(tensors: Sequence[Tensor], config: Mapping[str, Any], dtype: str | 
     scheme = scheme_of(Config(config, CONFIG))
     if scheme is None:
         return [*tensors]
-    plain = scheme.plain({one.name: one for one in tensors})
+    plain = scheme.plain({one.name: one for one in scheme.unkept(tensors)})
     return [cast_tensor(one, dtype) for one in plain.values()]
 
 

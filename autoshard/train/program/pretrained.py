@@ -74,7 +74,11 @@ def describe(config: TrainConfig) -> Described:
             f"{str(config.model_folder)!r} is a {described.family.name}: --from trains models of text alone. Load it "
             "by autoshard.models.load_pretrained in a program of your own"
         )
-    return described.with_codes(_kept(config, described)) if own.keep_codes else described
+    if not own.keep_codes:
+        return described
+    kept, scheme = _kept(config, described), Folder.open(config.model_folder).scheme
+    assert scheme is not None  # a run notes weights of quantized folders only
+    return described.with_codes(kept, scheme)
 
 
 def _kept(config: TrainConfig, described: Described) -> Kept:

@@ -11,8 +11,9 @@ from autoshard import plan
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.models import dropless
 from autoshard.models.block_scales import ScaledCodes, split_inputs
-from autoshard.models.dropless import forms, operators
-from autoshard.models.dropless.units import swiglu
+from autoshard.models.dropless import coded as coded_experts
+from autoshard.models.dropless import forms
+from autoshard.models.dropless.units import limited, swiglu
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import find_target
 
@@ -90,7 +91,7 @@ def test_terms_of_experts_and_blocks_of_hidden_units_add_up():
     def whole(run, *more):
         return run(x, gates, chosen, experts, *(each for one in coded for each in one), *more, **options)
 
-    run, gradients = operators.coded_swiglu_experts, operators.coded_swiglu_experts_gradients
+    run, gradients = coded_experts.coded_swiglu_experts, coded_experts.coded_swiglu_experts_gradients
     found = list(terms(run))
     assert all(np.linalg.norm(one) > 0.1 for one in found)
     np.testing.assert_allclose(sum(found), whole(run), rtol=1e-5, atol=1e-4)
@@ -124,3 +125,42 @@ def test_a_tpu_reads_stacked_codes_once(tokens, read):
     own_bytes = read * 3 * layers * EXPERTS * width * ffn / 4
     fastest_us = own_bytes / find_target("v5e:2x2").chip.memory_bandwidth / BANDWIDTH_REACHED * 1e6
     assert audit.compute_us_roofline == pytest.approx(fastest_us, rel=0.15)
+
+
+def four_bits(own=slice(None)):
+    """Returns tokens, gates, choices, matrices in MXFP4 and biases of gate and up, of some experts."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(7, 1, 64)), jnp.float32)
+    chosen = jnp.asarray(np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(7)])[:, None], jnp.int32)
+    gates = jnp.asarray(rng.random((7, 1, TOP_K)), jnp.float32)
+
+    def coded(inputs, outputs):
+        codes = jnp.asarray(rng.normal(size=(EXPERTS, inputs, outputs)), jnp.float4_e2m1fn)
+        scale = jnp.exp2(jnp.asarray(rng.integers(-3, 1, (EXPERTS, inputs // 32, outputs)), jnp.float32))
+        scale = scale.astype(jnp.float8_e8m0fnu)
+        return ScaledCodes(split_inputs(codes[own], scale[own], 1, 1), scale[own])
+
+    biases = [jnp.asarray(rng.normal(size=(EXPERTS, 32)), jnp.float32)[own] for _ in range(2)]
+    return (x, gates, chosen), [coded(64, 32), coded(64, 32), coded(32, 64)], biases
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("own", [slice(0, EXPERTS), slice(5, 12)], ids=["all experts", "a shard"])
+def test_all_forms_have_the_values_of_decoded_matrices_of_4_bits(own):
+    given, (gate, up, down), biases = four_bits(own)
+    given = *given, jnp.arange(EXPERTS, dtype=jnp.int32)[own]
+    unit = functools.partial(limited, limit=7.0, alpha=1.702)
+    by_sorting = functools.partial(forms.by_sorting, count=EXPERTS, call=TILED)
+    dense = [one.values for one in (gate, up)], down.values
+    expected = jax.jit(by_sorting, static_argnums=0)(unit, *given, *dense[0], *biases, dense[1])
+    assert np.linalg.norm(expected) > 1
+    for form in (by_sorting, forms.densely, forms.in_turn, forms.one_by_one):
+        found = jax.jit(form, static_argnums=0)(unit, *given, gate, up, *biases, down)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    low = gate.in_dtype(jnp.bfloat16)  # exact
+    np.testing.assert_array_equal(low.astype(jnp.float32), gate.values)
+    kernel = GroupedCall("megablox")
+    program = jax.make_jaxpr(functools.partial(forms.apply_experts, unit, count=EXPERTS, call=kernel))(
+        *given, gate, up, *biases, down
+    )
+    assert "scan" in str(program) and "sort" not in str(program)

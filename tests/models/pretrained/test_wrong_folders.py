@@ -12,7 +12,7 @@ from autoshard.errors import AutoshardError
 from autoshard.models.pretrained import load_pretrained, plan_pretrained
 from autoshard.models.pretrained.folder import Folder, float_dtype, read_table
 from autoshard.serve.generator import stop_tokens
-from tests.models.pretrained.folders import GEMMA4, LLAMA, LLAMA4, make_folder, tensors_of, write_tensors
+from tests.models.pretrained.folders import DEEPSEEK_V3, GEMMA4, LLAMA, LLAMA4, make_folder, tensors_of, write_tensors
 
 
 @pytest.fixture
@@ -123,6 +123,8 @@ def test_pickled_files_are_refused(folder):
         ({"hidden_act": "relu"}, "hidden_act is 'relu'; the activations that are built are silu"),
         ({"hidden_size": "16"}, "hidden_size is '16'; it must be a finite number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be a whole number of at least 1"),
+        ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000; it must be at most 8192"),
+        ({"vocab_size": 10**400}, "vocab_size is 1000"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "of type 'longrope' are not built"),
         ({"num_key_value_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),
         ({"pretraining_tp": 2}, "pretraining_tp is 2; only 1 is built"),
@@ -155,6 +157,8 @@ def test_configs(folder, changes, message):
         (GEMMA4, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be above 0"),
         (GEMMA4, {"hidden_activation": []}, "hidden_activation is []; the activations that are built are silu"),
         (GEMMA4, {"rope_parameters": {"full_attention": 1}}, "full_attention is 1; it must be a table"),
+        (LLAMA4, {"num_local_experts": 10**9}, "num_local_experts is 1000000000; it must be at most 8192"),
+        (DEEPSEEK_V3, {"n_routed_experts": 10**9}, "n_routed_experts is 1000000000; it must be at most 8192"),
         (LLAMA4, {"moe_layers": [4]}, "moe_layers is [4]; it must be numbers of layers, below 4"),
         (LLAMA4, {"attn_temperature_tuning": "no"}, "attn_temperature_tuning is 'no'; it must be true or false"),
         (LLAMA4, {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be a table"),
@@ -193,7 +197,10 @@ def test_no_folder_and_no_config(tmp_path):
     assert "config.json cannot be read" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("content, message", [("[1]", "it must be a table, not list"), ("{", "cannot be read")])
+@pytest.mark.parametrize(
+    "content, message",
+    [("[1]", "it must be a table, not list"), ("{", "cannot be read"), ("[" * 10**5, "cannot be read")],
+)
 def test_a_json_file_that_is_no_table(tmp_path, content, message):
     file = tmp_path / "generation_config.json"
     file.write_text(content)
@@ -224,6 +231,13 @@ def test_dtypes_that_parameters_do_not_have(folder, dtype):
     for function in (load_pretrained, plan_pretrained):
         with pytest.raises(AutoshardError, match=f"^{function.__name__}: dtype is .*; choose one of float32, bfloat16"):
             function(folder, dtype=dtype)
+
+
+@pytest.mark.parametrize("batch", [8, (8,), (8, 16, 2), "8x", (0, 16), (8, 16.5), {8, 16, 2}])
+def test_batches_that_are_not_rows_and_positions(folder, batch):
+    for function in (load_pretrained, plan_pretrained):
+        with pytest.raises(AutoshardError, match=f"^{function.__name__}: batch is .* rows and positions, such as"):
+            function(folder, batch=batch)
 
 
 def test_dtypes_of_jax_have_names():

@@ -1,4 +1,7 @@
-"""Values that configs may leave out. Source: the config classes in transformers 5.24."""
+"""Values that configs may leave out, and limits of what is read.
+
+Source of the values: the config classes in transformers 5.24.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,3 +22,8 @@ GEMMA4_ROTARY: Mapping[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
+
+# Largest number of layers, and of experts of a layer. Memory and time are linear in both, so a damaged file must not
+# ask for billions. Source: chosen, as four times the largest published: 2048 experts (Switch-C, arXiv:2101.03961). The
+# deepest published transformer has 1000 layers (DeepNet, arXiv:2203.00555).
+MOST_PARTS = 8192

@@ -67,7 +67,7 @@ def _v2(config: Config) -> DecoderConfig:
     return _shared(
         config,
         ExpertsConfig(
-            config.size("n_routed_experts"),
+            config.count("n_routed_experts"),
             config.size("num_experts_per_tok"),
             config.size("moe_intermediate_size"),
             renormalize=False,
@@ -84,7 +84,7 @@ def _v3(config: Config) -> DecoderConfig:
     return _shared(
         config,
         ExpertsConfig(
-            config.size("n_routed_experts"),
+            config.count("n_routed_experts"),
             config.size("num_experts_per_tok"),
             config.size("moe_intermediate_size"),
             renormalize=config.flag("norm_topk_prob", True),
@@ -173,8 +173,8 @@ DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), _v2, _table, val
 
 def _predicting_layers(config: Config) -> dict[str, str]:
     """Return the tensors of the layers behind the last one. They predict further tokens (arXiv:2412.19437, 2.2)."""
-    first, default = config.size("num_hidden_layers"), config.size("num_mtp_layers", 1, least=0)
-    layers = range(first, first + config.size("num_nextn_predict_layers", default, least=0))
+    first, default = config.count("num_hidden_layers"), config.count("num_mtp_layers", 1, least=0)
+    layers = range(first, first + config.count("num_nextn_predict_layers", default, least=0))
     return {rf"model\.layers\.{n}\..*": f"layer {n}, which predicts one more token" for n in layers}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,12 @@ from autoshard.errors import AutoshardError
 from autoshard.models.decoder.decoder import Decoder
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.decoder.positions.rotary import Rotary
+from autoshard.models.pretrained.families.constants import MOST_PARTS
 from autoshard.models.pretrained.tables import Stacks, Stored, Table
 
 ROTARY_BUFFERS = (r".*rotary_emb\.inv_freq",)
 """Names of tensors, as regular expressions, that folders of old releases contain and no model needs."""
+LARGEST = sys.float_info.max
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -130,8 +132,8 @@ class Config:
         value = self.values.get(name)
         if value is None and default is not ...:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.refuse(f"{name} is {value!r}; it must be a finite number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+            raise self.refuse(f"{name} is {value!r:.40}; it must be a finite number")
         return value
 
     def positive(self, name: str, default: Any = ...) -> Any:
@@ -153,6 +155,15 @@ class Config:
         value = self.number(name, ... if default is None else default)
         if not isinstance(value, int) or value < least:
             raise self.refuse(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        return value
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a number of layers or of experts: a whole number from `least` to `MOST_PARTS`."""
+        value = self.size(name, default, least=least)
+        if value > MOST_PARTS:
+            raise self.refuse(
+                f"{name} is {value}; it must be at most {MOST_PARTS}. The file is damaged, or not that of a model"
+            )
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:

@@ -32,14 +32,14 @@ def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
 
 
 def _gemma2(config: Config) -> DecoderConfig:
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
     return gemma_config(config, windows=windows)
 
 
 def _gemma3(config: Config) -> DecoderConfig:
     config.refuse_values(use_bidirectional_attention=False)
-    layers, period = config.size("num_hidden_layers"), config.size("sliding_window_pattern", 6)
+    layers, period = config.count("num_hidden_layers"), config.size("sliding_window_pattern", 6)
     windows = config.windows([(n + 1) % period != 0 for n in range(layers)])
     whole = config.rotary(1_000_000.0, scope="full_attention")
     if "rope_parameters" in config.values:
@@ -60,7 +60,8 @@ def gemma_table(cfg: DecoderConfig) -> Table:
     return ends_table(cfg) | attention_table(cfg) | mlp_table(cfg) | norms
 
 
-def _gemma2_values(cfg: DecoderConfig) -> dict[str, Any]:
+def gemma_values(cfg: DecoderConfig) -> dict[str, Any]:
+    """Return the content of a `config.json` of Gemma 2; most keys are also those of Gemma 3 and 4."""
     values = dense_values(cfg, "gemma2")
     activation = values.pop("hidden_act")
     scale = cfg.head_dim**-0.5 if cfg.score_scale is None else cfg.score_scale
@@ -82,8 +83,8 @@ def _gemma3_values(cfg: DecoderConfig) -> dict[str, Any]:
     )
     rotary = {} if whole is None else {"rope_scaling": None, **rotary_values(whole)}
     local_base = {} if local is None else {"rope_local_base_freq": local.base}
-    return {**_gemma2_values(cfg), "model_type": "gemma3_text", **rotary, **local_base}
+    return {**gemma_values(cfg), "model_type": "gemma3_text", **rotary, **local_base}
 
 
-GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table, values=_gemma2_values)
+GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table, values=gemma_values)
 GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, gemma_table, values=_gemma3_values)

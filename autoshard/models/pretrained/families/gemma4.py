@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerInputsConfig, LayerKind
+from autoshard.models.decoder.positions.rotary import Rotary
+from autoshard.models.pretrained.families.config_values import rotary_values
 from autoshard.models.pretrained.families.constants import (
     GEMMA4_LAYER_WIDTH,
     GEMMA4_PERIOD,
@@ -15,7 +18,7 @@ from autoshard.models.pretrained.families.constants import (
     GEMMA4_WHOLE_HEAD_DIM,
 )
 from autoshard.models.pretrained.families.family import ROTARY_BUFFERS, Config, Family, decoder_unneeded
-from autoshard.models.pretrained.families.gemma import gemma_config, gemma_table
+from autoshard.models.pretrained.families.gemma import gemma_config, gemma_table, gemma_values
 from autoshard.models.pretrained.families.llama import LAYER
 from autoshard.models.pretrained.tables import Table, stored
 
@@ -48,7 +51,7 @@ def _config(config: Config) -> DecoderConfig:
 
 
 def _kinds(config: Config) -> tuple[LayerKind, ...]:
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     windows = config.windows([(n + 1) % GEMMA4_PERIOD != 0 for n in range(layers)])
     windows[-1] = None  # as in transformers, whatever the config says
     given = config.values.get("rope_parameters")
@@ -124,6 +127,38 @@ def _unneeded(cfg: DecoderConfig) -> tuple[str, ...]:
     return (*decoder_unneeded(cfg), *((name,) if borrowing else ()))
 
 
+def _values(cfg: DecoderConfig) -> dict[str, Any]:
+    kinds = [kind for kind in cfg.kinds if kind.window is None]
+    sizes = {
+        name: next((size for kind in kinds if (size := getattr(kind, name))), None) for name in ("head_dim", "kv_heads")
+    }
+    types = {WHOLE: kinds, LOCAL: [kind for kind in cfg.kinds if kind.window is not None]}
+    inputs = {} if cfg.layer_inputs is None else {"vocab_size_per_layer_input": cfg.layer_inputs.vocab}
+    found = {
+        **gemma_values(cfg),
+        **inputs,
+        "model_type": "gemma4_text",
+        "rope_parameters": {name: _rotary_values(kinds[0].rotary) for name, kinds in types.items() if kinds},
+        "global_head_dim": sizes["head_dim"] or cfg.head_dim,
+        "num_global_key_value_heads": sizes["kv_heads"],
+        "attention_k_eq_v": any(kind.keys_as_values for kind in cfg.kinds),
+        "num_kv_shared_layers": sum(bool(kind.borrows) for kind in cfg.kinds),
+        "use_double_wide_mlp": any(kind.ffn is not None for kind in cfg.kinds),
+        "hidden_size_per_layer_input": 0 if cfg.layer_inputs is None else cfg.layer_inputs.width,
+    }
+    unknown = ("rope_theta", "rope_scaling", "query_pre_attn_scalar", "attn_logit_softcapping")
+    return {key: value for key, value in found.items() if key not in unknown}
+
+
+def _rotary_values(rotary: Rotary | None) -> dict[str, Any]:
+    """Return the rotary positions of a type of layer."""
+    if rotary is None or rotary.fraction == 1.0:
+        values = rotary_values(rotary or Rotary())
+        return {"rope_type": "default", **values.pop("rope_scaling", {}), **values}
+    found = {"rope_type": "proportional", "rope_theta": rotary.base, "partial_rotary_factor": rotary.fraction}
+    return found if rotary.factor == 1.0 else {**found, "factor": rotary.factor}
+
+
 GEMMA4 = Family(
     "gemma4",
     ("Gemma4ForCausalLM",),
@@ -133,4 +168,5 @@ GEMMA4 = Family(
     unneeded=_unneeded,
     spellings=(NESTED,),
     text_of=("Gemma4ForConditionalGeneration",),
+    values=_values,
 )

@@ -21,7 +21,7 @@ def _config(config: Config) -> DecoderConfig:
     return DecoderConfig(
         vocab=config.size("vocab_size"),
         width=width,
-        kinds=same_layers(config.size("n_layer"), rotary=None),
+        kinds=same_layers(config.count("n_layer"), rotary=None),
         heads=heads,
         kv_heads=heads,
         head_dim=width // heads,

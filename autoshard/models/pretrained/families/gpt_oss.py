@@ -15,12 +15,12 @@ from autoshard.models.pretrained.tables import Table, stored
 
 
 def _config(config: Config) -> DecoderConfig:
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     bias = config.flag("attention_bias", True)
     windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
     cfg = dense_config(config, windows=windows, qkv_bias=bias, output_bias=bias, sinks=True)
     experts = ExpertsConfig(
-        config.size("num_local_experts"),
+        config.count("num_local_experts"),
         config.size("num_experts_per_tok"),
         cfg.ffn,
         bias=True,

@@ -23,7 +23,8 @@ def dense_config(config: Config, *, windows: list[int | None] | None = None, **s
         **switches: further fields of the config.
     """
     config.refuse_values(pretraining_tp=1, attention_dropout=0.0)
-    layers, heads, width = (config.size(n) for n in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    layers = config.count("num_hidden_layers")
+    heads, width = (config.size(name) for name in ("num_attention_heads", "hidden_size"))
     rotary = config.rotary()
     fields: dict[str, Any] = {
         "vocab": config.size("vocab_size"),
@@ -49,13 +50,13 @@ def _llama(config: Config) -> DecoderConfig:
 
 def _mistral(config: Config) -> DecoderConfig:
     window = config.values.get("sliding_window")
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     return dense_config(config, windows=config.windows([window is not None] * layers))
 
 
 def qwen_windows(config: Config) -> list[int | None]:
     """Return the windows of Qwen's layers: those from `max_window_layers` on have one, if they are used at all."""
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     used = config.flag("use_sliding_window") and config.values.get("sliding_window") is not None
     first = int(config.number("max_window_layers", layers))
     if not used:

@@ -7,7 +7,9 @@ from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LayerKind
+from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.decoder.positions.temperature import Temperature
+from autoshard.models.pretrained.families.config_values import dense_values, expert_values, rotary_values
 from autoshard.models.pretrained.families.constants import (
     LLAMA4_CHUNK,
     LLAMA4_ROTARY_BASE,
@@ -31,7 +33,7 @@ def _config(config: Config) -> DecoderConfig:
         kinds=_kinds(config),
         ffn=config.size("intermediate_size_mlp"),
         experts=ExpertsConfig(
-            config.size("num_local_experts"), 1, ffn, renormalize=False, scoring="sigmoid", shared_ffn=ffn,
+            config.count("num_local_experts"), 1, ffn, renormalize=False, scoring="sigmoid", shared_ffn=ffn,
             gated_input=True,
         ),
         qkv_bias=bias,
@@ -40,7 +42,7 @@ def _config(config: Config) -> DecoderConfig:
 
 
 def _kinds(config: Config) -> tuple[LayerKind, ...]:
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     interval = config.size("no_rope_layer_interval", LLAMA4_WITHOUT_ROTARY)
     step = config.size("interleave_moe_layer_step", 1)
     # In `no_rope_layers`, 1 marks a layer *with* rotary positions.
@@ -108,6 +110,26 @@ def _table(cfg: DecoderConfig) -> Table:
     return {**ends_table(cfg), **attention_table(cfg), **table}
 
 
+def _values(cfg: DecoderConfig) -> dict[str, Any]:
+    values = dense_values(cfg, "llama4_text") | expert_values(cfg, "num_local_experts")
+    rotary = next((kind.rotary for kind in cfg.kinds if kind.rotary is not None), Rotary())
+    chunk = next((kind.chunk for kind in cfg.kinds if kind.chunk is not None), None)
+    tuned = next((kind.temperature for kind in cfg.kinds if kind.temperature is not None), None)
+    values |= {
+        **rotary_values(rotary),
+        "attention_bias": cfg.qkv_bias,
+        "intermediate_size": cfg.ffn if cfg.experts is None else cfg.experts.ffn,
+        "intermediate_size_mlp": cfg.ffn,
+        "moe_layers": [number for number, kind in enumerate(cfg.kinds) if kind.experts],
+        "no_rope_layers": [int(kind.rotary is not None) for kind in cfg.kinds],
+        "layer_types": ["full_attention" if kind.chunk is None else "chunked_attention" for kind in cfg.kinds],
+        "attention_chunk_size": chunk,
+        "use_qk_norm": any(kind.unit_norm for kind in cfg.kinds),
+        "attn_temperature_tuning": tuned is not None,
+    }
+    return values if tuned is None else {**values, "attn_scale": tuned.scale, "floor_scale": tuned.step}
+
+
 LLAMA4 = Family(
     "llama4",
     ("Llama4ForCausalLM",),
@@ -116,4 +138,5 @@ LLAMA4 = Family(
     ignored=(*ROTARY_BUFFERS, r"vision_model\..*", r"multi_modal_projector\..*"),
     spellings=(NESTED,),
     text_of=("Llama4ForConditionalGeneration",),
+    values=_values,
 )

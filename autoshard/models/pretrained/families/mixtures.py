@@ -23,10 +23,10 @@ from autoshard.models.pretrained.tables import Table, stored
 
 def _mixtral(config: Config) -> DecoderConfig:
     config.refuse_values(router_jitter_noise=0.0)
-    layers = config.size("num_hidden_layers")
+    layers = config.count("num_hidden_layers")
     windows = config.windows([config.values.get("sliding_window") is not None] * layers)
     cfg = dense_config(config, windows=windows)
-    experts = ExpertsConfig(config.size("num_local_experts"), config.size("num_experts_per_tok"), cfg.ffn)
+    experts = ExpertsConfig(config.count("num_local_experts"), config.size("num_experts_per_tok"), cfg.ffn)
     kinds = tuple(dataclasses.replace(kind, experts=True) for kind in cfg.kinds)
     return dataclasses.replace(cfg, kinds=kinds, experts=experts, router_loss=router_loss(config, 0.001))
 
@@ -42,7 +42,7 @@ def router_loss(config: Config, default: float) -> float:
 def _qwen3_moe(config: Config) -> DecoderConfig:
     bias = config.flag("attention_bias")
     cfg = dense_config(config, windows=qwen_windows(config), qkv_bias=bias, output_bias=bias, query_norm=True)
-    count = config.size("num_experts") if "num_experts" in config.values else config.size("num_local_experts")
+    count = config.count("num_experts") if "num_experts" in config.values else config.count("num_local_experts")
     experts = ExpertsConfig(
         count,
         config.size("num_experts_per_tok"),

@@ -52,7 +52,7 @@ def _tower(own: Config, width: int, **switches: Any) -> TowerConfig:
     rope = own.values.get("rope_parameters") or {}
     return TowerConfig(
         width=width,
-        layers=own.size("depth"),
+        layers=own.count("depth"),
         heads=own.size("num_heads"),
         patch=own.size("patch_size", 14),
         frames=own.size("temporal_patch_size", 2),

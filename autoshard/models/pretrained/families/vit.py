@@ -25,7 +25,7 @@ def _config(config: Config) -> ViTConfig:
         image_size=config.size("image_size"),
         patch=config.size("patch_size"),
         classes=len(labels) if isinstance(labels, dict) else config.size("num_labels", LABELS),
-        layers=config.size("num_hidden_layers"),
+        layers=config.count("num_hidden_layers"),
         heads=config.size("num_attention_heads"),
         width=config.size("hidden_size"),
         ffn=config.size("intermediate_size"),

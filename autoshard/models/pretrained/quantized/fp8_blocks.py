@@ -8,6 +8,7 @@ largest number of the type; with `powers`, the next power of two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,9 @@ import numpy as np
 
 from autoshard._shown import shown
 from autoshard.ckpt.exchange.safetensors import Tensor
+from autoshard.models.pretrained.layouts import PART, Layout
 from autoshard.models.pretrained.quantized.scheme import Index, Scheme
+from autoshard.models.pretrained.tables import Source
 
 CODE = ml_dtypes.float8_e4m3fn
 LARGEST = np.float32(ml_dtypes.finfo(CODE).max)
@@ -40,6 +43,7 @@ class Fp8Blocks(Scheme):
 
     codes, scales = "", "_scale_inv"
     code_dtype, scale_dtype = "float8_e4m3fn", "float32"
+    form, kept_dtypes = "fp8", ("float8_e4m3fn", "float32")
 
     def shape(self, codes: Sequence[int]) -> tuple[int, ...] | None:
         """Return the shape of the plain tensor: that of the codes, of two dimensions."""
@@ -48,6 +52,20 @@ class Fp8Blocks(Scheme):
     def scale_shape(self, codes: Sequence[int]) -> tuple[int, ...]:
         """Return the number of blocks in each dimension."""
         return -(-codes[0] // self.rows), -(-codes[1] // self.columns)
+
+    @staticmethod
+    def fits(layout: Layout) -> bool:
+        """Return whether the layout is that of a matrix."""
+        return is_matrix(layout)
+
+    def scale_source(self, source: Source) -> Source | None:
+        """Return the scales of a matrix whose blocks are ranges of each dimension; None for other weights."""
+        shape, block = source.shape[source.leading :], (self.rows, self.columns)
+        counts = block_counts(source.layout, shape, block) if self.fits(source.layout) else None
+        if counts is None:
+            return None
+        names = {index: name + self.scales for index, name in source.names.items()}
+        return Source((*source.shape[: source.leading], *counts), names, source.leading, source.layout)
 
     def decode(self, codes: Tensor, scales: Tensor, index: Index) -> np.ndarray:
         """Return a range of the plain tensor, float32 `[rows, columns]`."""
@@ -81,3 +99,34 @@ class Fp8Blocks(Scheme):
     def _scale(self, largest: np.ndarray) -> np.ndarray:
         scale = np.where(largest > 0, largest / LARGEST, np.float32(1))
         return np.exp2(np.ceil(np.log2(scale))).astype(np.float32) if self.powers else scale.astype(np.float32)
+
+
+def block_counts(layout: Layout, shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the number of blocks in each dimension of a weight; None if blocks are not ranges of its dimensions.
+
+    Args:
+        layout: how the tensor becomes the weight.
+        shape: the shape of the weight.
+        block: the number of rows and of columns of a block of the tensor.
+
+    >>> block_counts(Layout("(h d) e -> e h d"), (512, 8, 64), (128, 128))
+    (4, 4, 1)
+    >>> block_counts(Layout("(h d) e -> e h d"), (512, 8, 192), (128, 128)) is None
+    True
+    """
+    sizes, counts = dict(zip(layout.names, shape, strict=True)), {}
+    for group, length in zip(layout.groups, block, strict=True):
+        rest = min(length, math.prod(sizes[name] for name in group))
+        for name in reversed(group):
+            size = sizes[name]
+            if max(rest, size) % min(rest, size):
+                return None
+            counts[name] = size // min(rest, size)
+            rest = max(rest // size, 1)
+    return tuple(counts[name] for name in layout.names)
+
+
+def is_matrix(layout: Layout) -> bool:
+    """Return whether a layout makes a matrix `[*inputs, *outputs]` of one tensor `[outputs, inputs]`."""
+    groups = layout.groups
+    return len(groups) == 2 and PART not in groups[0] + groups[1] and layout.names == groups[1] + groups[0]

@@ -2,14 +2,14 @@
 
 The codes of a weight and the scales of its blocks are two parameters, `codes` and `scale` of a `QuantizedWeight`. Both
 have the layout of the weight, so they are read and written as other parameters are. This works where each block is a
-range of each dimension of the weight; other weights are decoded.
+range of each dimension of the weight; other weights are decoded. Two codes of MXFP4 share a byte in files. They are
+taken apart when they are read, and put together when they are written.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,13 +19,12 @@ from flax import nnx
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.decoder.quantized_weight import QuantizedWeight
-from autoshard.models.pretrained.layouts import PART, Layout
 from autoshard.models.pretrained.parameter_paths import owner_of, parameters_of
-from autoshard.models.pretrained.quantized.fp8_blocks import Fp8Blocks
+from autoshard.models.pretrained.quantized.fp8_blocks import Fp8Blocks, is_matrix
+from autoshard.models.pretrained.quantized.mxfp4 import Mxfp4
 from autoshard.models.pretrained.quantized.scheme import Scheme
 from autoshard.models.pretrained.tables import Source, Stored, Table
 
-FORM = "fp8"
 CODES, SCALE = "codes", "scale"
 
 Kept = Mapping[str, tuple[Source, Source]]
@@ -46,37 +45,26 @@ def kept_weights(
     Raises:
         AutoshardError: no weight can stay quantized.
     """
-    if not isinstance(scheme, Fp8Blocks):
-        raise AutoshardError(f"keep_codes is for folders in fp8 with scales of blocks; {where!r} is not: leave it out")
+    if scheme is None:
+        raise AutoshardError(f"keep_codes is for quantized folders, in fp8 or MXFP4; {where!r} is not: leave it out")
     found, decoded = {}, []
+    coded = {scheme.plain_name(name) for name, one in stored.items() if scheme.is_codes(one)}
     for path, source in sources.items():
         names = source.names.values()
-        if all(stored[name].dtype == scheme.code_dtype for name in names):
-            both = codes_and_scales(source, scheme)
-            if both is None:
+        if all(name in coded for name in names):
+            if (scales := scheme.scale_source(source)) is None:
                 decoded.append(next(iter(names)))
             else:
-                found[path] = both
+                found[path] = source, scales
     if not found and not decoded:
         raise AutoshardError(f"keep_codes: {where!r} has no weights in {scheme.code_dtype}: leave keep_codes out")
     if decoded:
-        reason = f"blocks of {scheme.rows} x {scheme.columns} are not ranges of the dimensions of its parameter"
-        problem = f"{decoded[0]} in {where!r}: {reason}"
+        problem = f"{decoded[0]} in {where!r}: its blocks are not ranges of the dimensions of its parameter"
         if not found:
             raise AutoshardError(f"keep_codes: no weight can stay quantized. {problem}: leave keep_codes out")
         more = f", and {len(decoded) - 1} more" if len(decoded) > 1 else ""
         warnings.warn(f"decoded, although keep_codes is given: {problem}{more}", AutoshardWarning, stacklevel=4)
     return found
-
-
-def codes_and_scales(source: Source, scheme: Fp8Blocks) -> tuple[Source, Source] | None:
-    """Return the tensors of a weight's codes and of its scales; None if the weight cannot stay quantized."""
-    shape, block = source.shape[source.leading :], (scheme.rows, scheme.columns)
-    counts = block_counts(source.layout, shape, block) if _is_matrix(source.layout) else None
-    if counts is None:
-        return None
-    scales = {index: name + scheme.scales for index, name in source.names.items()}
-    return source, Source((*source.shape[: source.leading], *counts), scales, source.leading, source.layout)
 
 
 def codes_of(sources: Mapping[str, Source], scheme: Scheme | None) -> dict[str, tuple[Source, Source]]:
@@ -86,54 +74,36 @@ def codes_of(sources: Mapping[str, Source], scheme: Scheme | None) -> dict[str, 
         sources: the tensors of each of these weights, by its path.
         scheme: the scheme of their folder.
     """
-    both = {path: codes_and_scales(source, scheme) for path, source in sources.items() if isinstance(scheme, Fp8Blocks)}
-    return {path: one for path, one in both.items() if one is not None}
+    scales = {} if scheme is None else {path: scheme.scale_source(source) for path, source in sources.items()}
+    return {path: (sources[path], one) for path, one in scales.items() if one is not None}
 
 
-def block_counts(layout: Layout, shape: Sequence[int], block: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the number of blocks in each dimension of a weight; None if blocks are not ranges of its dimensions.
-
-    Args:
-        layout: how the tensor becomes the weight.
-        shape: the shape of the weight.
-        block: the number of rows and of columns of a block of the tensor.
-
-    >>> block_counts(Layout("(h d) e -> e h d"), (512, 8, 64), (128, 128))
-    (4, 4, 1)
-    >>> block_counts(Layout("(h d) e -> e h d"), (512, 8, 192), (128, 128)) is None
-    True
-    """
-    sizes, counts = dict(zip(layout.names, shape, strict=True)), {}
-    for group, length in zip(layout.groups, block, strict=True):
-        rest = min(length, math.prod(sizes[name] for name in group))
-        for name in reversed(group):
-            size = sizes[name]
-            if max(rest, size) % min(rest, size):
-                return None
-            counts[name] = size // min(rest, size)
-            rest = max(rest // size, 1)
-    return tuple(counts[name] for name in layout.names)
-
-
-def put_codes(model: nnx.Module, kept: Kept, make: Callable[..., Any] = jax.ShapeDtypeStruct) -> None:
+def put_codes(
+    model: nnx.Module, kept: Kept, scheme: Scheme, make: Callable[..., Any] = jax.ShapeDtypeStruct
+) -> None:  # fmt: skip
     """Put codes and scales in the place of the weights of a model.
 
     Args:
         model: the model, which is changed.
         kept: the weights.
+        scheme: the scheme in which they are quantized.
         make: makes an array from its shape and dtype; by default only its shape.
     """
     for path, (codes, scales) in kept.items():
         parent, name = owner_of(model, path)
-        both = make(codes.shape, jnp.float8_e4m3fn), make(scales.shape, jnp.float32)
-        outputs, inputs = (len(group) for group in codes.layout.groups)
-        setattr(parent, name, QuantizedWeight(*both, FORM, inputs, outputs))
+        dtypes = map(jnp.dtype, scheme.kept_dtypes)
+        both = (make(one.shape, dtype) for one, dtype in zip((codes, scales), dtypes, strict=True))
+        outputs, inputs = (len(group) for group in codes.layout.groups) if is_matrix(codes.layout) else (1, 1)
+        setattr(parent, name, QuantizedWeight(*both, scheme.form, inputs, outputs))
 
 
-def with_stored(tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
-    """Return the tensors of a folder with those of the kept weights as they are stored, and the others decoded."""
+def with_stored(
+    tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], kept: Kept, scheme: Scheme
+) -> dict[str, Tensor]:
+    """Return the tensors of a folder with those of the kept weights as codes and scales, and the others decoded."""
     names = {name for both in kept.values() for source in both for name in source.names.values()}
-    return {**tensors, **{name: stored[name] for name in names}}
+    of_codes = scheme.kept(stored)
+    return {**tensors, **{name: of_codes[name] for name in names}}
 
 
 def parameters_of_codes(kept: Kept) -> dict[str, Source]:
@@ -146,10 +116,14 @@ def parameters_of_codes(kept: Kept) -> dict[str, Source]:
 
 
 def with_codes(table: Table) -> Table:
-    """Return a table with rows for the codes and the scales of its matrices."""
-    matrices = {path: row for path, row in table.items() if _is_matrix(row.layout)}
-    codes = {f"{path}/{CODES}": row for path, row in matrices.items()}
-    scales = {f"{path}/{SCALE}": Stored(row.name + Fp8Blocks.scales, row.layout) for path, row in matrices.items()}
+    """Return a table with rows for the codes and the scales of its matrices, and of its stacks of matrices."""
+    suffixes = {
+        path: scheme.scales for path, row in table.items() for scheme in (Fp8Blocks, Mxfp4) if scheme.fits(row.layout)
+    }
+    codes = {f"{path}/{CODES}": table[path] for path in suffixes}
+    scales = {
+        f"{path}/{SCALE}": Stored(table[path].name + suffix, table[path].layout) for path, suffix in suffixes.items()
+    }
     return {**table, **codes, **scales}
 
 
@@ -164,9 +138,3 @@ def weight_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
     shapes = {path: leaf.shape for path, leaf in parameters_of(model).items()}
     codes = {path.removesuffix(f"/{CODES}"): shape for path, shape in shapes.items() if path.endswith(f"/{CODES}")}
     return {path: shape for path, shape in shapes.items() if not is_of_codes(path, shapes)} | codes
-
-
-def _is_matrix(layout: Layout) -> bool:
-    """Return whether a layout makes a matrix `[*inputs, *outputs]` of one tensor `[outputs, inputs]`."""
-    groups = layout.groups
-    return len(groups) == 2 and PART not in groups[0] + groups[1] and layout.names == groups[1] + groups[0]

@@ -13,6 +13,8 @@ from autoshard._columns import listing
 from autoshard.ckpt.exchange.export import cast_values
 from autoshard.ckpt.exchange.safetensors import Tensor
 from autoshard.errors import AutoshardError
+from autoshard.models.pretrained.layouts import Layout
+from autoshard.models.pretrained.tables import Source
 
 Index = tuple[slice, ...]
 PLAIN = "bfloat16"
@@ -29,12 +31,16 @@ class Scheme(ABC):
         scales: what the name of the scales has.
         code_dtype: dtype of the codes, by which quantized tensors are told from others.
         scale_dtype: dtype of the scales.
+        form: the form of a `QuantizedWeight` whose codes and scales are kept on the devices.
+        kept_dtypes: dtypes of its codes and of its scales.
     """
 
     codes: str
     scales: str
     code_dtype: str
     scale_dtype: str
+    form: str
+    kept_dtypes: tuple[str, str]
 
     @abstractmethod
     def shape(self, codes: Sequence[int]) -> tuple[int, ...] | None:
@@ -60,6 +66,30 @@ class Scheme(ABC):
             scales: the stored scales.
         """
 
+    @staticmethod
+    @abstractmethod
+    def fits(layout: Layout) -> bool:
+        """Return whether a weight with this layout can stay quantized, if its blocks fit its dimensions."""
+
+    @abstractmethod
+    def scale_source(self, source: Source) -> Source | None:
+        """Return where the scales of a weight are that stays quantized; None if the weight cannot stay quantized.
+
+        Args:
+            source: where its codes are.
+        """
+
+    def kept(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return codes and scales as the parameters that keep them have them.
+
+        Codes have the name of the plain tensor, and scales have `scales` behind it.
+        """
+        return dict(stored)
+
+    def unkept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Undo `kept`: return tensors of a model as they are stored. Plain ones stay as they are."""
+        return [*tensors]
+
     def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a folder, with plain ones in the place of codes and scales.
 
@@ -67,7 +97,7 @@ class Scheme(ABC):
             AutoshardError: scales or codes are missing, or have other shapes or dtypes. All are named.
         """
         found, wrong = {}, []
-        names = {name for name in tensors if self._is_codes(tensors[name])}
+        names = {name for name in tensors if self.is_codes(tensors[name])}
         scale_names = {self.plain_name(name) + self.scales for name in names}
         for name, tensor in tensors.items():
             if name in names:
@@ -107,7 +137,7 @@ class Scheme(ABC):
         found = []
         for one in plain:
             codes = tensors.get(one.name + self.codes)
-            quantized = codes is not None and self._is_codes(codes) and one.dtype != self.code_dtype
+            quantized = codes is not None and self.is_codes(codes) and one.dtype != self.code_dtype
             found += [of_both(one, 0), of_both(one, 1)] if quantized else [one]
         return found
 
@@ -115,7 +145,8 @@ class Scheme(ABC):
         """Return the name of the plain tensor of codes with this name."""
         return codes.removesuffix(self.codes) if self.codes else codes
 
-    def _is_codes(self, tensor: Tensor) -> bool:
+    def is_codes(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of a folder is codes."""
         return tensor.dtype == self.code_dtype and tensor.name.endswith(self.codes)
 
     def _problem(self, codes: Tensor, scales: Tensor | None, plain: str) -> str:

@@ -16,9 +16,9 @@ from autoshard.models.pretrained.families import family_of
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.layouts import Layout
 from autoshard.models.pretrained.parameter_paths import parameters_of
-from autoshard.models.pretrained.quantized.kept_codes import block_counts
+from autoshard.models.pretrained.quantized.fp8_blocks import block_counts
 from tests.models.pretrained.folders import DEEPSEEK_V3, LLAMA, make_folder
-from tests.models.pretrained.quantized.folders import FP8, make_quantized_folder
+from tests.models.pretrained.quantized.folders import FP8, MXFP4_GPT_OSS, make_quantized_folder
 from tests.models.pretrained.quantized.test_schemes import same, stored
 
 BLOCKS = {**FP8, "weight_block_size": [8, 8]}
@@ -28,7 +28,15 @@ FP8_DEEPSEEK = {
     "qk_nope_head_dim": 8,
 }  # fmt: skip
 BATCH = (8, 16)
-CASES = {"llama": (FP8_LLAMA, "fsdp:4 tp:2"), "deepseek-v3": (FP8_DEEPSEEK, "ep:4 fsdp:2")}
+CASES = {
+    "llama": (FP8_LLAMA, "fsdp:4 tp:2"),
+    "deepseek-v3": (FP8_DEEPSEEK, "ep:4 fsdp:2"),
+    "gpt-oss": (MXFP4_GPT_OSS, "ep:4 fsdp:2"),
+}
+CODES = {
+    "gpt-oss": (3, "float4_e2m1fn", "coded_limited_experts"),
+    "deepseek-v3": (5, "float8_e4m3fn", "coded_swiglu_experts"),
+}
 
 
 def loaded(folder, plan, **options):
@@ -76,7 +84,8 @@ def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name,
     model, dense = (load(folder, plan=plan, dtype="float32", scan_layers=scan) for load in (loaded, load_dense))
     whole = parameters_of(dense)
     codes = {path: leaf for path, leaf in parameters_of(model).items() if path.endswith("/codes")}
-    assert len(codes) >= 5 and {leaf.dtype for leaf in codes.values()} == {jnp.dtype("float8_e4m3fn")}
+    least, dtype, operator = CODES.get(name, (5, "float8_e4m3fn", "scaled_product"))
+    assert len(codes) >= least and {leaf.dtype for leaf in codes.values()} == {jnp.dtype(dtype)}
     assert all(leaf.shape == whole[path.removesuffix("/codes")].shape for path, leaf in codes.items())
     assert any(not leaf.sharding.is_fully_replicated for leaf in codes.values())
     (found, own), (expected, of_all) = gradients(model), gradients(dense)
@@ -87,7 +96,7 @@ def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name,
         np.testing.assert_allclose(leaf[...], want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
     # With few tokens, products do not decode the weights.
     program = str(jax.make_jaxpr(next_logits)(model))
-    assert "scaled_product" in program and ("coded_swiglu_experts" in program) == (name == "deepseek-v3")
+    assert operator in program and ("scaled_product" in program) == (name != "gpt-oss")
     np.testing.assert_allclose(*(jax.jit(next_logits)(each) for each in (model, dense)), rtol=1e-4, atol=1e-5)
 
 
@@ -97,6 +106,18 @@ def test_import_then_export_is_the_same_bytes(tmp_path):
         model = load_pretrained(folder, plan="ep:4 fsdp:2", batch=BATCH, keep_codes=True)
     save_pretrained(model, tmp_path / "out")
     assert same(stored(folder), stored(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("plan", ["ep:4 fsdp:2", "tp:8"])
+def test_import_then_export_of_4_bits_is_the_same_bytes(tmp_path, plan):
+    folder = make_quantized_folder(tmp_path / "in", MXFP4_GPT_OSS)
+    model = load_pretrained(folder, plan=plan, batch=BATCH, keep_codes=True)
+    save_pretrained(model, tmp_path / "out")
+    assert same(stored(folder), stored(tmp_path / "out"))
+    save_pretrained(model, tmp_path / "plain", dtype="bfloat16")
+    read, after = Folder.open(folder).tensors(), stored(tmp_path / "plain")
+    assert all(after[name].tobytes() == one.read().astype("bfloat16").tobytes() for name, one in read.items())
+    assert after.keys() == read.keys()
 
 
 def test_a_dtype_writes_decoded_tensors(tmp_path):
@@ -118,13 +139,13 @@ def test_blocks_that_are_ranges_of_the_dimensions():
 
 def test_folders_without_such_codes_are_refused(tmp_path):
     folder = make_folder(tmp_path / "plain", LLAMA)
-    with pytest.raises(AutoshardError, match="keep_codes is for folders in fp8"):
+    with pytest.raises(AutoshardError, match="keep_codes is for quantized folders, in fp8 or MXFP4"):
         load_pretrained(folder, plan="dp:8", batch=BATCH, keep_codes=True)
     (folder / "config.json").write_text(json.dumps(FP8_LLAMA))  # which says fp8, but no tensor is
     with pytest.raises(AutoshardError, match="has no weights in float8_e4m3fn: leave keep_codes out"):
         load_pretrained(folder, plan="dp:8", batch=BATCH, keep_codes=True)
     odd = make_quantized_folder(tmp_path / "odd", {**FP8_LLAMA, "quantization_config": FP8})
-    with pytest.raises(AutoshardError, match="no weight can stay quantized. .* blocks of 12 x 10"):
+    with pytest.raises(AutoshardError, match="no weight can stay quantized. .* its blocks are not ranges"):
         load_pretrained(odd, plan="dp:8", batch=BATCH, keep_codes=True)
 
 
