@@ -24,6 +24,7 @@ def plain(unseen: Unseen, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
     return jnp.einsum("bkgst,btke->bskge", jax.nn.softmax(scores), v)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("unseen", ["blocked", "passing"])
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])

@@ -236,8 +236,8 @@ def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
     tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
     for part_of in (lambda state: state.params, lambda state: averaged_params(state.ema, state.params)):
         logits = [
-            jax.jit(lambda params, rest, program=program: program.model(params, *rest, None)(tokens))(
-                part_of(state), (state.frozen, state.variables)
+            jax.jit(lambda *parts, program=program: program.model(parts[0], parts[1], parts[2], None)(tokens))(
+                part_of(state), state.frozen, state.variables
             )
             for program, state in ((dense, first), (moe, restored))
         ]

@@ -54,6 +54,7 @@ def test_positions_in_slots():
             assert [p if p >= 0 else None for p in found] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_ragged_prompts_then_single_tokens_then_several(model):
     graph, params = nnx.split(model)

@@ -46,6 +46,7 @@ def test_residuals_of_stages_wait_on_the_host() -> None:
     assert audit.peak_bytes < without - 5 * value
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_the_inputs_of_layers_wait_on_the_host() -> None:
     def layer(x: jax.Array, w: Any) -> tuple[jax.Array, None]:

@@ -54,6 +54,7 @@ def test_one_forward_one_backward(kind):
     check(kind, False, 4, 2, "1f1b")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("kind", "schedule"), [("hidden", "gpipe"), ("auxiliary", "zb"), ("encoder", "ftb")])
 def test_other_schedules(kind, schedule):

@@ -89,6 +89,7 @@ def test_tensors_that_cannot_be_sharded_have_no_alternatives():
 # wishes
 
 
+@pytest.mark.slow
 def test_a_wish_costs_what_its_plan_costs():
     plan = planned("fsdp:8")
     text = flat(plan.explain(WQ, P()))

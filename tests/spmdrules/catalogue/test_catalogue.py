@@ -149,7 +149,7 @@ def findings_text(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.whole
 @pytest.mark.parametrize(("op", "gradient"), SAMPLE)
 def test_equations_of_common_operators(op, gradient):
