@@ -56,7 +56,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     group.add_argument("--rows", type=int, help="number of prompts that are continued at a time (default: 8)")
     group.add_argument("--length", type=int, help="positions of a prompt and its text (default: the context)")
     group.add_argument(
-        "--keep-codes", action="store_true", help="keep the weights of a folder in fp8 as they are stored: less memory"
+        "--keep-codes", action="store_true", help="keep the weights of a quantized folder as codes: less memory"
     )
     group.add_argument("--plan", metavar="WORDS", help="plan to use, such as tp:4 (default: the best that is found)")
 
@@ -77,7 +77,7 @@ def run_pretrained(given: argparse.Namespace) -> int:
     others = {} if is_run else {"--step": given.step, "--use-ema": given.use_ema}
     problems = [f"{name} is for runs of the trainer" for name, value in others.items() if value is not None]
     if is_run and given.keep_codes:
-        problems.append("--keep-codes is for folders in fp8, and a run has decoded weights: leave it out")
+        problems.append("--keep-codes is for quantized folders, and a run has decoded weights: leave it out")
     if given.model is not None:
         problems.append("--model is for runs whose model a factory makes")
     if (given.file is None) != (given.out is None):

@@ -162,7 +162,7 @@ def load_generator(
         rows: number of prompts that are continued at a time.
         length: positions of a row, prompt and text; by default the model's context, which may need much memory.
         dtype: dtype of the parameters and of the computation; by default the stored one.
-        keep_codes: whether the weights of a folder in fp8 stay codes and scales; see `load_pretrained`.
+        keep_codes: whether the weights of a quantized folder stay codes and scales; see `load_pretrained`.
         check: is called with the reader of prompts before the weights are read. It can raise errors of prompts early.
         **options: of `autoshard.auto_shard`, such as `plan` and `mesh`.
 

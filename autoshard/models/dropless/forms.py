@@ -29,7 +29,7 @@ from jax import lax
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.kernels.grouped.matmul import grouped_product
 from autoshard.models.block_scales import ScaledCodes, scaled_product
-from autoshard.models.dropless.constants import DENSE_TOKENS, LARGEST_UNROLLED
+from autoshard.models.dropless.constants import DENSE_TOKENS, LARGEST_UNROLLED, PIECE_ELEMENTS, TILE_ROWS
 from autoshard.models.dropless.units import Unit
 
 Weight = jax.Array | ScaledCodes
@@ -117,17 +117,16 @@ def in_turn(
     rows = x.reshape(-1, x.shape[2])
     choices, factors = (one.reshape(-1, one.shape[2]) for one in (chosen, gates))
 
-    def add(total: jax.Array, expert: tuple[jax.Array, tuple[Weight, ...]]) -> tuple[jax.Array, None]:
+    def add(total: jax.Array, expert: tuple[jax.Array, tuple[Any, ...]]) -> tuple[jax.Array, None]:
         number, own = expert
-        matrices = [w.in_dtype(x.dtype) if isinstance(w, ScaledCodes) else w for w in own if w.ndim == 2]
-        *before, down = matrices
-        products = [jnp.einsum("td,df->tf", rows, w) for w in before]
+        *before, down = (w for w in own if w.ndim == 2)
+        products = [_in_pieces(rows, w) for w in before]
         if biases := [w for w in own if w.ndim == 1]:
             products = [y + b for y, b in zip(products, biases, strict=True)]
         picked = choices == number
         hidden = unit([jnp.where(jnp.any(picked, axis=1)[:, None], y, 0) for y in products])
         factor = jnp.sum(jnp.where(picked, factors, 0), axis=1)[:, None]
-        return total + jnp.einsum("tf,fd->td", hidden * factor.astype(hidden.dtype), down), None
+        return total + _in_pieces(hidden * factor.astype(hidden.dtype), down), None
 
     whole = tuple(one.joined() if isinstance(one, ScaledCodes) else one for one in weights)
     total, _ = lax.scan(add, jnp.zeros_like(rows, shape=(rows.shape[0], weights[-1].shape[-1])), (own_experts, whole))
@@ -169,6 +168,35 @@ def _product(spec: str, x: jax.Array, weight: Weight) -> jax.Array:
     if isinstance(weight, ScaledCodes):
         return scaled_product(spec, x, *weight, inputs=1)
     return jnp.einsum(spec, x, weight)
+
+
+def _in_pieces(rows: jax.Array, weight: Weight) -> jax.Array:
+    """Multiply rows by a matrix whose decoded pieces are added up, so that each piece stays on the chip."""
+    if not isinstance(weight, ScaledCodes):
+        return jnp.einsum("td,df->tf", rows, weight)
+    inputs, outputs = weight.shape
+    count = _pieces(inputs, outputs, weight.scale.shape[0])
+    codes, scale = (one.reshape(count, -1, one.shape[-1]) for one in weight)
+
+    def add(total: jax.Array, piece: tuple[jax.Array, ScaledCodes]) -> tuple[jax.Array, None]:
+        columns, own = piece
+        product = jnp.einsum("td,df->tf", columns, own.in_dtype(rows.dtype), preferred_element_type=jnp.float32)
+        return total + product, None
+
+    columns = jnp.moveaxis(rows.reshape(rows.shape[0], count, -1), 1, 0)
+    start = jnp.zeros((rows.shape[0], codes.shape[-1]), jnp.float32)
+    return lax.scan(add, start, (columns, ScaledCodes(codes, scale)))[0].astype(rows.dtype)
+
+
+def _pieces(inputs: int, outputs: int, blocks: int) -> int:
+    """Return the number of pieces of whole blocks of a matrix: the smallest with at most `PIECE_ELEMENTS` elements.
+
+    >>> _pieces(2880, 2880, 90), _pieces(64, 32, 2)
+    (5, 1)
+    """
+    whole = [n for n in range(1, blocks + 1) if blocks % n == 0]
+    tiled = [n for n in whole if inputs // n % TILE_ROWS == 0] or whole
+    return next((n for n in tiled if inputs // n * outputs <= PIECE_ELEMENTS), tiled[-1])
 
 
 def _of_all(rows: jax.Array, weight: Weight) -> jax.Array:

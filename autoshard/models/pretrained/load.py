@@ -194,6 +194,7 @@ class Described:
         sources: path of each parameter -> its tensors.
         dtype: the requested dtype of the parameters.
         kept: the weights that stay quantized. Their codes and scales are parameters in their place.
+        scheme: the scheme in which these are quantized; None without such weights.
     """
 
     cfg: Any
@@ -204,6 +205,7 @@ class Described:
     sources: Mapping[str, Source]
     dtype: str | None
     kept: Kept = dataclasses.field(default_factory=dict)
+    scheme: Scheme | None = None
 
     @classmethod
     def of(cls, folder: Folder, dtype: str | None, changes: Mapping[str, Any]) -> Described:
@@ -290,7 +292,7 @@ class Described:
         graph, state = nnx.split(model)
         sources = {path: one for path, one in self.sources.items() if path not in kept} | parameters_of_codes(kept)
         shapes = by_path(nnx.to_pure_dict(state))
-        return dataclasses.replace(self, graph=graph, shapes=shapes, sources=sources, kept=kept)
+        return dataclasses.replace(self, graph=graph, shapes=shapes, sources=sources, kept=kept, scheme=scheme)
 
     def abstract(self, tensors: Mapping[str, Tensor]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes of the parameters, with the requested dtype or that of the files."""

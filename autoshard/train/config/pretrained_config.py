@@ -22,7 +22,7 @@ class PretrainedConfig:
     compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the computation. Default: that of the parameters."""
     keep_codes: bool = False
-    """Whether the weights of a folder in fp8 stay codes and scales. They are frozen, so it needs --lora.rank."""
+    """Whether the weights of a quantized folder stay codes and scales. They are frozen, so it needs --lora.rank."""
     remat: str = "none"
     """What layers keep for the backward pass, as --gpt.remat."""
     attention: Impl = "auto"

@@ -58,7 +58,7 @@ def export_pretrained(
     if merge and not config.lora.rank:
         raise ConfigError("--merge is for runs with adapters, and this run has none: leave it out")
     if merge and (config.lora.quantize != "none" or config.pretrained.keep_codes):
-        form = "codes in fp8" if config.pretrained.keep_codes else config.lora.quantize
+        form = "codes of the folder" if config.pretrained.keep_codes else config.lora.quantize
         raise ConfigError(
             f"the frozen weights of this run are {form}, so a merged model would not have those of "
             f"the folder: export without --merge, then `autoshard ckpt merge {config.pretrained.folder} ADAPTER OUT`"

@@ -137,7 +137,8 @@ def pretrained_builder(config: TrainConfig) -> Callable[[nnx.Rngs], Decoder]:
     def build(rngs: nnx.Rngs) -> Decoder:
         model = Decoder(described.cfg, rngs=rngs)
         model.origin = described.origin
-        put_codes(model, described.kept, jnp.zeros)
+        if described.scheme is not None:
+            put_codes(model, described.kept, described.scheme, jnp.zeros)
         if config.lora.rank:
             add_adapters(model, described.family, config.lora, rngs.params())
         elif config.loss == "dpo":
@@ -195,7 +196,7 @@ def open_weights(config: TrainConfig) -> tuple[Folder, Mapping[str, Tensor], Des
     assert config.pretrained.folder is not None
     folder = Folder.open(config.pretrained.folder)
     described = describe(config)
-    tensors = with_stored(folder.tensors(), folder.stored_tensors(), described.kept)
+    tensors = with_stored(folder.tensors(), folder.stored_tensors(), described.kept, described.scheme)
     described = described.fitted(folder, tensors)
     if config.pretrained.dtype is None:
         dtypes = {path: leaf.dtype for path, leaf in described.shapes.items()}

@@ -146,7 +146,9 @@ def four_bits(own=slice(None)):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("own", [slice(0, EXPERTS), slice(5, 12)], ids=["all experts", "a shard"])
-def test_all_forms_have_the_values_of_decoded_matrices_of_4_bits(own):
+def test_all_forms_have_the_values_of_decoded_matrices_of_4_bits(own, monkeypatch):
+    monkeypatch.setattr(forms, "TILE_ROWS", 32)
+    monkeypatch.setattr(forms, "PIECE_ELEMENTS", 1024)  # two pieces of 32 x 32
     given, (gate, up, down), biases = four_bits(own)
     given = *given, jnp.arange(EXPERTS, dtype=jnp.int32)[own]
     unit = functools.partial(limited, limit=7.0, alpha=1.702)

@@ -26,7 +26,7 @@ from autoshard.train.run.loop import Trainer, train
 from autoshard.train.run.metrics import read_metrics
 from tests.models.adapters.test_adapters import adapted
 from tests.models.pretrained.folders import DEEPSEEK_V3, GPT2, LLAMA, add_predicting_layer, make_folder
-from tests.models.pretrained.quantized.folders import FP8, make_quantized_folder
+from tests.models.pretrained.quantized.folders import FP8, MXFP4_GPT_OSS, make_quantized_folder
 from tests.train.run.test_resumption import attach
 
 MakeConfig = Callable[..., TrainConfig]
@@ -138,10 +138,25 @@ def test_a_run_with_adapters_beside_codes_resumes_without_the_folder(
     assert train(kept).step == 4
     assert main(["ckpt", "export", str(kept.run_dir), str(tmp_path / "adapter")]) == 0
     assert main(["ckpt", "export", str(kept.run_dir), str(tmp_path / "out"), "--merge"]) == 2
-    assert "codes in fp8" in capsys.readouterr().err
+    assert "codes of the folder" in capsys.readouterr().err
     assert kept.run_dir is not None
     generated = by_path(open_run_model(kept, kept.run_dir / "checkpoints").shapes)
     assert str(generated["segments/0/layers/0/attention/wq/base/codes"].dtype) == "float8_e4m3fn"
+
+
+@pytest.mark.slow
+def test_a_run_keeps_codes_of_4_bits(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = make_quantized_folder(tmp_path / "model", {**MXFP4_GPT_OSS, "vocab_size": 256})
+    own = PretrainedConfig(folder, dtype="float32", keep_codes=True)
+    lora = replace(LORA, targets=("attention/*",))
+    config = make_config(pretrained=own, lora=lora, steps=3, run_dir=tmp_path / "run")
+    trainer = Trainer(config)
+    assert "float4_e2m1fn" in {str(leaf.dtype) for leaf in jax.tree.leaves(trainer.placed.state_shapes.frozen)}
+    trainer.run()
+    shutil.rmtree(folder)
+    kept = make_config(pretrained=own, lora=lora, steps=4, resume=True, run_dir=tmp_path / "run")
+    assert train(kept).step == 4
+    assert main(["ckpt", "export", str(kept.run_dir), str(tmp_path / "adapter")]) == 0
 
 
 def test_with_adapters_nothing_else_is_trained_or_reduced(

@@ -48,7 +48,9 @@ def _compared(cfg: DecoderConfig) -> dict[str, Any]:
         del fields["ffn"]  # of an MLP that no layer has
     kinds = fields.pop("kinds")
     found = _flat(fields) | {"layers": len(kinds)}
+    lenders = {kind.lends: str(n) for n, kind in enumerate(kinds) if kind.lends}  # the names themselves mean nothing
     for n, kind in enumerate(kinds):
+        kind = replace(kind, lends=lenders.get(kind.lends, ""), borrows=lenders.get(kind.borrows, kind.borrows))
         rotary = None if kind.rotary is None else replace(kind.rotary, attention_factor=kind.rotary.magnitude)
         found |= _flat({f"kinds[{n}]": replace(kind, rotary=rotary)})
     return found

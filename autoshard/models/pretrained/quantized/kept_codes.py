@@ -91,18 +91,19 @@ def put_codes(
     """
     for path, (codes, scales) in kept.items():
         parent, name = owner_of(model, path)
-        dtypes = map(jnp.dtype, scheme.kept_dtypes)
-        both = (make(one.shape, dtype) for one, dtype in zip((codes, scales), dtypes, strict=True))
+        own, scale = (
+            make(one.shape, jnp.dtype(dtype)) for one, dtype in zip((codes, scales), scheme.kept_dtypes, strict=True)
+        )
         outputs, inputs = (len(group) for group in codes.layout.groups) if is_matrix(codes.layout) else (1, 1)
-        setattr(parent, name, QuantizedWeight(*both, scheme.form, inputs, outputs))
+        setattr(parent, name, QuantizedWeight(own, scale, scheme.form, inputs, outputs))
 
 
 def with_stored(
-    tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], kept: Kept, scheme: Scheme
+    tensors: Mapping[str, Tensor], stored: Mapping[str, Tensor], kept: Kept, scheme: Scheme | None
 ) -> dict[str, Tensor]:
     """Return the tensors of a folder with those of the kept weights as codes and scales, and the others decoded."""
     names = {name for both in kept.values() for source in both for name in source.names.values()}
-    of_codes = scheme.kept(stored)
+    of_codes = stored if scheme is None else scheme.kept(stored)
     return {**tensors, **{name: of_codes[name] for name in names}}
 
 
