@@ -245,7 +245,8 @@ class _UseCollector:
             for c in factors.get(f.name, ())
         }  # fmt: skip
         summed = self.of_kind("reduce", rule, factors)
-        if self.groups and all(with_batch) and kept and result - {self.batch} <= self.in_parameters:
+        of_row = result - {self.batch, self.axes.stages}
+        if self.groups and all(with_batch) and kept and of_row <= self.in_parameters:
             return  # a group's term of the gradient of a weight
         if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.

@@ -171,7 +171,7 @@ def choose_strategy(
     shards: dict[str, int] = {}
     moves: list[Move] | None = None  # those of the last choice
     for axis in (
-        [*(a for a in mesh if a not in forced), *(a for a in reversed(mesh) if a in forced)] if forced else mesh
+        [*(a for a in mesh if a not in forced), *(a for a in reversed([*mesh]) if a in forced)] if forced else mesh
     ):
         n = mesh[axis]
         options = dict.fromkeys([p[axis] for p in factors_of_axes if p.get(axis)])

@@ -69,12 +69,20 @@ def test_rows_that_do_not_divide_into_groups():
     assert made.replicas == 1
 
 
-@pytest.mark.parametrize(("words", "kind"), [("dp:2 ep:2", "capacity"), ("dp:2 tp:2", "attention")])
-def test_groups_of_single_rows_have_the_same_experts_and_heads(words, kind):
+@pytest.mark.parametrize(
+    ("words", "devices", "kind", "schedule"),
+    [
+        ("dp:2 ep:2", 4, "capacity", None),
+        ("dp:2 tp:2", 4, "attention", None),
+        pytest.param("pp:2 dp:2 ep:2", 8, "capacity", "interleaved:2", marks=pytest.mark.slow),
+    ],
+)
+def test_groups_of_single_rows_have_the_same_experts_and_heads(words, devices, kind, schedule):
     """The gradient of a weight has the axis of the groups then. It is no attention."""
     fn, weights, x = step_and_arguments(kind)
     many, single = (
-        plan(fn, weights, x, target="cpu:4", plan=words, microbatches=count) for count in (len(x) // 4, len(x) // 2)
+        plan(fn, weights, x, target=f"cpu:{devices}", plan=words, microbatches=count, schedule=schedule)
+        for count in (len(x) // 4, len(x) // 2)
     )
     assert many.replicas == single.replicas == 2
     assert [leaf.spec for leaf in many.inputs[: len(weights)]] == [leaf.spec for leaf in single.inputs[: len(weights)]]
