@@ -1,4 +1,4 @@
-"""Plans across slices that slow links join: what is chosen, and the best of the other plans, as compiled.
+"""Compare the plan that is chosen for several slices with other plans, all compiled. Links between slices are slow.
 
     python benchmarks/multi_slice.py [CASE ...] [--words WORDS ...] [--fresh] [--show]
 
@@ -8,9 +8,9 @@ number of slices of v5e:4x4. `v5p` means four slices of v5p:4x4x4, where the Lla
 the search, without any words. The other rows are the plans of `CASES`. All are compiled, and judged by `estimate.py`.
 `over best` divides a step by the fastest of the other plans: 1 means that no other plan is faster. Nothing runs.
 
-Results are stored in `results/multi_slice.json`, each as soon as it is known. Every run plans again, and then
-compiles and judges only programs that differ from the stored ones: a run that was stopped goes on where it ended. With
-`--fresh`, it judges all of them, as after a change of `estimate.py`. Most of the time is XLA's.
+Each result is stored in `results/multi_slice.json` as soon as it is there. A run plans all cases, but compiles only
+programs without a stored result. So it can be stopped and started again. Use `--fresh` after a change of `estimate.py`:
+it compiles and judges all programs. Nearly all of the time is spent in XLA.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ from autoshard.sharding.audit import compile_job, missing_compiler
 from autoshard.sharding.audit.compiler_process import versions as compilers
 
 PATH = RESULTS / "multi_slice.json"
-TIMEOUT_S = (
-    4 * 3600.0
-)  # chosen: seconds after which the compiler is stopped, on processors that are busy with other work
+TIMEOUT_S = 4 * 3600.0  # for one compilation; chosen for processors that are busy with other work
 LAYERS, SEQ = 8, 1024
 WIDTH, HIDDEN, POINTS = 4096, 16384, 64  # of the perceptron; POINTS: rows for each chip
 CHOSEN = "chosen"

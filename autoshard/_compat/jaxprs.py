@@ -176,7 +176,7 @@ def source_line(eqn: Any) -> str:
 def program_line(eqn: Any, libraries: tuple[str, ...] = ("site-packages", "dist-packages")) -> str:
     """Returns the innermost line of an equation that is in no installed library, `file.py:12 (function)`.
 
-    If all are, it is the innermost line outside of JAX; empty if unknown.
+    If all lines are in libraries, it is the innermost one outside JAX. It is empty if unknown.
     """
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
     own = [f for f in frames if not any(name in f.file_name for name in libraries)]
@@ -184,7 +184,7 @@ def program_line(eqn: Any, libraries: tuple[str, ...] = ("site-packages", "dist-
 
 
 def exclude_from_user_code(path: str) -> None:
-    """Excludes the Python files whose path starts with `path` from user code: source lines then name the caller."""
+    """Makes source lines skip the files whose path starts with `path`. They name the caller instead."""
     source_info_util.register_exclusion(path)
 
 

@@ -14,9 +14,10 @@ PLANNED_POSITIONS = 512
 """Positions of the prompts for which a vision tower is planned. Chosen: one image of 256 features with its text."""
 
 CANDIDATES = 128
-"""Likeliest tokens of a row that `top_k` and `top_p` are computed from. If more can be needed, all scores are sorted.
-Chosen: above usual values of `top_k`, such as 20 to 64 in the `generation_config.json` of published models."""
+"""Number of a row's likeliest tokens from which `top_k` and `top_p` are computed. If these are too few, all scores are
+sorted. Chosen: above the usual `top_k` of published models, which is 20 to 64 in their `generation_config.json`."""
 
 CHUNKS = 64
-"""Largest number of chunks of a vocabulary whose likeliest tokens are found apart. Chosen: a multiple of every usual
-number of devices that share a vocabulary. The number is its greatest common divisor with the vocabulary's size."""
+"""Largest number of chunks into which a vocabulary is split. The likeliest tokens of each chunk are found separately.
+The number that is used is the greatest common divisor of this one and the vocabulary's size. Chosen: a multiple of the
+usual numbers of devices that shard a vocabulary."""

@@ -4,8 +4,8 @@
     greedy: argmax l                          for temperature 0
     sample: argmax (l / temperature + Gumbel noise), over the tokens that top_k, then top_p, then min_p leave
 
-A vocabulary may be sharded, so it is divided into chunks. The likeliest tokens of each chunk are found locally, and the
-likeliest of all are among them. Scores are only sorted as a whole if these tokens do not decide what is left out.
+A vocabulary may be sharded, so it is split into chunks. Each device finds the likeliest tokens of its own chunks. The
+likeliest tokens of the vocabulary are among them. All scores are sorted only if `top_k` or `top_p` need more tokens.
 
 The noise of a row is a function of its seed, its number and the position of the token. So the tokens of a prompt depend
 neither on the other rows nor on the plan.

@@ -10,7 +10,7 @@ from typing import Any
 from autoshard.commands.rules_coverage import example_of
 from autoshard.errors import ConfigError
 
-# Options that change a named model or its search. A step of the user's own has these in its code.
+# Options that change a named model. The user's own step sets these in its code.
 _OF_MODELS = {"batch_size": "--batch-size", "context": "--context", "remat": "--remat", "set": "--set"}
 
 
@@ -26,7 +26,7 @@ def own_step(
 
     Args:
         given: the parsed command line.
-        arguments: the command line. It shows which options were given with the value of their default.
+        arguments: the command line. It tells an option that was given its default value from one that was left out.
 
     Raises:
         ConfigError: the function cannot be imported or called, it returns something else, or an option is for named

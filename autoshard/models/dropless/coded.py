@@ -1,4 +1,7 @@
-"""Experts whose matrices are codes and scales of blocks, as one operator; see `operators`. The matrices are frozen."""
+"""Experts whose matrices are stored as codes and scales. Each kind of experts is one operator, as in `operators`.
+
+The matrices are frozen: they have no gradient.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ from autoshard.models.dropless.operators import chosen_biases, limited_of
 from autoshard.models.dropless.units import swiglu
 from autoshard.spmdrules.custom_ops.operator import operator
 
-# Codes and scales: `n` blocks of `d` inputs, and `m` blocks of `f` hidden units.
+# The embedding is split into `n` blocks of size `d`, and the hidden units into `m` blocks of size `f`. Each matrix is a
+# pair of operands: its codes, then its scales.
 _TOKENS = "b s (n d), b s k, b s k, e"
 _CODED = f"{_TOKENS}, e n d (m f), e n m, e n d (m f), e n m, e m f (n d), e m n"
-# The same, with scales of each output, and biases.
+# Here each output has its own scales, and `gate` and `up` have biases.
 _LIMITED = f"{_TOKENS}, e n d (m f), e n (m f), e n d (m f), e n (m f), e (m f), e (m f), e m f (n d), e m (n d)"
 
 
@@ -47,13 +51,13 @@ def experts_in_codes(
 
 
 def same_blocks(gate: ScaledCodes, up: ScaledCodes, down: ScaledCodes) -> bool:
-    """Return whether all matrices divide each dimension into the same blocks. `experts_in_codes` needs this."""
+    """Return whether all matrices split each dimension into the same blocks. `experts_in_codes` requires it."""
     experts, embed, ffn = up.scale.shape
     return gate.scale.shape == up.scale.shape and down.scale.shape == (experts, ffn, embed)
 
 
 def scale_of_each_output(*weights: ScaledCodes) -> bool:
-    """Return whether each output of all matrices has scales of its own. `limited_experts_in_codes` needs this."""
+    """Return whether each output of each matrix has its own scales. `limited_experts_in_codes` requires it."""
     return all(one.scale.shape[-1] == one.codes.shape[-1] for one in weights)
 
 

@@ -2,15 +2,15 @@
 
     by sorting   tokens are sorted by expert; grouped products compute the rows of each expert
     densely      each expert computes all tokens; those that did not choose it are masked
-    in turn      the same, one expert after another
+    in turn      as densely, but one expert after another
     one by one   each choice of a token is computed alone, with the matrices of its expert
 
 A grouped product on TPUs is a kernel, and XLA copies a layer of stacked weights for it. In the other forms, XLA reads
 the weights from the stack in place. Generating text for few rows takes as long as reading the weights, so these forms
 are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
-Matrices may be `ScaledCodes`. Products by sorting and in turn decode them; the other forms take them as they are. XLA
-does not read codes of 4 bits inside of a product. In turn, the decoded matrices of one expert alone are in memory.
+Matrices may be `ScaledCodes`. The forms by sorting and in turn decode them, and the other forms take them as they are.
+XLA does not read codes of 4 bits inside a product. In turn, only the decoded matrices of one expert are in memory.
 
 All arguments belong to one shard. The result is the sum over its own experts and hidden units.
 

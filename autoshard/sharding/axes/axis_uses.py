@@ -82,7 +82,7 @@ def find_uses(
         owner: value without the batch -> the inputs that it was computed from.
         dispatched: values without the batch that hold its rows (`dispatched_rows`).
         row: the values of the only row of a step without a batch axis (`single_row`).
-        groups: whether the batch is that of groups of rows, whose terms of gradients are kept apart.
+        groups: whether each row of the batch is a group (`microbatches.replicas`) with its own terms of gradients.
     """
     collector = _UseCollector(axes, batch, in_parameters, owner, dispatched, row, groups)
     for op, factors in zip(program.ops(), axes.of_op, strict=True):
@@ -247,7 +247,7 @@ class _UseCollector:
         summed = self.of_kind("reduce", rule, factors)
         of_row = result - {self.batch, self.axes.stages}
         if self.groups and all(with_batch) and kept and of_row <= self.in_parameters:
-            return  # a group's term of the gradient of a weight
+            return  # not attention, but a group's term of a weight's gradient
         if all(with_batch) and kept:  # activation with activation: attention
             # The gradient of keys sums over the query groups and the sequence together. These are not inner axes.
             if summed <= self.in_parameters:

@@ -126,7 +126,7 @@ def find_roles(
         for c in {c for dim in axes.of_value[v] for c in dim} - axes.stacked:
             parameter_bytes[c] += axis_weight(program.avals[v])
     dispatched, dispatched_axes = dispatched_rows(program, axes, batch, in_parameters)
-    single = replicas is not None and batch == replicas  # groups of one row each are the batch
+    single = replicas is not None and batch == replicas  # each group has one row, so the groups are the batch
     use = find_uses(program, axes, batch, in_parameters, owner, dispatched, row, groups=single)
     stages = axes.stages
     for own in (c for c in (stages, replicas) if c is not None):

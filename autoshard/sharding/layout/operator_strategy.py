@@ -170,9 +170,10 @@ def choose_strategy(
     chosen: dict[str, str | None] = {}
     shards: dict[str, int] = {}
     moves: list[Move] | None = None  # those of the last choice
-    for axis in (
-        [*(a for a in mesh if a not in forced), *(a for a in reversed([*mesh]) if a in forced)] if forced else mesh
-    ):
+    order = [*mesh]
+    if forced:
+        order = [*(a for a in order if a not in forced), *(a for a in reversed(order) if a in forced)]
+    for axis in order:
         n = mesh[axis]
         options = dict.fromkeys([p[axis] for p in factors_of_axes if p.get(axis)])
         choices: list[str | None] = [f for f in options if rule.by_name[f].shardable_into(shards.get(f, 1) * n)]
@@ -244,7 +245,7 @@ def _in_steps(
     chosen: Mapping[str, str | None],
     mesh: Mapping[str, int],
 ) -> list[Move]:
-    """The same moves, with an all-to-all for each pair of dimensions, as the lowered program has them."""
+    """Splits each all-to-all into one for each pair of dimensions, as the lowered program does."""
     found: list[Move] = []
     for move in moves:
         groups: Sequence[tuple[str, ...]] = ()

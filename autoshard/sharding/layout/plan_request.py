@@ -254,9 +254,10 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
 
     Unless the mesh is fixed, a mesh axis is split if one of its logical axes is divisible only by a part of it, such as
     two key-value heads over four devices: `tp` becomes `tp` and `tp_1`. It is not split if earlier logical axes occur
-    in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices. Of
-    `ulysses`, the last part shards key-value heads. It is minor on the sequence, so an all-to-all moves shards of keys
-    before the other parts gather them.
+    in all values of that axis and use the whole mesh axis, such as eight key-value heads over eight devices.
+
+    The parts of `ulysses` are in reverse order. Its last part shards key-value heads and is minor on the sequence. So
+    an all-to-all over this part comes first and makes the keys smaller. Then the other parts gather them.
     """
     mesh: dict[str, int] = {}
     kinds: dict[str, str] = {}

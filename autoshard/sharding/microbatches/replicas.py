@@ -5,8 +5,8 @@ each iteration. If the rows of each device along `dp` are a group of their own, 
 group, and they are reduced over `dp` after the loop. This takes no more memory, since a gradient has the size of its
 parameter, which `dp` does not shard. If the mesh axis of the rows also shards stored parameters or state (`fsdp`,
 `isp`, `zero1`, `state`), each device stores only a shard of a gradient. The loop then reduces gradients in each
-microbatch. Along `ep` and along a sequence there are no groups: experts would have terms of each group, and attention
-mixes the positions of all groups.
+microbatch. There are no groups along `ep` or along a sequence. Along `ep`, each device would need a term for every
+expert. Along a sequence, attention mixes the positions of all groups.
 
 If the stages of a pipeline gather their layers once a step, `fsdp` has groups of rows, too. Each device then holds the
 gradients of a stage as it holds the weights: whole. They are reduced and scattered over `fsdp` after the loop.
@@ -25,7 +25,7 @@ from autoshard.sharding.program.tracing import Traced
 
 # With groups, XLA:TPU all-reduces gradients that it would else reduce-scatter to shards of the state. A step of a Llama
 # of 16 layers under `dp:4 fsdp:4`, compiled for v5e:4x4, then takes 760 ms in place of 736.
-_SHARDS_STATE = ("zero1", *STORING)
+_SHARDS_STATE = frozenset({"zero1", *STORING})
 
 
 def requested_replicas(plan: Any, *, gathers_once: bool = False) -> int:
@@ -62,7 +62,7 @@ def axes_of_groups(plan: Any, *, gathers_once: bool = False) -> dict[str, int]:
         return {}
     if request is None or request.flags & {"state"} or request.changes:
         return {}
-    if any(kind in {*_SHARDS_STATE}.difference(kinds) for kind in request.kinds.values()):
+    if not _SHARDS_STATE.difference(kinds).isdisjoint(request.kinds.values()):
         return {}
     return {axis: n for axis, n in request.sizes.items() if request.kinds[axis] in kinds}
 

@@ -3,7 +3,7 @@
 XLA's partitioner moves a mesh axis to another dimension by an all-to-all if it is the minor axis of its dimension, and
 if no other mesh axis enters or leaves one of the two dimensions. For any other change, it gathers the whole array. One
 such change is `(("dp", "tp"), ())` to `((), ("dp",))`. Two steps avoid that: a gather to `(("dp",), ())`, then an
-all-to-all. Another one moves two mesh axes from one dimension to two, which takes an all-to-all for each.
+all-to-all. Another such change moves two mesh axes from one dimension to two others. It takes two all-to-alls.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def moves_axis(before: Spec, after: Spec) -> bool:
 def reshard_path(before: Spec, after: Spec) -> list[Spec]:
     """Return the shardings that an array has one after another.
 
-    One kind of collective is between two of them. All-to-alls between the same two shardings have no dimension in
-    common, unless they are between the same two dimensions.
+    Each step takes one kind of collective. A step may have several all-to-alls. Two of them are either between the same
+    two dimensions, or have no dimension in common.
 
     Args:
         before: its sharding.
@@ -78,7 +78,7 @@ def reshard_path(before: Spec, after: Spec) -> list[Spec]:
 
 
 def all_to_alls(before: Spec, after: Spec, moved: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the mesh axes of each all-to-all that moves mesh axes: those between the same two dimensions are one.
+    """Group mesh axes that move by their dimensions before and after. One all-to-all moves each group.
 
     Args:
         before: the sharding of the array.

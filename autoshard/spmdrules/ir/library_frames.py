@@ -1,7 +1,7 @@
-"""Source lines name the user's code, not the layers of a library.
+"""Makes source lines name the user's code, not a library's layers.
 
-Without this, each product of a Flax model would have the same line, that of `flax.nnx.Linear`. JAX leaves excluded
-files out of its source lines, and out of the locations in the programs that it compiles, so a plan and the compiled
+Otherwise, all products of a Flax model would have the same source line, which is in `flax.nnx.Linear`. JAX skips
+excluded files both in an equation's source line and in the locations of compiled programs. So a plan and its compiled
 program name the same line.
 """
 
@@ -12,14 +12,14 @@ import sys
 
 from autoshard import _compat
 
-# Libraries of layers and optimizers whose frames lie between the user's code and JAX.
+# Libraries of layers and optimizers. Their frames are between the user's code and JAX.
 LIBRARIES = ("equinox", "flax", "haiku", "optax")
 
 _excluded: set[str] = set()
 
 
 def exclude_libraries() -> None:
-    """Excludes the files of `LIBRARIES` from source lines, as far as these are imported."""
+    """Makes source lines skip the files of those `LIBRARIES` that are imported by now."""
     for name in LIBRARIES:
         for folder in getattr(sys.modules.get(name), "__path__", ()):
             if folder not in _excluded:

@@ -140,7 +140,7 @@ class Parts:
         return self.full_us - saved + exposed, self.full_bytes + kept / self.microbatches, busy
 
     def host_bytes(self, choice: Choice, share: float = 1.0) -> float:
-        """Return the bytes that wait on the host at a time if a share of the layers offloads: of one microbatch.
+        """Return the bytes of one microbatch that wait on the host if only a share of the layers offloads.
 
         >>> parts = Parts(1000.0, 80.0, 1000.0, {"residual": Part(0.0, 40.0), "qkv": Part(50.0, 60.0)}, 2, 5.0)
         >>> parts.host_bytes(Choice(host=("residual", "qkv")))

@@ -254,7 +254,7 @@ class _Probes:
         return found
 
     def _partly_offloaded(self, parts: Parts, choice: Choice) -> Iterator[Priced]:
-        """Mixes for a choice that the link or the memory of the host bounds: some layers offload, others recompute."""
+        """Mixes for a choice that exceeds the host's link or memory: some layers offload, and others recompute."""
         others = Choice(keep=choice.keep).remat
         for count, period in constants.SEARCHED_REMAT_MIXES:
             if self.space.layers > period and not self.space.layers % period:
@@ -355,7 +355,7 @@ class _Guesses:
         return fits_device and self.fits_host(guess)
 
     def fits_host(self, guess: Priced) -> bool:
-        """Whether the values of a guess that wait on the host seem to fit there."""
+        """Whether the offloaded values of a guess seem to fit the host."""
         return guess.host_bytes * self.host_factor <= self.host_limit
 
     def score_us(self, guess: Priced) -> float:

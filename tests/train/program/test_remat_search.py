@@ -168,7 +168,7 @@ def test_what_mixes_add_to_the_memory_says_nothing_about_single_policies():
 
 
 def test_guesses_that_do_not_fit_the_host_are_not_tried():
-    """A faster choice for which the host is too small does not hide a slower one that fits."""
+    """The search skips a choice that exceeds the host's memory, and takes the fastest one that fits."""
     guesses = remat_search._Guesses(limit=100.0, host_limit=50.0)
     large, small = (Priced("host:qkv", 1, time, 60.0, host_bytes=size) for time, size in ((1.0, 60.0), (2.0, 40.0)))
     lean = Priced("host:residual", 1, 3.0, 20.0, host_bytes=90.0)
@@ -179,11 +179,11 @@ def test_guesses_that_do_not_fit_the_host_are_not_tried():
 
 @pytest.mark.slow
 def test_a_small_host_gets_what_it_holds(monkeypatch):
-    """The fastest choices by far do not fit the host; some that offload less do."""
+    """The host is too small for the fastest choices. It can hold a slower choice, which offloads fewer values."""
     moved = alone("host:residual").estimate.host_memory_bytes
     limit = 0.5 * (peak("host:residual") + peak("full"))
     memory = 1.05 * moved / HOST_MEMORY_SHARE
-    small = replace(CHIPS["v5e"], host_memory_bytes=memory, host_bandwidth=1e13)  # more on the host is faster
+    small = replace(CHIPS["v5e"], host_memory_bytes=memory, host_bandwidth=1e13)  # the more is offloaded, the faster
     monkeypatch.setitem(CHIPS, "v5e", small)
     monkeypatch.setattr(remat_search.constants, "MOST_PRICED", 2)
     options: dict[str, Any] = {**OPTIONS, "memory_limit_bytes": int(limit)}

@@ -1,6 +1,6 @@
-"""Values that configs may leave out, and limits of what is read.
+"""Default values of config fields, and the largest sizes that are accepted.
 
-Source of the values: the config classes in transformers 5.24.
+Source of the defaults: the config classes in transformers 5.24.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ GEMMA4_ROTARY: Mapping[str, Any] = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 
-# Largest number of layers, and of experts of a layer. Memory and time are linear in both, so a damaged file must not
-# ask for billions. Source: chosen, as four times the largest published: 2048 experts (Switch-C, arXiv:2101.03961). The
-# deepest published transformer has 1000 layers (DeepNet, arXiv:2203.00555).
+# Largest number of layers, and of experts in a layer. Building a model takes time and memory for each of them, so a
+# damaged config with a huge number is refused. Source: chosen. It is four times the largest published number, the 2048
+# experts of Switch-C (arXiv:2101.03961). The deepest published transformer has 1000 layers (DeepNet, arXiv:2203.00555).
 MOST_PARTS = 8192

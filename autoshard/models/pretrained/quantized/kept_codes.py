@@ -2,8 +2,8 @@
 
 The codes of a weight and the scales of its blocks are two parameters, `codes` and `scale` of a `QuantizedWeight`. Both
 have the layout of the weight, so they are read and written as other parameters are. This works where each block is a
-range of each dimension of the weight; other weights are decoded. Two codes of MXFP4 share a byte in files. They are
-taken apart when they are read, and put together when they are written.
+range of each dimension of the weight; other weights are decoded. In files, two codes of MXFP4 share a byte. Reading
+separates them, and writing packs them again.
 """
 
 from __future__ import annotations

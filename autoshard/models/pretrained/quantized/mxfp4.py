@@ -130,12 +130,12 @@ class Mxfp4(Scheme):
 
 
 def _whole(index: Index, shape: Sequence[int]) -> Index:
-    """Return ranges with their first index and their end."""
+    """Return the same ranges with explicit starts and stops."""
     return tuple(slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True))
 
 
 def _packed(codes: np.ndarray) -> np.ndarray:
-    """Return codes `[experts, inputs, outputs]` as bytes of two, `[experts, outputs, inputs / 2]`."""
+    """Pack codes `[experts, inputs, outputs]` in pairs into bytes `[experts, outputs, inputs / 2]`."""
     halves = codes.view(np.uint8).transpose(0, 2, 1) & 15
     return halves[..., 0::2] | halves[..., 1::2] << 4
 

@@ -69,25 +69,25 @@ class Scheme(ABC):
     @staticmethod
     @abstractmethod
     def fits(layout: Layout) -> bool:
-        """Return whether a weight with this layout can stay quantized, if its blocks fit its dimensions."""
+        """Return whether weights of this layout can stay quantized. Their blocks must fit, too: see `scale_source`."""
 
     @abstractmethod
     def scale_source(self, source: Source) -> Source | None:
-        """Return where the scales of a weight are that stays quantized; None if the weight cannot stay quantized.
+        """Return the source of a weight's scales; None if the weight cannot stay quantized.
 
         Args:
-            source: where its codes are.
+            source: the source of its codes.
         """
 
     def kept(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return codes and scales as the parameters that keep them have them.
+        """Return the tensors with codes and scales in the shapes and dtypes of the parameters that hold them.
 
-        Codes have the name of the plain tensor, and scales have `scales` behind it.
+        Codes get the name of the plain tensor, and scales get this name and the suffix `scales`.
         """
         return dict(stored)
 
     def unkept(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Undo `kept`: return tensors of a model as they are stored. Plain ones stay as they are."""
+        """Undo `kept`: convert codes and scales of a model to their stored form. Plain tensors do not change."""
         return [*tensors]
 
     def plain(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
