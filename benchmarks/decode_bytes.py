@@ -56,7 +56,7 @@ TARGETS = ("v5e:2x4", "v6e:2x4")
 class Case:
     """A model, its rows and the positions of its cache.
 
-    If `codes` names an architecture, its matrices are codes and scales: of gpt-oss in MXFP4, else in fp8.
+    If `codes` names an architecture, its matrices are codes and scales: MXFP4 for gpt-oss, fp8 for the others.
     """
 
     config: DecoderConfig

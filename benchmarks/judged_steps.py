@@ -51,14 +51,13 @@ def judged(made: Any, target: str, result: Compiled | None = None) -> dict[str, 
     found: Any = {}
     if result.kind == "ok":
         found = estimate(result.text, target, result.coordinates or None, result.memory).step
-    return {
-        "kind": result.kind,
-        "temp_bytes": result.memory.get("temp"),
-        "predicted_bytes": made.estimate.peak_memory_bytes,
-        "cycles": found.get("cycles"),
-        "roofline": found.get("roofline"),
-        "predicted": made.estimate.step_time_us / 1e6,
-    }
+    of_program = {"kind": result.kind, "temp_bytes": result.memory.get("temp")}
+    return of_program | {name: found.get(name) for name in ("cycles", "roofline")} | predicted(made)
+
+
+def predicted(made: Any) -> dict[str, Any]:
+    """Return the fields of a `JudgedStep` that come from the plan alone."""
+    return {"predicted_bytes": made.estimate.peak_memory_bytes, "predicted": made.estimate.step_time_us / 1e6}
 
 
 def scaled_text(value: float | None, factor: float, digits: int = 1) -> str:

@@ -20,7 +20,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import plain_models
 from common import RESULTS, Console, Table
-from judged_steps import JudgedStep, exported, judged, scaled_text
+from judged_steps import JudgedStep, exported, judged, predicted, scaled_text
 
 from autoshard import plan
 from autoshard.errors import AutoshardWarning
@@ -135,8 +135,7 @@ def row_of(name: str, words: str, known: Row | None) -> Row:
     job = exported(made, case.target)
     digest = job.digest(json.dumps(compilers(), sort_keys=True))
     if known is not None and known.digest == digest and known.kind != "timeout":
-        found = {name: getattr(known, name) for name in ("kind", "temp_bytes", "cycles", "roofline")}
-        found |= {"predicted_bytes": made.estimate.peak_memory_bytes, "predicted": made.estimate.step_time_us / 1e6}
+        found = {field.name: getattr(known, field.name) for field in fields(JudgedStep)} | predicted(made)
     else:
         found = judged(made, case.target, compile_job(job, TIMEOUT_S))
     return Row(case=name, words=words, plan=made.chosen, schedule=made.schedule if made.stages > 1 else "",

@@ -1,4 +1,7 @@
-"""The programs and commands of the README, of the pages of docs/ and of docstrings run, and links are valid."""
+"""The programs and commands of the README, of the pages of docs/ and of docstrings run, and links are valid.
+
+Long ones run in `make test-all` only.
+"""
 
 import doctest
 import importlib
@@ -32,11 +35,9 @@ DOCUMENTED = [
 ]
 # Their examples compile models, as the tests of these modules do.
 LONG = {
-    *("autoshard.models.decoder.decoder", "autoshard.models.moe", "autoshard.models.vision.tower"),
-    *("autoshard.models.vit", "autoshard.models.wide_resnet", "autoshard.serve.engine"),
-}
-
-
+    "autoshard.models.decoder.decoder", "autoshard.models.moe", "autoshard.models.vision.tower", "autoshard.models.vit",
+    "autoshard.models.wide_resnet", "autoshard.serve.engine",
+}  # fmt: skip
 LONG_PAGES = ("long-sequences", "own-rule", "pipeline")  # tests of the package plan and run such programs too
 
 
@@ -46,11 +47,18 @@ def own_registry(monkeypatch):
     monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("page", "example"), EXAMPLES, ids=[page for page, _ in EXAMPLES])
+# Programs that save and restore are not left out: a fault in them loses a reader's work.
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [
+        pytest.param(page, example, id=page, marks=[] if ".latest()" in example else [pytest.mark.few(3)])
+        for page, example in EXAMPLES
+    ],
+)
 def test_the_programs_of_a_page_run(page, example, own_registry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(example, str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
+    for _ in range(2 if ".latest()" in example else 1):  # the second run restores what the first one saved
+        exec(compile(example, str(tmp_path / "example.py"), "exec"), {"__name__": "example"})
 
 
 def test_pages_have_programs():

@@ -363,7 +363,7 @@ def run_trials(saved: Path, tmp_path: Path, mesh: Mesh, root: Path, seed: int, c
 
 @pytest.mark.whole
 def test_five_faults(saved: Path, tmp_path: Path, mesh8: Mesh, root: Path) -> None:
-    """`test_sigkill_at_any_moment` kills processes."""
+    """All faults but killed processes, which `test_sigkill_at_any_moment` covers."""
     counts = {"damaged": 2, "full": 1, "limited": 1, "overtaken": 1}
     run_trials(saved, tmp_path, mesh8, root, 2026, counts)
 

@@ -280,7 +280,7 @@ def test_arguments_of_restore(saved: Path, argument: Any, message: str) -> None:
         pytest.param(
             jax.nn.relu,
             r"leaf 'a/1' is a .*: only arrays.* save equinox.filter\(state, equinox.is_array\)",
-            id="a function",  # that of its text would be another one in each process
+            id="a function",  # its text has an address, which differs between processes
         ),
         (np.array(["a"]), "leaf 'a/1' is a ndarray of <U1: only arrays"),
         (np.array([None]), "leaf 'a/1' is a ndarray of object: only arrays"),

@@ -100,7 +100,6 @@ def test_every_operator_has_a_rule(name):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices have work of their own")
 @pytest.mark.whole
 @pytest.mark.parametrize(

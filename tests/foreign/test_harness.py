@@ -45,7 +45,6 @@ def place_by_hand(mesh, state, batches):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     """Therefore a difference under `auto_shard` is not due to rounding in the program."""

@@ -223,7 +223,6 @@ def test_chunks_of_a_sharded_vocabulary_are_not_resharded(words, tied):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("tied", "vocab"), [(False, 4096), (True, 4096), (False, 4099)])
 def test_the_compiled_step_needs_less_memory(tied, vocab):
     temp = []

@@ -25,7 +25,6 @@ def plain(unseen: Unseen, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Ar
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("unseen", ["blocked", "passing"])
 @pytest.mark.parametrize("kernel", ["blockwise", "splash"])
 def test_values_and_gradients_are_those_of_equal_weights(kernel: Kernel, unseen: Unseen) -> None:

@@ -84,7 +84,6 @@ def test_a_future_token_does_not_change_past_logits(name):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "blockwise"])
 def test_gradients_match_finite_differences(name):
     model = filled(VARIANTS[name])

@@ -234,7 +234,6 @@ def test_scanned_and_unrolled_are_the_same_model():
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("dispatch", ["capacity", "dropless"])
 @pytest.mark.parametrize("changes", [{}, dict(scan_layers=False, positions="learned", mlp="gelu")], ids=["", "list"])
 def test_a_cache_gives_the_logits_of_the_whole_sequence(dispatch, changes):

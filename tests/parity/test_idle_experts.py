@@ -44,7 +44,6 @@ def single(dispatch):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dispatch", "words"),
     [

@@ -94,7 +94,6 @@ def test_values_and_gradients_equal_one_device(words, case):
         assert ("all-to-all" in compiled) == ("ulysses" in words)
 
 
-@pytest.mark.few(1)
 def test_queries_move_by_all_to_alls_where_key_heads_run_out(monkeypatch):
     """Two all-to-alls follow each other: XLA would gather the queries of all devices for both at once."""
     monkeypatch.setattr(compiler_remarks, "LEAST_REMARK_BYTES", 1)  # such a gather is then a warning, so an error
@@ -106,7 +105,7 @@ def test_queries_move_by_all_to_alls_where_key_heads_run_out(monkeypatch):
     text = run.lower(params, batch).compile().as_text()
     gathers = [line for line in text.splitlines() if " all-gather(" in line]
     assert gathers and all("[2,1,64,8]" in line for line in gathers if "f32" in line)  # a head's keys, of two devices
-    assert not re.search(r"= \S+ all-reduce\(\S*f32\[2,1,64,8\]", text)  # gradients of keys are scattered
+    assert not re.search(r"= f32\[2,1,64,8\]\S* all-reduce\(", text)  # gradients of keys are scattered
     assert "reduce-scatter" in text
 
 

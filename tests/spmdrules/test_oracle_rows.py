@@ -31,9 +31,9 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(map(str, findings))
 
 
-# The default run checks a part of the rows, and `make test-all` checks all. The primitives in `VARIED` differ most, so
-# every fourth of their rows is in the default run. Other primitives share rules: one row is in it for each rule function
-# with each expected map.
+# The default run checks a part of the rows, and `make test-all` checks all. Rows of the primitives in `VARIED` differ
+# most, so the default run has every fourth of them. Other primitives share rules, and it has one row for each rule and
+# expected map.
 RULES = {primitive.name: rule for primitive, rule in registered()}
 FIRST = {row.primitive: row for row in reversed(ROWS)}
 KINDS = {(RULES[name], row.expected): row for name, row in FIRST.items()}

@@ -19,11 +19,11 @@ from autoshard.kernels.visibility import Visibility
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 2, 8
 CASES = {
+    "causal, odd number of devices": (Visibility(causal=True), 3, 96, True),
     "full": (Visibility(), 8, 128, False),
     "full, segments": (Visibility(), 4, 64, True),
     "causal": (Visibility(causal=True), 8, 128, False),
     "causal, segments": (Visibility(causal=True), 4, 128, True),
-    "causal, odd number of devices": (Visibility(causal=True), 3, 96, True),
     "causal, chunks of odd length": (Visibility(causal=True), 4, 60, False),
     "causal, window of three devices": (Visibility(causal=True, window=40), 8, 128, True),
     "window of one device": (Visibility(causal=True, window=3), 8, 64, False),

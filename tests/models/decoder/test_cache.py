@@ -55,7 +55,6 @@ def test_positions_in_slots():
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 def test_ragged_prompts_then_single_tokens_then_several(model):
     graph, params = nnx.split(model)
     tokens = jax.random.randint(jax.random.key(1), (3, 16), 0, 16)

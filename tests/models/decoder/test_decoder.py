@@ -34,7 +34,6 @@ def loss_and_gradients(cfg):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "cfg, changes",
     [

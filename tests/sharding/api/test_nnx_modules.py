@@ -100,7 +100,6 @@ def varied_class() -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.whole
 @pytest.mark.parametrize(
     "args, kwargs",
     [

@@ -80,7 +80,6 @@ def test_a_program_without_experts_dispatches_nothing():
 
 @pytest.mark.slow
 @pytest.mark.whole
-@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["ep:4 dp:2", "dp:8", pytest.param("fsdp:2 ep:2 tp:2", marks=pytest.mark.slow)])
 def test_dispatched_rows_are_sharded_and_equal_one_device(words):
     state, x = values()

@@ -196,7 +196,6 @@ TRAPS = {
 }
 
 
-@pytest.mark.few(2)
 @pytest.mark.whole
 @pytest.mark.parametrize(("fn", "args", "text"), TRAPS.values(), ids=TRAPS.keys())
 def test_wrong_rules_are_not_proposed(fn, args, text):

@@ -58,7 +58,6 @@ def test_the_kernel_gradient_of_grouped_convolutions_under_each_sharding(mesh, s
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("plan", ["tp:8", "dp:8", "dp:2 tp:4"])
 def test_a_train_step_of_grouped_convolutions(plan):
     def loss(kernels, x):

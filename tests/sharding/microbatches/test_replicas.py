@@ -78,7 +78,7 @@ def test_rows_that_do_not_divide_into_groups():
     ],
 )
 def test_groups_of_single_rows_have_the_same_experts_and_heads(words, devices, kind, schedule):
-    """The gradient of a weight has the axis of the groups then. It is no attention."""
+    """The gradients of weights then have the dimension of the groups. It must not be taken for attention."""
     fn, weights, x = step_and_arguments(kind)
     many, single = (
         plan(fn, weights, x, target=f"cpu:{devices}", plan=words, microbatches=count, schedule=schedule)

@@ -144,7 +144,6 @@ def test_stages_exchange_shards_before_fsdp_gathers_the_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.*devices")
 @pytest.mark.parametrize("kind", ["separate", "uneven", pytest.param("one layer a stage", marks=pytest.mark.slow)])
 def test_a_stage_gathers_one_layer_at_a_time(kind, monkeypatch):

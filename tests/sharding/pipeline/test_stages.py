@@ -54,9 +54,8 @@ def test_one_forward_one_backward(kind):
     check(kind, False, 4, 2, "1f1b")
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("kind", "schedule"), [("hidden", "gpipe"), ("auxiliary", "zb"), ("encoder", "ftb")])
+@pytest.mark.parametrize(("kind", "schedule"), [("encoder", "ftb"), ("hidden", "gpipe"), ("auxiliary", "zb")])
 def test_other_schedules(kind, schedule):
     check(kind, False, 4, 4, schedule)
 
@@ -103,7 +102,6 @@ def test_values_move_while_gradients_of_weights_are_computed():
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["auxiliary", "shared"])
 def test_layers_one_after_another(kind):
     check(kind, False, 4, 2, "1f1b", "list")

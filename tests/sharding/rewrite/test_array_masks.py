@@ -60,7 +60,6 @@ def test_values_and_gradients_of_all_stay(name: str, policy: str) -> None:
     assert_kept(name, policy)
 
 
-@pytest.mark.few(11)
 @pytest.mark.parametrize("name", LEFT)
 def test_other_masks_are_left(name: str) -> None:
     closed = jax.make_jaxpr(masked_step_of(LEFT[name]))(*arguments())

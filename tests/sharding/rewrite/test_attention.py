@@ -87,7 +87,6 @@ def test_attention_is_recognised_in_a_forward_pass() -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.few(15)
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_look_alikes_are_left(name: str) -> None:
     closed = jax.make_jaxpr(step_of(LOOK_ALIKES[name]))(parameters(), rows())

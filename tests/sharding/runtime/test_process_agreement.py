@@ -35,7 +35,6 @@ if mine == 0:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.whole
 @pytest.mark.multiprocess
 def test_processes_with_different_plans_raise():

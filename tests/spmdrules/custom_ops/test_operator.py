@@ -221,7 +221,6 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "op,x",
     [("mul", normal(0, 4, 4))]

@@ -1,6 +1,7 @@
 """Source lines of models that are made of a library's layers."""
 
 import equinox as eqx
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -38,6 +39,16 @@ class Equinox(eqx.Module):
         return self.down(jax.nn.gelu(self.up(x)))
 
 
+class Haiku(hk.Module):
+    def __call__(self, x):
+        return hk.Linear(16)(jax.nn.gelu(hk.Linear(64)(x)))
+
+
+def of_haiku(rng):
+    model = hk.without_apply_rng(hk.transform(lambda x: Haiku()(x)))
+    return model.init(rng, jnp.zeros((1, 16))), model.apply
+
+
 def of_linen(rng):
     return Linen().init(rng, jnp.zeros((1, 16))), Linen().apply
 
@@ -66,7 +77,7 @@ def are_here(lines):
     return lines and all(line.startswith(f"{__file__}:") for line in lines)
 
 
-@pytest.mark.parametrize(("create", "layer"), [(of_linen, Linen), (of_nnx, Nnx), (of_equinox, Equinox)])
+@pytest.mark.parametrize(("create", "layer"), [(of_haiku, Haiku), (of_linen, Linen), (of_nnx, Nnx), (of_equinox, Equinox)])
 def test_collectives_have_the_line_that_calls_the_library(create, layer):
     """`tp` adds up the products of a layer, and the clipping adds up a norm."""
     lines = {line for *_, line in planned(create).traffic}

@@ -468,7 +468,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(make_config: MakeConfig) -> None
         train(make_config(steps=20, optimizer=optimizer))
 
 
-@pytest.mark.slow
 def test_non_finite_states_do_not_replace_checkpoints(make_config: MakeConfig) -> None:
     """The loss is checked before each save, even if it is rarely logged, so that good checkpoints are kept."""
     optimizer = dict(name="sgd", learning_rate=1e12, min_learning_rate=1e12, clip_norm=0.0, warmup_steps=0)

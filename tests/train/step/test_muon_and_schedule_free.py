@@ -93,7 +93,6 @@ def test_each_layer_of_a_stacked_parameter_is_a_matrix_of_its_own() -> None:
         )
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["muon", "schedule_free"])
 @pytest.mark.parametrize("plan", ["fsdp:8", pytest.param("dp:2 tp:4", marks=pytest.mark.slow)])

@@ -62,7 +62,6 @@ def test_frozen_parameters_never_change(remat: str, scan_layers: bool) -> None:
     assert not any(name.endswith(tuple(frozen)) for name in state_names)
 
 
-@pytest.mark.slow
 @pytest.mark.whole
 def test_frozen_parameters_do_not_count_in_the_gradient_norm() -> None:
     """The norm is that of the trained parameters' gradient, which is computed here with all parameters trained."""

@@ -114,7 +114,6 @@ def test_the_reported_learning_rate_is_the_one_used() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [None, "fsdp:8"])
 def test_the_average_is_that_of_the_stored_parameters(plan: str | None, dtype: str) -> None:

@@ -74,8 +74,7 @@ def next_logits(model):
     return jnp.stack(found)
 
 
-@pytest.mark.slow
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name, scan):

@@ -73,7 +73,6 @@ def test_values_are_those_of_one_device(name, words):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize("gather", ["prefetch", "sequential"])
 def test_planned_functions_are_differentiated(gather):
     """The dependence changes bits of parameters, which have no derivative of their own."""

@@ -22,6 +22,7 @@ from autoshard.train.data.rows.row_source import RowSource, row_source
 from autoshard.train.data.text_data import Source
 from tests.train.data.rows.templates import make_chat_folder, tokenizer
 
+CONTEXT = 24  # of packed rows, in tokens
 ROWS = [{"prompt": "hi why ", "completion": " ".join(["so"] * n)} for n in (1, 2, 5, 3, 1, 9, 4, 2, 2, 3)]
 PAIR = {"prompt": "hi ", "chosen": "because so", "rejected": "bye"}
 
@@ -77,7 +78,7 @@ def test_packing_places_each_item_once_and_no_bin_overflows(lengths: list[int]) 
 
 
 def test_the_logits_of_a_packed_document_equal_those_alone(tmp_path: Path) -> None:
-    source = opened(write_rows(tmp_path / "rows.jsonl", ROWS), context=24)
+    source = opened(write_rows(tmp_path / "rows.jsonl", ROWS), context=CONTEXT)
     packed = max(source.train, key=len)
     assert len(packed) > 2
     row = {name: value[None] for name, value in source.make(packed).items()}
@@ -88,7 +89,7 @@ def test_the_logits_of_a_packed_document_equal_those_alone(tmp_path: Path) -> No
     together = model(row["inputs"], positions=row["positions"], segment_ids=row["segment_ids"])[0]
     start = 0
     for one in packed:
-        padding = np.zeros(24 - len(one.tokens) + 1, one.tokens.dtype)  # one program for documents of all lengths
+        padding = np.zeros(CONTEXT - len(one.tokens) + 1, one.tokens.dtype)  # one program for documents of all lengths
         alone = model(np.concatenate([one.tokens[:-1], padding])[None])[0][: len(one.tokens) - 1]
         np.testing.assert_allclose(together[start : start + len(alone)], alone, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(row["mask"][0, start : start + len(alone)], one.counts[1:])

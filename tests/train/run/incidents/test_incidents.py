@@ -82,7 +82,7 @@ def test_a_run_stops_and_names_the_first_leaf(make_config: MakeConfig) -> None:
 
 
 AVERAGED = dict(optimizer=CONSTANT, ema_decay=0.5, ema_every=3)
-_without: list[Any] = []
+_without: list[Any] = []  # the result of the first test that needs this run
 
 
 @pytest.fixture
