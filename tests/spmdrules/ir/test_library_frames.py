@@ -77,7 +77,9 @@ def are_here(lines):
     return lines and all(line.startswith(f"{__file__}:") for line in lines)
 
 
-@pytest.mark.parametrize(("create", "layer"), [(of_haiku, Haiku), (of_linen, Linen), (of_nnx, Nnx), (of_equinox, Equinox)])
+@pytest.mark.parametrize(
+    ("create", "layer"), [(of_haiku, Haiku), (of_linen, Linen), (of_nnx, Nnx), (of_equinox, Equinox)]
+)
 def test_collectives_have_the_line_that_calls_the_library(create, layer):
     """`tp` adds up the products of a layer, and the clipping adds up a norm."""
     lines = {line for *_, line in planned(create).traffic}
