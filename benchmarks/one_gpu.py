@@ -1,4 +1,4 @@
-"""One attached GPU, and what plans predict of it: rates, loops, attention, experts, train steps, decoding.
+"""One attached GPU, and what plans predict of it: rates, loops, attention, experts, train steps, the corpus, decoding.
 
     JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false python benchmarks/one_gpu.py      measure
     ... --sections rates attention            some of them
@@ -31,6 +31,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  
 import gpu_attention
 import gpu_decoding
 import gpu_experts
+import gpu_formulations
 import gpu_loops
 import gpu_rates
 import gpu_steps
@@ -46,9 +47,9 @@ from autoshard.sharding.machines.targets import find_target, target_for
 PATH = RESULTS / "one_gpu.json"
 SECTIONS: Mapping[str, ModuleType] = {
     "rates": gpu_rates, "loops": gpu_loops, "attention": gpu_attention, "experts": gpu_experts, "steps": gpu_steps,
-    "decoding": gpu_decoding,
+    "formulations": gpu_formulations, "decoding": gpu_decoding,
 }  # fmt: skip
-CHOOSABLE = {"experts", "steps"}
+CHOOSABLE = {"experts", "steps", "formulations"}
 Content = dict[str, Any]
 
 
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=[*SECTIONS])
     parser.add_argument("--small", action="store_true", help="tiny sizes; stores nothing")
     parser.add_argument(
-        "--only", default="", help="measure only cases with this text in their name; for experts, steps"
+        "--only", default="", help="measure only cases with this text in their name; not for all sections"
     )
     parser.add_argument("--predict", action="store_true", help="predict what was measured, and measure nothing")
     parser.add_argument("--show", action="store_true", help="print the stored figures")

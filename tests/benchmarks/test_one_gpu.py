@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import gpu_attention
 import gpu_experts
+import gpu_formulations
 import gpu_steps
 import one_gpu
 import pytest
@@ -20,6 +21,8 @@ def plans(monkeypatch):
     for module in (gpu_attention, gpu_experts):
         monkeypatch.setattr(module, "plan", lambda *args, **options: made)
     monkeypatch.setattr(gpu_steps, "_planned", lambda name, work, target: (None, made))
+    monkeypatch.setattr(gpu_formulations, "_made", lambda name: None)
+    monkeypatch.setattr(gpu_formulations, "_planned", lambda program, target: made)
 
 
 def test_every_stored_figure_is_predicted_by_its_name(plans):
@@ -29,7 +32,7 @@ def test_every_stored_figure_is_predicted_by_its_name(plans):
     others = {case for case in alone if case.startswith(("Triton with blocks", "Mosaic"))}
     assert alone - others == {"product 8192 x 8192 x 8192 bfloat16, all ones"}
     for r in records:
-        if "ratio" in r and r["section"] in ("attention", "experts", "steps"):
+        if "ratio" in r and r["section"] in ("attention", "experts", "steps", "formulations"):
             assert r["predicted"] == (3 if r["quantity"] == "memory" else 2)
             assert r["ratio"] == pytest.approx(r["predicted"] / r["measured"], rel=1e-3)
 
