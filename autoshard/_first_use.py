@@ -19,7 +19,13 @@ def on_first_use(package: str, modules: Mapping[str, str]) -> tuple[Callable[[st
     def get(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        path = f"{package}.{modules[name]}"
+        try:
+            module = importlib.import_module(path)
+        except AttributeError as error:  # Python would say that the package has no such name
+            hint = "Do the versions of JAX and its libraries fit together?"
+            raise ImportError(f"{path} cannot be imported: {error}. {hint}") from error
+        value = getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -11,6 +11,7 @@ import autoshard.ckpt
 import autoshard.models
 import autoshard.train
 from autoshard import Plan
+from autoshard._first_use import on_first_use
 from autoshard.sharding.audit import Audit
 
 
@@ -54,3 +55,13 @@ def test_a_stub_declares_the_names_that_are_imported_on_first_use(package, root:
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'no_such'"):
         getattr(package, "no_such")  # noqa: B009
     assert dir(package) == sorted(package.__all__)
+
+
+def test_a_library_that_lacks_a_name_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lazy_example").mkdir()
+    (tmp_path / "lazy_example" / "__init__.py").write_text("")
+    (tmp_path / "lazy_example" / "steps.py").write_text("import json\njson.HiPrimitive\n")
+    get, _ = on_first_use("lazy_example", {"plan": "steps"})
+    with pytest.raises(ImportError, match=r"lazy_example\.steps cannot be imported: module 'json' has no attribute"):
+        get("plan")
