@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 Value = TypeVar("Value")
 
 
@@ -40,6 +42,24 @@ def named_path(path: str, names: Sequence[str]) -> str:
     """
     head, separator, rest = path.partition("/")
     return f"{names[int(head)]}{separator}{rest}" if head.isdecimal() and int(head) < len(names) else path
+
+
+def arguments_text(leaves: Mapping[str, Any], limit: int = 3) -> str:
+    """The first leaves of each argument with their shapes, for messages.
+
+    Args:
+        leaves: named path -> array or shape, in the order of the arguments.
+        limit: how many leaves of an argument are named.
+
+    >>> arguments_text({"state/w": np.ones((8, 4)), "state/count": np.int32(0), "batch": np.ones(16)}, limit=1)
+    'state/w float64[8,4] and 1 more; batch float64[16]'
+    """
+    found: dict[str, list[str]] = {}
+    for path, leaf in leaves.items():
+        shape = ",".join(map(str, np.shape(leaf)))
+        found.setdefault(path.partition("/")[0], []).append(f"{path} {getattr(leaf, 'dtype', '')}[{shape}]")
+    more = {name: f" and {len(each) - limit} more" if len(each) > limit else "" for name, each in found.items()}
+    return "; ".join(", ".join(each[:limit]) + more[name] for name, each in found.items())
 
 
 class ByPath(dict[str, Value]):

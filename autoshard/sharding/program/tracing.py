@@ -21,9 +21,10 @@ import numpy as np
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard._tracebacks import call_users, users_line
+from autoshard.errors import AutoshardError
 from autoshard.kernels.block_choice import BlockRules, under_rules
 from autoshard.kernels.planned_platform import Planned, planned_for
-from autoshard.sharding.program.argument_names import argument_names, named_path
+from autoshard.sharding.program.argument_names import argument_names, arguments_text, named_path
 from autoshard.sharding.program.host_memory import mixed_memory_error
 from autoshard.sharding.program.kernel_records import KernelRecord, KernelWord
 from autoshard.sharding.program.state_matching import StateMismatch, match
@@ -310,10 +311,13 @@ def trace(
             "and jnp.unique"
         )
         raise
-    except ValueError as error:
+    except Exception as error:
         shown = [named_path(path, arguments or argument_names(fn)) for path in input_paths or keys]
-        if mixed := mixed_memory_error(name, error, dict(zip(shown, (x for _, x in flat), strict=True))):
+        given = dict(zip(shown, (x for _, x in flat), strict=True))
+        if isinstance(error, ValueError) and (mixed := mixed_memory_error(name, error, given)):
             raise mixed from error
+        if not isinstance(error, AutoshardError):
+            error.add_note(f"auto_shard({name}): the function was called with {arguments_text(given) or 'no arrays'}")
         raise
     finally:
         OUTER_PLAN.reset(token)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.programs import batch, mlp_state
@@ -43,3 +44,14 @@ def test_a_single_array_is_state_only_at_its_own_index():
     assert state_of(step, jnp.ones((8, 8)), batch()) == [("0", "0"), ("1", "1")]
     assert state_of(lambda w, x: (x * 2, w.sum()), jnp.ones((8, 8)), batch()) == []
     assert state_of(lambda x: x * 2, batch()) == []
+
+
+def test_an_error_of_the_function_says_what_it_was_called_with():
+    def step(state, batch):
+        return state["params"] * batch["x"]
+
+    with pytest.raises(KeyError, match="params") as caught:
+        trace(step, ({"x": jnp.ones((8, 4))}, {"params": jnp.ones(4)}), {})
+    assert caught.value.__notes__ == [
+        "auto_shard(step): the function was called with state/x float32[8,4]; batch/params float32[4]"
+    ]
