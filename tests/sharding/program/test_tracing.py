@@ -52,6 +52,5 @@ def test_an_error_of_the_function_says_what_it_was_called_with():
 
     with pytest.raises(KeyError, match="params") as caught:
         trace(step, ({"x": jnp.ones((8, 4))}, {"params": jnp.ones(4)}), {})
-    assert caught.value.__notes__ == [
-        "auto_shard(step): the function was called with state/x float32[8,4]; batch/params float32[4]"
-    ]
+    expected = "auto_shard(step): the function was called with state/x float32[8,4]; batch/params float32[4]"
+    assert caught.value.__notes__[-1] == expected
