@@ -53,7 +53,7 @@ def sizes_of(name: str) -> Sizes:
     machine, sizes = next(iter(CORPUS[name].targets.items()))
     devices = find_target(machine).devices
     shares = {key: max(1, size // devices) if key in _SHARED else size for key, size in sizes.items()}
-    return shares | FEWER.get(name, {})
+    return {**shares, **FEWER.get(name, {})}
 
 
 def figures(target: Target, *, small: bool = False, only: str = "") -> Iterator[Figure]:
