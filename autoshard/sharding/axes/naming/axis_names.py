@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from autoshard.sharding.axes.graph_axes import GraphAxes
 from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.naming.convolution_axes import convolution_axes
 from autoshard.sharding.axes.naming.thin_axes import ThinAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.spmdrules.ir.program import Program
@@ -56,8 +57,9 @@ def name_axes(
         name_axis(c, "vocab" if tables else "classes")
     for c in roles.heads:
         name_axis(c, "heads")
+    spatial, channels = convolution_axes(program, axes)
     for c in roles.sequence:
-        name_axis(c, "features" if _only_beside(program, axes, c, graph.all) else "seq")
+        name_axis(c, "features" if _only_beside(program, axes, c, graph.all) else spatial.get(c, "seq"))
     for c in roles.head_dims:
         name_axis(c, "head_dim")
     thin = ThinAxes(program, axes, roles)
@@ -67,7 +69,9 @@ def name_axes(
         name_axis(c, "latent")
     data_dims = [dim for v, role in roles.inputs.items() if role == "data" for dim in axes.of_value[v]]
     for c in roles.parallel:
-        name_axis(c, "features" if any(c in dim for dim in data_dims) else "ffn")
+        name_axis(c, channels.get(c) or ("features" if any(c in dim for dim in data_dims) else "ffn"))
+    for c, name in (spatial | channels).items():
+        name_axis(c, name)
     for c in sorted(axes.stacked):
         neighbours = {other for dim in data_dims if c in dim for other in dim}
         name_axis(c, "layers" if not neighbours else "microbatch" if roles.batch in neighbours else "blocks")

@@ -183,3 +183,33 @@ def test_queries_and_keys_of_latent_attention_come_from_latents():
     assert {found["q_down"][1], found["kv_norm"][0]} == {"latent", "latent_1"}
     assert found["q_up"][0] == found["q_norm"][0] == found["q_down"][1] and found["kv_up"][0] == found["kv_norm"][0]
     assert found["up"] == ["embed", "ffn"]
+
+
+@pytest.mark.parametrize(("dims", "names"), [(1, ["seq"]), (2, ["height", "width"]), (3, ["depth", "height", "width"])])
+def test_convolutions_slide_along_height_width_and_depth(dims, names):
+    """Windows of kernels are no such axes, although they are dimensions of the result in a kernel's gradient."""
+    letters = "DHW"[3 - dims :]
+    layouts = f"N{letters}C", f"{letters}IO", f"N{letters}C"
+    kernels = {"a": jnp.ones((*[3] * dims, 4, 32)), "b": jnp.ones((*[3] * dims, 32, 64))}
+
+    def step(kernels, images):
+        def loss(kernels):
+            hidden = images
+            for kernel in kernels.values():
+                hidden = jax.nn.relu(
+                    jax.lax.conv_general_dilated(hidden, kernel, (2,) * dims, "SAME", dimension_numbers=layouts)
+                )
+            return (hidden**2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, kernels, jax.grad(loss)(kernels))
+
+    traced = trace(step, (kernels, jnp.ones((8, *[16] * dims, 4))), {})
+    axes = analyse(traced).axes
+    a, b, images = ([axes.name(c) for dim in axes.of_value[v] for c in dim] for v in traced.program.inputs)
+    assert [name.rstrip("_0123456789") for name in images[1:-1]] == names and images[0] == "batch"
+    assert a[:dims] == [f"kernels/a:{d}" for d in range(dims)] and b[:dims] == [f"kernels/b:{d}" for d in range(dims)]
+    if dims > 1:
+        assert images[-1].startswith("channels") and {n.split("_")[0] for n in (*a[dims:], *b[dims:])} <= {
+            "channels",
+            "embed",
+        }
