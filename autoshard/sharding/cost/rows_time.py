@@ -32,8 +32,6 @@ class RowsTime:
         classes: the operator classes of the program.
         rows: which of them work on rows.
         trips: for each operator, how often it runs in a step.
-        price: prices one run of the operator of a class, given the number of the class and the class.
-        can_hide: whether compute may hide a collective of an operator. Such collectives are not counted.
         least_us: the least microseconds of one run of a class's kernel under any layout.
     """
 
@@ -42,18 +40,29 @@ class RowsTime:
         classes: Sequence[OperatorClass],
         rows: RowsOfBatch,
         trips: np.ndarray,
-        price: Pricer,
-        can_hide: Callable[[Op, Move], bool],
         least_us: Callable[[OperatorClass], float],
     ):
-        self._classes, self._rows, self._trips, self._price, self._can_hide = classes, rows, trips, price, can_hide
+        self._classes, self._rows, self._trips = classes, rows, trips
         self._numbers = [n for n, runs in enumerate(rows.runs) if runs]
         self._least = {n: least_us(classes[n]) * classes[n].runs for n in self._numbers}
         # Class -> the sum of its excess over the least time under the layouts so far, and the number of these layouts.
         self._excess = {n: (us, 1) for n, us in self._least.items()}
 
-    def __call__(self, canonical: CanonicalLayout, assignment: DeviceAssignment) -> Iterator[float]:
-        """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators."""
+    def __call__(
+        self,
+        canonical: CanonicalLayout,
+        assignment: DeviceAssignment,
+        price: Pricer,
+        can_hide: Callable[[Op, Move], bool],
+    ) -> Iterator[float]:
+        """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators.
+
+        Args:
+            canonical: the layout.
+            assignment: its device assignment.
+            price: prices one run of the operator of a class, given the number of the class and the class.
+            can_hide: whether compute may hide a collective of an operator. Such collectives are not counted.
+        """
         total, moved = sum(self._least.values()), set()
         left, done, ranked = self._numbers, 0, 0
         while left:
@@ -62,7 +71,10 @@ class RowsTime:
                 left, ranked = sorted(left, key=self._rank), max(done, 1)
             some, left = left[:CLASSES_PER_BOUND], left[CLASSES_PER_BOUND:]
             for number in some:
-                excess = self._class_us(number, canonical, assignment, moved) - self._least[number]
+                found, names = price(number, self._classes[number], canonical)
+                moves = [m for m in found.moves if not m.hops and not can_hide(self._classes[number].op, m)]
+                time = found.time_us * self._classes[number].runs
+                excess = time + self._moves_us(number, moves, names, assignment, moved) - self._least[number]
                 total += excess
                 known, count = self._excess[number]
                 self._excess[number] = known + excess, count + 1
@@ -73,15 +85,13 @@ class RowsTime:
         excess, count = self._excess[number]
         return -excess / count
 
-    def _class_us(
-        self, number: int, canonical: CanonicalLayout, assignment: DeviceAssignment, moved: set[object]
+    def _moves_us(
+        self, number: int, moves: Sequence[Move], names: Names, assignment: DeviceAssignment, moved: set[object]
     ) -> float:
-        """Return the microseconds of one class in a step. `moved` contains operands that other classes have moved."""
-        each = self._classes[number]
-        price, names = self._price(number, each, canonical)
-        found = price.time_us * each.runs
-        for move in price.moves:
-            if move.hops or not self._rows.are_moved(each.op, move.array) or self._can_hide(each.op, move):
+        """Return the microseconds of a class's collectives. `moved` contains operands that other classes have moved."""
+        each, found = self._classes[number], 0.0
+        for move in moves:
+            if not self._rows.are_moved(each.op, move.array):
                 continue
             axes = tuple([a for name in move.axes for a in names[name]])
             runs = each.runs if move.array < 0 else self._new_runs(move, axes, each.shared[move.array], moved)

@@ -136,7 +136,7 @@ class CostModel:
     def _new_rows_time(self) -> RowsTime:
         least_us = partial(self.prices.least_us, devices=self.target.devices)
         common = self.classes, self._rows, self.stretches.trips
-        return RowsTime(*common, self._price, self._is_prefetchable, least_us)
+        return RowsTime(*common, least_us)
 
     def __call__(self, layout: Layout) -> StepCost:
         """Return the cost of one step under `layout`."""
@@ -208,7 +208,7 @@ class CostModel:
         if distinct != self.distinct:
             return self._distinguishing(distinct).rows_us(layout)
         canonical = self._canonical[layout] = CanonicalLayout(layout, self.queries)  # kept until the layout is priced
-        return self._rows_time(canonical, self.target.assign(layout.mesh))
+        return self._rows_time(canonical, self.target.assign(layout.mesh), self._price, self._is_prefetchable)
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""

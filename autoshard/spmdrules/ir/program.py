@@ -139,6 +139,15 @@ def walk(block: Block) -> Iterator[Op]:
             yield from walk(inner)
 
 
+def visits(block: Block) -> Iterator[tuple[Op, bool]]:
+    """Yields every operator twice: with True before the operators nested in it, and with False after them."""
+    for op in block.ops:
+        yield op, True
+        for inner in op.blocks:
+            yield from visits(inner)
+        yield op, False
+
+
 def inlined(block: Block) -> Iterator[Op]:
     """Yields the operators of a block with calls inlined, as XLA inlines them and fuses across them."""
     for op in block.ops:
