@@ -253,6 +253,11 @@ class LogicalAxes:
         return unordered_dims(self.program, self.of_value)
 
     @cached_property
+    def merged_inputs(self) -> frozenset[tuple[int, ...]]:
+        """The dimensions of inputs that have several logical axes."""
+        return frozenset(dim for v in self.program.inputs for dim in self.of_value[v] if len(dim) > 1)
+
+    @cached_property
     def co_occurring(self) -> dict[int, frozenset[int]]:
         """For each class, the other classes that occur in every value with this class.
 
