@@ -347,9 +347,10 @@ def _merge_repeated(found: LogicalAxes) -> LogicalAxes:
         palette: dict[Any, int] = {}
         for (key, factors), times in operators.items():
             around = tuple([tuple([colour[c] for c in classes]) for _, classes in factors])
+            place = palette.setdefault((key, around), len(palette))  # one number is hashed faster than nested tuples
             for name, classes in factors:
                 for part, c in enumerate(classes):
-                    use = palette.setdefault((key, around, name, part), len(palette))
+                    use = palette.setdefault((place, name, part), len(palette))
                     uses[c][use] = uses[c].get(use, 0) + times
         shades: dict[Any, int] = {}
         colour = [

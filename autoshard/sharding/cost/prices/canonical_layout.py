@@ -186,6 +186,8 @@ def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str,
     before: dict[str, str | None] = {}
     for spec in specs:
         for dim in spec:
+            if not dim:
+                continue
             previous = None
             for axis in dim:
                 if before.setdefault(axis, previous) != previous:
@@ -193,8 +195,8 @@ def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str,
                 if previous is not None and after.setdefault(previous, axis) != axis:
                     after[previous] = None
                 previous = axis
-            if previous is not None and after.setdefault(previous, None) is not None:
-                after[previous] = None
+            if after.setdefault(dim[-1], None) is not None:
+                after[dim[-1]] = None
     head: dict[str, str] = {}
     chains: dict[str, list[str]] = {}
     for axis in mesh:  # an axis that follows another in every spec also follows it in the mesh
@@ -207,5 +209,7 @@ def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str,
     return (
         {number[axis]: tuple(chain) for axis, chain in chains.items()},
         {number[axis]: sequence[axis] for axis in chains if axis in sequence},
-        tuple(tuple(tuple(number[a] for a in dim if a in number) for dim in spec) for spec in specs),
+        tuple(
+            [tuple([tuple([number[a] for a in dim if a in number]) if dim else () for dim in spec]) for spec in specs]
+        ),
     )
