@@ -46,7 +46,8 @@ class RowsTime:
         self._numbers = [n for n, runs in enumerate(rows.runs) if runs]
         self._least = {n: least_us(classes[n]) * classes[n].runs for n in self._numbers}
         # Class -> the sum of its excess over the least time under the layouts so far, and the number of these layouts.
-        self._excess = {n: (us, 1) for n, us in self._least.items()}
+        self._excess, self._layouts = self._least.copy(), dict.fromkeys(self._least, 1)
+        self._counted: dict[tuple[int, int], bool] = {}  # class, array -> whether moves of the array are counted
 
     def __call__(
         self,
@@ -61,38 +62,49 @@ class RowsTime:
             canonical: the layout.
             assignment: its device assignment.
             price: prices one run of the operator of a class, given the number of the class and the class.
-            can_hide: whether compute may hide a collective of an operator. Such collectives are not counted.
+            can_hide: whether compute may hide a collective of an operator, which depends on the array that it moves.
+                Such collectives are not counted.
         """
         total, moved = sum(self._least.values()), set()
         left, done, ranked = self._numbers, 0, 0
         while left:
             yield total
             if done >= 2 * ranked:  # the excess under other layouts may be known by now
-                left, ranked = sorted(left, key=self._rank), max(done, 1)
+                means = {number: self._excess[number] / self._layouts[number] for number in left}
+                left, ranked = sorted(left, key=means.__getitem__, reverse=True), max(done, 1)
             some, left = left[:CLASSES_PER_BOUND], left[CLASSES_PER_BOUND:]
             for number in some:
-                found, names = price(number, self._classes[number], canonical)
-                moves = [m for m in found.moves if not m.hops and not can_hide(self._classes[number].op, m)]
-                time = found.time_us * self._classes[number].runs
-                excess = time + self._moves_us(number, moves, names, assignment, moved) - self._least[number]
+                each = self._classes[number]
+                found, names = price(number, each, canonical)
+                excess = found.time_us * each.runs - self._least[number]
+                if moves := [m for m in found.moves if not m.hops and self._is_counted(number, m, can_hide)]:
+                    excess += self._moves_us(each, moves, names, assignment, moved)
                 total += excess
-                known, count = self._excess[number]
-                self._excess[number] = known + excess, count + 1
+                self._excess[number] += excess
+                self._layouts[number] += 1
             done += len(some)
         yield total
 
-    def _rank(self, number: int) -> float:
-        excess, count = self._excess[number]
-        return -excess / count
+    def _is_counted(self, number: int, move: Move, can_hide: Callable[[Op, Move], bool]) -> bool:
+        """Whether a collective of a class moves rows, and compute cannot hide it."""
+        known = self._counted.get((number, move.array))
+        if known is None:
+            op = self._classes[number].op
+            known = self._rows.are_moved(op, move.array) and not can_hide(op, move)
+            self._counted[number, move.array] = known
+        return known
 
     def _moves_us(
-        self, number: int, moves: Sequence[Move], names: Names, assignment: DeviceAssignment, moved: set[object]
+        self,
+        each: OperatorClass,
+        moves: Sequence[Move],
+        names: Names,
+        assignment: DeviceAssignment,
+        moved: set[object],
     ) -> float:
         """Return the microseconds of a class's collectives. `moved` contains operands that other classes have moved."""
-        each, found = self._classes[number], 0.0
+        found = 0.0
         for move in moves:
-            if not self._rows.are_moved(each.op, move.array):
-                continue
             axes = tuple([a for name in move.axes for a in names[name]])
             runs = each.runs if move.array < 0 else self._new_runs(move, axes, each.shared[move.array], moved)
             if runs:
