@@ -22,7 +22,7 @@ from autoshard.sharding.axes.merged.row_order import unordered_dims
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
-from autoshard.spmdrules.ir.program import Block, Op, Program
+from autoshard.spmdrules.ir.program import Op, Program, visits
 
 Leaves = tuple[tuple[int, ...], ...]  # for each dimension its classes, major to minor; () for size 1
 
@@ -94,21 +94,18 @@ class LogicalAxes:
             if result in self.parameter_aliases and before != dtypes[result] and _represents(dtypes[result], before):
                 found[result] = before
 
-        def visit(block: Block) -> None:
-            for op in block.ops:
-                for tie in op.edges:
-                    if tie.stacked and tie.outer in op.operands:
-                        follow(tie.outer, tie.inner)
-                if op.operands and op.operands[0] >= 0:
-                    for result in op.results:
-                        follow(op.operands[0], result)
-                for inner in op.blocks:
-                    visit(inner)
+        for op, entering in visits(self.program.block):
+            if not entering:
                 for tie in op.edges:
                     if tie.stacked and tie.outer in op.results:
                         follow(tie.inner, tie.outer)
-
-        visit(self.program.block)
+                continue
+            for tie in op.edges:
+                if tie.stacked and tie.outer in op.operands:
+                    follow(tie.outer, tie.inner)
+            if op.operands and op.operands[0] >= 0:
+                for result in op.results:
+                    follow(op.operands[0], result)
         return found
 
     @cached_property
@@ -158,51 +155,48 @@ class LogicalAxes:
 
         scaled: dict[int, tuple[int, tuple[int, ...]]] = {}  # not an alias itself, but so is its rounding to 8 bits
 
-        def visit(block: Block) -> None:
-            for op in block.ops:
-                for tie in op.edges:
-                    if tie.stacked and tie.outer in aliases and tie.outer in op.operands:
-                        aliases[tie.inner] = aliases[tie.outer]
-                        if tie.outer in of_layer:
-                            of_layer[tie.inner] = of_layer[tie.outer]
-                source, position = aliases.get(op.operands[0] if op.operands else -1, (-1, ()))
-                if op.name in TO_STAGES and all(v in aliases for v in op.operands):
-                    first = self.of_value[op.operands[0]]
-                    aliases[op.results[0]] = source, position
-                    of_layer[op.results[0]] = first[1:] if op.name in WITH_ALL_LAYERS else first
-                elif op.operands and op.operands[0] in of_layer and op.name in _KEEPING and keeps_layer(op):
-                    aliases[op.results[0]] = source, position
-                    of_layer[op.results[0]] = of_layer[op.operands[0]]
-                elif source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
-                    aliases[op.results[0]] = source, position
-                elif is_host_transfer(op):
-                    pairs = zip(op.operands, op.results, strict=True)
-                    aliases.update({after: aliases[before] for before, after in pairs if before in aliases})
-                elif source >= 0 and op.name == "reshape":
-                    leaves = self.of_value[op.results[0]]
-                    # a reshape that only adds a leading dimension of size 1 is not an alias
-                    whole = any(leaves[:1]) and self._is_part_of_stack(op.results[0], source)
-                    if whole or self._is_in_chunks(op.results[0], source):
-                        aliases[op.results[0]] = source, position
-                elif source >= 0 and op.name == "transpose" and self._is_in_chunks(op.results[0], source):
-                    aliases[op.results[0]] = source, position
-                elif source >= 0 and op.name in _SLICING:
-                    for number, result in enumerate(op.results):
-                        if self._is_part_of_stack(result, source):
-                            start = tuple(op.eqn.params["start_indices"]) if op.name == "slice" else (number,)
-                            aliases[result] = source, position if op.name == "squeeze" else (*position, *start)
-                elif (operand := self._scaled_operand(op)) in aliases or operand in scaled:
-                    to = aliases if operand in scaled and self._has_8_bits(op.results[0]) else scaled
-                    to[op.results[0]] = scaled[operand] if operand in scaled else aliases[operand]
-                for inner in op.blocks:
-                    visit(inner)
+        for op, entering in visits(self.program.block):
+            if not entering:
                 for tie in op.edges:
                     if tie.stacked and tie.outer in op.results and tie.inner in aliases and tie.outer not in aliases:
                         source, position = aliases[tie.inner]
                         if self._is_part_of_stack(tie.outer, source):
                             aliases[tie.outer] = source, position
-
-        visit(self.program.block)
+                continue
+            for tie in op.edges:
+                if tie.stacked and tie.outer in aliases and tie.outer in op.operands:
+                    aliases[tie.inner] = aliases[tie.outer]
+                    if tie.outer in of_layer:
+                        of_layer[tie.inner] = of_layer[tie.outer]
+            source, position = aliases.get(op.operands[0] if op.operands else -1, (-1, ()))
+            if op.name in TO_STAGES and all(v in aliases for v in op.operands):
+                first = self.of_value[op.operands[0]]
+                aliases[op.results[0]] = source, position
+                of_layer[op.results[0]] = first[1:] if op.name in WITH_ALL_LAYERS else first
+            elif op.operands and op.operands[0] in of_layer and op.name in _KEEPING and keeps_layer(op):
+                aliases[op.results[0]] = source, position
+                of_layer[op.results[0]] = of_layer[op.operands[0]]
+            elif source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
+                aliases[op.results[0]] = source, position
+            elif is_host_transfer(op):
+                pairs = zip(op.operands, op.results, strict=True)
+                aliases.update({after: aliases[before] for before, after in pairs if before in aliases})
+            elif source >= 0 and op.name == "reshape":
+                leaves = self.of_value[op.results[0]]
+                # a reshape that only adds a leading dimension of size 1 is not an alias
+                whole = any(leaves[:1]) and self._is_part_of_stack(op.results[0], source)
+                if whole or self._is_in_chunks(op.results[0], source):
+                    aliases[op.results[0]] = source, position
+            elif source >= 0 and op.name == "transpose" and self._is_in_chunks(op.results[0], source):
+                aliases[op.results[0]] = source, position
+            elif source >= 0 and op.name in _SLICING:
+                for number, result in enumerate(op.results):
+                    if self._is_part_of_stack(result, source):
+                        start = tuple(op.eqn.params["start_indices"]) if op.name == "slice" else (number,)
+                        aliases[result] = source, position if op.name == "squeeze" else (*position, *start)
+            elif (operand := self._scaled_operand(op)) in aliases or operand in scaled:
+                to = aliases if operand in scaled and self._has_8_bits(op.results[0]) else scaled
+                to[op.results[0]] = scaled[operand] if operand in scaled else aliases[operand]
         return aliases
 
     @cached_property
@@ -257,6 +251,11 @@ class LogicalAxes:
     def unordered(self) -> frozenset[tuple[int, ...]]:
         """The merged dimensions, as classes, whose elements may be in any order (`merged.row_order`)."""
         return unordered_dims(self.program, self.of_value)
+
+    @cached_property
+    def merged_inputs(self) -> frozenset[tuple[int, ...]]:
+        """The dimensions of inputs that have several logical axes."""
+        return frozenset(dim for v in self.program.inputs for dim in self.of_value[v] if len(dim) > 1)
 
     @cached_property
     def co_occurring(self) -> dict[int, frozenset[int]]:
@@ -348,9 +347,10 @@ def _merge_repeated(found: LogicalAxes) -> LogicalAxes:
         palette: dict[Any, int] = {}
         for (key, factors), times in operators.items():
             around = tuple([tuple([colour[c] for c in classes]) for _, classes in factors])
+            place = palette.setdefault((key, around), len(palette))  # one number is hashed faster than nested tuples
             for name, classes in factors:
                 for part, c in enumerate(classes):
-                    use = palette.setdefault((key, around, name, part), len(palette))
+                    use = palette.setdefault((place, name, part), len(palette))
                     uses[c][use] = uses[c].get(use, 0) + times
         shades: dict[Any, int] = {}
         colour = [

@@ -61,8 +61,6 @@ class MemoryModel:
         self.is_tiled, self.on_gpu = platform == "tpu", platform == "cuda"
         program = axes.program
         n = len(program.avals)
-        self.birth = np.full(n, -1)  # value -> when it is made, as a place in the order of operators; -1 for inputs
-        self.death = np.full(n, -1)  # value -> when it is taken last
         self.written = np.zeros(n, bool)  # whether a value has a buffer of its own
         # The place of each operator in the order in which they run, by its number, and by its `id`.
         self.time = points(program, self._is_delayed if self.on_gpu else lambda op: False)
@@ -73,7 +71,12 @@ class MemoryModel:
         self.carried: list[int] = []  # values in a loop that share the buffer of its operand or result
         self.slices: set[int] = set()  # values in a loop that are one iteration's slice of a stack outside of it
         self.merged = merged_values(program)
-        self._scan(program.block)
+        birth, death = [-1] * n, [-1] * n  # lists: single elements of arrays are slow
+        self._scan(program.block, self.written.tolist(), birth, death)
+        self.birth = np.array(
+            birth, int
+        )  # value -> when it is made, as a place in the order of operators; -1 for inputs
+        self.death = np.array(death, int)  # value -> when it is taken last
         for v, kept in self.merged.items():
             self.written[kept] |= self.written[v]
         self.written[list(self.merged)] = False
@@ -166,8 +169,12 @@ class MemoryModel:
             return False
         return all(v >= 0 and any(batch in dim for dim in of_value[v]) for v in op.operands[:2])
 
-    def _scan(self, block: Block) -> int:
-        """Find the live ranges of the values of a block; return when its last operator runs."""
+    def _scan(self, block: Block, written: Sequence[bool], birth: list[int], death: list[int]) -> int:
+        """Find the live ranges of the values of a block, and set `birth` and `death`.
+
+        Returns:
+            When the last operator of the block runs.
+        """
         ops, end_of_block = list(inlined(block)), -1
         for op in ops:
             start = end = self.point[id(op)]
@@ -175,29 +182,29 @@ class MemoryModel:
                 continue
             for inner in op.blocks:
                 for v in inner.inputs:
-                    if self.birth[v] < 0:
-                        self.birth[v] = end
-                end = max(end, self._scan(inner))
+                    if birth[v] < 0:
+                        birth[v] = end
+                end = max(end, self._scan(inner, written, birth, death))
                 for v in inner.outputs:
-                    self.death[v] = max(self.death[v], end)
+                    death[v] = max(death[v], end)
             in_place = {v for tie in op.edges if not tie.stacked for v in (tie.inner, tie.outer)}
             in_place -= {*op.operands, *op.results}
             self.slices |= {tie.inner for tie in op.edges if tie.stacked}
             if op.name == "scan" and op.eqn.params["length"] == 1:  # not compiled as a loop: the stack is its one slice
                 in_place |= {tie.inner for tie in op.edges if tie.stacked}
-            self.carried += [v for v in sorted(in_place) if self.birth[v] >= start]
+            self.carried += [v for v in sorted(in_place) if birth[v] >= start]
             for v in self._taken(op):
-                self.death[v] = max(self.death[v], end)
+                death[v] = max(death[v], end)
             for v in op.results:
-                if self.birth[v] < 0:
-                    self.birth[v] = start
-                self.death[v] = max(self.death[v], end)
+                if birth[v] < 0:
+                    birth[v] = start
+                death[v] = max(death[v], end)
             end_of_block = max(end_of_block, end)
         for op in reversed(ops):  # a value that is computed inside its users keeps its operands alive until then
-            if not op.blocks and not any(self.written[v] for v in op.results):
-                last = max((int(self.death[v]) for v in op.results), default=-1)
+            if not op.blocks and not any(written[v] for v in op.results):
+                last = max((death[v] for v in op.results), default=-1)
                 for v in self._taken(op):
-                    self.death[v] = max(self.death[v], last)
+                    death[v] = max(death[v], last)
         return end_of_block
 
     def _taken(self, op: Op) -> list[int]:

@@ -32,8 +32,6 @@ class RowsTime:
         classes: the operator classes of the program.
         rows: which of them work on rows.
         trips: for each operator, how often it runs in a step.
-        price: prices one run of the operator of a class, given the number of the class and the class.
-        can_hide: whether compute may hide a collective of an operator. Such collectives are not counted.
         least_us: the least microseconds of one run of a class's kernel under any layout.
     """
 
@@ -42,47 +40,71 @@ class RowsTime:
         classes: Sequence[OperatorClass],
         rows: RowsOfBatch,
         trips: np.ndarray,
-        price: Pricer,
-        can_hide: Callable[[Op, Move], bool],
         least_us: Callable[[OperatorClass], float],
     ):
-        self._classes, self._rows, self._trips, self._price, self._can_hide = classes, rows, trips, price, can_hide
+        self._classes, self._rows, self._trips = classes, rows, trips
         self._numbers = [n for n, runs in enumerate(rows.runs) if runs]
         self._least = {n: least_us(classes[n]) * classes[n].runs for n in self._numbers}
         # Class -> the sum of its excess over the least time under the layouts so far, and the number of these layouts.
-        self._excess = {n: (us, 1) for n, us in self._least.items()}
+        self._excess, self._layouts = self._least.copy(), dict.fromkeys(self._least, 1)
+        self._counted: dict[tuple[int, int], bool] = {}  # class, array -> whether moves of the array are counted
 
-    def __call__(self, canonical: CanonicalLayout, assignment: DeviceAssignment) -> Iterator[float]:
-        """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators."""
+    def __call__(
+        self,
+        canonical: CanonicalLayout,
+        assignment: DeviceAssignment,
+        price: Pricer,
+        can_hide: Callable[[Op, Move], bool],
+    ) -> Iterator[float]:
+        """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators.
+
+        Args:
+            canonical: the layout.
+            assignment: its device assignment.
+            price: prices one run of the operator of a class, given the number of the class and the class.
+            can_hide: whether compute may hide a collective of an operator, which depends on the array that it moves.
+                Such collectives are not counted.
+        """
         total, moved = sum(self._least.values()), set()
         left, done, ranked = self._numbers, 0, 0
         while left:
             yield total
             if done >= 2 * ranked:  # the excess under other layouts may be known by now
-                left, ranked = sorted(left, key=self._rank), max(done, 1)
+                means = {number: self._excess[number] / self._layouts[number] for number in left}
+                left, ranked = sorted(left, key=means.__getitem__, reverse=True), max(done, 1)
             some, left = left[:CLASSES_PER_BOUND], left[CLASSES_PER_BOUND:]
             for number in some:
-                excess = self._class_us(number, canonical, assignment, moved) - self._least[number]
+                each = self._classes[number]
+                found, names = price(number, each, canonical)
+                excess = found.time_us * each.runs - self._least[number]
+                if moves := [m for m in found.moves if not m.hops and self._is_counted(number, m, can_hide)]:
+                    excess += self._moves_us(each, moves, names, assignment, moved)
                 total += excess
-                known, count = self._excess[number]
-                self._excess[number] = known + excess, count + 1
+                self._excess[number] += excess
+                self._layouts[number] += 1
             done += len(some)
         yield total
 
-    def _rank(self, number: int) -> float:
-        excess, count = self._excess[number]
-        return -excess / count
+    def _is_counted(self, number: int, move: Move, can_hide: Callable[[Op, Move], bool]) -> bool:
+        """Whether a collective of a class moves rows, and compute cannot hide it."""
+        known = self._counted.get((number, move.array))
+        if known is None:
+            op = self._classes[number].op
+            known = self._rows.are_moved(op, move.array) and not can_hide(op, move)
+            self._counted[number, move.array] = known
+        return known
 
-    def _class_us(
-        self, number: int, canonical: CanonicalLayout, assignment: DeviceAssignment, moved: set[object]
+    def _moves_us(
+        self,
+        each: OperatorClass,
+        moves: Sequence[Move],
+        names: Names,
+        assignment: DeviceAssignment,
+        moved: set[object],
     ) -> float:
-        """Return the microseconds of one class in a step. `moved` contains operands that other classes have moved."""
-        each = self._classes[number]
-        price, names = self._price(number, each, canonical)
-        found = price.time_us * each.runs
-        for move in price.moves:
-            if move.hops or not self._rows.are_moved(each.op, move.array) or self._can_hide(each.op, move):
-                continue
+        """Return the microseconds of a class's collectives. `moved` contains operands that other classes have moved."""
+        found = 0.0
+        for move in moves:
             axes = tuple([a for name in move.axes for a in names[name]])
             runs = each.runs if move.array < 0 else self._new_runs(move, axes, each.shared[move.array], moved)
             if runs:

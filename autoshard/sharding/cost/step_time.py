@@ -58,6 +58,7 @@ from autoshard.sharding.cost.gathers.constraint_moves import constraint_moves, c
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
 from autoshard.sharding.cost.offload_time import HostTraffic
+from autoshard.sharding.cost.opaque_memory import OpaqueMemory
 from autoshard.sharding.cost.overlap import Place
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names, SpecQueries
 from autoshard.sharding.cost.prices.known_prices import KnownPrices
@@ -73,6 +74,8 @@ from autoshard.sharding.plan.gather_words import PREFETCH, SEQUENTIAL
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_declared
 from autoshard.spmdrules.core.placement import bytes_sent_per_byte
 from autoshard.spmdrules.ir.program import Op
+
+_NONE: frozenset[int] = frozenset()
 
 
 class CostModel:
@@ -136,7 +139,7 @@ class CostModel:
     def _new_rows_time(self) -> RowsTime:
         least_us = partial(self.prices.least_us, devices=self.target.devices)
         common = self.classes, self._rows, self.stretches.trips
-        return RowsTime(*common, self._price, self._is_prefetchable, least_us)
+        return RowsTime(*common, least_us)
 
     def __call__(self, layout: Layout) -> StepCost:
         """Return the cost of one step under `layout`."""
@@ -155,7 +158,9 @@ class CostModel:
             price, names = canonical.priced.get(number) or self._price(number, each, canonical)
             compute += price.time_us * each.runs
             times_us.append(price.time_us)
-            held_bytes, inside = self._held_inside(each, price)
+            held_bytes, inside = price.held_bytes, _NONE
+            if price.inside is not None:
+                held_bytes, inside = self._held_inside(each, price, price.inside)
             if held_bytes:
                 buffers["opaque", number] = LiveBuffers(held_bytes, each.members, each.members)
             for move in price.moves:
@@ -208,7 +213,7 @@ class CostModel:
         if distinct != self.distinct:
             return self._distinguishing(distinct).rows_us(layout)
         canonical = self._canonical[layout] = CanonicalLayout(layout, self.queries)  # kept until the layout is priced
-        return self._rows_time(canonical, self.target.assign(layout.mesh))
+        return self._rows_time(canonical, self.target.assign(layout.mesh), self._price, self._is_prefetchable)
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""
@@ -221,20 +226,18 @@ class CostModel:
                 self._by_distinct[distinct] = CostModel(*common, distinct, **same)
         return self._by_distinct[distinct]
 
-    def _held_inside(self, each: OperatorClass, price: Price) -> tuple[float, frozenset[int]]:
+    def _held_inside(self, each: OperatorClass, price: Price, memory: OpaqueMemory) -> tuple[float, frozenset[int]]:
         """Return the bytes that an operator holds while it runs, and the moved arrays that are counted among them.
 
         Operands count as 0, 1, ..., results as -1, -2, ...
         """
-        if price.inside is None:
-            return price.held_bytes, frozenset()
         gathered, scattered = defaultdict[int, float](float), defaultdict[int, float](float)
         for move in price.moves:
             if move.array < 0 and move.kind == "reduce-scatter":
                 scattered[-1 - move.array] = max(scattered[-1 - move.array], move.local_bytes)
             elif move.kind == "all-gather" and move.array >= 0 and self._is_gathered_for_one(each, move.array):
                 gathered[move.array] += move.local_bytes + move.wire_bytes
-        return price.inside.peak_with(gathered, scattered), frozenset([*gathered, *(-1 - n for n in scattered)])
+        return memory.peak_with(gathered, scattered), frozenset([*gathered, *(-1 - n for n in scattered)])
 
     def _is_gathered_for_one(self, each: OperatorClass, operand: int) -> bool:
         """Whether an operand is gathered when the operator begins, and nothing else takes the gathered value."""

@@ -26,10 +26,8 @@ def filled_tile_fraction(rule: Rule, strategy: OperatorStrategy, mesh: Mapping[s
     for axis, factor in strategy.factors.items():
         if factor is not None:
             ways[factor] = ways.get(factor, 1) * mesh[axis]
-    sizes = sorted(
-        math.prod(max((rule.factor(f).size or 1) // ways.get(f, 1), 1) for f in side) for side in _sides(rule)
-    )
-    return math.prod(n / (-(-n // tile) * tile) for n in sizes[:2])
+    sizes = [math.prod([max((rule.by_name[f].size or 1) // ways.get(f, 1), 1) for f in side]) for side in _sides(rule)]
+    return math.prod([n / (-(-n // tile) * tile) for n in sorted(sizes)[:2]])
 
 
 def is_row_product(rule: Rule) -> bool:

@@ -186,8 +186,7 @@ class Layout:
         """The mesh axes that shard no work: all their devices do the same."""
         sharded = {c for classes in self.table.values() for c in classes}
         # Axes of one dimension, such as key heads and query groups, can be sharded together further than each alone.
-        inputs = {dim for v in self.roles.inputs for dim in self.axes.of_value[v] if len(dim) > 1}
-        dims = [*((c,) for c in sharded), *(dim for dim in inputs if sharded.issuperset(dim))]
+        dims = [*((c,) for c in sharded), *(dim for dim in self.axes.merged_inputs if sharded.issuperset(dim))]
         used = {a for dim in dims for a in self.spec_of((dim,))[0]}
         return [a for a, n in self.mesh.items() if n > 1 and a not in used]
 

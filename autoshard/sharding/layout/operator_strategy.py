@@ -100,7 +100,8 @@ class OperatorStrategy:
 
     def spec(self, dims: Dims) -> Spec:
         """The sharding under this strategy of an operand or result with these factors per dimension."""
-        return tuple(tuple(a for f in dim for a, g in self.factors.items() if g == f) for dim in dims)
+        sharding = self.factors.items()
+        return tuple([tuple([a for f in dim for a, g in sharding if g == f]) if dim else () for dim in dims])
 
 
 @shown
@@ -289,23 +290,13 @@ def _moves(
     (argmax, argmin) are gathered with the values there, because they cannot be compared alone.
     """
     moves: list[Move] = []
-
-    def add(kind: MoveKind, axes: list[str], array: int, local: float) -> float:
-        """Add a collective of an array with `local` bytes on each device. Return the bytes that it has afterwards."""
-        if not axes:
-            return local
-        n = math.prod([mesh[a] for a in axes])
-        if (move := _move(kind, axes, array, local, mesh)).wire_bytes:
-            moves.append(move)
-        return local / n if kind == "reduce-scatter" else local
-
     for i, own, size, axes, factor_of_axis in operands.arrays:
         differing = [a for a, f in factors.items() if factor_of_axis.get(a, f) != f]
         if differing:
             local = size / math.prod([mesh[a] for a in axes])
             moved = [a for a in differing if (f := factors[a]) is not None and f in own]  # to another dimension
-            add("all-to-all", moved, i, local)
-            add("all-gather", [a for a in differing if a not in moved], i, local)
+            _add(moves, "all-to-all", moved, i, local, mesh)
+            _add(moves, "all-gather", [a for a in differing if a not in moved], i, local, mesh)
     for i, own, size, axes, factor_of_axis in results.arrays:
         differing = {a: f for a, f in factors.items() if f is not None and factor_of_axis.get(a) != f}
         if not differing:
@@ -317,11 +308,23 @@ def _moves(
             # Each device compares the best elements of all shards, so their values are gathered beside their positions.
             summed = {f for dim in rule.operands[0] for f in dim if f not in own}
             value_bytes = operands.nbytes[0] / max(math.prod([rule.by_name[f].size or 1 for f in summed]), 1)
-            add("all-gather", partial, -1 - i, local + local * value_bytes / size if size else 0.0)
+            _add(moves, "all-gather", partial, -1 - i, local + local * value_bytes / size if size else 0.0, mesh)
         elif partial:
-            local = add("reduce-scatter", [a for a in partial if a in factor_of_axis], -1 - i, local)
-            add("all-reduce", [a for a in partial if a not in factor_of_axis], -1 - i, local)
+            local = _add(moves, "reduce-scatter", [a for a in partial if a in factor_of_axis], -1 - i, local, mesh)
+            _add(moves, "all-reduce", [a for a in partial if a not in factor_of_axis], -1 - i, local, mesh)
         if moved := [a for a in differing if a in computed]:
-            add("all-to-all", [a for a in moved if a in factor_of_axis], -1 - i, local)
-            add("all-gather", [a for a in moved if a not in factor_of_axis], -1 - i, local)
+            _add(moves, "all-to-all", [a for a in moved if a in factor_of_axis], -1 - i, local, mesh)
+            _add(moves, "all-gather", [a for a in moved if a not in factor_of_axis], -1 - i, local, mesh)
     return moves
+
+
+def _add(
+    moves: list[Move], kind: MoveKind, axes: Sequence[str], array: int, local: float, mesh: Mapping[str, int]
+) -> float:
+    """Add a collective of an array with `local` bytes on each device. Return the bytes that it has afterwards."""
+    if not axes:
+        return local
+    n = math.prod([mesh[a] for a in axes])
+    if wire := bytes_sent_per_byte(kind, n) * local:
+        moves.append(Move(kind, tuple(axes), array, local, wire))
+    return local / n if kind == "reduce-scatter" else local

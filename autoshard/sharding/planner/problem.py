@@ -188,6 +188,8 @@ class PlanningProblem:
         existing: Mapping[int, Spec],
         fixed: Mapping[str, Any],
         most_us: float = math.inf,
+        *,
+        only_best: bool = False,
     ) -> tuple[Candidate, list[Candidate]]:
         """The best candidate, and all that were priced.
 
@@ -196,6 +198,8 @@ class PlanningProblem:
             existing: shardings that arrays already have.
             fixed: shardings that the user fixed.
             most_us: see `search`.
+            only_best: whether layouts of a requested strategy need not be priced if they are certainly slower than
+                another one that fits.
         """
         sizes = self.machine.sizes
         self.searched = requested is None
@@ -212,7 +216,11 @@ class PlanningProblem:
             best, others = self.search(existing, fixed, self.search_counts, most_us)
         else:
             layouts = self.with_fixed_shardings(layouts, existing, fixed)
-            others = [price(name, layout, self.cost, self.memory) for name, layout in layouts]
+            others: list[Candidate] = []
+            for name, layout in layouts:
+                fitting_us = [c.cost.step_time_us for c in others if c.fits(self.limit)] if only_best else []
+                if not fitting_us or all(least_us <= min(fitting_us) for least_us in self.cost.rows_us(layout)):
+                    others.append(price(name, layout, self.cost, self.memory))
             fitting = [c for c in others if c.fits(self.limit)]
             by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)
             best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)

@@ -145,7 +145,7 @@ class StrategyPrices:
     def _chosen(self, strategies: Iterable[str]) -> Iterator[tuple[str, Candidate]]:
         for words in strategies:
             try:
-                yield words, self.problem.choose(words, {}, self.fixed)[0]
+                yield words, self.problem.choose(words, {}, self.fixed, only_best=True)[0]
             except PlanError:
                 continue
 

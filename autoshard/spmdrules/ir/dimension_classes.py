@@ -77,7 +77,6 @@ def join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Application) -> 
     node_of: dict[str, int] = {}
     if op.rule is None:
         return node_of
-    sizes = {f.name: f.size for f in op.rule.factors}
     arrays = [
         *zip(op.operands, op.rule.operands, strict=True),
         *zip(op.results, op.rule.results, strict=True),
@@ -94,7 +93,7 @@ def join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Application) -> 
             elif dim:
                 for f in dim:
                     if f not in node_of:
-                        node_of[f] = nodes.new(sizes[f] or 1)
+                        node_of[f] = nodes.new(op.rule.by_name[f].size or 1)
                 nodes.join_all([node], [node_of[f] for f in dim])
     return node_of
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -122,7 +123,11 @@ class Program:
 
     def ops(self) -> Iterator[Op]:
         """Yields every operator, depth first: an operator comes before those nested in it."""
-        yield from walk(self.block)
+        return iter(self._ops)
+
+    @cached_property
+    def _ops(self) -> list[Op]:
+        return list(walk(self.block))
 
     def constants(self) -> list[Any]:
         """The arrays that the program captures, in nested jaxprs too, each once."""
@@ -137,6 +142,15 @@ def walk(block: Block) -> Iterator[Op]:
         yield op
         for inner in op.blocks:
             yield from walk(inner)
+
+
+def visits(block: Block) -> Iterator[tuple[Op, bool]]:
+    """Yields every operator twice: with True before the operators nested in it, and with False after them."""
+    for op in block.ops:
+        yield op, True
+        for inner in op.blocks:
+            yield from visits(inner)
+        yield op, False
 
 
 def inlined(block: Block) -> Iterator[Op]:

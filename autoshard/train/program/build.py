@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 from flax import nnx
 
 from autoshard.errors import ConfigError
@@ -163,10 +165,12 @@ def workload_steps(
     """Make the function that returns `workload_step` of a remat policy and a number of microbatches.
 
     They change no shapes, so the shapes are found once. Microbatches do not change the model, so it is made once for
-    each policy.
+    each policy. All steps have the same optimizer, whose update is traced once and inlined into each.
     """
-    program_of = functools.cache(lambda remat: _program(work.with_(remat=remat), optimizer))
-    state, batch = _program(work, optimizer).abstract_state(), work.batch()
+    made = make_optimizer(optimizer, _STEPS)
+    shared = optax.GradientTransformation(made.init, jax.jit(made.update, inline=True))
+    program_of = functools.cache(lambda remat: make_program(work.with_(remat=remat).build, shared))
+    state, batch = make_program(work.build, shared).abstract_state(), work.batch()
 
     def step(remat: str, microbatches: int) -> tuple[TrainStep, TrainState, dict[str, Any]]:
         return _workload_step(work, program_of(remat), microbatches, optimizer), state, batch
@@ -199,7 +203,8 @@ def workload_variants(
     @accepts_old_keywords
     def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
         if (remat, microbatches) not in steps:
-            steps[remat, microbatches], *_ = workload_step(work.with_(remat=remat), microbatches, optimizer=optimizer)
+            variant = work.with_(remat=remat)
+            steps[remat, microbatches] = _workload_step(variant, _program(variant, optimizer), microbatches, optimizer)
         return steps[remat, microbatches](state, batch)
 
     _, state, batch = workload_step(work, optimizer=optimizer)

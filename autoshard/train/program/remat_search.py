@@ -154,7 +154,8 @@ class _Probes:
         self.host_us_per_byte = 1e6 / (bandwidth * HOST_BANDWIDTH_REACHED) if bandwidth else 0.0
         may_offload = bandwidth > 0 and base.platform in constants.OFFLOADING_PLATFORMS
         self.offloads = bool(space.host) or (space.offloads and may_offload)
-        self.full = self._full(base)
+        of_count = {self.first: base} | {count: self.prices("full", count) for count in self.more}
+        self.full = self._full(of_count)
         fastest = dict.fromkeys(itertools.chain.from_iterable(map(self._best_strategies, self.full.values())))
         specified = base.specified(fastest)
         self.strategies = list(specified)
@@ -162,8 +163,8 @@ class _Probes:
             return
         self.full[self.first] |= specified
         for count, found in self.full.items():  # strategies that another number of microbatches suggested
-            missing = [words for words in self.strategies if words not in found]
-            found |= (base if count == self.first else self.prices("full", count)).of(missing) if missing else {}
+            found |= of_count[count].of([words for words in self.strategies if words not in found])
+        del base, of_count  # their programs are not needed any more
         self.words = {remat: self.prices(remat, self.first).of(self.strategies) for remat in constants.REMATS[:-1]}
         self.alone = {name: self.prices(f"host:{name}", self.first).of(self.strategies) for name in space.names}
         self.names = [name for name, found in self.alone.items() if any(p.host_traffic_bytes for p in found.values())]
@@ -179,15 +180,19 @@ class _Probes:
         step, *args = self.space.step(remat, microbatches)
         return StrategyPrices(step, tuple(args), donate_argnums=(0,), **options)
 
-    def _full(self, base: StrategyPrices) -> dict[int, dict[str, StrategyPrice]]:
-        """Price `full` for each number of microbatches, under the requested strategy or the fastest ones."""
-        requested = self.space.options.get("plan")
+    def _full(self, of_count: Mapping[int, StrategyPrices]) -> dict[int, dict[str, StrategyPrice]]:
+        """Price `full` for each number of microbatches, under the requested strategy or the fastest ones.
+
+        Args:
+            of_count: number of microbatches -> the program with `full`.
+        """
+        requested, base = self.space.options.get("plan"), of_count[self.first]
         if requested is None:
             found = base.searched()
         else:
             found = base.of([requested])
         fastest = sorted(found, key=lambda words: found[words].step_time_us)[: constants.SCREENED_STRATEGIES]
-        return {self.first: found} | {count: self.prices("full", count).of(fastest) for count in self.more}
+        return {self.first: found} | {count: of_count[count].of(fastest) for count in self.more}
 
     def _best_strategies(self, found: Mapping[str, StrategyPrice]) -> list[str]:
         """The fastest strategies, the fastest of those that fit, and the leanest."""

@@ -19,8 +19,8 @@ from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.constants import HOST_MEMORY_SHARE
 from autoshard.sharding.planner.strategy_prices import StrategyPrices
 from autoshard.train.program import remat_search
-from autoshard.train.program.build import workload_step, workload_variants
-from autoshard.train.program.remat_search import Priced
+from autoshard.train.program.build import workload_step, workload_steps, workload_variants
+from autoshard.train.program.remat_search import Priced, RematSpace, promising
 from autoshard.train.program.workload_search import workload_search
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
@@ -158,6 +158,22 @@ def test_specified_prices_name_the_way_of_attention():
     [(words, price)] = prices.specified(["dp:2 cp:4"]).items()
     assert "cp:" not in words
     assert prices.of([words])[words] == price == prices.of(["dp:2 cp:4"])["dp:2 cp:4"]
+
+
+@pytest.mark.slow
+def test_no_variant_is_traced_twice(monkeypatch):
+    """`full` is priced under more strategies, which other numbers of microbatches suggest, without a new trace."""
+    monkeypatch.setattr(remat_search.constants, "SCREENED_STRATEGIES", 1)
+    made: list[tuple[str, int]] = []
+    step = workload_steps(SMALL.with_(scan_layers=True))
+
+    def counted(remat: str, microbatches: int) -> tuple[Any, ...]:
+        made.append((remat, microbatches))
+        return step(remat, microbatches)
+
+    space = RematSpace(counted, ["residual"], SMALL.config.layers, [1, 2], options={"target": "v5e:2x4"})
+    assert promising(space)
+    assert sorted(made) == sorted({*made}) and {("full", 1), ("full", 2), ("host:residual", 1)} <= {*made}
 
 
 def test_what_mixes_add_to_the_memory_says_nothing_about_single_policies():

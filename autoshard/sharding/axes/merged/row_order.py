@@ -12,7 +12,7 @@ the program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ def unordered_dims(program: Program, of_value: Sequence[tuple[Dim, ...]]) -> fro
     """
     merged = {dim for dims in of_value for dim in dims if len(dim) > 1}
     ordered = {dim for dim in merged if len({*dim}) < len(dim)}
-    ordered |= {dim for dim in _ordered(program, of_value) if len(dim) > 1}
+    ordered |= {dim for dim in _ordered(program, of_value, merged) if len(dim) > 1}
     while True:
         minor = {axis for dim in ordered for axis in dim[1:]}
         more = {dim for dim in merged - ordered if not minor.isdisjoint(dim[1:])}
@@ -96,15 +96,21 @@ def _treats_alike(rule: Rule, factor: Factor) -> bool:
     return factor.kind == "pass" and any((factor.name,) in dims for dims in rule.operands)
 
 
-def _ordered(program: Program, of_value: Sequence[tuple[Dim, ...]]) -> Iterator[Dim]:
-    """Yield the dimensions whose order matters somewhere."""
+def _ordered(program: Program, of_value: Sequence[tuple[Dim, ...]], merged: Set[Dim]) -> Iterator[Dim]:
+    """Yield the dimensions whose order matters somewhere: all that are in `merged`, and some others."""
     for v in (*program.inputs, *program.outputs):
         yield from of_value[v]
-    yield from _ordered_in(program.block, of_value, False)
+    is_merged = {dims: not merged.isdisjoint(dims) for dims in {*of_value}}
+    yield from _ordered_in(program.block, of_value, [is_merged[dims] for dims in of_value], False)
 
 
-def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -> Iterator[Dim]:
-    """Yield the dimensions whose order matters in a block; if it is `kept`, those of all its values."""
+def _ordered_in(
+    block: Block, of_value: Sequence[tuple[Dim, ...]], is_merged: Sequence[bool], kept: bool
+) -> Iterator[Dim]:
+    """Yield the dimensions whose order matters in a block; if it is `kept`, those of all its values.
+
+    Operators without nested ones that take and return no merged dimension are left out.
+    """
     jaxpr = _compat.open_jaxpr(block.jaxpr)
     constants = {id(v) for v in jaxpr.constvars}
     for atom, v in zip(jaxpr.outvars, block.outputs, strict=True):
@@ -112,6 +118,8 @@ def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -
             yield from of_value[v]
     for op in block.ops:
         values = [v for v in (*op.operands, *op.results) if v >= 0]
+        if not op.blocks and not any([is_merged[v] for v in values]):
+            continue
         for atom, v in zip(op.eqn.invars, op.operands, strict=True):
             if v >= 0 and id(atom) in constants:
                 yield from of_value[v]
@@ -135,7 +143,7 @@ def _ordered_in(block: Block, of_value: Sequence[tuple[Dim, ...]], kept: bool) -
                     yield from of_value[v]
             derived = op.name in _DEFINED_TWICE and any(each.name == "reshape" for each in walk(inner))
             unknown = inner.param == IMPLEMENTATION or op.name in _OWN_DERIVATIVES or derived
-            yield from _ordered_in(inner, of_value, kept or unknown)
+            yield from _ordered_in(inner, of_value, is_merged, kept or unknown)
 
 
 def _ordered_at(op: Op, rule: Rule, of_value: Sequence[tuple[Dim, ...]]) -> Iterator[Dim]:

@@ -72,8 +72,9 @@ class ThinAxes:
         assert op.rule is not None
         computed, used = ({*itertools.chain(*filter(None, arrays))} for arrays in (results, operands))
         gives_rows = any(dims is not None for dims in results)
-        linear = [{*group} for group in (*op.rule.linear, op.rule.moves)]
-        for c in self.nonlinear.keys() & (computed | used):
+        thin = self.nonlinear.keys() & (computed | used)
+        linear = [{*group} for group in (*op.rule.linear, op.rule.moves)] if thin else []
+        for c in thin:
             group = {n for n, dims in enumerate(operands) if dims is not None and c in dims}
             if op.name != "convert_element_type" and not any(group <= each for each in [*linear, set()]):
                 self.nonlinear[c].add(op.name)

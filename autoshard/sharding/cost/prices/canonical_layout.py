@@ -19,7 +19,10 @@ from autoshard.sharding.cost.equivalence_classes import OperatorClass, value_cla
 from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import spec_function, wanted_spec_of
+from autoshard.sharding.program.operator_kinds import is_declared
 from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
+from autoshard.spmdrules.ir.program import Op
 
 Names = Mapping[str, tuple[str, ...]]  # number -> the mesh axes that it stands for
 Sizes = Mapping[str, int]
@@ -40,6 +43,8 @@ class SpecQueries:
         keys: number of a form, sizes of its mesh axes and ways of attention -> a number (`CanonicalSpecs.number`).
         of_class: for each operator class, a function of the answers to all queries. It returns the answers for the
             operands, for the results, and for the values that the kernel reads and writes.
+        has_ways: for each operator class, whether it can run over a sharded sequence in several ways. Only the prices
+            of such classes depend on the ways.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class SpecQueries:
     ):
         self.queries: list[tuple[_SpecOf, int]] = []
         self.of_class: list[Callable[[Mapping[int, int]], tuple[int, ...]]] = []
+        self.has_ways = [_has_ways(each.op) for each in classes]
         self.numbers: dict[Spec, int] = {}
         self.specs: list[Spec] = []
         self.renamed: dict[Any, dict[tuple[int, ...], tuple[Names, Mapping[str, str], tuple[Spec, ...], int]]] = {}
@@ -64,6 +70,11 @@ class SpecQueries:
                 if numbers.setdefault(key, len(numbers)) == len(self.queries):
                     self.queries.append(query)
             self.of_class.append(_picker([numbers[key] for key in keys]))
+
+
+def _has_ways(op: Op) -> bool:
+    """Whether an operator states how it runs over a sharded sequence."""
+    return is_declared(op) and sequence_forms_of(op.eqn.params, [v.aval for v in op.eqn.invars]) is not None
 
 
 def _picker(queries: Sequence[int]) -> Callable[[Mapping[int, int]], tuple[int, ...]]:
@@ -93,7 +104,7 @@ class CanonicalSpecs(NamedTuple):
     Attributes:
         names: number -> the mesh axes that it stands for.
         sizes: number -> their size.
-        sequence: number -> how attention runs over them (`Layout.sequence`).
+        sequence: number -> how attention runs over them (`Layout.sequence`); empty for other operators.
         specs: the specs.
         number: specs of one program with the same number have the same prices.
     """
@@ -133,24 +144,28 @@ class CanonicalLayout:
     def __init__(self, layout: Layout, queries: SpecQueries):
         self.mesh, self.sequence = layout.mesh, layout.sequence
         self.priced: dict[int, tuple[Price, Names]] = {}
-        self._answers, self.specs = _Answers(layout, queries), queries.specs
+        self._answers = _Answers(layout, queries)
         self._renamed = queries.renamed.setdefault((*self.mesh, None, *self.sequence.items()), {})
-        self._known: dict[tuple[int, ...], CanonicalSpecs] = {}
-        self._forms, self._keys, self._of_class = queries.forms, queries.keys, queries.of_class
+        # Whether a class has ways -> its specs by number -> their canonical form.
+        self._known: dict[bool, dict[tuple[int, ...], CanonicalSpecs]] = {False: {}, True: {}}
+        self._queries = queries
 
     def __call__(self, number_of_class: int) -> CanonicalSpecs:
         """Return the specs of an operator class, in canonical form."""
-        specs = self._of_class[number_of_class](self._answers)
-        found = self._known.get(specs)
+        queries = self._queries
+        specs, has_ways = queries.of_class[number_of_class](self._answers), queries.has_ways[number_of_class]
+        found = self._known[has_ways].get(specs)
         if found is None:
-            if specs not in self._renamed:
-                made = canonical([self.specs[n] for n in specs], self.mesh, self.sequence)
-                self._renamed[specs] = *made, self._forms.setdefault(made[2], len(self._forms))
-            names, ways, form, number_of_form = self._renamed[specs]
+            renamed = self._renamed.get(specs)
+            if renamed is None:
+                made = canonical([queries.specs[n] for n in specs], self.mesh, self.sequence)
+                renamed = self._renamed[specs] = *made, queries.forms.setdefault(made[2], len(queries.forms))
+            names, ways, form, number_of_form = renamed
             sizes = {number: math.prod([self.mesh[a] for a in axes]) for number, axes in names.items()}
-            key = number_of_form, tuple(sizes.items()), tuple(ways.items())
-            number = self._keys.setdefault(key, len(self._keys))
-            found = self._known[specs] = CanonicalSpecs(names, sizes, ways, form, number)
+            ways = ways if has_ways else {}
+            key = number_of_form, (*sizes.items(),), (*ways.items(),)
+            number = queries.keys.setdefault(key, len(queries.keys))
+            found = self._known[has_ways][specs] = CanonicalSpecs(names, sizes, ways, form, number)
         return found
 
 
@@ -171,6 +186,8 @@ def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str,
     before: dict[str, str | None] = {}
     for spec in specs:
         for dim in spec:
+            if not dim:
+                continue
             previous = None
             for axis in dim:
                 if before.setdefault(axis, previous) != previous:
@@ -178,8 +195,8 @@ def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str,
                 if previous is not None and after.setdefault(previous, axis) != axis:
                     after[previous] = None
                 previous = axis
-            if previous is not None and after.setdefault(previous, None) is not None:
-                after[previous] = None
+            if after.setdefault(dim[-1], None) is not None:
+                after[dim[-1]] = None
     head: dict[str, str] = {}
     chains: dict[str, list[str]] = {}
     for axis in mesh:  # an axis that follows another in every spec also follows it in the mesh
@@ -192,5 +209,7 @@ def canonical(specs: Sequence[Spec], mesh: Iterable[str], sequence: Mapping[str,
     return (
         {number[axis]: tuple(chain) for axis, chain in chains.items()},
         {number[axis]: sequence[axis] for axis in chains if axis in sequence},
-        tuple(tuple(tuple(number[a] for a in dim if a in number) for dim in spec) for spec in specs),
+        tuple(
+            [tuple([tuple([number[a] for a in dim if a in number]) if dim else () for dim in spec]) for spec in specs]
+        ),
     )

@@ -6,7 +6,10 @@ import weakref
 import pytest
 
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
+from autoshard.sharding.planner.strategy_prices import StrategyPrices
+from autoshard.sharding.program.operator_kinds import is_declared
 from tests.sharding.cost.test_equivalence_classes import problem
+from tests.sharding.search.test_sequence_ways import forward, inputs
 
 
 def canonical(words):
@@ -44,3 +47,14 @@ def test_the_layout_is_not_kept():
     del chosen
     gc.collect()
     assert alive() is None and found.mesh == {"fsdp": 8}
+
+
+def test_ways_of_attention_matter_to_operators_that_have_ways():
+    """Other operators, such as products of weights, have the same prices whichever way attention runs."""
+    found = StrategyPrices(forward, inputs(), target="v5p:2x2x2").problem
+    queries, classes = found.cost.queries, found.cost.classes
+    layouts = [found._requested_layout(words) for words in ("ring:8", "gather:8")]
+    ring, other = (CanonicalLayout(layout, queries) for layout in layouts)
+    same = {is_declared(each.op): ring(n).number == other(n).number for n, each in enumerate(classes)}
+    assert same == {False: True, True: False}
+    assert all(ring(n).sequence == {} for n, each in enumerate(classes) if not is_declared(each.op))
