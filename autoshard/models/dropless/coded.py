@@ -102,7 +102,7 @@ def _scaled_codes(operands: Sequence[jax.Array]) -> list[ScaledCodes]:
 def coded_swiglu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
     """Compute the cotangents of `coded_swiglu_experts`' tokens and gates."""
     x, gates, chosen, own_experts, *coded, cotangent = operands
-    weights = [one.in_dtype(x.dtype) for one in _scaled_codes(coded)]
+    weights = _scaled_codes(coded)
     _, pullback = jax.vjp(
         lambda x, gates: by_sorting(swiglu, x, gates, chosen, own_experts, *weights, **options), x, gates
     )
@@ -130,7 +130,6 @@ def coded_limited_experts_gradients(*operands: jax.Array, **options: Any) -> tup
     """Compute the cotangents of `coded_limited_experts`' tokens, gates and biases."""
     x, gates, chosen, own_experts, *coded, cotangent = operands
     gate, up, b_gate, b_up, down = _limited_weights(coded)
-    gate, up, down = (one.in_dtype(x.dtype) for one in (gate, up, down))
     unit = limited_of(options)
     _, pullback = jax.vjp(
         lambda x, gates, *b: by_sorting(unit, x, gates, chosen, own_experts, gate, up, *b, down, **options),

@@ -1,0 +1,154 @@
+"""Products of rows with matrices in codes, as one Pallas kernel for TPUs.
+
+The kernel visits pairs of a tile of rows and a matrix. Visits to the same matrix are consecutive, and the kernel keeps
+the decoded tile of the matrix in between. The tile has all contracted elements, so nothing is summed over steps. Visits
+to the same tile of the result are consecutive, too. Each of them writes its own rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas
+from jax.experimental.pallas import tpu
+
+from autoshard._shown import shown
+from autoshard.kernels.constants import VECTOR_OPS
+from autoshard.kernels.grouped.codes.decoding import BLOCK, decoded_tile
+from autoshard.kernels.grouped.tiled import visits_of
+from autoshard.kernels.grouped.tiles import Tiles
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
+
+
+@shown
+class Visits(NamedTuple):
+    """The visits of a kernel, in order. All are int32 `[visits]`, but for `count`.
+
+    Attributes:
+        group: the matrix of each visit.
+        source: the tile of rows.
+        target: the tile of the result.
+        first: the first row of the result that the visit computes.
+        end: the row after the last one.
+        count: the number of visits, int32 `[1]`. Those after it do nothing. They repeat the last visit, so they read
+            nothing either.
+    """
+
+    group: jax.Array
+    source: jax.Array
+    target: jax.Array
+    first: jax.Array
+    end: jax.Array
+    count: jax.Array
+
+
+def visits_of_groups(starts: jax.Array, ends: jax.Array, rows: int, tile: int) -> Visits:
+    """Return the visits for consecutive groups of rows, `[starts[g], ends[g])`.
+
+    Args:
+        starts: int32 `[groups]`.
+        ends: int32 `[groups]`.
+        rows: the number of rows, a multiple of `tile`.
+        tile: rows of a tile.
+    """
+    visits = visits_of(starts, ends, tile)
+    number = jnp.minimum(lax.iota(jnp.int32, rows // tile + starts.shape[0] - 1), jnp.maximum(visits.count - 1, 0))
+    # A group without visits has the same `first` as the next group, so the last group with this `first` is right.
+    group = jnp.sum(visits.first[None] <= number[:, None], axis=1, dtype=jnp.int32) - 1
+    place = jnp.minimum(starts[group] // tile + number - visits.first[group], rows // tile - 1)
+    return Visits(group, place, place, starts[group], ends[group], visits.count[None])
+
+
+def visits_of_all(groups: int, tile: int, *, shared: bool) -> Visits:
+    """Return the visits where each group has one tile of rows of its own, or all share one tile of rows."""
+    number = lax.iota(jnp.int32, groups)
+    source = jnp.zeros_like(number) if shared else number
+    return Visits(number, source, number, number * tile, (number + 1) * tile, jnp.full(1, groups, jnp.int32))
+
+
+def coded_product(
+    rows: jax.Array, codes: jax.Array, scale: jax.Array, visits: Visits, *,
+    result_rows: int, transposed: bool, tiles: Tiles, kept: bool, cost: KernelCost, vector_memory_bytes: int,
+    interpret: bool,
+) -> jax.Array:  # fmt: skip
+    """Return rows times the matrices of their groups, `[result_rows, n]`; rows that no visit computes are arbitrary.
+
+    Args:
+        rows: bfloat16 `[m, k]`; `tiles.rows` divides `m`.
+        codes: float4_e2m1fn `[groups, k, n]`, or `[groups, n, k]` if `transposed`.
+        scale: bytes of the scales of 32 codes along the dimension before the last one, uint8.
+        visits: see above.
+        result_rows: a multiple of `tiles.rows`.
+        transposed: whether the matrices are transposed.
+        tiles: rows, all contracted elements, and columns of a tile.
+        kept: whether the kernel keeps a decoded tile for the next visit. Without it, each visit decodes its tile: if
+            each matrix is visited once, this takes fewer steps.
+        cost: what the kernel states to the compiler.
+        vector_memory_bytes: the vector memory that the kernel may use.
+        interpret: whether Pallas interprets the kernel.
+    """
+    inner, columns = rows.shape[1], codes.shape[1 if transposed else 2]
+    tile = (tiles.columns, inner) if transposed else (inner, tiles.columns)
+
+    def matrix(column: Any, visit: Any, group: Any, *_: Any) -> Any:
+        return (group[visit], column, 0) if transposed else (group[visit], 0, column)
+
+    grid = tpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(visits),
+        grid=(-(-columns // tiles.columns), visits.group.shape[0]),
+        in_specs=[
+            pallas.BlockSpec((tiles.rows, inner), lambda column, visit, group, source, *_: (source[visit], 0)),
+            pallas.BlockSpec((1, *tile), matrix),
+            pallas.BlockSpec((1, tile[0] // BLOCK, tile[1]), matrix),
+        ],
+        out_specs=pallas.BlockSpec(
+            (tiles.rows, tiles.columns), lambda column, visit, group, source, target, *_: (target[visit], column)
+        ),
+        scratch_shapes=[tpu.VMEM(tile, jnp.bfloat16)] if kept else [],
+    )
+    return pallas.pallas_call(
+        functools.partial(_kernel, transposed=transposed, tile=tiles.rows, interpret=interpret),
+        grid_spec=grid,
+        out_shape=jax.ShapeDtypeStruct((result_rows, columns), rows.dtype),
+        compiler_params=tpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vector_memory_bytes
+        ),
+        cost_estimate=stated(cost),
+        interpret=interpret,
+        name="coded_product",
+    )(*visits, rows, codes, scale)
+
+
+def stated(cost: KernelCost) -> pallas.CostEstimate:
+    """Return what a kernel states. It has no field for vector operations: audits count several for a transcendental."""
+    return pallas.CostEstimate(
+        flops=int(cost.flops),
+        transcendentals=int(cost.vector_ops / VECTOR_OPS),
+        bytes_accessed=int(cost.moved_bytes),
+    )
+
+
+def _kernel(
+    group: Any, source: Any, target: Any, first: Any, end: Any, count: Any, rows: Any, codes: Any, scale: Any,
+    out: Any, *kept: Any, transposed: bool, tile: int, interpret: bool,
+) -> None:  # fmt: skip
+    visit = pallas.program_id(1)
+    before = jnp.maximum(visit - 1, 0)
+    for decoded in kept:
+
+        @pallas.when((visit == 0) | (group[visit] != group[before]))
+        def _(decoded: Any = decoded) -> None:
+            decoded[...] = decoded_tile(codes[0], scale[0], interpret=interpret)
+
+    @pallas.when(visit < count[0])
+    def _() -> None:
+        matrix = kept[0][...] if kept else decoded_tile(codes[0], scale[0], interpret=interpret)
+        contracted = (((1,), (1 if transposed else 0,)), ((), ()))
+        found = lax.dot_general(rows[...], matrix, contracted, preferred_element_type=jnp.float32)
+        row = target[visit] * tile + lax.broadcasted_iota(jnp.int32, found.shape, 0)
+        other = jnp.where((visit == 0) | (target[visit] != target[before]), 0.0, out[...].astype(jnp.float32))
+        out[...] = jnp.where((row >= first[visit]) & (row < end[visit]), found, other).astype(out.dtype)
