@@ -37,30 +37,37 @@ from autoshard.spmdrules.families.grouped_matmul import drawn_group_sizes
 def reads_codes(call: GroupedCall, dtype: Any, codes: Any, scale: Any, *, rows: int | None = None) -> bool:
     """Return whether a kernel multiplies rows by these codes without a decoded copy of the matrices.
 
-    It does for rows in bfloat16, on TPUs, if codes have 4 bits and each output has scales of 32 inputs. Tiles must fit
-    the vector memory, also those of the gradient of the rows.
-
     Args:
-        call: the implementation of grouped products.
+        call: the implementation of grouped products. TPUs have the kernel.
         dtype: the dtype of the rows.
         codes: `[groups, blocks, size, n]`; anything with a shape and a dtype.
         scale: `[groups, blocks, n]`.
         rows: the number of rows, if each group has a tile of all of them (`coded_product_of_all`).
     """
-    if call.kernel != "megablox" or dtype != jnp.bfloat16 or codes.dtype != jnp.float4_e2m1fn or codes.ndim != 4:
-        return False
+    return call.kernel == "megablox" and not kernel_problem(call, dtype, codes, scale, rows=rows)
+
+
+def kernel_problem(call: GroupedCall, dtype: Any, codes: Any, scale: Any, *, rows: int | None = None) -> str:
+    """Return why the kernel for TPUs cannot read these codes; empty if it can. The arguments are as above."""
+    if dtype != jnp.bfloat16:
+        return f"it takes rows in bfloat16, not {jnp.dtype(dtype).name}"
+    if codes.dtype != jnp.float4_e2m1fn or scale.dtype != jnp.float8_e8m0fnu:
+        return f"it reads float4_e2m1fn codes with float8_e8m0fnu scales, not {codes.dtype} with {scale.dtype}"
+    if codes.ndim != 4 or codes.shape[2] != BLOCK or scale.shape != (*codes.shape[:2], codes.shape[3]):
+        return f"each output needs a scale for {BLOCK} inputs; codes are {codes.shape} and scales {scale.shape}"
     groups, blocks, size, columns = codes.shape
-    if size != BLOCK or scale.shape != (groups, blocks, columns) or scale.dtype != jnp.float8_e8m0fnu:
-        return False
     inner = blocks * size
+    shapes = [
+        CodedShape(CODED_ROWS, inner, columns, groups, "sorted"),
+        CodedShape(CODED_ROWS, columns, inner, groups, "sorted", transposed=True),
+    ]
     if rows is not None:
         shapes = [CodedShape(rows, inner, columns, groups, "own")]
-    else:
-        shapes = [
-            CodedShape(CODED_ROWS, inner, columns, groups, "sorted"),
-            CodedShape(CODED_ROWS, columns, inner, groups, "sorted", transposed=True),
-        ]
-    return all(coded_tiles(one, call.vector_memory_bytes) is not None for one in shapes)
+    if any(coded_tiles(one, call.vector_memory_bytes) is None for one in shapes):
+        return (
+            f"no tile of matrices {inner} x {columns} fits {call.vector_memory_bytes / 2**20:.0f} MiB of vector memory"
+        )
+    return ""
 
 
 def coded_grouped_product(
