@@ -192,7 +192,7 @@ def test_the_forms_with_a_kernel_have_the_values_of_decoded_matrices_of_4_bits(o
 
 
 def test_gradients_read_codes(monkeypatch):
-    """The gradients of tokens, gates and biases are those with decoded matrices, and no decoded matrix is made."""
+    """The gradients of tokens, gates and biases are those with decoded matrices, although no matrix is decoded."""
     (x, gates, chosen), coded, biases = four_bits()
     biases = *(one.astype(jnp.bfloat16) for one in biases), jnp.zeros((EXPERTS, 64), jnp.bfloat16)
 
@@ -202,14 +202,13 @@ def test_gradients_read_codes(monkeypatch):
 
     def gradients(experts, coded):
         run = jax.value_and_grad(functools.partial(loss, experts=experts, coded=coded), argnums=(0, 1, 2))
-        given = x.astype(jnp.bfloat16), gates, biases
-        return str(jax.make_jaxpr(run)(*given)), jax.jit(run)(*given)
+        return jax.jit(run)(x.astype(jnp.bfloat16), gates, biases)
 
-    _, expected = gradients(dropless.limited_experts, [one.in_dtype(jnp.bfloat16) for one in coded])
+    expected = gradients(dropless.limited_experts, [one.in_dtype(jnp.bfloat16) for one in coded])
     monkeypatch.setattr(coded_experts, "grouped_call", lambda dtype: GroupedCall("megablox", interpret=True))
     monkeypatch.setattr(forms, "DENSE_TOKENS", 1)
-    program, found = gradients(dropless.limited_experts_in_codes, coded)
-    assert "coded_rows_gradient" in program and "float4_e2m1fn[16,2,32,32] = convert" not in program
+    monkeypatch.delattr(ScaledCodes, "in_dtype")
+    found = gradients(dropless.limited_experts_in_codes, coded)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         error = np.linalg.norm(np.asarray(one, np.float32) - np.asarray(other, np.float32))
         assert error <= 0.02 * max(np.linalg.norm(np.asarray(other, np.float32)), 1.0)
