@@ -15,8 +15,11 @@ from autoshard.models.block_scales import ScaledCodes, split_inputs
 from autoshard.models.dropless import coded as coded_experts
 from autoshard.models.dropless import forms
 from autoshard.models.dropless.units import limited, swiglu
+from autoshard.sharding.audit import compile_job, export_plan
+from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.planner.bound_plan import bound_or_error
 
 EMBED, FFN, EXPERTS, TOP_K = 8, 12, 16, 3
 TILED = GroupedCall("tiled")
@@ -222,3 +225,33 @@ def test_a_kernel_that_cannot_read_codes_is_a_warning(monkeypatch):
         jax.eval_shape(
             lambda x: dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, limit=7.0, alpha=1.7), x
         )
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [32, 132], ids=["densely", "by sorting"])
+def test_a_tpu_decodes_no_matrix_of_4_bits_in_memory(tokens):
+    """A compiled scan over layers has arrays of a matrix's size in 4 bits alone."""
+    layers, width, ffn = 3, 512, 1024
+
+    def coded(inputs, outputs):
+        codes = jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, 32, outputs), "float4_e2m1fn")
+        return ScaledCodes(codes, jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, outputs), "float8_e8m0fnu"))
+
+    def step(weights, x, gates, chosen):
+        def layer(x, weights):
+            *coded, biases = weights
+            return x + dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, limit=7.0, alpha=1.7), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    gates, chosen = (jax.ShapeDtypeStruct((tokens, 1, TOP_K), dtype) for dtype in ("bfloat16", "int32"))
+    x = jax.ShapeDtypeStruct((tokens, 1, width), "bfloat16")
+    biases = tuple(jax.ShapeDtypeStruct((layers, EXPERTS, n), "bfloat16") for n in (ffn, ffn, width))
+    weights = coded(width, ffn), coded(width, ffn), coded(ffn, width), biases
+    made = plan(step, weights, x, gates, chosen, target="v6e:2x2", plan="ep:4")
+    result = compile_job(export_plan(bound_or_error(made.bound).executable, {}), 600.0)
+    assert result.kind == "ok" and result.text.count("%coded_product") >= 3
+    arrays = {a for one in parse_program(result.text).computations.values() for i in one.instructions for a in i.arrays}
+    large = {a.dtype for a in arrays if a.elements >= width * ffn}
+    assert large == {"f4e2m1fn"}

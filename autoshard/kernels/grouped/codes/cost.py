@@ -1,7 +1,7 @@
 """Tiles and cost of the kernel that reads codes.
 
-As for other grouped products, the cost assumes balanced routing. Codes and scales are read once. Rows are read again
-for each tile of columns, except if there is only one tile of rows.
+As for other grouped products, the cost assumes balanced routing. Codes and scales are read once. Sorted rows are read
+again for each tile of columns, except if there is only one tile of rows.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ class CodedShape(NamedTuple):
 
     def moved_bytes(self, tiles: Tiles) -> float:
         """Return the bytes that the kernel reads and writes."""
-        once = self.form == "shared" or (self.form == "sorted" and self._tiles(tiles.rows) <= 1)
-        read = tiles.rows * self.inner * (1 if once else self.visits(tiles.rows) * self.across(tiles))
+        reads = self.groups if self.form == "own" else 1
+        if self.form == "sorted" and self._tiles(tiles.rows) > 1:
+            reads = self.visits(tiles.rows) * self.across(tiles)
+        read = reads * tiles.rows * self.inner
         written = self._tiles(tiles.rows) * tiles.rows * self.columns
         return (read + written) * _ITEMSIZE + self.groups * self.inner * self.columns * _CODE_BYTES
 

@@ -1,13 +1,15 @@
 """Products of rows with matrices in codes, as one Pallas kernel for TPUs.
 
-The kernel visits pairs of a tile of rows and a matrix. Visits to the same matrix are consecutive, and the kernel keeps
-the decoded tile of the matrix in between. The tile has all contracted elements, so nothing is summed over steps. Visits
-to the same tile of the result are consecutive, too. Each of them writes its own rows.
+The kernel visits pairs of a tile of rows and a matrix. The tile of a matrix has all contracted elements, so nothing is
+summed over steps. If a matrix may have several visits, they are consecutive for each tile of columns, and the kernel
+keeps the decoded tile in between. Visits to the same tile of the result are consecutive, too. Each of them writes its
+own rows. If each matrix has one visit, it computes all columns before the next visit, and rows are read once.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,8 +87,7 @@ def coded_product(
         result_rows: a multiple of `tiles.rows`.
         transposed: whether the matrices are transposed.
         tiles: rows, all contracted elements, and columns of a tile.
-        kept: whether the kernel keeps a decoded tile for the next visit. Without it, each visit decodes its tile: if
-            each matrix is visited once, this takes fewer steps.
+        kept: whether a matrix, or a tile of the result, may have several visits.
         cost: what the kernel states to the compiler.
         vector_memory_bytes: the vector memory that the kernel may use.
         interpret: whether Pallas interprets the kernel.
@@ -94,20 +95,24 @@ def coded_product(
     inner, columns = rows.shape[1], codes.shape[1 if transposed else 2]
     tile = (tiles.columns, inner) if transposed else (inner, tiles.columns)
 
-    def matrix(column: Any, visit: Any, group: Any, *_: Any) -> Any:
-        return (group[visit], column, 0) if transposed else (group[visit], 0, column)
+    order = (1, 0) if kept else (0, 1)  # the dimensions of the grid that count visits and tiles of columns
+    sizes = visits.group.shape[0], -(-columns // tiles.columns)
+
+    def block(shape: tuple[int, ...], index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> pallas.BlockSpec:
+        return pallas.BlockSpec(shape, lambda *at: index(at[order[0]], at[order[1]], Visits(*at[2:])))
+
+    def matrix(visit: Any, column: Any, tables: Visits) -> tuple[Any, ...]:
+        return (tables.group[visit], column, 0) if transposed else (tables.group[visit], 0, column)
 
     grid = tpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(visits),
-        grid=(-(-columns // tiles.columns), visits.group.shape[0]),
+        grid=tuple(sizes[n] for n in order),
         in_specs=[
-            pallas.BlockSpec((tiles.rows, inner), lambda column, visit, group, source, *_: (source[visit], 0)),
-            pallas.BlockSpec((1, *tile), matrix),
-            pallas.BlockSpec((1, tile[0] // BLOCK, tile[1]), matrix),
+            block((tiles.rows, inner), lambda visit, column, tables: (tables.source[visit], 0)),
+            block((1, *tile), matrix),
+            block((1, tile[0] // BLOCK, tile[1]), matrix),
         ],
-        out_specs=pallas.BlockSpec(
-            (tiles.rows, tiles.columns), lambda column, visit, group, source, target, *_: (target[visit], column)
-        ),
+        out_specs=block((tiles.rows, tiles.columns), lambda visit, column, tables: (tables.target[visit], column)),
         scratch_shapes=[tpu.VMEM(tile, jnp.bfloat16)] if kept else [],
     )
     return pallas.pallas_call(
@@ -136,7 +141,7 @@ def _kernel(
     group: Any, source: Any, target: Any, first: Any, end: Any, count: Any, rows: Any, codes: Any, scale: Any,
     out: Any, *kept: Any, transposed: bool, tile: int, interpret: bool,
 ) -> None:  # fmt: skip
-    visit = pallas.program_id(1)
+    visit = pallas.program_id(1 if kept else 0)
     before = jnp.maximum(visit - 1, 0)
     for decoded in kept:
 
@@ -150,5 +155,8 @@ def _kernel(
         contracted = (((1,), (1 if transposed else 0,)), ((), ()))
         found = lax.dot_general(rows[...], matrix, contracted, preferred_element_type=jnp.float32)
         row = target[visit] * tile + lax.broadcasted_iota(jnp.int32, found.shape, 0)
-        other = jnp.where((visit == 0) | (target[visit] != target[before]), 0.0, out[...].astype(jnp.float32))
+        other = 0.0
+        if kept:
+            is_first = (visit == 0) | (target[visit] != target[before])
+            other = jnp.where(is_first, 0.0, out[...].astype(jnp.float32))
         out[...] = jnp.where((row >= first[visit]) & (row < end[visit]), found, other).astype(out.dtype)
