@@ -82,7 +82,7 @@ def coded_product(
     Args:
         rows: bfloat16 `[m, k]`; `tiles.rows` divides `m`.
         codes: float4_e2m1fn `[groups, k, n]`, or `[groups, n, k]` if `transposed`.
-        scale: bytes of the scales of 32 codes along the dimension before the last one, uint8.
+        scale: the scales of 32 codes along the dimension before the last one, float8_e8m0fnu.
         visits: see above.
         result_rows: a multiple of `tiles.rows`.
         transposed: whether the matrices are transposed.
@@ -147,11 +147,11 @@ def _kernel(
 
         @pallas.when((visit == 0) | (group[visit] != group[before]))
         def _(decoded: Any = decoded) -> None:
-            decoded[...] = decoded_tile(codes[0], scale[0], interpret=interpret)
+            decoded[...] = _decoded(codes, scale, interpret=interpret)
 
     @pallas.when(visit < count[0])
     def _() -> None:
-        matrix = kept[0][...] if kept else decoded_tile(codes[0], scale[0], interpret=interpret)
+        matrix = kept[0][...] if kept else _decoded(codes, scale, interpret=interpret)
         contracted = (((1,), (1 if transposed else 0,)), ((), ()))
         found = lax.dot_general(rows[...], matrix, contracted, preferred_element_type=jnp.float32)
         row = target[visit] * tile + lax.broadcasted_iota(jnp.int32, found.shape, 0)
@@ -160,3 +160,7 @@ def _kernel(
             is_first = (visit == 0) | (target[visit] != target[before])
             other = jnp.where(is_first, 0.0, out[...].astype(jnp.float32))
         out[...] = jnp.where((row >= first[visit]) & (row < end[visit]), found, other).astype(out.dtype)
+
+
+def _decoded(codes: Any, scale: Any, *, interpret: bool) -> Any:
+    return decoded_tile(codes[0], tpu.bitcast(scale[0], jnp.uint8), interpret=interpret)

@@ -249,7 +249,7 @@ def _run(
     groups, blocks, size, outputs = codes.shape
     tiles = _tiles(shape, call)
     return coded_product(
-        rows, codes.reshape(groups, blocks * size, outputs), lax.bitcast_convert_type(scale, jnp.uint8), visits,
+        rows, codes.reshape(groups, blocks * size, outputs), scale, visits,
         result_rows=count, transposed=call.transposed, tiles=tiles, kept=kept, cost=coded_cost(shape, tiles),
         vector_memory_bytes=call.vector_memory_bytes, interpret=call.interpret,
     )  # fmt: skip
