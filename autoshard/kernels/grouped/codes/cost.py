@@ -7,6 +7,7 @@ again for each tile of columns, except if there is only one tile of rows.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 from autoshard._shown import shown
@@ -19,6 +20,7 @@ from autoshard.kernels.constants import (
     LANES,
     LARGEST_CODED_ROWS,
     LARGEST_TILE,
+    SCOPED_VMEM_BYTES,
     STEP_BYTES,
     STEP_OVERHEAD_US,
     SUBLANES,
@@ -117,6 +119,11 @@ def coded_cost(shape: CodedShape, tiles: Tiles) -> KernelCost:
         vector_ops=float(shape.groups * shape.inner * shape.across(tiles) * tiles.columns * DECODING_VECTOR_OPS),
         overhead_us=shape.steps(tiles) * STEP_OVERHEAD_US,
     )
+
+
+def kernel_memory(tiles: Tiles) -> int:
+    """Return the bytes of vector memory that the kernel asks for: the compiler may use the rest for whole arrays."""
+    return max(math.ceil(_held(tiles) / VECTOR_MEMORY_SHARE), SCOPED_VMEM_BYTES)
 
 
 def _row_tiles(shape: CodedShape) -> list[int]:

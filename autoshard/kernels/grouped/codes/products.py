@@ -22,7 +22,7 @@ from jax import lax
 
 from autoshard.kernels.constants import CODED_ROWS
 from autoshard.kernels.grouped.call import GroupedCall
-from autoshard.kernels.grouped.codes.cost import CodedShape, coded_cost, coded_tiles
+from autoshard.kernels.grouped.codes.cost import CodedShape, coded_cost, coded_tiles, kernel_memory
 from autoshard.kernels.grouped.codes.decoding import BLOCK
 from autoshard.kernels.grouped.codes.kernel import Visits, coded_product, visits_of_all, visits_of_groups
 from autoshard.kernels.grouped.matmul import group_bounds
@@ -251,7 +251,7 @@ def _run(
     return coded_product(
         rows, codes.reshape(groups, blocks * size, outputs), scale, visits,
         result_rows=count, transposed=call.transposed, tiles=tiles, kept=kept, cost=coded_cost(shape, tiles),
-        vector_memory_bytes=call.vector_memory_bytes, interpret=call.interpret,
+        vector_memory_bytes=kernel_memory(tiles), interpret=call.interpret,
     )  # fmt: skip
 
 
