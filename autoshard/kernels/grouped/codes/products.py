@@ -248,6 +248,9 @@ def _run(
 ) -> jax.Array:
     groups, blocks, size, outputs = codes.shape
     tiles = _tiles(shape, call)
+    # XLA gives scales another layout for the kernel. It would do so at the beginning of the step, and keep the result in
+    # main memory until here.
+    rows, scale = lax.optimization_barrier((rows, scale))
     return coded_product(
         rows, codes.reshape(groups, blocks * size, outputs), scale, visits,
         result_rows=count, transposed=call.transposed, tiles=tiles, kept=kept, cost=coded_cost(shape, tiles),
