@@ -248,8 +248,8 @@ def _run(
 ) -> jax.Array:
     groups, blocks, size, outputs = codes.shape
     tiles = _tiles(shape, call)
-    # XLA gives scales another layout for the kernel. It would do so at the beginning of the step, and keep the result in
-    # main memory until here.
+    # XLA copies scales into another layout for the kernel. Without the barrier, it may do so early in the step and keep
+    # the copy in main memory until here.
     rows, scale = lax.optimization_barrier((rows, scale))
     return coded_product(
         rows, codes.reshape(groups, blocks * size, outputs), scale, visits,
