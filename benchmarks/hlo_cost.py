@@ -7,7 +7,9 @@ that it calls.
                   pairs (output position, kernel position) that meet a real input, neither padding nor the holes of a
                   dilation (XLA:TPU writes batched products as such convolutions)
     custom calls  cuBLAS and cuDNN calls count in the same way. Any other call counts by its `cost_estimate`, if it has
-                  one. That also gives bytes and transcendental operations, each of `VECTOR_OPS` vector operations
+                  one. That also gives bytes and transcendental operations, each of `VECTOR_OPS` vector operations.
+                  The stated bytes include operands and results in the chip's own memory. They are subtracted once: the
+                  instructions that move them to the chip and back count by themselves
 Products at a higher precision take several passes of a TPU's matrix unit (3 for `high`, 6 for `highest`); 32-bit ones
 run at half speed on a GPU (TF32). `work` includes that, `flops` does not. Elementwise arithmetic is not counted.
 
@@ -67,7 +69,13 @@ def cost(module: Module, where: Computation, instruction: Instruction, gpu: bool
     total, work = sum(n for n, _ in products), sum(n * slow for n, slow in products)
     moved = {space: sum(size for at, size in traffic(module, where, instruction) if at == space) for space in (0, 5)}
     if stated := stated_cost(instruction):
-        return replace(stated, host_bytes=moved[HOST])
+        on_chip = sum(
+            leaf.bytes
+            for one in (*where.inputs(instruction), instruction)
+            for leaf in one.leaves
+            if leaf.space not in (HBM, HOST)
+        )
+        return replace(stated, hbm_bytes=max(stated.hbm_bytes - on_chip, 0.0), host_bytes=moved[HOST])
     return Cost(total, work, moved[HBM], moved[HOST])
 
 

@@ -145,3 +145,17 @@ GRAPH_LAUNCH_US = 1.4
 # Number of kernels in an iteration: for the product, and for the gradient of the matrices. Source: programs compiled
 # for an H100.
 TILE_KERNELS, TILE_KERNELS_GRADIENT = 7, 8
+
+# --- Grouped products with codes on TPUs (`grouped.codes`). Only speed and prices depend on these figures.
+
+# Rows of the smallest and the largest tile. The rows of a tile of 16-bit elements fill whole registers. The largest is
+# chosen: with it, a decoded tile takes longer to multiply than to decode.
+CODED_ROWS, LARGEST_CODED_ROWS = 16, 512
+
+# The most elements of a decoded tile. Source: chosen. The compiler unrolls the decoding, so the time of compilation is
+# linear in it: about 5 s of CPU time for a tile of this size.
+DECODED_ELEMENTS = 2 * 2**20
+
+# Vector operations for each decoded element. Counted in the program of v6e for 1440 registers of codes, where the
+# compiler's final schedule has 6037 of them, most of them on the bytes of four codes at a time.
+DECODING_VECTOR_OPS = 4.2

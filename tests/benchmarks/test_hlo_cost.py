@@ -105,6 +105,15 @@ def test_opaque_kernels():
     assert cost_of(unknown, a="f32[8]{0}").hbm_bytes == 64
 
 
+def test_a_kernel_moves_no_bytes_of_arrays_on_the_chip():
+    line = (
+        'f32[8,8]{1,0} custom-call(%a, %b), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":'
+    )
+    line += '{"cost_estimate":{"flops":"77","bytes_accessed":"1000"}}}'
+    assert cost_of(line, a="f32[8,8]{1,0}", b="f32[8,8]{1,0}").hbm_bytes == 1000
+    assert cost_of(line, a="f32[8,8]{1,0}", b="f32[8,8]{1,0:S(1)}").hbm_bytes == 1000 - 256
+
+
 KB = 1024
 STACK = "f32[24,16,16]{2,1,0}"  # 24 layers of 1 KB
 

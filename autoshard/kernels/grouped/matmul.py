@@ -156,7 +156,7 @@ def _rows(call: GroupedCall, rows, weights, sizes, own, positions):
     count, columns = rows.shape[0], weights.shape[1 if call.transposed else 2]
     if not count:
         return jnp.zeros((count, columns), rows.dtype)
-    starts, ends = _bounds(sizes, positions)
+    starts, ends = group_bounds(sizes, positions)
 
     def plain(rows, weights, starts, ends, own):
         tile = tiled_rows(count, sizes.shape[0])
@@ -191,7 +191,7 @@ def _matrices(call: GroupedCall, rows, d_out, sizes, own, positions):
     count = rows.shape[0]
     if not count:
         return jnp.zeros((own.shape[0], rows.shape[1], d_out.shape[1]), rows.dtype)
-    starts, ends = _bounds(sizes, positions)
+    starts, ends = group_bounds(sizes, positions)
 
     def plain(rows, d_out, starts, ends, own):
         tile = tiled_rows(count, sizes.shape[0])
@@ -225,7 +225,7 @@ def _by_platform(call: GroupedCall, on_tpus: Any, on_gpus: Any, plain: Any, *arg
     return kernel(*args) if call.interpret else lax.platform_dependent(*args, default=plain, **{platform: kernel})
 
 
-def _bounds(sizes: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def group_bounds(sizes: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the first row of each group on this shard, and the row after its last one; equal if it has none here."""
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     first, last = (jnp.clip(edge - positions[0], 0, positions.shape[0]) for edge in (ends - sizes, ends))

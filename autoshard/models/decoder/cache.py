@@ -15,6 +15,7 @@ from jax import lax
 
 from autoshard._shown import shown
 from autoshard.models.decoder.kinds import LayerKind
+from autoshard.models.decoder.single_rows import by_slices, scattered, with_slots
 
 Kept = tuple[jax.Array, ...]
 
@@ -115,29 +116,13 @@ def written(kept: jax.Array, new: jax.Array, rows: Rows) -> jax.Array:
     """
     new = new.astype(kept.dtype)
     if new.shape[2] == 1:
-        return _with_one(kept, new[:, :, 0], rows.lengths % kept.shape[2])
+        write = with_slots if by_slices(kept) else scattered
+        return write(kept, new[:, :, 0], rows.lengths % kept.shape[2])
     # Each slot takes its position from the new ones or, if that is older, keeps what it has.
     from_new = positions_in(kept.shape[2], rows.lengths + rows.counts) - rows.lengths[:, None]
     index = jnp.clip(from_new, 0, new.shape[2] - 1)[None]
     taken = jnp.take_along_axis(new, _aligned(index, new.ndim), axis=2)
     return jnp.where(_aligned(from_new[None] >= 0, new.ndim), taken, kept)
-
-
-def _with_one(kept: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """Write `[layers, batch, ...]` into one slot of each row.
-
-    It is one scatter, with one update for each layer and row. XLA would copy the cache into another layout and back for
-    updates of all layers at once, or of slices under `vmap`.
-    """
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(2, new.ndim)),
-        inserted_window_dims=(2,),
-        scatter_dims_to_operand_dims=(2,),
-        operand_batching_dims=(0, 1),
-        scatter_indices_batching_dims=(0, 1),
-    )
-    indices = jnp.broadcast_to(slots[None, :, None], (*new.shape[:2], 1))
-    return lax.scatter(kept, indices, new, numbers, unique_indices=True, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def _aligned(x: jax.Array, ndim: int) -> jax.Array:

@@ -26,6 +26,7 @@ from autoshard.models.decoder.layer_inputs import LayerInputs
 from autoshard.models.decoder.layers import Norm, normal
 from autoshard.models.decoder.quantized_weight import split_codes
 from autoshard.models.decoder.segments import segments_of
+from autoshard.models.decoder.single_rows import by_slices, rows_of
 from autoshard.models.decoder.stacks import chunks_of, make_segments, make_sides, run_segments, segment_inputs
 from autoshard.models.loss import sum_and_count, token_losses
 from autoshard.models.scopes import scoped
@@ -234,8 +235,13 @@ class Decoder(nnx.Module):
         """Embed tokens as `[batch, seq, width]`, without positions."""
         self._check(tokens)
         with jax.named_scope("embed"):
-            # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
-            x = self.embed[...].at[tokens].get(mode="fill", wrap_negative_indices=False).astype(self.cfg.dtype)
+            table = self.embed[...]
+            if tokens.shape[1] == 1 and by_slices(table):
+                x = rows_of(table, tokens)
+            else:
+                # `fill` without wrapping: an id outside the vocabulary gives NaN instead of another token's row.
+                x = table.at[tokens].get(mode="fill", wrap_negative_indices=False)
+            x = x.astype(self.cfg.dtype)
             return x if self.cfg.embed_scale == 1.0 else x * jnp.asarray(self.cfg.embed_scale, x.dtype)
 
     def _placed(self, x: jax.Array, positions: jax.Array) -> jax.Array:

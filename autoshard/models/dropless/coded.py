@@ -5,6 +5,7 @@ The matrices are frozen: they have no gradient.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autoshard.kernels.grouped.call import grouped_call
+from autoshard.errors import AutoshardWarning
+from autoshard.kernels.grouped.call import GroupedCall, grouped_call
+from autoshard.kernels.grouped.codes.products import kernel_problem
 from autoshard.models.block_scales import ScaledCodes
 from autoshard.models.dropless.forms import apply_experts, by_sorting
 from autoshard.models.dropless.operators import chosen_biases, limited_of
@@ -44,7 +47,7 @@ def experts_in_codes(
         `[batch, seq, embed]` in the dtype of `x`.
     """
     count = up.scale.shape[0]
-    options = {"count": count, "call": grouped_call(x.dtype)}
+    options = {"count": count, "call": _call(x.dtype, gate, up, down)}
     return coded_swiglu_experts(
         x, gates, chosen.astype(jnp.int32), lax.iota(jnp.int32, count), *gate, *up, *down, **options
     )
@@ -87,11 +90,25 @@ def limited_experts_in_codes(
     """
     (gate, up, down), (b_gate, b_up, b_down) = weights, biases
     count = up.scale.shape[0]
-    options = {"count": count, "call": grouped_call(x.dtype), "limit": limit, "alpha": alpha}
+    options = {"count": count, "call": _call(x.dtype, *weights), "limit": limit, "alpha": alpha}
     y = coded_limited_experts(
         x, gates, chosen.astype(jnp.int32), lax.iota(jnp.int32, count), *gate, *up, b_gate, b_up, *down, **options
     )
     return y + chosen_biases(gates, chosen, b_down).astype(x.dtype)
+
+
+def _call(dtype: Any, *weights: ScaledCodes) -> GroupedCall:
+    """Return the implementation of grouped products. Warn if it decodes codes of 4 bits that a kernel could read."""
+    call = grouped_call(dtype)
+    problems = {kernel_problem(call, dtype, *one) for one in weights if one.bits < 8} - {""}
+    if call.kernel == "megablox" and problems:
+        warnings.warn(
+            f"experts in codes: the kernel that reads codes of 4 bits cannot run: {'; '.join(sorted(problems))}. The "
+            "matrices are decoded before each product.",
+            AutoshardWarning,
+            stacklevel=3,
+        )
+    return call
 
 
 def _scaled_codes(operands: Sequence[jax.Array]) -> list[ScaledCodes]:
@@ -102,7 +119,7 @@ def _scaled_codes(operands: Sequence[jax.Array]) -> list[ScaledCodes]:
 def coded_swiglu_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
     """Compute the cotangents of `coded_swiglu_experts`' tokens and gates."""
     x, gates, chosen, own_experts, *coded, cotangent = operands
-    weights = [one.in_dtype(x.dtype) for one in _scaled_codes(coded)]
+    weights = _scaled_codes(coded)
     _, pullback = jax.vjp(
         lambda x, gates: by_sorting(swiglu, x, gates, chosen, own_experts, *weights, **options), x, gates
     )
@@ -130,7 +147,6 @@ def coded_limited_experts_gradients(*operands: jax.Array, **options: Any) -> tup
     """Compute the cotangents of `coded_limited_experts`' tokens, gates and biases."""
     x, gates, chosen, own_experts, *coded, cotangent = operands
     gate, up, b_gate, b_up, down = _limited_weights(coded)
-    gate, up, down = (one.in_dtype(x.dtype) for one in (gate, up, down))
     unit = limited_of(options)
     _, pullback = jax.vjp(
         lambda x, gates, *b: by_sorting(unit, x, gates, chosen, own_experts, gate, up, *b, down, **options),

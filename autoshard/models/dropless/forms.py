@@ -9,8 +9,10 @@ A grouped product on TPUs is a kernel, and XLA copies a layer of stacked weights
 the weights from the stack in place. Generating text for few rows takes as long as reading the weights, so these forms
 are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
-Matrices may be `ScaledCodes`. The forms by sorting and in turn decode them, and the other forms take them as they are.
-XLA does not read codes of 4 bits inside a product. In turn, only the decoded matrices of one expert are in memory.
+Matrices may be `ScaledCodes`. XLA does not read codes of 4 bits inside a product. On TPUs, a kernel does
+(`kernels/grouped/codes`), by sorting and densely. Where it cannot run, the form in turn replaces the dense one: only
+the decoded matrices of one expert are in memory. The form by sorting decodes codes that no kernel reads. Densely and
+one by one, codes of 8 bits are read as they are.
 
 All arguments belong to one shard. The result is the sum over its own experts and hidden units.
 
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autoshard.kernels.grouped.call import GroupedCall
+from autoshard.kernels.grouped.codes.products import coded_grouped_product, coded_product_of_all, reads_codes
 from autoshard.kernels.grouped.matmul import grouped_product
 from autoshard.models.block_scales import ScaledCodes, scaled_product
 from autoshard.models.dropless.constants import DENSE_TOKENS, LARGEST_UNROLLED, PIECE_ELEMENTS, TILE_ROWS
@@ -59,9 +62,10 @@ def apply_experts(
     if choices < own_experts.shape[0] and choices <= LARGEST_UNROLLED:
         return one_by_one(unit, x, gates, chosen, own_experts, *weights)
     if call.kernel == "megablox" and tokens <= DENSE_TOKENS:
-        if any(isinstance(one, ScaledCodes) and one.bits < 8 for one in weights):
+        of_4_bits = [one for one in weights if isinstance(one, ScaledCodes) and one.bits < 8]
+        if not all(reads_codes(call, x.dtype, *one, rows=tokens) for one in of_4_bits):
             return in_turn(unit, x, gates, chosen, own_experts, *weights)
-        return densely(unit, x, gates, chosen, own_experts, *weights)
+        return densely(unit, x, gates, chosen, own_experts, *weights, call=call)
     return by_sorting(unit, x, gates, chosen, own_experts, *weights, count=count, call=call)
 
 
@@ -77,8 +81,11 @@ def by_sorting(
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
 
     def multiply(rows: jax.Array, weights: Weight) -> jax.Array:
-        weights = weights.in_dtype(x.dtype) if isinstance(weights, ScaledCodes) else weights
-        return grouped_product(call, rows, weights, sizes, own_experts)
+        if not isinstance(weights, ScaledCodes):
+            return grouped_product(call, rows, weights, sizes, own_experts)
+        if reads_codes(call, rows.dtype, *weights):
+            return coded_grouped_product(call, rows, *weights, sizes, own_experts)
+        return grouped_product(call, rows, weights.in_dtype(x.dtype), sizes, own_experts)
 
     rows = x.reshape(-1, width)[order // top_k]
     products = [multiply(rows, w) for w in up_weights]
@@ -93,20 +100,24 @@ def by_sorting(
 
 
 def densely(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight
-) -> jax.Array:
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight,
+    call: GroupedCall,
+) -> jax.Array:  # fmt: skip
     """Compute `apply_experts` with products of all tokens and all own experts."""
     up_weights, biases, down = _parts(weights)
     rows = x.reshape(-1, x.shape[2])
     picked = chosen.reshape(-1, 1, chosen.shape[2]) == own_experts[:, None]  # tokens, experts, choices
     of_expert = jnp.sum(jnp.where(picked, gates.reshape(-1, 1, gates.shape[2]), 0), axis=2)
-    products = [_of_all(rows, w) for w in up_weights]
+    products = [_of_all(rows, w, call) for w in up_weights]
     if biases:
         products = [y + b[:, None] for y, b in zip(products, biases, strict=True)]
     # The products are masked, and not the hidden units: an overflow of an expert that was not chosen has no effect.
     mask = jnp.any(picked, axis=2).T[..., None]
     hidden = unit([jnp.where(mask, y, 0) for y in products])
     hidden = hidden * of_expert.T[..., None].astype(hidden.dtype)
+    if isinstance(down, ScaledCodes) and reads_codes(call, hidden.dtype, *down, rows=rows.shape[0]):
+        outputs = coded_product_of_all(call, hidden, *down)
+        return jnp.sum(outputs, axis=0, dtype=jnp.float32).reshape(x.shape).astype(x.dtype)
     return _product("etf,efd->td", hidden, down).reshape(x.shape).astype(x.dtype)
 
 
@@ -199,9 +210,11 @@ def _pieces(inputs: int, outputs: int, blocks: int) -> int:
     return next((n for n in tiled if inputs // n * outputs <= PIECE_ELEMENTS), tiled[-1])
 
 
-def _of_all(rows: jax.Array, weight: Weight) -> jax.Array:
+def _of_all(rows: jax.Array, weight: Weight, call: GroupedCall) -> jax.Array:
     """Multiply the rows by the matrices of all own experts: `[own, tokens, ffn]`."""
     if isinstance(weight, ScaledCodes):
+        if reads_codes(call, rows.dtype, *weight, rows=rows.shape[0]):
+            return coded_product_of_all(call, rows, *weight)
         # Codes are read in place if the experts are a batch dimension. Else XLA transposes them.
         rows = jnp.broadcast_to(rows, (weight.scale.shape[0], *rows.shape))
         return _product("etd,edf->etf", rows, weight)

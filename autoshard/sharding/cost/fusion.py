@@ -58,7 +58,7 @@ from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
 _CONVOLUTION = "conv_general_dilated"
 _SLICES = ("slice", "dynamic_slice", layer_p.name)
-_IN_PLACE = ("dynamic_update_slice", write_p.name)
+_IN_PLACE = ("dynamic_update_slice", "sliced_slots", write_p.name)
 _MOVES = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision")
 _WHOLE = (
     "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "cholesky", "triangular_solve", "lu", "qr", "eigh",

@@ -7,9 +7,10 @@ multiply-add counts 2. A convolution counts the pairs of an output and a window 
 padding or dilation holes: XLA:TPU expresses batched products as such convolutions.
 
 A custom call that states its cost (`cost_estimate`, as Pallas kernels do) is priced by that: FLOPs, bytes, and vector
-operations, `VECTOR_OPS` for each transcendental one. The compiler gives such calls 0 cycles. cuDNN's attention states
-none; its cost follows from its shapes (`attention_calls`). Our Triton kernels state theirs in their metadata
-(`triton_calls`).
+operations, `VECTOR_OPS` for each transcendental one. The stated bytes include those of operands and results that the
+compiler keeps on the chip. These count once less: what moves them between the chip and main memory is another
+instruction. The compiler gives such calls 0 cycles. cuDNN's attention states none; its cost follows from its shapes
+(`attention_calls`). Our Triton kernels state theirs in their metadata (`triton_calls`).
 
 Bytes are those of operands and results in the device's main memory. Of an operand that is sliced or gathered, only the
 bytes that are read count. Of an operand that is updated in place, only those of the update. This holds in fusions too.
@@ -165,13 +166,13 @@ def kernel_cost(computation: Computation, i: Instruction) -> KernelCost | None:
     if not (found := _STATED.search(i.attributes)):
         return attention_cost(computation, i) or triton_cost(i)
     stated = {name: float(n) for name, n in re.findall(r'"(\w+)":"?(\d+)', found[1])}
-    sizes = [
-        bits(a.dtype) // 8 for v in computation.operands_of(i) for a in v.arrays if a.dtype.startswith(("f", "bf"))
-    ]
+    operands = [a for v in computation.operands_of(i) for a in v.arrays]
+    sizes = [bits(a.dtype) // 8 for a in operands if a.dtype.startswith(("f", "bf"))]
+    on_chip = sum(a.nbytes for a in (*operands, *i.arrays) if a.space not in (MAIN_MEMORY, HOST_MEMORY))
     return KernelCost(
         flops=stated.get("flops", 0.0),
         itemsize=max(min(sizes, default=4), 1),
-        moved_bytes=stated.get("bytes_accessed", 0.0),
+        moved_bytes=max(stated.get("bytes_accessed", 0.0) - on_chip, 0.0),
         vector_ops=stated.get("transcendentals", 0.0) * VECTOR_OPS,
     )
 

@@ -8,14 +8,18 @@ import numpy as np
 import pytest
 
 from autoshard import plan
+from autoshard.errors import AutoshardWarning
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.models import dropless
 from autoshard.models.block_scales import ScaledCodes, split_inputs
 from autoshard.models.dropless import coded as coded_experts
 from autoshard.models.dropless import forms
 from autoshard.models.dropless.units import limited, swiglu
+from autoshard.sharding.audit import compile_job, export_plan
+from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import find_target
+from autoshard.sharding.planner.bound_plan import bound_or_error
 
 EMBED, FFN, EXPERTS, TOP_K = 8, 12, 16, 3
 TILED = GroupedCall("tiled")
@@ -47,7 +51,8 @@ def test_all_forms_have_the_values_of_decoded_matrices(tokens, own):
     by_sorting = functools.partial(forms.by_sorting, count=EXPERTS, call=TILED)
     expected = jax.jit(by_sorting, static_argnums=0)(swiglu, *given, *(one.values for one in coded))
     assert np.linalg.norm(expected) > 1
-    for form in (by_sorting, forms.densely, forms.one_by_one):
+    densely = functools.partial(forms.densely, call=TILED)
+    for form in (by_sorting, densely, forms.one_by_one):
         found = jax.jit(form, static_argnums=0)(swiglu, *given, *coded)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -155,7 +160,8 @@ def test_all_forms_have_the_values_of_decoded_matrices_of_4_bits(own, monkeypatc
     dense = [one.values for one in (gate, up)], down.values
     expected = jax.jit(by_sorting, static_argnums=0)(unit, *given, *dense[0], *biases, dense[1])
     assert np.linalg.norm(expected) > 1
-    for form in (by_sorting, forms.densely, forms.in_turn, forms.one_by_one):
+    densely = functools.partial(forms.densely, call=TILED)
+    for form in (by_sorting, densely, forms.in_turn, forms.one_by_one):
         found = jax.jit(form, static_argnums=0)(unit, *given, gate, up, *biases, down)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
     low = gate.in_dtype(jnp.bfloat16)  # exact
@@ -164,4 +170,88 @@ def test_all_forms_have_the_values_of_decoded_matrices_of_4_bits(own, monkeypatc
     program = jax.make_jaxpr(functools.partial(forms.apply_experts, unit, count=EXPERTS, call=kernel))(
         *given, gate, up, *biases, down
     )
-    assert "scan" in str(program) and "sort" not in str(program)
+    assert "scan" in str(program) and "sort" not in str(program)  # the kernel takes no rows in float32
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("own", [slice(5, 12), slice(0, EXPERTS)], ids=["a shard", "all experts"])
+def test_the_forms_with_a_kernel_have_the_values_of_decoded_matrices_of_4_bits(own):
+    (x, gates, chosen), (gate, up, down), biases = four_bits(own)
+    kernel = GroupedCall("megablox", interpret=True)
+    unit = functools.partial(limited, limit=7.0, alpha=1.702)
+    given = x.astype(jnp.bfloat16), gates, chosen, jnp.arange(EXPERTS, dtype=jnp.int32)[own]
+    biases = [one.astype(jnp.bfloat16) for one in biases]
+    by_sorting = functools.partial(forms.by_sorting, unit, count=EXPERTS)
+    expected = by_sorting(
+        *(one.astype(jnp.float32) for one in given[:2]), *given[2:], gate.values, up.values,
+        *(one.astype(jnp.float32) for one in biases), down.values, call=TILED,
+    )  # fmt: skip
+    for form in (functools.partial(forms.densely, unit), by_sorting):
+        run = functools.partial(form, call=kernel)
+        assert str(jax.make_jaxpr(run)(*given, gate, up, *biases, down)).count("coded_") >= 3
+        found = jax.jit(run)(*given, gate, up, *biases, down)
+        error = np.linalg.norm(np.asarray(found, np.float32) - expected)
+        assert error < 0.02 * np.linalg.norm(expected)  # bfloat16 with rounded hidden units
+
+
+def test_gradients_read_codes(monkeypatch):
+    """The gradients of tokens, gates and biases are those with decoded matrices, although no matrix is decoded."""
+    (x, gates, chosen), coded, biases = four_bits()
+    biases = *(one.astype(jnp.bfloat16) for one in biases), jnp.zeros((EXPERTS, 64), jnp.bfloat16)
+
+    def loss(x, gates, biases, experts, coded):
+        y = experts(x, gates, chosen, coded, biases, limit=7.0, alpha=1.702)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    def gradients(experts, coded):
+        run = jax.value_and_grad(functools.partial(loss, experts=experts, coded=coded), argnums=(0, 1, 2))
+        return jax.jit(run)(x.astype(jnp.bfloat16), gates, biases)
+
+    expected = gradients(dropless.limited_experts, [one.in_dtype(jnp.bfloat16) for one in coded])
+    monkeypatch.setattr(coded_experts, "grouped_call", lambda dtype: GroupedCall("megablox", interpret=True))
+    monkeypatch.setattr(forms, "DENSE_TOKENS", 1)
+    monkeypatch.delattr(ScaledCodes, "in_dtype")
+    found = gradients(dropless.limited_experts_in_codes, coded)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        error = np.linalg.norm(np.asarray(one, np.float32) - np.asarray(other, np.float32))
+        assert error <= 0.02 * max(np.linalg.norm(np.asarray(other, np.float32)), 1.0)
+
+
+def test_a_kernel_that_cannot_read_codes_is_a_warning(monkeypatch):
+    (x, gates, chosen), coded, biases = four_bits()
+    monkeypatch.setattr(coded_experts, "grouped_call", lambda dtype: GroupedCall("megablox"))
+    biases = *biases, jnp.zeros((EXPERTS, 64))
+    with pytest.warns(AutoshardWarning, match="takes rows in bfloat16, not float32. The matrices are decoded"):
+        jax.eval_shape(
+            lambda x: dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, limit=7.0, alpha=1.7), x
+        )
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [32, 132], ids=["densely", "by sorting"])
+def test_a_tpu_decodes_no_matrix_of_4_bits_in_memory(tokens):
+    """A compiled scan over layers has arrays of a matrix's size in 4 bits alone."""
+    layers, width, ffn = 3, 512, 1024
+
+    def coded(inputs, outputs):
+        codes = jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, 32, outputs), "float4_e2m1fn")
+        return ScaledCodes(codes, jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, outputs), "float8_e8m0fnu"))
+
+    def step(weights, x, gates, chosen):
+        def layer(x, weights):
+            *coded, biases = weights
+            return x + dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, limit=7.0, alpha=1.7), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    gates, chosen = (jax.ShapeDtypeStruct((tokens, 1, TOP_K), dtype) for dtype in ("bfloat16", "int32"))
+    x = jax.ShapeDtypeStruct((tokens, 1, width), "bfloat16")
+    biases = tuple(jax.ShapeDtypeStruct((layers, EXPERTS, n), "bfloat16") for n in (ffn, ffn, width))
+    weights = coded(width, ffn), coded(width, ffn), coded(ffn, width), biases
+    made = plan(step, weights, x, gates, chosen, target="v6e:2x2", plan="ep:4")
+    result = compile_job(export_plan(bound_or_error(made.bound).executable, {}), 600.0)
+    assert result.kind == "ok" and result.text.count("%coded_product") >= 3
+    arrays = {a for one in parse_program(result.text).computations.values() for i in one.instructions for a in i.arrays}
+    large = {a.dtype for a in arrays if a.elements >= width * ffn}
+    assert large == {"f4e2m1fn"}

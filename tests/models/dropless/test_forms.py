@@ -18,6 +18,7 @@ from autoshard.sharding.machines.targets import find_target
 
 EMBED, FFN, EXPERTS, TOP_K = 8, 12, 16, 3
 TILED = GroupedCall("tiled")
+densely = functools.partial(forms.densely, call=TILED)
 UNITS = {
     "gelu": (gelu, 1, 0),
     "swiglu": (swiglu, 2, 0),
@@ -47,8 +48,7 @@ def test_all_forms_have_the_same_values(unit, own):
     given = operands(unit, 5, own)
     by_sorting = functools.partial(forms.by_sorting, count=EXPERTS, call=TILED)
     expected, *others = (
-        jax.jit(form, static_argnums=0)(UNITS[unit][0], *given)
-        for form in (by_sorting, forms.densely, forms.one_by_one)
+        jax.jit(form, static_argnums=0)(UNITS[unit][0], *given) for form in (by_sorting, densely, forms.one_by_one)
     )
     assert np.linalg.norm(expected) > 1
     for found in others:
@@ -57,8 +57,8 @@ def test_all_forms_have_the_same_values(unit, own):
 
 def test_an_overflow_of_an_expert_that_is_not_chosen_has_no_effect():
     x, gates, chosen, own, gate, up, down = operands("swiglu", 5)
-    found = jax.jit(forms.densely, static_argnums=0)(swiglu, x, gates, chosen, own, gate.at[-1].set(3e38), up, down)
-    expected = jax.jit(forms.densely, static_argnums=0)(swiglu, x, gates, chosen, own, gate, up, down)
+    found = jax.jit(densely, static_argnums=0)(swiglu, x, gates, chosen, own, gate.at[-1].set(3e38), up, down)
+    expected = jax.jit(densely, static_argnums=0)(swiglu, x, gates, chosen, own, gate, up, down)
     np.testing.assert_array_equal(found, expected)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, flops_of
+from autoshard.sharding.hlo.kernel_costs import Kernels, cycles_of, flops_of, kernel_cost
 from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.machines.chips import CHIPS
 from tests.sharding.hlo.texts import text_of
@@ -193,3 +193,17 @@ def test_cycle_estimates():
     assert cycles_of(i) is None
     where, i, _ = price("ROOT %i = f32[] add(%a)")
     assert cycles_of(i) is None
+
+
+def test_a_kernel_moves_no_bytes_of_arrays_on_the_chip():
+    def moved(layout):
+        where, i, _ = price(f"""
+            %a = f32[8,8]{{1,0}} parameter(0)
+            %b = f32[8,8]{layout} parameter(1)
+            ROOT %i = f32[8,8]{layout} custom-call(%a, %b), custom_call_target="tpu_custom_call", \
+backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"77","bytes_accessed":"1000"}}}}}}
+        """)
+        return kernel_cost(where, i).moved_bytes
+
+    assert moved("{1,0}") == 1000
+    assert moved("{1,0:S(1)}") == 1000 - 2 * 256

@@ -22,7 +22,7 @@ from autoshard.models.pretrained.quantized.scheme import Index, Scheme
 from autoshard.models.pretrained.tables import Source
 
 CODE = ml_dtypes.float4_e2m1fn
-BLOCK, BIAS = 32, 127  # of the specification
+BLOCK, BIAS, NAN_SCALE = 32, 127, 255  # of the specification
 LARGEST, LARGEST_EXPONENT = np.float32(ml_dtypes.finfo(CODE).max), 2
 _ONE = np.arange(16, dtype=np.uint8).view(CODE).astype(np.float32)  # the value of each code
 PAIRS = np.stack([np.tile(_ONE, 16), np.repeat(_ONE, 16)], axis=1)  # the two values of each byte
@@ -124,7 +124,8 @@ class Mxfp4(Scheme):
         new_codes, new_scales = codes.copy(), scales.copy()
         for expert, matrix in enumerate(values):
             own = matrix.T.reshape(*scales.shape[1:], BLOCK)
-            changed = np.any(_values(codes[expert], scales[expert]).astype(own.dtype) != own, axis=-1)
+            stored = _values(codes[expert], scales[expert]).astype(own.dtype)
+            changed = np.any((stored != own) & ~(np.isnan(stored) & np.isnan(own)), axis=-1)
             new_codes[expert][changed], new_scales[expert][changed] = _quantized(own[changed].astype(np.float32))
         return new_codes, new_scales
 
@@ -143,7 +144,9 @@ def _packed(codes: np.ndarray) -> np.ndarray:
 def _values(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return the values of blocks, float32 `[..., 32]`."""
     values = PAIRS[codes].reshape(*codes.shape[:-1], BLOCK)
-    return np.ldexp(values, scales.astype(np.int32)[..., None] - BIAS, out=values)
+    np.ldexp(values, scales.astype(np.int32)[..., None] - BIAS, out=values)
+    values[scales == NAN_SCALE] = np.nan
+    return values
 
 
 def _quantized(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -41,6 +41,15 @@ def test_ranges_of_values(index):
     assert np.ascontiguousarray(found).tobytes() == plain(codes, scales)[index].tobytes()
 
 
+def test_the_largest_byte_of_a_scale_is_nan():
+    codes, scales = random_mxfp4((1, 64, 2), 0)
+    scales[0, 1, 0] = 255
+    found = SCHEME.decode(tensor(codes), tensor(scales), (slice(0, 1), slice(0, 64), slice(0, 2)))
+    np.testing.assert_array_equal(np.isnan(found[0]), [[False, n < 32] for n in range(64)])
+    for new, kept in zip(SCHEME.encode(np.array(found), codes, scales), (codes, scales), strict=True):
+        assert new.tobytes() == kept.tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_unchanged_blocks_keep_their_codes_and_scales(dtype):
     codes, scales = random_mxfp4((2, 64, 5), 1)
