@@ -29,7 +29,7 @@ from typing import Any
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.models.remat.policies import remat_policies
-from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, HOST_BANDWIDTH_REACHED
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.program import constants
@@ -152,6 +152,7 @@ class _Probes:
         base = self.prices("full", self.first)
         self.limit, self.host_limit, bandwidth = base.limit_bytes, base.host_limit_bytes, base.host_bandwidth
         self.host_us_per_byte = 1e6 / (bandwidth * HOST_BANDWIDTH_REACHED) if bandwidth else 0.0
+        self.copy_us_per_byte = 1e6 / (base.memory_bandwidth * BANDWIDTH_REACHED)
         may_offload = bandwidth > 0 and base.platform in constants.OFFLOADING_PLATFORMS
         self.offloads = bool(space.host) or (space.offloads and may_offload)
         self.full = self._full(base)
@@ -234,12 +235,12 @@ class _Probes:
                 found.append(Priced(remat, count, time_us, full.peak_memory_bytes + more))
         alone = {name: self.alone[name][words] for name in self.names if words in self.alone[name]}
         values = {
-            name: Part(base.step_time_us - (p.step_time_us - p.host_exposed_us), p.host_traffic_bytes / 2)
+            name: Part(base.step_time_us - self._kept_us(p), p.host_traffic_bytes / 2)
             for name, p in alone.items()
         }
         parts = Parts(
             full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count,
-            self.host_us_per_byte,
+            self.host_us_per_byte, self.copy_us_per_byte,
         )  # fmt: skip
         must = [name for name in self.space.host if name in values]
         if len(must) < len(self.space.host):  # not priced under this strategy
@@ -252,6 +253,11 @@ class _Probes:
                 if not must and (busy > parts.hidden_us or parts.host_bytes(choice) > self.host_limit):
                     found += self._partly_offloaded(parts, choice)
         return found
+
+    def _kept_us(self, offloaded: StrategyPrice) -> float:
+        """The step time if the values on the host were kept: without their time on the link and without their copies."""
+        copies_us = offloaded.host_traffic_bytes * self.copy_us_per_byte
+        return offloaded.step_time_us - offloaded.host_exposed_us - copies_us
 
     def _partly_offloaded(self, parts: Parts, choice: Choice) -> Iterator[Priced]:
         """Mixes for a choice that exceeds the host's link or memory: some layers offload, and others recompute."""
