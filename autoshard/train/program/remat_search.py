@@ -235,8 +235,7 @@ class _Probes:
                 found.append(Priced(remat, count, time_us, full.peak_memory_bytes + more))
         alone = {name: self.alone[name][words] for name in self.names if words in self.alone[name]}
         values = {
-            name: Part(base.step_time_us - self._kept_us(p), p.host_traffic_bytes / 2)
-            for name, p in alone.items()
+            name: Part(base.step_time_us - self._kept_us(p), p.host_traffic_bytes / 2) for name, p in alone.items()
         }
         parts = Parts(
             full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count,
@@ -255,7 +254,7 @@ class _Probes:
         return found
 
     def _kept_us(self, offloaded: StrategyPrice) -> float:
-        """The step time if the values on the host were kept: without their time on the link and without their copies."""
+        """The step time if the values on the host were kept: without the time on the link and without the copies."""
         copies_us = offloaded.host_traffic_bytes * self.copy_us_per_byte
         return offloaded.step_time_us - offloaded.host_exposed_us - copies_us
 
