@@ -7,9 +7,10 @@ The price is additive. With `full` recomputation as the base, for one strategy a
     peak = peak(full) + sum over kept values of bytes(value) - bytes(residual), if the residual waits on the host
 
 `saved` is the time of the recomputation that a value makes needless, minus the time to write and read the value.
-`bytes` is its memory in all layers. Both come from programs that move one value each to the host (`Parts.values`). To and
-from the host, a value is also read and written in the memory of the device: `copies`. The link to the host is busy with
-the bytes of all offloaded values, in each direction; a forward pass is a quarter of a step with full recomputation.
+`bytes` is its memory in all layers. Both come from programs that move one value each to the host (`Parts.values`). On
+the way to the host and back, a value is also read and written in the memory of the device: `copies`. The link to the
+host is busy with the bytes of all offloaded values, in each direction. A forward pass is a quarter of a step with full
+recomputation.
 """
 
 from __future__ import annotations
