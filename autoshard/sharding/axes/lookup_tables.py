@@ -34,16 +34,17 @@ class LookupTable:
     indexed: frozenset[int]
     looked_up: float
 
-    def rows_kept_whole(self, parts: int) -> frozenset[int]:
-        """Return the dimensions along which the table is not stored in shards, if any other dimension can be sharded.
+    def is_stored_by_features(self, parts: int, weight: float) -> bool:
+        """Whether the rows that a device needs take less time than the table.
 
-        They are those of its rows if the rows that a device looks up for its part of the batch have fewer bytes than
-        the table. Then a device receives these rows and sends their gradients, in place of the table and its gradient.
+        A device receives the rows for its part of the batch, and sends their gradients, or else the table and its
+        gradient.
 
         Args:
             parts: the number of parts of the batch.
+            weight: the time of an all-to-all, relative to that of an all-gather of equally many bytes.
         """
-        return self.indexed if self.looked_up < parts else frozenset()
+        return self.looked_up / parts * weight < 1
 
 
 def lookup_tables(

@@ -269,8 +269,7 @@ class Layout:
         shardable = [d for d, n in enumerate(shape) if n > 1 and not any([c in stacked for c in leaves[d]])]
         # The output feature dimension; if this is not a kernel, an index past the last dimension.
         outputs = self.axes.kernels.get(leaves, 0) + len(shape)
-        table, parts = self.axes.tables.get(leaves), self._parts_of_batch()
-        rows = {d + len(shape) for d in table.rows_kept_whole(parts)} if table else ()
+        table = self.axes.tables.get(leaves)
         while free:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
                 shards = self.shard_count(free[:count])
@@ -278,7 +277,8 @@ class Layout:
                 if divisible:
                     if apart:
                         divisible = [d for d in divisible if not spec[d]] or divisible
-                    divisible = [d for d in divisible if d not in rows] or divisible
+                    if table and table.is_stored_by_features(self._parts_of_batch, self.roles.exchange_weight(shards)):
+                        divisible = [d for d in divisible if d - len(shape) not in table.indexed] or divisible
                     if outputs in divisible:
                         least = LEAST_INPUT_FEATURES * shards
                         divisible = [d for d in divisible if d != outputs and local[d] >= least] or divisible
@@ -291,6 +291,7 @@ class Layout:
                 free = free[1:]
         return tuple(map(tuple, out))
 
+    @cached_property
     def _parts_of_batch(self) -> int:
         return math.prod(n for a, n in self.mesh.items() if self.roles.batch in self.table.get(a, ()))
 
