@@ -28,7 +28,8 @@ class LookupTable:
 
     Attributes:
         indexed: its dimensions that indices address, counted from the end.
-        looked_up: the bytes that all lookups of a step return, as a multiple of the bytes of the table.
+        looked_up: the bytes that its lookups return, each once, as a multiple of the bytes of the table. A loop gathers
+            the table, or exchanges the rows, in every iteration.
     """
 
     indexed: frozenset[int]
@@ -77,7 +78,7 @@ def lookup_tables(
             by_index = {c for f in op.rule.factors if f.kind == "index" for c in factors.get(f.name, ())}
             indexed[table] |= {d - len(table) for d, dim in enumerate(table) if by_index & {*dim}}
             avals = program.avals
-            looked_up[table] += op.trips * nbytes(avals[result]) / max(nbytes(avals[op.operands[0]]), 1)
+            looked_up[table] += nbytes(avals[result]) / max(nbytes(avals[op.operands[0]]), 1)
     return {
         table: LookupTable(frozenset(dims), looked_up[table])
         for table, dims in indexed.items()
