@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard._shown import shown
@@ -75,6 +75,7 @@ class Priced:
         peak_bytes: peak memory of a device.
         host_us: microseconds in which the link to the host is busy.
         host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
+        strategy: the strategy; empty if it is that which suits the variant best.
     """
 
     remat: str
@@ -83,6 +84,7 @@ class Priced:
     peak_bytes: float
     host_us: float = 0.0
     host_bytes: float = 0.0
+    strategy: str = ""
 
     @property
     def offloads(self) -> bool:
@@ -218,7 +220,7 @@ class _Probes:
             if words not in self.full[count]:
                 continue
             pure = self._pure(count, words)
-            found += [*pure, *self._mixes(pure)]
+            found += [replace(each, strategy=words) for each in (*pure, *self._mixes(pure))]
         return found
 
     def _pure(self, count: int, words: str) -> list[Priced]:
@@ -279,11 +281,11 @@ class _Probes:
                 if self.space.layers > period and not self.space.layers % period:
                     remat = ",".join([light.remat] * count + [strict.remat] * (period - count))
                     share = count / period
-                    figures = (
+                    time_us, peak, host_us, waiting = (
                         share * a + (1 - share) * b
                         for a, b in zip(_figures(light), _figures(strict), strict=True)
                     )  # fmt: skip
-                    found.append(Priced(remat, light.microbatches, *figures))
+                    found.append(Priced(remat, light.microbatches, time_us, peak, host_us, waiting))
         return found
 
 
@@ -328,10 +330,12 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
             if not prices:
                 continue
             priced = probes.best(guess.remat, guess.microbatches, prices)
-            guesses.learn(guess, priced)
+            alike = {words: p for words, p in prices.items() if words == guess.strategy}  # as the guess says
+            as_guessed = probes.best(guess.remat, guess.microbatches, alike or prices)
+            guesses.learn(guess, as_guessed)
             if priced.peak_bytes <= probes.limit:
                 fitting.append(priced)
-                found += 1
+                found += as_guessed.peak_bytes <= probes.limit
                 most = min(most, priced.score_us * constants.WORTH_PRICING)
             else:
                 others.append(priced)

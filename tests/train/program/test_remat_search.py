@@ -18,7 +18,7 @@ from autoshard.models.remat.named_values import NAMED_VALUES
 from autoshard.models.workloads import workload
 from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.constants import HOST_MEMORY_SHARE
-from autoshard.sharding.planner.strategy_prices import StrategyPrices
+from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.train.program import remat_search
 from autoshard.train.program.build import workload_step, workload_steps, workload_variants
 from autoshard.train.program.remat_search import Priced, RematSpace
@@ -193,6 +193,31 @@ def test_what_mixes_add_to_the_memory_says_nothing_about_single_policies():
     guesses.learn(Priced("host:qkv,full", 1, 1.0, 95.0), Priced("host:qkv,full", 1, 1.0, 110.0))
     assert guesses.fits(Priced("host:qkv", 1, 1.0, 95.0))
     assert not guesses.fits(Priced("host:qkv,full,full,full", 1, 1.0, 90.0))
+
+
+def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing():
+    """Under the fast strategy, two variants need more memory than guessed. A third one fits, and is the fastest."""
+    needed = {"keep:qkv": 105.0, "keep:context": 105.0, "keep:mlp_in": 90.0}
+    tried: list[str] = []
+
+    def prices(remat: str, microbatches: int) -> Any:
+        tried.append(remat)
+        found = {"fast": StrategyPrice(8.0, needed[remat]), "slow": StrategyPrice(9.9, 60.0)}
+        return SimpleNamespace(of=lambda strategies: found)
+
+    probes: Any = SimpleNamespace(
+        limit=100.0, host_limit=math.inf, offloads=False, strategies=["fast", "slow"], prices=prices,
+        space=SimpleNamespace(host=()),
+        known=lambda: [Priced("full", 1, 10.0, 50.0)],
+        estimated=lambda: [
+            Priced(remat, 1, time, peak, strategy="fast")
+            for remat, time, peak in (("keep:qkv", 7.9, 99.0), ("keep:context", 8.0, 90.0), ("keep:mlp_in", 8.1, 80.0))
+        ],
+    )  # fmt: skip
+    probes.best = partial(remat_search._Probes.best, probes)
+    fitting, _ = remat_search._best_priced(probes)
+    assert tried == ["keep:qkv", "keep:context", "keep:mlp_in"]
+    assert min(fitting, key=lambda each: each.time_us) == Priced("keep:mlp_in", 1, 8.0, 90.0)
 
 
 def test_guesses_that_do_not_fit_the_host_are_not_tried():
