@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_ROUNDS
+from autoshard.sharding.axes.lookup_tables import LookupTable, lookup_tables
 from autoshard.sharding.axes.merged.row_order import unordered_dims
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
@@ -137,6 +138,12 @@ class LogicalAxes:
                     numbers, kernel = op.eqn.params["dimension_numbers"], op.eqn.invars[1].aval
                     found.setdefault(self.of_value[source], numbers.rhs_spec[0] - kernel.ndim)
         return found
+
+    @cached_property
+    def tables(self) -> dict[Leaves, LookupTable]:
+        """Classes of an input whose rows are only looked up -> its lookups."""
+        sources = {v: source for v, (source, _) in self._aliases.items()}
+        return lookup_tables(self.program, self.of_value, self.of_op, sources)
 
     @cached_property
     def _aliases(self) -> dict[int, tuple[int, tuple[int, ...]]]:

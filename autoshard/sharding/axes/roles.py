@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,10 @@ from autoshard.spmdrules.ir.program import Program
 
 Role = Literal["data", "parameter", "optimizer", "other"]
 STATE: tuple[Role, ...] = ("parameter", "optimizer")
+
+
+def _as_fast_as_gathers(devices: int) -> float:
+    return 1.0
 
 
 @shown
@@ -67,6 +71,8 @@ class Roles:
         separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
             own, or the number of stages does not divide that of the layers.
         gathers_once: whether weights are gathered before a loop over microbatches, so that `fsdp` shards replicas, too.
+        exchange_weight: the time of an all-to-all over so many devices, relative to that of an all-gather of equally
+            many bytes. It is the only figure of the machine that shardings depend on.
     """
 
     inputs: dict[int, Role]
@@ -90,6 +96,7 @@ class Roles:
     separate_layers: bool = False
     gathers_once: bool = False
     row: frozenset[int] = frozenset()
+    exchange_weight: Callable[[int], float] = _as_fast_as_gathers
 
 
 def find_roles(

@@ -28,7 +28,8 @@ memory and back write their results.
 
 A value that is read soon, in the same run of its block, can stay in on-chip memory. Each such value gets a share of
 that memory: its fraction of the bytes of all such values that are live with it. It stays there if its bytes on a device
-are at most its share. The shares are the same for every layout.
+are at most its share. The shares are the same for every layout. Transfers between host and device read and write
+the device's memory, not the on-chip memory.
 """
 
 from __future__ import annotations
@@ -192,8 +193,9 @@ class _Finder:
         """Set `on_chip` for the values of a block."""
         when = {id(op): number for number, op in enumerate(ops)}
         change, lives = np.zeros(len(ops) + 1), {}
+        transferred = {v for op in ops if is_host_transfer(op) for v in (*op.operands, *op.results)}
         for op in ops:
-            for v in (set(op.results) & self.memory) - outputs:
+            for v in (set(op.results) & self.memory) - outputs - transferred:
                 if not getattr(self.program.avals[v], "shape", ()):
                     continue
                 taken, first = users.get(v, ()), when[id(op)]

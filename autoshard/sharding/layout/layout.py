@@ -23,7 +23,7 @@ from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.axes.typical_inputs import typical_inputs
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
 from autoshard.sharding.program.array_sizes import is_float, itemsize, nbytes
-from autoshard.spmdrules.core.placement import Spec, axes_of
+from autoshard.spmdrules.core.placement import Spec, exchanged_spec
 
 
 @shown
@@ -255,6 +255,8 @@ class Layout:
         then reduce-scatters the gradient over the storage axes, and all-reduces the shards over the others. But if
         `tp` and `fsdp` shard the same dimension under `dp:2 fsdp:2 tp:2`, it all-reduces the whole gradient over `dp`
         and `fsdp` together.
+
+        A table whose rows are only looked up is sharded along its features (`axes.lookup_tables`).
         """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
@@ -266,6 +268,7 @@ class Layout:
         shardable = [d for d, n in enumerate(shape) if n > 1 and not any([c in stacked for c in leaves[d]])]
         # The output feature dimension; if this is not a kernel, an index past the last dimension.
         outputs = self.axes.kernels.get(leaves, 0) + len(shape)
+        table = self.axes.tables.get(leaves)
         while free:
             for count in range(len(free), 0, -1):  # as many mesh axes as possible on one dimension
                 shards = self.shard_count(free[:count])
@@ -273,6 +276,8 @@ class Layout:
                 if divisible:
                     if apart:
                         divisible = [d for d in divisible if not spec[d]] or divisible
+                    if table and table.is_stored_by_features(self._parts_of_batch, self.roles.exchange_weight(shards)):
+                        divisible = [d for d in divisible if d - len(shape) not in table.indexed] or divisible
                     if outputs in divisible:
                         least = LEAST_INPUT_FEATURES * shards
                         divisible = [d for d in divisible if d != outputs and local[d] >= least] or divisible
@@ -284,6 +289,10 @@ class Layout:
             else:
                 free = free[1:]
         return tuple(map(tuple, out))
+
+    @cached_property
+    def _parts_of_batch(self) -> int:
+        return math.prod(n for a, n in self.mesh.items() if self.roles.batch in self.table.get(a, ()))
 
     def _batch_is_sharded_apart(self, role: Role) -> bool:
         """Whether some mesh axis shards the batch, but not the stored inputs of this role."""
@@ -385,14 +394,3 @@ class Layout:
                 sharded = (*spec[:d], self._leading(dim, 1, spec[d]), *spec[d + 1 :])
                 found += [(chunk, sharded), ((dim[1:], *chunk), ((), *sharded))]
         return found
-
-
-def exchanged_spec(of_layers: Spec, of_stages: Spec) -> Spec:
-    """The sharding of a stack whose stages have their layers, while the layers keep their other shards.
-
-    Args:
-        of_layers: the sharding of the stack by which each stage has a part of all layers.
-        of_stages: the sharding by which each stage has its layers.
-    """
-    moved = {*axes_of(of_stages)}
-    return tuple((*own, *(a for a in part if a not in moved)) for own, part in zip(of_stages, of_layers, strict=True))

@@ -14,7 +14,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.known_strategies import known_strategy
-from autoshard.sharding.layout.layout import Layout, exchanged_spec
+from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import Move, OperandSpecs, OperatorStrategy, choose_strategy
 from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
@@ -23,7 +23,7 @@ from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.operator_kinds import REDUCTIONS, is_decision_point
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.factor_projection import project
-from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, shard_count
+from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, exchanged_spec, shard_count
 from autoshard.spmdrules.core.reshard_path import moves_axis
 from autoshard.spmdrules.core.rule import Dims, Rule
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of

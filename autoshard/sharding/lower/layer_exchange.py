@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autoshard import _compat
-from autoshard.sharding.layout.layout import Layout, exchanged_spec
+from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
-from autoshard.spmdrules.core.placement import Spec
+from autoshard.spmdrules.core.placement import Spec, exchanged_spec
 from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
 from autoshard.spmdrules.ir.program import Op
 

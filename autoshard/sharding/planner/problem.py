@@ -79,7 +79,9 @@ class PlanningProblem:
         self.limit = limit if limit is not None else machine.target.chip.memory_bytes
         self.program = traced.program
         analysis = analyse(traced)
-        self.axes, self.roles, self.state = analysis.axes, analysis.roles, analysis.state
+        self.axes, self.state = analysis.axes, analysis.state
+        weight = partial(machine.target.link_prices.weight, "all-to-all")
+        self.roles = replace(analysis.roles, exchange_weight=weight)
         self.search_counts = SearchCounts()
         self.overlap = self._module_overlap(overlap) if overlap else None
 

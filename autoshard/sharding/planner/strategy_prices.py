@@ -115,6 +115,11 @@ class StrategyPrices:
         """Bytes per second between a device and its host, in one direction; 0 if unknown."""
         return self.problem.machine.target.chip.host_bandwidth
 
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes per second of a device's memory."""
+        return self.problem.machine.target.chip.memory_bandwidth
+
     @paused()
     @_compat.classic_scans()
     def searched(self) -> dict[str, StrategyPrice]:

@@ -203,3 +203,14 @@ def is_spec_entry(entry: Any) -> bool:
     """Whether a value is a valid entry of a `PartitionSpec`: None, UNCONSTRAINED, a name or a tuple of names."""
     names = entry if isinstance(entry, tuple) else (entry,)
     return entry is None or entry is PartitionSpec.UNCONSTRAINED or all(isinstance(name, str) for name in names)
+
+
+def exchanged_spec(of_layers: Spec, of_stages: Spec) -> Spec:
+    """The sharding of a stack whose stages have their layers, while the layers keep their other shards.
+
+    Args:
+        of_layers: the sharding of the stack by which each stage has a part of all layers.
+        of_stages: the sharding by which each stage has its layers.
+    """
+    moved = {*axes_of(of_stages)}
+    return tuple((*own, *(a for a in part if a not in moved)) for own, part in zip(of_stages, of_layers, strict=True))

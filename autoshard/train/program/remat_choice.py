@@ -2,12 +2,15 @@
 
 The price is additive. With `full` recomputation as the base, for one strategy and one number of microbatches:
 
-    time = time(full) - sum over kept and offloaded values of saved(value) + exposed host time
+    time = time(full) - sum over kept and offloaded values of saved(value)
+           + sum over offloaded values of copies(value) + exposed host time
     peak = peak(full) + sum over kept values of bytes(value) - bytes(residual), if the residual waits on the host
 
-`saved` is the time of the recomputation that a value makes needless, and `bytes` the memory that it takes in all
-layers. Both come from programs that move one value each to the host (`Parts.values`). The link to the host is busy with
-the bytes of all offloaded values, in each direction; a forward pass is a quarter of a step with full recomputation.
+`saved` is the time of the recomputation that a value makes needless, minus the time to write and read the value.
+`bytes` is its memory in all layers. Both come from programs that move one value each to the host (`Parts.values`). On
+the way to the host and back, a value is also read and written in the memory of the device: `copies`. The link to the
+host is busy with the bytes of all offloaded values, in each direction. A forward pass is a quarter of a step with full
+recomputation.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ class Part:
     """The effect of one value under a strategy.
 
     Attributes:
-        saved_us: microseconds of recomputation that the value makes needless if it is kept or offloaded.
+        saved_us: microseconds that a step saves if the value is kept.
         nbytes: bytes of the value in all layers and microbatches, on one device.
     """
 
@@ -98,6 +101,7 @@ class Parts:
         values: named value -> its effect.
         microbatches: the number of microbatches: one of them is in memory at a time.
         host_us_per_byte: microseconds on the link to the host, in one direction.
+        copy_us_per_byte: microseconds in which a transfer reads or writes a byte in the device's memory.
     """
 
     full_us: float
@@ -106,6 +110,7 @@ class Parts:
     values: Mapping[str, Part]
     microbatches: int = 1
     host_us_per_byte: float = 0.0
+    copy_us_per_byte: float = 0.0
 
     def price(self, choice: Choice) -> tuple[float, float, float]:
         """Return the time of a step, the peak memory, and the time on the link in one direction.
@@ -129,8 +134,8 @@ class Parts:
         >>> parts.price_mix(Choice(host=("qkv",)), 0.5)
         (975.0, 80.0, 150.0)
         """
-        saved = sum(self.values[name].saved_us for name in choice.keep if name != RESIDUAL)
-        saved += share * sum(self.values[name].saved_us for name in choice.host if name != RESIDUAL)
+        saved = sum(self.values[name].saved_us for name in choice.keep)
+        saved += share * sum(self.offload_saved_us(self.values[name]) for name in choice.host)
         kept = sum(self.values[name].nbytes for name in choice.keep)
         if RESIDUAL in choice.host:
             kept -= share * self.values[RESIDUAL].nbytes
@@ -138,6 +143,10 @@ class Parts:
         forward = self.hidden_us
         exposed = max(busy - forward, 0.0) + max(busy - (self.compute_us - forward - saved), 0.0)
         return self.full_us - saved + exposed, self.full_bytes + kept / self.microbatches, busy
+
+    def offload_saved_us(self, value: Part) -> float:
+        """Return the microseconds that a step saves if a value is offloaded, without the time on the link."""
+        return value.saved_us - 2 * value.nbytes * self.copy_us_per_byte
 
     def host_bytes(self, choice: Choice, share: float = 1.0) -> float:
         """Return the bytes of one microbatch that wait on the host if only a share of the layers offloads.

@@ -23,13 +23,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.models.remat.policies import remat_policies
-from autoshard.sharding.machines.constants import HOST_BANDWIDTH_REACHED
+from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, HOST_BANDWIDTH_REACHED
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.program import constants
@@ -75,6 +75,7 @@ class Priced:
         peak_bytes: peak memory of a device.
         host_us: microseconds in which the link to the host is busy.
         host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
+        strategy: the strategy; empty if it is that which suits the variant best.
     """
 
     remat: str
@@ -83,6 +84,7 @@ class Priced:
     peak_bytes: float
     host_us: float = 0.0
     host_bytes: float = 0.0
+    strategy: str = ""
 
     @property
     def offloads(self) -> bool:
@@ -152,6 +154,7 @@ class _Probes:
         base = self.prices("full", self.first)
         self.limit, self.host_limit, bandwidth = base.limit_bytes, base.host_limit_bytes, base.host_bandwidth
         self.host_us_per_byte = 1e6 / (bandwidth * HOST_BANDWIDTH_REACHED) if bandwidth else 0.0
+        self.copy_us_per_byte = 1e6 / (base.memory_bandwidth * BANDWIDTH_REACHED)
         may_offload = bandwidth > 0 and base.platform in constants.OFFLOADING_PLATFORMS
         self.offloads = bool(space.host) or (space.offloads and may_offload)
         of_count = {self.first: base} | {count: self.prices("full", count) for count in self.more}
@@ -222,7 +225,7 @@ class _Probes:
             if words not in self.full[count]:
                 continue
             pure = self._pure(count, words)
-            found += [*pure, *self._mixes(pure)]
+            found += [replace(each, strategy=words) for each in (*pure, *self._mixes(pure))]
         return found
 
     def _pure(self, count: int, words: str) -> list[Priced]:
@@ -239,12 +242,11 @@ class _Probes:
                 found.append(Priced(remat, count, time_us, full.peak_memory_bytes + more))
         alone = {name: self.alone[name][words] for name in self.names if words in self.alone[name]}
         values = {
-            name: Part(base.step_time_us - (p.step_time_us - p.host_exposed_us), p.host_traffic_bytes / 2)
-            for name, p in alone.items()
+            name: Part(base.step_time_us - self._kept_us(p), p.host_traffic_bytes / 2) for name, p in alone.items()
         }
         parts = Parts(
             full.step_time_us, full.peak_memory_bytes, full.compute_us, values, count,
-            self.host_us_per_byte,
+            self.host_us_per_byte, self.copy_us_per_byte,
         )  # fmt: skip
         must = [name for name in self.space.host if name in values]
         if len(must) < len(self.space.host):  # not priced under this strategy
@@ -257,6 +259,11 @@ class _Probes:
                 if not must and (busy > parts.hidden_us or parts.host_bytes(choice) > self.host_limit):
                     found += self._partly_offloaded(parts, choice)
         return found
+
+    def _kept_us(self, offloaded: StrategyPrice) -> float:
+        """The step time if the values on the host were kept: without the time on the link and without the copies."""
+        copies_us = offloaded.host_traffic_bytes * self.copy_us_per_byte
+        return offloaded.step_time_us - offloaded.host_exposed_us - copies_us
 
     def _partly_offloaded(self, parts: Parts, choice: Choice) -> Iterator[Priced]:
         """Mixes for a choice that exceeds the host's link or memory: some layers offload, and others recompute."""
@@ -279,11 +286,11 @@ class _Probes:
                 if self.space.layers > period and not self.space.layers % period:
                     remat = ",".join([light.remat] * count + [strict.remat] * (period - count))
                     share = count / period
-                    figures = (
+                    time_us, peak, host_us, waiting = (
                         share * a + (1 - share) * b
                         for a, b in zip(_figures(light), _figures(strict), strict=True)
                     )  # fmt: skip
-                    found.append(Priced(remat, light.microbatches, *figures))
+                    found.append(Priced(remat, light.microbatches, time_us, peak, host_us, waiting))
         return found
 
 
@@ -328,10 +335,12 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
             if not prices:
                 continue
             priced = probes.best(guess.remat, guess.microbatches, prices)
-            guesses.learn(guess, priced)
+            alike = {words: p for words, p in prices.items() if words == guess.strategy}  # as the guess says
+            as_guessed = probes.best(guess.remat, guess.microbatches, alike or prices)
+            guesses.learn(guess, as_guessed)
             if priced.peak_bytes <= probes.limit:
                 fitting.append(priced)
-                found += 1
+                found += as_guessed.peak_bytes <= probes.limit
                 most = min(most, priced.score_us * constants.WORTH_PRICING)
             else:
                 others.append(priced)

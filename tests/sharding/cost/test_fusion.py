@@ -212,3 +212,17 @@ def test_gpus_write_slow_functions_that_both_passes_need_and_nothing_that_one_ke
     assert len({*written(True)} & slow) == bool(slow)
     assert len(written(True)) == 2 + bool(slow)  # also the operands of the products of both passes
     assert not {*written(False)} & slow
+
+
+def test_what_is_moved_to_the_host_or_back_is_in_the_memory_of_the_device():
+    """The same values, kept, may stay on the chip between their kernels."""
+
+    def fn(x, moves):
+        y = jnp.cumsum(x, axis=1)
+        z = jax.device_put(jax.device_put(y, jax.memory.Space.Host), jax.memory.Space.Device) if moves else jnp.sort(y)
+        return jnp.cumsum(z, axis=1)
+
+    def on_chip(moves):
+        return len(fuse(build(jax.make_jaxpr(fn, static_argnums=1)(X, moves)), fuses_operands=True).on_chip)
+
+    assert (on_chip(moves=True), on_chip(moves=False)) == (0, 2)

@@ -1,5 +1,7 @@
 """From a table to the spec of every value: contiguous shards, stored state, gradients."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,7 +12,7 @@ from autoshard.sharding.axes.logical_axes import find_axes
 from autoshard.sharding.axes.roles import find_roles
 from autoshard.sharding.layout.layout import Layout
 from autoshard.spmdrules.ir.program import build
-from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
+from tests.sharding.programs import OPTIMIZER, adamw_step, assert_close, batch, mlp_state
 
 
 @pytest.mark.parametrize(
@@ -158,3 +160,48 @@ def test_beside_data_parallelism_storage_avoids_sharded_dimensions(words, spec):
     weights = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
     x = jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
     assert tuple(plan(step, weights, x, plan=words, target="v5e:2x4").in_specs[0]["up"]) == spec
+
+
+def table_step(state, tokens, *, head=""):
+    """Adam's moment and the update of a table, whose rows a loss looks up."""
+
+    def loss(table):
+        x = jnp.tanh(table.at[tokens].get(mode="fill", wrap_negative_indices=False) * 2.0)
+        if head == "tied":
+            return jnp.mean((x @ table.T) ** 2)
+        return jnp.mean(x**2) if not head else jnp.mean((jax.nn.one_hot(tokens, len(table)) @ table - x) ** 2)
+
+    gradient = jax.grad(loss)(state["table"])
+    moment = 0.9 * state["moment"] + 0.1 * gradient
+    return {"table": state["table"] - moment, "moment": moment}
+
+
+@pytest.mark.parametrize(
+    ("length", "head", "spec"),
+    [
+        (4, "", P(None, "fsdp")),
+        (4, "tied", P("fsdp")),  # a product needs the whole table
+        (4, "one-hot", P("fsdp")),
+        (512, "", P("fsdp")),  # a device looks up as many rows as the table has
+    ],
+)
+def test_a_table_that_is_only_looked_up_is_stored_along_its_features(length, head, spec):
+    table = jax.ShapeDtypeStruct((4096, 64), "float32")
+    shapes = {"table": table, "moment": table}, jax.ShapeDtypeStruct((64, length), "int32")
+    planned = plan(partial(table_step, head=head), *shapes, plan="fsdp:8", target="v5e:2x4")
+    assert {leaf.spec for leaf in planned.inputs if "table" in leaf.path or "moment" in leaf.path} == {spec}
+    moved = {kind for kind, *_ in planned.traffic}
+    assert ("all-to-all" in moved) == (spec == P(None, "fsdp"))
+    if "all-to-all" in moved:  # of the rows for the tokens, not of the table
+        assert max(size for _, _, size, _ in planned.traffic) < 4 * 64 * 64 * length
+
+
+def test_a_table_stored_along_its_features_has_the_gradients_of_one_device():
+    keys = jax.random.split(jax.random.key(0), 2)
+    state = {"table": jax.random.normal(keys[0], (512, 16)), "moment": jnp.zeros((512, 16))}
+    tokens = jax.random.randint(keys[1], (16, 4), 0, 520)  # some are outside of the table
+    step = auto_shard(table_step, plan="fsdp:8")
+    found, expected = step(state, tokens), jax.jit(table_step)(state, tokens)
+    assert found["table"].sharding.spec == P(None, "fsdp")
+    assert jnp.isfinite(found["table"]).all()
+    assert_close(found, expected)

@@ -1,5 +1,7 @@
 """Choices of what a layer does with its named values, and their additive prices."""
 
+from dataclasses import replace
+
 import pytest
 
 from autoshard.models import GPTConfig
@@ -9,7 +11,7 @@ PARTS = Parts(
     full_us=1000.0,
     full_bytes=500.0,
     compute_us=1000.0,
-    values={"residual": Part(5.0, 200.0), "qkv": Part(60.0, 300.0), "context": Part(40.0, 100.0)},
+    values={"residual": Part(0.0, 200.0), "qkv": Part(60.0, 300.0), "context": Part(40.0, 100.0)},
     microbatches=2,
     host_us_per_byte=1.0,
 )
@@ -47,6 +49,14 @@ def test_requested_values_wait_on_the_host_in_every_choice():
 def test_prices(choice, time_us, peak):
     found = PARTS.price(choice)
     assert found[:2] == (pytest.approx(time_us), pytest.approx(peak))
+
+
+def test_a_transfer_reads_and_writes_the_memory_of_the_device():
+    """An offloaded value costs two copies more than a kept one."""
+    parts = replace(PARTS, host_us_per_byte=0.1, copy_us_per_byte=0.01)
+    assert parts.price(Choice(keep=("qkv",)))[0] == 1000 - 60
+    assert parts.price(Choice(host=("qkv",)))[0] == pytest.approx(1000 - 60 + 2 * 300 * 0.01)
+    assert parts.price_mix(Choice(host=("qkv",)), 0.5)[0] == pytest.approx(1000 - 0.5 * (60 - 2 * 300 * 0.01))
 
 
 def test_a_part_of_the_layers_offloads_where_the_link_is_the_bound():

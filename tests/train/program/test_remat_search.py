@@ -14,10 +14,11 @@ import pytest
 
 from autoshard import Plan, auto_shard, plan
 from autoshard.errors import ConfigError, PlanError
+from autoshard.models.remat.named_values import NAMED_VALUES
 from autoshard.models.workloads import workload
 from autoshard.sharding.machines.chips import CHIPS
 from autoshard.sharding.machines.constants import HOST_MEMORY_SHARE
-from autoshard.sharding.planner.strategy_prices import StrategyPrices
+from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.train.program import remat_search
 from autoshard.train.program.build import workload_step, workload_steps, workload_variants
 from autoshard.train.program.remat_search import Priced, RematSpace, promising
@@ -176,11 +177,63 @@ def test_no_variant_is_traced_twice(monkeypatch):
     assert sorted(made) == sorted({*made}) and {("full", 1), ("full", 2), ("host:residual", 1)} <= {*made}
 
 
+def check_additive_times(work: Any, options: dict[str, Any], tolerance: float, *remats: str) -> None:
+    """Compares the additive times of choices that keep values with their prices."""
+    space = RematSpace(workload_steps(work), tuple(NAMED_VALUES), work.config.layers, [1], options=options)
+    probes = remat_search._Probes(space)
+    strategy = probes.strategies[0]
+    guesses = {each.remat: each.time_us for each in probes._pure(1, strategy)}
+    for remat in remats:
+        price_us = probes.prices(remat, 1).of([strategy])[strategy].step_time_us
+        assert guesses[remat] == pytest.approx(price_us, rel=tolerance), remat
+        assert price_us != pytest.approx(guesses["full"], rel=4 * tolerance), f"{remat} changes too little"
+
+
+def test_additive_times_of_kept_values_are_their_prices():
+    """Values are probed on the host. A kept value needs no transfer, and so no copies to and from it."""
+    work = SMALL.with_(width=512, heads=8, ffn=2048)
+    remats = "keep:qkv", "keep:mlp_in", "keep:qkv+mlp_in"
+    check_additive_times(work, {"target": "v5e:1x1", "memory_limit_bytes": 10**12}, 1e-3, *remats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "target"), [("gpt-1.3b", "v5e:4x4"), ("llama-7b", "v5p:4x4x4")])
+def test_additive_times_of_large_models_are_close(model, target):
+    """Sums are too high only where two kept values also spare a kernel that both passes share."""
+    remats = "keep:qkv+mlp_in", "keep:qkv+out_proj+mlp_in", "keep:qkv+context+out_proj+mlp_in"
+    check_additive_times(workload(model), {"target": target}, 2.5e-3, *remats)
+
+
 def test_what_mixes_add_to_the_memory_says_nothing_about_single_policies():
     guesses = remat_search._Guesses(limit=100.0, host_limit=math.inf)
     guesses.learn(Priced("host:qkv,full", 1, 1.0, 95.0), Priced("host:qkv,full", 1, 1.0, 110.0))
     assert guesses.fits(Priced("host:qkv", 1, 1.0, 95.0))
     assert not guesses.fits(Priced("host:qkv,full,full,full", 1, 1.0, 90.0))
+
+
+def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing():
+    """Under the fast strategy, two variants need more memory than guessed. A third one fits, and is the fastest."""
+    needed = {"keep:qkv": 105.0, "keep:context": 105.0, "keep:mlp_in": 90.0}
+    tried: list[str] = []
+
+    def prices(remat: str, microbatches: int) -> Any:
+        tried.append(remat)
+        found = {"fast": StrategyPrice(8.0, needed[remat]), "slow": StrategyPrice(9.9, 60.0)}
+        return SimpleNamespace(of=lambda strategies: found)
+
+    probes: Any = SimpleNamespace(
+        limit=100.0, host_limit=math.inf, offloads=False, strategies=["fast", "slow"], prices=prices,
+        space=SimpleNamespace(host=()),
+        known=lambda: [Priced("full", 1, 10.0, 50.0)],
+        estimated=lambda: [
+            Priced(remat, 1, time, peak, strategy="fast")
+            for remat, time, peak in (("keep:qkv", 7.9, 99.0), ("keep:context", 8.0, 90.0), ("keep:mlp_in", 8.1, 80.0))
+        ],
+    )  # fmt: skip
+    probes.best = partial(remat_search._Probes.best, probes)
+    fitting, _ = remat_search._best_priced(probes)
+    assert tried == ["keep:qkv", "keep:context", "keep:mlp_in"]
+    assert min(fitting, key=lambda each: each.time_us) == Priced("keep:mlp_in", 1, 8.0, 90.0)
 
 
 def test_guesses_that_do_not_fit_the_host_are_not_tried():
