@@ -22,7 +22,8 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.program.build import is_pipelined, make_program_of, train_step_of
 from autoshard.train.program.constants import SEARCHED_MICROBATCHES
 from autoshard.train.program.pretrained import with_dtype_note
-from autoshard.train.program.remat_search import RematSpace, remat_search
+from autoshard.train.program.remat_search import remat_search
+from autoshard.train.program.remat_space import RematSpace
 from autoshard.train.step.train_state import Program, TrainState, Tree
 from autoshard.train.step.train_step import EvalStep, TrainStep, batch_shapes
 

@@ -23,83 +23,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from autoshard._shown import shown
 from autoshard.errors import PlanError
-from autoshard.models.remat.policies import remat_policies
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED, HOST_BANDWIDTH_REACHED
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.program import constants
 from autoshard.train.program.remat_choice import Choice, Part, Parts, choices
-
-MakeStep = Callable[[str, int], tuple[Any, ...]]
-"""A function from a remat policy and a number of microbatches to a step with stacked layers and its argument shapes."""
-
-
-@shown
-@dataclass(frozen=True)
-class RematSpace:
-    """The variants of a train step.
-
-    Attributes:
-        step: makes the step of a variant.
-        names: the named values of a layer.
-        layers: the number of units that a policy applies to.
-        microbatches: the numbers of microbatches to try.
-        offloads: whether values may wait on the host.
-        host: the values that wait there in every variant; if there are any, no others may.
-        options: `target`, `mesh`, `plan`, `memory_limit_bytes` and `fixed` of `autoshard.plan`, as far as given.
-    """
-
-    step: MakeStep
-    names: Sequence[str]
-    layers: int
-    microbatches: Sequence[int]
-    offloads: bool = True
-    host: Sequence[str] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@shown
-@dataclass(frozen=True)
-class Priced:
-    """A variant with its price, under the strategy that suits it best.
-
-    Attributes:
-        remat: the policy of the layers.
-        microbatches: the number of microbatches.
-        time_us: microseconds of a step.
-        peak_bytes: peak memory of a device.
-        host_us: microseconds in which the link to the host is busy.
-        host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
-        strategy: the strategy; empty if it is that which suits the variant best.
-    """
-
-    remat: str
-    microbatches: int
-    time_us: float
-    peak_bytes: float
-    host_us: float = 0.0
-    host_bytes: float = 0.0
-    strategy: str = ""
-
-    @property
-    def offloads(self) -> bool:
-        """Whether values wait on the host."""
-        return self.host_bytes > 0
-
-    @property
-    def score_us(self) -> float:
-        """The time by which variants are ranked: a part of the time on the link counts as exposed."""
-        return self.time_us + constants.HOST_DOUBT * self.host_us
-
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The variant, as keywords of the step."""
-        return {"remat": self.remat, "microbatches": self.microbatches}
+from autoshard.train.program.remat_guesses import Guesses
+from autoshard.train.program.remat_space import Priced, RematSpace
 
 
 def remat_search(space: RematSpace) -> Callable[[Sequence[Attempt]], list[dict[str, Any]]]:
@@ -317,7 +251,7 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
     fitting = [each for each in known if each.peak_bytes <= probes.limit]
     others = [each for each in known if each.peak_bytes > probes.limit]
     done = {(each.remat, each.microbatches) for each in known}
-    guesses, estimated = _Guesses(probes.limit, probes.host_limit), probes.estimated()
+    guesses, estimated = Guesses(probes.limit, probes.host_limit), probes.estimated()
     for offloads in (False, True):
         estimates = [each for each in estimated if each.offloads == offloads]
         best = min((each.score_us for each in fitting), default=math.inf)
@@ -345,59 +279,3 @@ def _best_priced(probes: _Probes) -> tuple[list[Priced], list[Priced]]:
             else:
                 others.append(priced)
     return fitting, others
-
-
-class _Guesses:
-    """What additive prices say, corrected by what was learned from prices.
-
-    Attributes:
-        limit: memory of a device.
-        host_limit: its share of its host's memory.
-        margins: bytes by which peaks were underestimated, of mixes (True) and of single policies (False).
-        mix_factor: the factor by which the time of a mix was underestimated.
-        host_factor: the factor by which bytes on the host were underestimated.
-    """
-
-    def __init__(self, limit: float, host_limit: float):
-        self.limit, self.host_limit = limit, host_limit
-        self.mix_factor = self.host_factor = 1.0
-        self.margins = {True: 0.0, False: 0.0}
-
-    def fits(self, guess: Priced) -> bool:
-        """Whether a guess seems to fit the memory of the device and of its host."""
-        fits_device = guess.peak_bytes + self.margins[_is_mix(guess)] <= self.limit
-        return fits_device and self.fits_host(guess)
-
-    def fits_host(self, guess: Priced) -> bool:
-        """Whether the offloaded values of a guess seem to fit the host."""
-        return guess.host_bytes * self.host_factor <= self.host_limit
-
-    def score_us(self, guess: Priced) -> float:
-        """The corrected score."""
-        return guess.score_us * (self.mix_factor if _is_mix(guess) else 1.0)
-
-    def is_worth(self, guess: Priced, most_us: float) -> bool:
-        """Whether a guess seems to fit, with a score of at most `most_us`."""
-        return self.fits(guess) and self.score_us(guess) <= most_us
-
-    def best(self, guesses: Sequence[Priced]) -> Priced | None:
-        """The best of those that seem to fit, or else the leanest; None without guesses."""
-        fitting = [each for each in guesses if self.fits(each)]
-        if fitting:
-            return min(fitting, key=self.score_us)
-        return min(guesses, key=lambda each: (not self.fits_host(each), each.peak_bytes), default=None)
-
-    def learn(self, guess: Priced, priced: Priced) -> None:
-        """Correct later guesses by a price."""
-        if math.isinf(priced.peak_bytes):  # the host's memory is full
-            self.host_factor = max(self.host_factor, priced.host_bytes / max(guess.host_bytes, 1.0))
-            return
-        if priced.peak_bytes > self.limit:
-            is_mix = _is_mix(guess)
-            self.margins[is_mix] = max(self.margins[is_mix], priced.peak_bytes - guess.peak_bytes)
-        elif _is_mix(guess):
-            self.mix_factor = max(self.mix_factor, priced.time_us / guess.time_us)
-
-
-def _is_mix(each: Priced) -> bool:
-    return len(remat_policies(each.remat)) > 1

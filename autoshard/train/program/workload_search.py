@@ -18,7 +18,8 @@ from autoshard.train.program.build import (
     workload_steps,
     workload_variant_values,
 )
-from autoshard.train.program.remat_search import RematSpace, remat_search
+from autoshard.train.program.remat_search import remat_search
+from autoshard.train.program.remat_space import RematSpace
 from autoshard.train.step.optimizer import OptimizerConfig
 
 

@@ -21,7 +21,9 @@ from autoshard.sharding.machines.constants import HOST_MEMORY_SHARE
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.train.program import remat_search
 from autoshard.train.program.build import workload_step, workload_steps, workload_variants
-from autoshard.train.program.remat_search import Priced, RematSpace, promising
+from autoshard.train.program.remat_guesses import Guesses
+from autoshard.train.program.remat_search import promising
+from autoshard.train.program.remat_space import Priced, RematSpace
 from autoshard.train.program.workload_search import workload_search
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
@@ -205,7 +207,7 @@ def test_additive_times_of_large_models_are_close(model, target):
 
 
 def test_what_mixes_add_to_the_memory_says_nothing_about_single_policies():
-    guesses = remat_search._Guesses(limit=100.0, host_limit=math.inf)
+    guesses = Guesses(limit=100.0, host_limit=math.inf)
     guesses.learn(Priced("host:qkv,full", 1, 1.0, 95.0), Priced("host:qkv,full", 1, 1.0, 110.0))
     assert guesses.fits(Priced("host:qkv", 1, 1.0, 95.0))
     assert not guesses.fits(Priced("host:qkv,full,full,full", 1, 1.0, 90.0))
@@ -238,7 +240,7 @@ def test_variants_that_fit_only_under_slower_strategies_do_not_end_the_pricing()
 
 def test_guesses_that_do_not_fit_the_host_are_not_tried():
     """The search skips a choice that exceeds the host's memory, and takes the fastest one that fits."""
-    guesses = remat_search._Guesses(limit=100.0, host_limit=50.0)
+    guesses = Guesses(limit=100.0, host_limit=50.0)
     large, small = (Priced("host:qkv", 1, time, 60.0, host_bytes=size) for time, size in ((1.0, 60.0), (2.0, 40.0)))
     lean = Priced("host:residual", 1, 3.0, 20.0, host_bytes=90.0)
     assert guesses.best([large, small, lean]) == small

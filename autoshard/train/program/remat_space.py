@@ -1,0 +1,82 @@
+"""The variants of a train step that differ in what a layer does with its named values, and their prices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoshard._shown import shown
+from autoshard.models.remat.policies import remat_policies
+from autoshard.train.program import constants
+
+MakeStep = Callable[[str, int], tuple[Any, ...]]
+"""A function from a remat policy and a number of microbatches to a step with stacked layers and its argument shapes."""
+
+
+@shown
+@dataclass(frozen=True)
+class RematSpace:
+    """The variants of a train step.
+
+    Attributes:
+        step: makes the step of a variant.
+        names: the named values of a layer.
+        layers: the number of units that a policy applies to.
+        microbatches: the numbers of microbatches to try.
+        offloads: whether values may wait on the host.
+        host: the values that wait there in every variant; if there are any, no others may.
+        options: `target`, `mesh`, `plan`, `memory_limit_bytes` and `fixed` of `autoshard.plan`, as far as given.
+    """
+
+    step: MakeStep
+    names: Sequence[str]
+    layers: int
+    microbatches: Sequence[int]
+    offloads: bool = True
+    host: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@shown
+@dataclass(frozen=True)
+class Priced:
+    """A variant with its price, under the strategy that suits it best.
+
+    Attributes:
+        remat: the policy of the layers.
+        microbatches: the number of microbatches.
+        time_us: microseconds of a step.
+        peak_bytes: peak memory of a device.
+        host_us: microseconds in which the link to the host is busy.
+        host_bytes: bytes that wait on the host at a time; more than 0 if any values do.
+        strategy: the strategy; empty if it is that which suits the variant best.
+    """
+
+    remat: str
+    microbatches: int
+    time_us: float
+    peak_bytes: float
+    host_us: float = 0.0
+    host_bytes: float = 0.0
+    strategy: str = ""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether values wait on the host."""
+        return self.host_bytes > 0
+
+    @property
+    def is_mix(self) -> bool:
+        """Whether layers have different policies."""
+        return len(remat_policies(self.remat)) > 1
+
+    @property
+    def score_us(self) -> float:
+        """The time by which variants are ranked: a part of the time on the link counts as exposed."""
+        return self.time_us + constants.HOST_DOUBT * self.host_us
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The variant, as keywords of the step."""
+        return {"remat": self.remat, "microbatches": self.microbatches}
