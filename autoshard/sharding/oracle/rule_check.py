@@ -165,7 +165,8 @@ def _undeclared_kinds(case: Case, rule: Rule) -> Iterator[tuple[str, str]]:
     if informative < INFORMATIVE_SHARE * len(wholes):
         return  # constant results prove nothing
     for f in candidates:
-        positions = all(((x >= 0) & (x < f.size)).all() for whole in wholes for x in whole)
+        with np.errstate(invalid="ignore"):  # results may be NaN
+            positions = all(((x >= 0) & (x < f.size)).all() for whole in wholes for x in whole)
         for other in others:
             if other.get("op") in POSITIONS and not positions:
                 continue

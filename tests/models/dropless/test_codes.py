@@ -1,6 +1,7 @@
 """Experts whose matrices are codes and scales: equal to those with decoded matrices, in each form and on shards."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ def test_a_tpu_reads_stacked_codes_once(tokens, read):
     assert audit.compute_us_roofline == pytest.approx(fastest_us, rel=0.15)
 
 
-def four_bits(own=slice(None)):
+def four_bits(own=slice(None)) -> Any:
     """Returns tokens, gates, choices, matrices in MXFP4 and biases of gate and up, of some experts."""
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(7, 1, 64)), jnp.float32)
@@ -145,7 +146,7 @@ def four_bits(own=slice(None)):
         return ScaledCodes(split_inputs(codes[own], scale[own], 1, 1), scale[own])
 
     biases = [jnp.asarray(rng.normal(size=(EXPERTS, 32)), jnp.float32)[own] for _ in range(2)]
-    return (x, gates, chosen), [coded(64, 32), coded(64, 32), coded(32, 64)], biases
+    return (x, gates, chosen), (coded(64, 32), coded(64, 32), coded(32, 64)), biases
 
 
 @pytest.mark.few(1)
@@ -234,13 +235,15 @@ def test_a_tpu_decodes_no_matrix_of_4_bits_in_memory(tokens):
     """A compiled scan over layers has arrays of a matrix's size in 4 bits alone."""
     layers, width, ffn = 3, 512, 1024
 
-    def coded(inputs, outputs):
-        codes = jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, 32, outputs), "float4_e2m1fn")
-        return ScaledCodes(codes, jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, outputs), "float8_e8m0fnu"))
+    def coded(inputs, outputs) -> Any:
+        codes: Any = jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, 32, outputs), "float4_e2m1fn")
+        scales: Any = jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, outputs), "float8_e8m0fnu")
+        return ScaledCodes(codes, scales)
 
     def step(weights, x, gates, chosen):
         def layer(x, weights):
-            *coded, biases = weights
+            gate, up, down, biases = weights
+            coded = gate, up, down
             return x + dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, limit=7.0, alpha=1.7), None
 
         return jax.lax.scan(layer, x, weights)[0]

@@ -203,7 +203,8 @@ def test_a_kernel_moves_no_bytes_of_arrays_on_the_chip():
             ROOT %i = f32[8,8]{layout} custom-call(%a, %b), custom_call_target="tpu_custom_call", \
 backend_config={{"custom_call_config":{{"cost_estimate":{{"flops":"77","bytes_accessed":"1000"}}}}}}
         """)
-        return kernel_cost(where, i).moved_bytes
+        cost = kernel_cost(where, i)
+        return cost and cost.moved_bytes
 
     assert moved("{1,0}") == 1000
     assert moved("{1,0:S(1)}") == 1000 - 2 * 256
