@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from autoshard import plan
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout
@@ -44,7 +45,10 @@ def test_rows_that_are_scattered_behind_several_tables_are_all_reduced(want, kin
 
 
 def lookup_price(target, words, tables=()):
-    """The price of a lookup `[*tables, rows]`, and the bytes that the chip reads or writes in a microsecond."""
+    """The price of a lookup `[*tables, rows]`, and the bytes that the chip reads or writes in a microsecond.
+
+    The table is stored along its rows.
+    """
 
     def step(state, tokens):
         loss = lambda p: jnp.mean((p["table"][tokens.T] @ p["w"]) ** 2)  # noqa: E731
@@ -53,7 +57,8 @@ def lookup_price(target, words, tables=()):
     params = {"table": (1 << 22, 128), "w": (128, 128)}
     shapes = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in params.items()}
     tokens = jax.ShapeDtypeStruct((1 << 18, *tables), "int32")
-    bound = bound_or_error(plan(step, shapes, tokens, target=target, plan=words, donate_argnums=0).bound)
+    options = {"target": target, "plan": words, "fixed": {"state/table": PartitionSpec("dp")}}
+    bound = bound_or_error(plan(step, shapes, tokens, donate_argnums=0, **options).bound)
     cost = bound.problem.cost
     canonical = CanonicalLayout(bound.layout, cost.queries)
     (number,) = [n for n, each in enumerate(cost.classes) if each.op.name == "gather"]
