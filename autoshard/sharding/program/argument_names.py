@@ -44,22 +44,31 @@ def named_path(path: str, names: Sequence[str]) -> str:
     return f"{names[int(head)]}{separator}{rest}" if head.isdecimal() and int(head) < len(names) else path
 
 
-def arguments_text(leaves: Mapping[str, Any], limit: int = 3) -> str:
-    """The first leaves of each argument with their shapes, for messages.
+def arguments_text(leaves: Mapping[str, Any], limit: int = 3, arguments: int = 6) -> str:
+    """The first leaves of the first arguments with their shapes, for messages.
 
     Args:
-        leaves: named path -> array or shape, in the order of the arguments.
+        leaves: named path -> array, shape or number, in the order of the arguments.
         limit: how many leaves of an argument are named.
+        arguments: how many arguments are named.
 
     >>> arguments_text({"state/w": np.ones((8, 4)), "state/count": np.int32(0), "batch": np.ones(16)}, limit=1)
     'state/w float64[8,4] and 1 more; batch float64[16]'
+    >>> arguments_text({"x": np.ones(2), "rate": 0.1, "scale": 2}, arguments=2)
+    'x float64[2]; rate float; and 1 more argument'
     """
     found: dict[str, list[str]] = {}
     for path, leaf in leaves.items():
-        shape = ",".join(map(str, np.shape(leaf)))
-        found.setdefault(path.partition("/")[0], []).append(f"{path} {getattr(leaf, 'dtype', '')}[{shape}]")
-    more = {name: f" and {len(each) - limit} more" if len(each) > limit else "" for name, each in found.items()}
-    return "; ".join(", ".join(each[:limit]) + more[name] for name, each in found.items())
+        dtype, shape = getattr(leaf, "dtype", None), ",".join(map(str, np.shape(leaf)))
+        kind = type(leaf).__name__ if dtype is None else f"{dtype}[{shape}]"
+        found.setdefault(path.partition("/")[0], []).append(f"{' '.join(path.split()):.80} {kind}")
+    texts = [
+        ", ".join(each[:limit]) + (f" and {len(each) - limit} more" if len(each) > limit else "")
+        for each in found.values()
+    ]
+    if (more := len(texts) - arguments) > 0:
+        texts = [*texts[:arguments], f"and {more} more argument{'s' * (more > 1)}"]
+    return "; ".join(texts)
 
 
 class ByPath(dict[str, Value]):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import PlanError
-from autoshard.sharding.program.argument_names import argument_names, named_path, path_forms
+from autoshard.sharding.program.argument_names import argument_names, arguments_text, named_path, path_forms
 from tests.sharding.programs import batch, mlp_state, sgd_step
 
 
@@ -74,3 +74,9 @@ def test_nnx_objects_have_the_names_of_their_arguments():
 
     plan = autoshard.plan(step, nnx.Linear(8, 8, rngs=nnx.Rngs(0)), jnp.ones((16, 8)), plan="dp:8", target="cpu:8")
     assert plan.explain("model/kernel").startswith("model/kernel\n")
+
+
+def test_texts_of_arguments_stay_short():
+    leaves = {f"{name}/{'k' * 500}": 1.0 for name in range(40)} | {"last\nline": True}
+    text = arguments_text(leaves)
+    assert len(text) < 600 and text.endswith("and 35 more arguments") and "\n" not in text and " float;" in text

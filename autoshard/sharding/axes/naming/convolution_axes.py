@@ -31,10 +31,10 @@ def convolution_axes(program: Program, axes: LogicalAxes) -> tuple[dict[int, str
         if names is None:
             continue
         lhs, rhs, out = (axes.of_value[v] if v >= 0 else () for v in (*op.operands, *op.results))
+        windows |= {c for d in numbers.rhs_spec[2:] if rhs for c in rhs[d]} - spatial.keys()
         for dims, (_, features, *along) in ((lhs, numbers.lhs_spec), (out, numbers.out_spec)):
             if dims:
                 channels |= dict.fromkeys(dims[features], "channels")
                 found = {c: name for d, name in zip(along, names, strict=True) for c in dims[d]}
                 spatial |= {c: name for c, name in found.items() if c not in windows}
-        windows |= {c for d in numbers.rhs_spec[2:] if rhs for c in rhs[d]} - spatial.keys()
     return spatial, {c: name for c, name in channels.items() if c not in spatial}

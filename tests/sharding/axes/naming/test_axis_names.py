@@ -213,3 +213,17 @@ def test_convolutions_slide_along_height_width_and_depth(dims, names):
             "channels",
             "embed",
         }
+
+
+def test_patches_have_the_names_of_their_kernel():
+    """The window of a kernel without overlap is a part of the image's dimension."""
+    layouts = "NHWC", "HWIO", "NHWC"
+
+    def step(w, images):
+        patches = lambda w: jax.lax.conv_general_dilated(images, w, (4, 4), "VALID", dimension_numbers=layouts)  # noqa: E731
+        return w - 0.1 * jax.grad(lambda w: (patches(w) ** 2).mean())(w)
+
+    traced = trace(step, (jnp.ones((4, 4, 8, 16)), jnp.ones((8, 16, 16, 8))), {})
+    axes = analyse(traced).axes
+    kernel, images = ([[axes.name(c) for c in dim] for dim in axes.of_value[v]] for v in traced.program.inputs)
+    assert kernel[:2] == [["w:0"], ["w:1"]] and images[1:3] == [["height", "w:0"], ["width", "w:1"]]
