@@ -47,7 +47,7 @@ quick: $(DEV_STAMP) ## The tests of the package without lint, long ones and comp
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole and not tpu_compile and not cuda_compile and not browser" --ignore tests/benchmarks $(ARGS)
 
 test-all: lint ## Lint, types, and every test, slow ones included.
-	@$(PIP) --no-build-isolation -e '.[gcs,libraries]' gcp-storage-emulator
+	@$(PIP) --no-build-isolation -e '.[gcs,libraries,mlflow,wandb]' gcp-storage-emulator
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "" $(ARGS)
 
 parity: $(DEV_STAMP) ## Pretrained models against transformers on PyTorch (Python 3.11: newer ones get a large build of PyTorch).

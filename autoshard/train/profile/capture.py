@@ -1,7 +1,8 @@
 """Record a trace of some steps of a run, and the names of what is in it.
 
 The trace is in RUN/profile/plugins/profile/SESSION, where TensorBoard and XProf look for it. `collectives.json` beside
-`plugins` has the plan's name of each collective of the compiled step. Only the main process records, its own devices.
+`plugins` has the plan's name of each collective of the compiled step. The trace has lines with these names, too. Only
+the main process records, its own devices.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autoshard._units import variant_text
 from autoshard.sharding.audit.named_collectives import name_collectives
 from autoshard.train.config.profile_words import Window
 from autoshard.train.profile.constants import FOLDER, FORMAT, NAMES, STEP
+from autoshard.train.profile.named_lines import add_named_lines
 from autoshard.train.program.planned_step import PlacedStep
 
 
@@ -136,11 +138,13 @@ class Profiler:
             self._say(f"the trace in {self._folder} has no names: {type(error).__name__}: {error}")
 
     def _write_names(self, steps: list[int]) -> None:
-        names = self._names() | {"session": self._session().name, "steps": steps, "compiled": self._start + 1 in steps}
+        session = self._session()
+        names = self._names() | {"session": session.name, "steps": steps, "compiled": self._start + 1 in steps}
         file = self._folder / NAMES
         temporary = file.with_suffix(".tmp")
         temporary.write_text(json.dumps(names, indent=1) + "\n")
         temporary.replace(file)
+        add_named_lines(session, names)
         window = Window(steps[0], steps[-1]) if steps else "no step"
         run = self._folder.parent
         self._say(f"trace of {window} in {self._folder}: `autoshard profile {run}` compares it with the plan")

@@ -11,7 +11,7 @@ time that compute did not hide.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from autoshard.errors import ConfigError
 from autoshard.sharding.hlo.collectives import KINDS, SENDS
 from autoshard.train.config import run_directory
 from autoshard.train.profile.constants import FOLDER, FORMAT, NAMES
-from autoshard.train.profile.trace import OpEvent, Trace, read_trace
+from autoshard.train.profile.trace import OpEvent, Trace, main_program, read_trace
 
 COMPUTE = "compute"
 _CONTAINERS = ("while", "conditional", "call")  # their events contain those of their bodies
@@ -191,7 +191,11 @@ def compare(trace: Trace, names: Mapping[str, Any], run: str = "") -> Comparison
     if not events:
         known = ", ".join(sorted(trace.ops)[:5])
         raise ConfigError(f"the trace has no events of {module!r}; its programs are {known}. Record more steps")
-    events, notes = _one_program(events)
+    events, programs = main_program(events)
+    notes = []
+    if programs > 1:
+        again = f"the trace has {programs} programs of it. The figures are of one of them"
+        notes.append(f"the step was compiled again: {again}")
     events = [event for event in events if event.op.partition(".")[0] not in _CONTAINERS]
     collectives = {each["instruction"]: each for each in names["collectives"]}
     ends = {end: each["instruction"] for each in names["collectives"] for end in each["ends"]}
@@ -230,16 +234,6 @@ def compare(trace: Trace, names: Mapping[str, Any], run: str = "") -> Comparison
         collectives=tuple(sorted(rows, key=lambda row: -row.measured_us)),
         notes=tuple(notes),
     )
-
-
-def _one_program(events: Sequence[OpEvent]) -> tuple[list[OpEvent], list[str]]:
-    """The events of the program that ran most, and a note if there are others: the step was compiled again."""
-    counts = Counter(event.program for event in events)
-    if len(counts) == 1:
-        return list(events), []
-    most, _ = counts.most_common(1)[0]
-    again = f"the step was compiled again: the trace has {len(counts)} programs of it. The figures are of one of them"
-    return [event for event in events if event.program == most], [again]
 
 
 def _is_collective(op: str) -> bool:

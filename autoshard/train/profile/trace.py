@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,16 @@ def trace_of(planes: Iterable[Any]) -> Trace:
         if found:
             return Trace(platform, dict(found))
     return Trace()
+
+
+def main_program(events: Sequence[OpEvent]) -> tuple[list[OpEvent], int]:
+    """Return the events of the program that ran most, and the number of programs.
+
+    There are several if the step was compiled again.
+    """
+    counts = Counter(event.program for event in events)
+    most = max(counts, key=counts.__getitem__, default="")
+    return [event for event in events if event.program == most], len(counts)
 
 
 def _tpu(plane: Any, device: int) -> Iterator[tuple[str, OpEvent]]:

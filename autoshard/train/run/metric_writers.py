@@ -17,6 +17,7 @@ from autoshard.train.config import run_directory
 
 # Name of the Weights & Biases project and of the MLflow experiment, unless an environment variable of theirs gives one.
 PROJECT = "autoshard"
+STEP = "step"  # the metric of Weights & Biases that counts steps
 
 
 @shown
@@ -54,9 +55,13 @@ class _WeightsAndBiases:
             config=dict(settings),
             resume="allow",  # a resumed run continues the same curves
         )
+        # The service's own steps never go back, so it ignores records of a step that is done again. The step is a
+        # metric here, and the horizontal axis of all others.
+        self._run.define_metric(STEP, hidden=True)
+        self._run.define_metric("*", step_metric=STEP)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        self._run.log({STEP: step, **values})
 
     def close(self) -> None:
         self._run.finish()

@@ -2,10 +2,12 @@
 
 import json
 import re
+from collections import Counter
 from typing import cast
 
 import jax
 import pytest
+from jax.profiler import ProfileData
 
 from autoshard.cli import main
 from autoshard.errors import ConfigError
@@ -13,6 +15,7 @@ from autoshard.train.config.profile_words import read_profile
 from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.profile.capture import Profiler
 from autoshard.train.profile.comparison import compare_trace, read_names
+from autoshard.train.profile.named_lines import PLANE
 from autoshard.train.program.planned_step import PlacedStep
 from autoshard.train.run.loop import train
 
@@ -28,6 +31,14 @@ def test_a_run_records_a_trace_that_its_plan_is_compared_with(make_config, capsy
     names = read_names(run)
     assert names["steps"] == [3, 4] and names["module"] == "jit_train_step" and not names["compiled"]
     assert json.loads((run / "config.json").read_text())["profile"] is None  # it applies to one attempt
+    (session,) = run.glob("profile/plugins/profile/*/*.xplane.pb")
+    plane = ProfileData.from_file(str(session)).find_plane_with_name(PLANE)
+    assert plane is not None
+    shown = Counter(event.name for line in plane.lines for event in line.events)
+    expected: Counter[str] = Counter()
+    for each in names["collectives"]:
+        expected[each["name"]] += round(each["runs"] * 8 * 2)  # 8 devices, 2 steps
+    assert shown == expected and not any(each["ends"] for each in names["collectives"])
 
     found = compare_trace(run)
     assert found.platform == "CPU" and found.devices == 8 and found.steps == (3, 4)

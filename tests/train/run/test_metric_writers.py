@@ -1,6 +1,6 @@
 """Metrics reach every service that is asked for, and a resumed run continues its curves.
 
-Weights & Biases and MLflow are stand-ins that record their calls.
+Weights & Biases and MLflow are stand-ins that record their calls. `test_metric_services.py` has the real ones.
 """
 
 import importlib.util
@@ -34,7 +34,9 @@ def module(name: str, **members: Any) -> ModuleType:
 
 def test_weights_and_biases_continues_a_run(tmp_path, monkeypatch):
     calls: list[Any] = []
-    run = SimpleNamespace(log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("finish"))
+    run = SimpleNamespace(
+        define_metric=lambda name, **words: None, log=calls.append, finish=lambda: calls.append("finish")
+    )
 
     def init(**settings: Any) -> Any:
         calls.append(settings)
@@ -45,7 +47,7 @@ def test_weights_and_biases_continues_a_run(tmp_path, monkeypatch):
     report(tmp_path, "wandb", 2)
     first, again = calls[0], calls[4]
     assert first == again and first["resume"] == "allow" and first["config"] == SETTINGS
-    assert calls[1:4] == [(1, {"loss": 1.0}), (2, {"loss": 0.5}), "finish"]
+    assert calls[1:4] == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}, "finish"]
     assert first["id"] == (tmp_path / "wandb_id").read_text() and first["dir"] == str(tmp_path)
 
 
