@@ -27,18 +27,28 @@ class MetricWriter(Protocol):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write the metrics of a step."""
 
+    def rewind(self, step: int) -> None:
+        """Drop the metrics of the steps after `step`, where the service can. They are trained again."""
+
     def close(self) -> None:
         """Write the metrics that are still buffered, and end the recording."""
 
 
 class _TensorBoard:
     def __init__(self, run_dir: Path, settings: Mapping[str, Any], start: int) -> None:
-        # Also at step 0, because an earlier attempt may have ended before its first checkpoint.
-        self._board = SummaryWriter(str(run_dir / run_directory.TENSORBOARD), purge_step=start + 1)
+        self._folder = str(run_dir / run_directory.TENSORBOARD)
+        self._open(start)  # also at step 0: an earlier attempt may have ended before its first checkpoint
+
+    def _open(self, start: int) -> None:
+        self._board = SummaryWriter(self._folder, purge_step=start + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+
+    def rewind(self, step: int) -> None:
+        self.close()
+        self._open(step)
 
     def close(self) -> None:
         self._board.close()
@@ -63,6 +73,9 @@ class _WeightsAndBiases:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({STEP: step, **values})
 
+    def rewind(self, step: int) -> None:
+        """The service keeps both records of a step."""
+
     def close(self) -> None:
         self._run.finish()
 
@@ -84,6 +97,9 @@ class _MLflow:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._mlflow.log_metrics(dict(values), step=step)
+
+    def rewind(self, step: int) -> None:
+        """The service keeps both records of a step."""
 
     def close(self) -> None:
         self._mlflow.end_run()

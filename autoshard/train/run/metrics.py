@@ -56,10 +56,10 @@ class Reporter:
         self.enabled = enabled
         self.run_dir = run_dir
         self._steps, self._per = steps, per
-        self._named_writers, self._settings = writers, settings or {}
         if not enabled:
             return
         self._open(start)
+        self._writers = open_writers(writers, run_dir, settings or {}, start)
         self._console = Console(highlight=False)
         self._bar = Progress(
             TextColumn("step"),
@@ -80,13 +80,14 @@ class Reporter:
         temporary.write_text("".join(map(_json_line, kept)))
         temporary.replace(path)
         self._lines = path.open("a", buffering=1)
-        self._writers = open_writers(self._named_writers, self.run_dir, self._settings, start)
 
     def rewind(self, step: int) -> None:
         """Drop the metrics of the steps after `step`, which the run trains again. Incidents stay."""
         if self.enabled:
-            self._close_files()
+            self._lines.close()
             self._open(step)
+            for writer in self._writers:
+                writer.rewind(step)
             self._bar.update(self._task, completed=step)
 
     def incident(self, step: int, values: Mapping[str, Any]) -> None:
@@ -131,12 +132,9 @@ class Reporter:
         """Stop the progress bar and close the files."""
         if self.enabled and not self._lines.closed:
             self._bar.stop()
-            self._close_files()
-
-    def _close_files(self) -> None:
-        self._lines.close()
-        for writer in self._writers:
-            writer.close()
+            self._lines.close()
+            for writer in self._writers:
+                writer.close()
 
 
 def _json_line(record: Mapping[str, Any]) -> str:

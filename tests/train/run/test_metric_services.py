@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 
@@ -21,6 +22,7 @@ def report(folder, writer, *, rolls_back):
         reporter.rewind(2)
     else:
         reporter.close()
+        time.sleep(1.1)  # the service names folders by the second
         reporter = Reporter(folder, start=2, **words)
     for step, loss in LOSSES[3:]:
         reporter.record(step, {"loss": loss})
@@ -45,6 +47,16 @@ def wandb_records(file):
             whole = b""
 
 
+def wandb_records_of_ended_run(file):
+    """Waits for the last record: another process writes the file, and the run does not wait for it."""
+    for _ in range(600):
+        records = list(wandb_records(file))
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no last record after 60 s")
+
+
 @pytest.mark.parametrize("rolls_back", [True, False])
 def test_weights_and_biases_keeps_records_of_steps_that_are_done_again(tmp_path, monkeypatch, rolls_back):
     pytest.importorskip("wandb")
@@ -55,7 +67,7 @@ def test_weights_and_biases_keeps_records_of_steps_that_are_done_again(tmp_path,
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len({file.name for file in files}) == 1  # one run
     for file in files:
-        for record in wandb_records(file):
+        for record in wandb_records_of_ended_run(file):
             if record.WhichOneof("record_type") == "history":
                 found.append({each.key or each.nested_key[0]: each.value_json for each in record.history.item})
             elif record.WhichOneof("record_type") == "metric" and record.metric.glob_name:

@@ -96,6 +96,22 @@ def test_tensorboard_is_a_folder_of_the_run(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
+def test_a_rollback_drops_steps_from_tensorboard_and_keeps_the_other_services_open(tmp_path, monkeypatch):
+    given: list[Any] = []
+    board = SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+    monkeypatch.setattr(metric_writers, "SummaryWriter", lambda folder, purge_step: given.append(purge_step) or board)
+    run = SimpleNamespace(define_metric=lambda *_, **words: None, log=given.append, finish=lambda: given.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", module("wandb", init=lambda **_: given.append("begin") or run))
+    writers = ("tensorboard", "wandb")
+    reporter = Reporter(tmp_path, steps=4, start=0, enabled=True, writers=writers, settings=SETTINGS)
+    reporter.record(2, {"loss": 9.0})
+    reporter.rewind(1)
+    reporter.record(2, {"loss": 1.0})
+    reporter.close()
+    assert given == [1, "begin", {"step": 2, "loss": 9.0}, 2, {"step": 2, "loss": 1.0}, "end"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 2, "loss": 1.0}\n'
+
+
 @pytest.mark.parametrize("start", [0, 2])
 def test_tensorboard_drops_the_steps_that_are_done_again(tmp_path, monkeypatch, start):
     given: list[Any] = []
