@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -260,24 +260,67 @@ def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> 
         for a in c.axes:
             sent[a] += c.wire_bytes * c.count
     by_traffic = sorted(mesh, key=lambda a: -sent[a])
-    orders = dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)])
-    kinds: dict[tuple[ReshardKind, tuple[str, ...]], None] = {}
-    kinds |= {(c.requested, c.axes): None for c in cost.collectives if c.ring is None}
+    orders = tuple(dict.fromkeys([tuple(reversed(list(mesh))), tuple(by_traffic), tuple(mesh)]))
+    kinds = dict.fromkeys((c.requested, c.axes) for c in cost.collectives if c.ring is None)
     on_rings = dict.fromkeys(c.axes for c in cost.collectives if c.ring is not None)
+    least_us = _least_time(cost)
     best: tuple[DeviceAssignment, StepCost] | None = None
-    tried: set[Any] = set()
-    for order in orders:
-        for assignment in _assignments(target.topology, tuple(mesh.items()), order):
-            links = tuple(assignment.links(requested, axes) for requested, axes in kinds)
-            key = assignment.topology, links, tuple(assignment.pieces_of(axes) for axes in on_rings)
-            if key in tried:  # the same links, so the same times
-                continue
-            tried.add(key)
-            new = reassigned(cost, assignment, target.chip)
-            if best is None or new.step_time_us < best[1].step_time_us * (1 - TIME_TOLERANCE):
-                best = assignment, new
+    for assignment in _different(target.topology, tuple(mesh.items()), orders, tuple(kinds), tuple(on_rings)):
+        if best is not None and least_us(assignment) >= best[1].step_time_us:
+            continue
+        new = reassigned(cost, assignment, target.chip)
+        if best is None or new.step_time_us < best[1].step_time_us * (1 - TIME_TOLERANCE):
+            best = assignment, new
     assert best is not None
     return best
+
+
+def _least_time(cost: StepCost) -> Callable[[DeviceAssignment], float]:
+    """Return a lower bound of the step's microseconds under a device assignment.
+
+    It has the kernels, the transfers of host memory, and the collectives that compute cannot hide.
+    """
+    sums: dict[tuple[ReshardKind, tuple[str, ...]], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for c in cost.collectives:
+        if c.ring is None and c.place is None:
+            found = sums[c.requested, c.axes]
+            found[:] = found[0] + c.count, found[1] + c.count * c.local_bytes
+    fixed_us = cost.kernels_us + cost.host.exposed_us
+
+    def least_us(assignment: DeviceAssignment) -> float:
+        total_us = fixed_us
+        for (requested, axes), (count, local_bytes) in sums.items():
+            links = assignment.links(requested, axes)
+            total_us += count * links.latency_us + links.us_per_byte * links.factor * local_bytes
+        return total_us
+
+    return least_us
+
+
+@lru_cache(maxsize=KNOWN_ASSIGNMENTS)
+def _different(
+    topology: Topology,
+    mesh: tuple[tuple[str, int], ...],
+    orders: tuple[tuple[str, ...], ...],
+    kinds: tuple[tuple[ReshardKind, tuple[str, ...]], ...],
+    on_rings: tuple[tuple[str, ...], ...],
+) -> tuple[DeviceAssignment, ...]:
+    """Return the assignments that are tried, one of each set under which all collectives have the same links.
+
+    Args:
+        topology: the topology.
+        mesh: the axes of the mesh and their sizes.
+        orders: the orders in which axes are assigned.
+        kinds: the requested kinds and mesh axes of collectives that are not rings.
+        on_rings: the mesh axes of rings.
+    """
+    found: dict[Any, DeviceAssignment] = {}
+    for order in orders:
+        for assignment in _assignments(topology, mesh, order):
+            links = tuple(assignment.links(requested, axes) for requested, axes in kinds)
+            rings = tuple(assignment.pieces_of(axes) for axes in on_rings)
+            found.setdefault((assignment.topology, links, rings), assignment)
+    return tuple(found.values())
 
 
 @lru_cache(maxsize=KNOWN_ASSIGNMENTS)
