@@ -23,8 +23,9 @@ from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.cost.stretches import StretchTimes
 from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
+from autoshard.sharding.machines.device_assignments import DeviceAssignment, assignments
 from autoshard.sharding.machines.targets import Target
-from autoshard.sharding.machines.topology import DeviceAssignment, Topology, assignments
+from autoshard.sharding.machines.topology import Topology
 from autoshard.spmdrules.core.placement import ReshardKind
 
 

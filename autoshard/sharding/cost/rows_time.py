@@ -19,7 +19,7 @@ from autoshard.sharding.cost.equivalence_classes import OperatorClass, RowsOfBat
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names
 from autoshard.sharding.cost.prices.price import Price
 from autoshard.sharding.layout.operator_strategy import Move
-from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.machines.device_assignments import DeviceAssignment
 from autoshard.spmdrules.ir.program import Op
 
 Pricer = Callable[[int, OperatorClass, CanonicalLayout], tuple[Price, Names]]

@@ -16,7 +16,8 @@ from functools import lru_cache
 
 from autoshard._shown import shown
 from autoshard.sharding.machines.constants import WEIGHED_BYTES
-from autoshard.sharding.machines.topology import Topology, assign
+from autoshard.sharding.machines.device_assignments import assign
+from autoshard.sharding.machines.topology import Topology
 from autoshard.spmdrules.core.placement import ReshardKind
 
 

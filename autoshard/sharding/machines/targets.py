@@ -28,8 +28,9 @@ from autoshard.errors import AutoshardError
 from autoshard.sharding.machines.between_slices import SLICE
 from autoshard.sharding.machines.chips import ALIASES, CHIPS, STAND_INS, Chip, Platform, chip_name
 from autoshard.sharding.machines.constants import CORE_LINKS, CPU_LATENCY_GROWTH, MOST_DEVICES
+from autoshard.sharding.machines.device_assignments import DeviceAssignment, assign
 from autoshard.sharding.machines.link_prices import LinkPrices, link_prices
-from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Topology, assign
+from autoshard.sharding.machines.topology import Dim, Topology
 
 __all__ = ["CHIPS", "Target", "TargetError", "chip_name", "find_target", "target_for", "write_target"]
 

@@ -1,4 +1,4 @@
-"""How devices are connected, which devices a mesh axis spans, and how long a collective takes on them.
+"""How devices are connected, and how long a collective takes on a group of them.
 
 A topology is a list of dimensions, outermost first: slices, hosts, the dimensions of a torus, the cores of a chip. A
 mesh axis is assigned pieces of dimensions: a piece is `size` devices of one dimension, `stride` apart. Units: bytes,
@@ -25,12 +25,11 @@ A collective runs over a group of n devices. B is the bytes of one device: after
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from autoshard._shown import shown
@@ -132,6 +131,34 @@ class Topology:
             inner *= n
         return one_pass_us * (2 if kind == "all-reduce" else 1)
 
+    @cached_property
+    def _lines(self) -> dict[tuple[ReshardKind, Pieces], tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def _links(self) -> dict[tuple[ReshardKind, Pieces], Links]:
+        return {}
+
+    def line(self, kind: ReshardKind, pieces: Pieces) -> tuple[float, float]:
+        """Microseconds of a collective without any bytes, and for each byte of each device's operand."""
+        found = self._lines.get((kind, pieces))
+        if found is None:  # the time is linear in the bytes, so two points determine it
+            latency = self.time_us(kind, pieces, 0.0)
+            found = self._lines[kind, pieces] = latency, (self.time_us(kind, pieces, 1e9) - latency) / 1e9
+        return found
+
+    def links(self, requested: ReshardKind, pieces: Pieces) -> Links:
+        """What a collective over the devices of `pieces` becomes on their links."""
+        found = self._links.get((requested, pieces))
+        if found is None:
+            kind, factor = self.compiled(requested, pieces, 1.0)
+            devices, merged = math.prod(p.size for p in pieces), self.merged(pieces)
+            box_dims = len(merged) if all(p.stride == 1 for p in merged) else 0
+            sent = bytes_sent_per_byte(kind, devices)
+            found = Links(kind, factor, devices, sent, *self.line(kind, pieces), box_dims)
+            self._links[requested, pieces] = found
+        return found
+
     def flat_us(self, kind: ReshardKind, devices: int, local_bytes: float) -> float:
         """Microseconds of a collective whose bytes all cross the network between slices."""
         return flat_us(kind, devices, local_bytes, self.dims[0].bandwidth, self.dims[0].latency_us)
@@ -231,168 +258,3 @@ class Topology:
             return self._latency_us(longest) + (n - 1) / n * local_bytes / bandwidth * 1e6
         sent = (n - 1) / n / sum(self._piece_bandwidth(p, sharing) for p in group)
         return self._latency_us(longest) + max(longest.size / 4 / bandwidth, sent) * local_bytes * 1e6
-
-
-@shown
-@dataclass(frozen=True)
-class DeviceAssignment:
-    """The devices that each mesh axis spans.
-
-    Attributes:
-        topology: the topology.
-        pieces: mesh axis -> its pieces, major to minor.
-    """
-
-    topology: Topology
-    pieces: Mapping[str, Pieces]
-    _times: dict = field(default_factory=dict, compare=False, repr=False)
-    _links: dict = field(default_factory=dict, compare=False, repr=False)
-
-    def time_us(self, kind: ReshardKind, axes: Iterable[str], local_bytes: float) -> float:
-        """Microseconds of a collective over these mesh axes; see `Topology.time_us`."""
-        axes = tuple(axes)
-        found = self._times.get((kind, axes))
-        if found is None:  # the time is linear in the bytes, so two points determine it
-            over = self.pieces_of(axes)
-            latency = self.topology.time_us(kind, over, 0.0)
-            found = self._times[kind, axes] = latency, (self.topology.time_us(kind, over, 1e9) - latency) / 1e9
-        return found[0] + found[1] * local_bytes
-
-    def shift_us(self, axes: Iterable[str], local_bytes: float) -> float:
-        """Microseconds in which each device along these mesh axes sends to the next one; see `Topology.shift_us`."""
-        return self.topology.shift_us(self.pieces_of(axes), local_bytes)
-
-    def links(self, requested: ReshardKind, axes: tuple[str, ...]) -> Links:
-        """What a collective over these mesh axes becomes on their links."""
-        found = self._links.get((requested, axes))
-        if found is None:
-            over = self.pieces_of(axes)
-            kind, factor = self.topology.compiled(requested, over, 1.0)
-            devices, merged = math.prod(p.size for p in over), self.topology.merged(over)
-            self.time_us(kind, axes, 0.0)  # notes both
-            latency_us, us_per_byte = self._times[kind, axes]
-            box_dims = len(merged) if all(p.stride == 1 for p in merged) else 0
-            sent = bytes_sent_per_byte(kind, devices)
-            found = Links(kind, factor, devices, sent, latency_us, us_per_byte, box_dims)
-            self._links[requested, axes] = found
-        return found
-
-    def pieces_of(self, axes: Iterable[str]) -> Pieces:
-        """The pieces of a group over these mesh axes."""
-        return tuple(p for a in axes for p in self.pieces[a])
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """For each position of the mesh, in row-major order, the row-major index of its device in the topology."""
-        stride_of_dim = [math.prod(d.size for d in self.topology.dims[i + 1 :]) for i in range(len(self.topology.dims))]
-        order = [0]
-        for pieces in self.pieces.values():
-            for p in pieces:
-                step = p.stride * stride_of_dim[p.dim]
-                order = [base + i * step for base in order for i in range(p.size)]
-        return tuple(order)
-
-    def text(self) -> dict[str, str]:
-        """Mesh axis -> its pieces as text, such as `x:4 y:2/2` (of dimension y, 2 devices with stride 2)."""
-        names = [d.name for d in self.topology.dims]
-        return {
-            a: " ".join(f"{names[p.dim]}:{p.size}" + (f"/{p.stride}" if p.stride > 1 else "") for p in ps)
-            for a, ps in self.pieces.items()
-        }
-
-
-@lru_cache(maxsize=4096)
-def assign(topology: Topology, mesh: tuple[tuple[str, int], ...]) -> DeviceAssignment:
-    """The default assignment: the last mesh axis on the nearest devices."""
-    return next(assignments(topology, dict(mesh), [a for a, _ in reversed(mesh)]))
-
-
-def assignments(topology: Topology, mesh: Mapping[str, int], axis_order: Sequence[str]) -> Iterator[DeviceAssignment]:
-    """Yields the device assignments of a mesh, without duplicates.
-
-    The axes choose their pieces in the order of `axis_order`, near dimensions before far ones. Of several equal
-    dimensions only the nearest is tried. An axis fills whole dimensions as far as it can, or it spans a square of a
-    torus. If the sizes do not fit the dimensions (an axis of 3 on 4 x 4), the only assignment puts the axes in
-    row-major order on all devices and prices them as one switch with the figures of the slowest dimension.
-    """
-    yielded: set[tuple[tuple[str, Pieces], ...]] = set()
-    for found in _all_assignments(topology, [(a, mesh[a]) for a in axis_order], {}, {}):
-        key = tuple((a, found[a]) for a in mesh)
-        if key not in yielded:
-            yielded.add(key)
-            yield DeviceAssignment(topology, dict(key))
-    if not yielded:
-        each_us = max(d.each_us for d in topology.dims)
-        flat = Dim("device", topology.devices, "switch", *_slowest(topology), each_us=each_us)
-        pieces: dict[str, Pieces] = {}
-        stride = 1
-        for a in reversed(list(mesh)):
-            pieces[a] = (Piece(0, mesh[a], stride),)
-            stride *= mesh[a]
-        yield DeviceAssignment(Topology((flat,)), {a: pieces[a] for a in mesh})
-
-
-def _slowest(topology: Topology) -> tuple[float, float]:
-    """The bandwidth and the latency of the slowest dimension."""
-    slow = min((d for d in topology.dims if d.size > 1), key=lambda d: d.bandwidth, default=topology.dims[0])
-    return slow.bandwidth, slow.latency_us
-
-
-def _all_assignments(
-    topology: Topology, axes: Sequence[tuple[str, int]], taken: Mapping[int, int], found: Mapping[str, Pieces]
-) -> Iterator[dict[str, Pieces]]:
-    """Yields every way to assign pieces to the axes in order; `taken[dim]` is the stride that earlier axes leave."""
-    if not axes:
-        yield dict(found)
-        return
-    (axis, size), *rest = axes
-    for pieces in _pieces(topology, size, taken):
-        taken_now = dict(taken)
-        for p in pieces:
-            taken_now[p.dim] = taken_now.get(p.dim, 1) * p.size
-        yield from _all_assignments(topology, rest, taken_now, {**found, axis: _slices_first(topology, pieces)})
-
-
-def _slices_first(topology: Topology, pieces: Pieces) -> Pieces:
-    """The same pieces with those of the slices as the major ones, so that gathers run within the slices, too."""
-    return tuple(sorted(pieces, key=lambda p: p.dim != 0)) if topology.has_slices else pieces
-
-
-def _pieces(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator[Pieces]:
-    """Yields ways to take `size` devices as pieces, major to minor; each piece divides the free part of a dimension."""
-    if size == 1:
-        yield ()
-        return
-    options: list[Pieces] = []
-    tried: set[tuple[Dim, int]] = set()  # equal dimensions are interchangeable
-    for number in range(len(topology.dims) - 1, -1, -1):
-        dim, stride = topology.dims[number], taken.get(number, 1)
-        free = dim.size // stride
-        shared = math.gcd(size, free)
-        key = (replace(dim, name=""), stride)
-        if shared == 1 or key in tried:
-            continue
-        tried.add(key)
-        piece = Piece(number, shared, stride)
-        for others in _pieces(topology, size // shared, {**taken, number: stride * shared}):
-            options.append((*others, piece))
-    yield from options
-    yield from _squares(topology, size, taken)
-
-
-def _squares(topology: Topology, size: int, taken: Mapping[int, int]) -> Iterator[Pieces]:
-    """Yields squares of `size` devices in two dimensions of a torus that have more devices.
-
-    Devices in a square have links to each other in both dimensions. In a line, they have links in one.
-    """
-    side = math.isqrt(size)
-    if side * side != size:
-        return
-    free = {n: dim.size // taken.get(n, 1) for n, dim in enumerate(topology.dims) if dim.kind == "ring"}
-    dims = [n for n, left in free.items() if left > side and left % side == 0]
-    tried: set[tuple[tuple[Dim, int], ...]] = set()  # equal dimensions are interchangeable
-    for pair in itertools.combinations(reversed(dims), 2):
-        key = tuple((replace(topology.dims[n], name=""), taken.get(n, 1)) for n in pair)
-        if key not in tried:
-            tried.add(key)
-            yield tuple(Piece(n, side, taken.get(n, 1)) for n in reversed(pair))

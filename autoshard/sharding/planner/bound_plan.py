@@ -10,7 +10,7 @@ from autoshard._shown import shown
 from autoshard.errors import PlanError
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.executable import Executable
-from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.machines.device_assignments import DeviceAssignment
 from autoshard.sharding.plan.gather_words import PREFETCH
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.problem import PlanningProblem

@@ -18,10 +18,10 @@ from autoshard.sharding.layout.divisibility import multiple, undivided
 from autoshard.sharding.layout.fixed_shardings import fixed_conflicts
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.lower.gathers.prefetch_notes import prefetch_notes
+from autoshard.sharding.machines.device_assignments import DeviceAssignment
 from autoshard.sharding.machines.device_mesh import abstract_mesh
 from autoshard.sharding.machines.kernel_rules import written
 from autoshard.sharding.machines.option_requests import requested
-from autoshard.sharding.machines.topology import DeviceAssignment
 from autoshard.sharding.overlap.effects import effect_notes
 from autoshard.sharding.overlap.module_times import ModuleTimes, estimated_times
 from autoshard.sharding.pipeline.choice import once_notes

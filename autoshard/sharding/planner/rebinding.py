@@ -7,7 +7,8 @@ from dataclasses import replace
 from autoshard.errors import PlanError
 from autoshard.sharding.axes.roles import STATE, Role
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.machines.topology import DeviceAssignment, Piece
+from autoshard.sharding.machines.device_assignments import DeviceAssignment
+from autoshard.sharding.machines.topology import Piece
 from autoshard.sharding.plan.sharding_plan import ShardingPlan
 from autoshard.sharding.planner.bound_plan import BoundPlan
 from autoshard.sharding.planner.plan_builder import leaf_of

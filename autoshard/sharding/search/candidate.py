@@ -12,7 +12,7 @@ from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.step_time import CostModel
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.machines.chips import host_limit_bytes
-from autoshard.sharding.machines.topology import DeviceAssignment
+from autoshard.sharding.machines.device_assignments import DeviceAssignment
 from autoshard.sharding.search.constants import TIME_DECIMALS
 
 

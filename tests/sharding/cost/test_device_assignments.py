@@ -7,8 +7,8 @@ from autoshard.sharding.cost import collectives
 from autoshard.sharding.cost.collectives import Ring, best_assignment, collective, reassigned, step_cost
 from autoshard.sharding.cost.offload_time import HostTime
 from autoshard.sharding.cost.overlap import Place
+from autoshard.sharding.machines.device_assignments import assignments
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.machines.topology import assignments
 from tests.sharding.cost.test_overlap import straight
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")

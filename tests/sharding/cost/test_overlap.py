@@ -13,9 +13,9 @@ from autoshard.sharding.cost.offload_time import HostTime
 from autoshard.sharding.cost.overlap import Overlap, Place
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.machines.chips import CHIPS
+from autoshard.sharding.machines.device_assignments import assignments
 from autoshard.sharding.machines.option_requests import with_options
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.machines.topology import assignments
 from autoshard.sharding.program.tracing import trace
 from tests.sharding.programs import OPTIMIZER, adamw_step, batch, mlp_state
 

@@ -5,8 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
+from autoshard.sharding.machines.device_assignments import DeviceAssignment, assign, assignments
 from autoshard.sharding.machines.targets import find_target
-from autoshard.sharding.machines.topology import DeviceAssignment, Dim, Piece, Topology, assign, assignments
+from autoshard.sharding.machines.topology import Dim, Piece, Topology
 from autoshard.spmdrules.core.placement import ReshardKind
 
 RING = Dim("x", 16, "ring", 10.0, 1.0, wraps=True)
