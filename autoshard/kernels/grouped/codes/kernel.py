@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu
 from autoshard._shown import shown
 from autoshard.kernels.constants import VECTOR_OPS
 from autoshard.kernels.grouped.codes.decoding import BLOCK, decoded_tile
-from autoshard.kernels.grouped.tiled import visits_of
+from autoshard.kernels.grouped.tiled import group_of, visits_of
 from autoshard.kernels.grouped.tiles import Tiles
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
@@ -59,8 +59,7 @@ def visits_of_groups(starts: jax.Array, ends: jax.Array, rows: int, tile: int) -
     """
     visits = visits_of(starts, ends, tile)
     number = jnp.minimum(lax.iota(jnp.int32, rows // tile + starts.shape[0] - 1), jnp.maximum(visits.count - 1, 0))
-    # A group without visits has the same `first` as the next group, so the last group with this `first` is right.
-    group = jnp.sum(visits.first[None] <= number[:, None], axis=1, dtype=jnp.int32) - 1
+    group = group_of(visits, number)
     place = jnp.minimum(starts[group] // tile + number - visits.first[group], rows // tile - 1)
     return Visits(group, place, place, starts[group], ends[group], visits.count[None])
 

@@ -26,7 +26,7 @@ from autoshard.kernels.grouped.codes.cost import CodedShape, coded_cost, coded_t
 from autoshard.kernels.grouped.codes.decoding import BLOCK
 from autoshard.kernels.grouped.codes.kernel import Visits, coded_product, visits_of_all, visits_of_groups
 from autoshard.kernels.grouped.matmul import group_bounds
-from autoshard.kernels.grouped.tiled import tiled_product
+from autoshard.kernels.grouped.tiled import tiled_product, with_whole_tiles
 from autoshard.kernels.grouped.tiles import Tiles, tiled_rows
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands, stating_results
@@ -213,7 +213,7 @@ def _rows(call: GroupedCall, rows, codes, scale, sizes, own, positions):
 
     def on_tpus(rows, codes, scale, starts, ends):
         visits = visits_of_groups(starts, ends, padded, tile)
-        found = _run(call, shape, _padded(rows, padded), codes, scale, visits, padded, kept=True)[:count]
+        found = _run(call, shape, with_whole_tiles(rows, tile), codes, scale, visits, padded, kept=True)[:count]
         row = lax.broadcasted_iota(jnp.int32, (count, 1), 0)
         return jnp.where((row >= starts[0]) & (row < ends[-1]), found, 0)  # others were not computed
 
@@ -268,8 +268,3 @@ def _values(codes: Any, scale: Any, dtype: Any) -> jax.Array:
     groups, blocks, size, outputs = codes.shape
     values = codes.astype(dtype) * scale[:, :, None].astype(dtype)
     return values.reshape(groups, blocks * size, outputs)
-
-
-def _padded(rows: jax.Array, count: int) -> jax.Array:
-    missing = count - rows.shape[0]
-    return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
