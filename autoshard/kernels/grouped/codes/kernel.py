@@ -141,10 +141,9 @@ def _kernel(
     out: Any, *kept: Any, transposed: bool, tile: int, interpret: bool,
 ) -> None:  # fmt: skip
     visit = pallas.program_id(1 if kept else 0)
-    before = jnp.maximum(visit - 1, 0)
     for decoded in kept:
 
-        @pallas.when((visit == 0) | (group[visit] != group[before]))
+        @pallas.when((visit == 0) | (group[visit] != group[jnp.maximum(visit - 1, 0)]))
         def _(decoded: Any = decoded) -> None:
             decoded[...] = _decoded(codes, scale, interpret=interpret)
 
@@ -153,12 +152,10 @@ def _kernel(
         matrix = kept[0][...] if kept else _decoded(codes, scale, interpret=interpret)
         contracted = (((1,), (1 if transposed else 0,)), ((), ()))
         found = lax.dot_general(rows[...], matrix, contracted, preferred_element_type=jnp.float32)
-        row = target[visit] * tile + lax.broadcasted_iota(jnp.int32, found.shape, 0)
-        other = 0.0
-        if kept:
-            is_first = (visit == 0) | (target[visit] != target[before])
-            other = jnp.where(is_first, 0.0, out[...].astype(jnp.float32))
-        out[...] = jnp.where((row >= first[visit]) & (row < end[visit]), found, other).astype(out.dtype)
+        if kept:  # keep the rows of other visits to this tile
+            row = target[visit] * tile + lax.broadcasted_iota(jnp.int32, found.shape, 0)
+            found = jnp.where((row >= first[visit]) & (row < end[visit]), found, out[...].astype(jnp.float32))
+        out[...] = found.astype(out.dtype)
 
 
 def _decoded(codes: Any, scale: Any, *, interpret: bool) -> Any:
