@@ -120,9 +120,20 @@ class _UseCollector:
             self.record_operator(op, rule, factors)
             self.record_opaque_attention(op, rule, factors)
 
-    def of_stage(self, dims: Dims, factors: Mapping[str, Sequence[int]]) -> Dims:
-        """The dimensions that an operand has on one stage of a pipeline: all but that of the stages."""
-        return tuple(dim for dim in dims if [c for f in dim for c in factors.get(f, ())] != [self.axes.stages])
+    def of_layer(self, dims: Dims, rule: Rule, factors: Mapping[str, Sequence[int]]) -> Dims:
+        """The dimensions that an operand has in one layer, on one stage of a pipeline.
+
+        Dimensions that count stages or layers are left out, and whole ones of a single element: it may be a layer.
+        """
+        counting = {self.axes.stages, *self.axes.stacked}
+
+        def counts(dim: tuple[str, ...]) -> bool:
+            own = [c for f in dim for c in factors.get(f, ())]
+            return (
+                own[0] in counting if len(own) == 1 else not own and any(rule.by_name[f].kind == "whole" for f in dim)
+            )
+
+        return tuple(dim for dim in dims if not counts(dim))
 
     def has_batch(self, value: int) -> bool:
         """Whether a value has the batch axis, or belongs to the only row."""
@@ -139,9 +150,9 @@ class _UseCollector:
         """
         uses, avals = self.uses, self.axes.program.avals
         matrices = [
-            (self.weight(v), of_stage)
+            (self.weight(v), of_layer)
             for v, dims in zip(op.operands, rule.operands, strict=True)
-            if v >= 0 and len(of_stage := self.of_stage(dims, factors)) > 1
+            if v >= 0 and len(of_layer := self.of_layer(dims, rule, factors)) > 1
             and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
         ]  # fmt: skip
         matrices = _without_scales(matrices)
