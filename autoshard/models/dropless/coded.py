@@ -20,6 +20,7 @@ from autoshard.models.block_scales import ScaledCodes, StackedCodes
 from autoshard.models.dropless.forms import apply_experts, by_sorting
 from autoshard.models.dropless.operators import chosen_biases, limited_of
 from autoshard.models.dropless.units import swiglu
+from autoshard.spmdrules.custom_ops.opaque_primitive import taking_stacks
 from autoshard.spmdrules.custom_ops.operator import operator
 
 # The embedding is split into `n` blocks of size `d`, and the hidden units into `m` blocks of size `f`. Each matrix is a
@@ -154,6 +155,7 @@ def _limited_weights(operands: Sequence[jax.Array]) -> list[Any]:
 
 
 @operator(f"{_LIMITED}, b s (n d) -> b s (n d), b s k, e (m f), e (m f); reduce b s e m f; whole l n d k")
+@taking_stacks("l", layer=12)
 def coded_limited_experts_gradients(*operands: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     """Compute the cotangents of `coded_limited_experts`' tokens, gates and biases."""
     x, gates, chosen, own_experts, *coded, cotangent = operands
@@ -175,6 +177,7 @@ def _backward_of_limited(operands: Sequence[jax.Array], cotangent: jax.Array, **
 
 
 @operator(f"{_LIMITED} -> b s (n d); reduce e m f; whole l n d k", vjp=(None, _backward_of_limited))
+@taking_stacks("l", layer=12)
 def coded_limited_experts(*operands: jax.Array, **options: Any) -> jax.Array:
     """Apply the experts with indices `own_experts`: matrices in codes, and the biases of `gate` and `up`."""
     return apply_experts(limited_of(options), *operands[:4], *_limited_weights(operands[4:]), **options)

@@ -10,9 +10,9 @@ the weights from the stack in place. Generating text for few rows takes as long 
 are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
 Matrices may be `ScaledCodes`. XLA does not read codes of 4 bits inside a product. On TPUs, a kernel does
-(`kernels/grouped/codes`), by sorting and densely. It reads `StackedCodes` of several layers in place. Where it cannot run, the form in turn replaces the dense one: only
-the decoded matrices of one expert are in memory. The form by sorting decodes codes that no kernel reads. Densely and
-one by one, codes of 8 bits are read as they are.
+(`kernels/grouped/codes`), by sorting and densely. It reads `StackedCodes` of several layers in place. Where it cannot
+run, the form in turn replaces the dense one: only the decoded matrices of one expert are in memory. The form by sorting
+decodes codes that no kernel reads. Densely and one by one, codes of 8 bits are read as they are.
 
 All arguments belong to one shard. The result is the sum over its own experts and hidden units.
 

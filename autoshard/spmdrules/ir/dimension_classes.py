@@ -14,7 +14,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.core.rule_builder import GROUPS
-from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, layer_stacks
 from autoshard.spmdrules.ir.program import Program
 
 _SIZE_ONE = 0  # the node of every dimension of size 1; it joins nothing
@@ -74,20 +74,13 @@ def unify(program: Program) -> DimensionClasses:
 def _whole_stacks(
     program: Program, nodes: Nodes, factors: list[dict[str, int]], constants: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Returns those of the `constants` that are stacks of layers.
-
-    They have an element for each iteration, and a declared operator needs the leading dimension whole. It uses the
-    layer whose number it gets, such as a kernel for which XLA would copy a slice.
-    """
-    fitting = [(node, steps) for node, steps in constants if node and nodes.size[node] == nodes.size[steps]]
-    if not fitting:
-        return []
-    whole: set[int] = set()
-    for op, made in zip(program.ops(), factors, strict=True):
-        if op.rule is not None and is_operator(op.eqn.primitive):
-            kept = {name for dims in op.rule.results for dim in dims for name in dim}
-            whole.update(nodes.find(n) for f, n in made.items() if f not in kept and op.rule.by_name[f].kind == "whole")
-    return [(node, steps) for node, steps in fitting if nodes.find(node) in whole]
+    """Returns those `constants` that are stacks of layers (`layer_stacks`) with an element for each iteration."""
+    stacks = [
+        nodes.find(made[found.factor])
+        for op, made in zip(program.ops(), factors, strict=True) if is_operator(op.eqn.primitive)
+        if (found := layer_stacks(op.eqn.params["fn"])) is not None and found.factor in made
+    ]  # fmt: skip
+    return [(n, steps) for n, steps in constants if nodes.find(n) in stacks and nodes.size[n] == nodes.size[steps] > 1]
 
 
 class Application(Protocol):

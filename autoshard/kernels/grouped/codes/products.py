@@ -30,7 +30,7 @@ from autoshard.kernels.grouped.matmul import group_bounds
 from autoshard.kernels.grouped.tiled import tiled_product, with_whole_tiles
 from autoshard.kernels.grouped.tiles import Tiles, tiled_rows
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
-from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands, stating_results
+from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands, stating_results, taking_stacks
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.families.grouped_matmul import drawn_group_sizes
 
@@ -166,7 +166,7 @@ def _draw_codes(rng: np.random.Generator, rows: Any, codes: Any, scale: Any, lay
 
 
 def _draw(rng: np.random.Generator, rows: Any, codes: Any, scale: Any, layer: Any, *groups: Any) -> Any:
-    """Draw codes, scales, a layer, valid sizes of groups, consecutive numbers of groups, and the positions of all rows."""
+    """Draw codes, scales, a layer, valid sizes and consecutive numbers of groups, and the positions of all rows."""
     sizes, own, _ = groups
     first = rng.integers(0, sizes.shape[0] - own.shape[0] + 1)
     return _draw_codes(rng, rows, codes, scale, layer) | {
@@ -177,6 +177,7 @@ def _draw(rng: np.random.Generator, rows: Any, codes: Any, scale: Any, layer: An
 
 
 @operator("m (b d), l v (b d) n, v b n, 1, w, v, m -> m n; reduce b v; whole l d w; linear 0", cost=_rows_cost)
+@taking_stacks("l", layer=3)
 @stating_results(_rows_types)
 @drawing_operands(_draw)
 def coded_rows(rows, codes, scale, layer, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
@@ -185,6 +186,7 @@ def coded_rows(rows, codes, scale, layer, sizes, own, positions, *, call: Groupe
 
 
 @operator("m n, l v (b d) n, v b n, 1, w, v, m -> m (b d); reduce n v; whole l d w; linear 0", cost=_rows_cost)
+@taking_stacks("l", layer=3)
 @stating_results(_rows_types)
 @drawing_operands(_draw)
 def coded_rows_gradient(d_out, codes, scale, layer, sizes, own, positions, *, call: GroupedCall) -> jax.Array:
@@ -193,6 +195,7 @@ def coded_rows_gradient(d_out, codes, scale, layer, sizes, own, positions, *, ca
 
 
 @operator("t (b d), l v (b d) n, v b n, 1 -> v t n; reduce b; whole l d; linear 0", cost=_of_all_cost)
+@taking_stacks("l", layer=3)
 @stating_results(_of_all_types)
 @drawing_operands(_draw_codes)
 def coded_shared_rows(rows, codes, scale, layer, *, call: GroupedCall) -> jax.Array:
@@ -201,6 +204,7 @@ def coded_shared_rows(rows, codes, scale, layer, *, call: GroupedCall) -> jax.Ar
 
 
 @operator("v t (b d), l v (b d) n, v b n, 1 -> v t n; reduce b; whole l d; linear 0", cost=_of_all_cost)
+@taking_stacks("l", layer=3)
 @stating_results(_of_all_types)
 @drawing_operands(_draw_codes)
 def coded_own_rows(rows, codes, scale, layer, *, call: GroupedCall) -> jax.Array:

@@ -101,7 +101,7 @@ def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name,
 
 
 def test_a_scan_over_layers_does_not_slice_codes_of_4_bits(tmp_path):
-    """A kernel gets the codes of all layers and the number of the layer, and the logits are those of decoded weights."""
+    """A kernel gets the codes of all layers and the number of one. The logits are those of decoded weights."""
     folder = make_quantized_folder(tmp_path / "in", {**MXFP4_GPT_OSS, "num_hidden_layers": 6})
     model, dense = (load(folder, plan="ep:4 fsdp:2", dtype="float32") for load in (loaded, load_dense))
     (scan,) = [eqn for eqn in jax.make_jaxpr(next_logits)(model).eqns if eqn.primitive.name == "scan"][:1]
