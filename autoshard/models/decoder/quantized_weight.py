@@ -70,7 +70,8 @@ class QuantizedWeight(nnx.Module):
     """
 
     def __init__(self, codes: jax.Array, scale: jax.Array, form: str, inputs: int, outputs: int):
-        self.codes, self.scale = nnx.Param(codes), nnx.Param(scale)
+        self.codes: nnx.Variable[jax.Array] = nnx.Param(codes)
+        self.scale = nnx.Param(scale)
         # The number of the layer, int32 `[1]`, where `with_readable_codes` made the codes those of all layers.
         self.layer: nnx.Variable[jax.Array] | None = None
         self.form, self.inputs, self.outputs = form, inputs, outputs
@@ -86,6 +87,8 @@ class QuantizedWeight(nnx.Module):
             return None
         if self.layer is not None:
             return StackedCodes(codes, scale, self.layer[...])
+        if self.form == "mxfp4":
+            return StackedCodes(codes[None], scale, jnp.zeros(1, jnp.int32))
         return ScaledCodes(split_inputs(codes, scale, 1, 1), scale)
 
     def project(self, spec: str, x: jax.Array) -> jax.Array:

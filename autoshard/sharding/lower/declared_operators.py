@@ -65,7 +65,7 @@ def sliced_stacks(
     if stacks is None or isinstance(op.eqn.params["fn"], BatchedFunction) or chosen.form is not None:
         return [*args]
     places = [i for i, dims in enumerate(rule.operands) if dims[:1] == ((stacks.factor,),)]
-    if all(stored[i] == chosen.spec(rule.operands[i]) for i in places):
+    if all(stored[i] == chosen.spec(rule.operands[i]) or args[i].shape[0] == 1 for i in places):
         return [*args]
     own, number = [*args], args[stacks.layer]
     for i in places:

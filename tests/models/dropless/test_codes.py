@@ -251,17 +251,15 @@ def test_a_tpu_decodes_no_matrix_of_4_bits_in_memory(tokens, stacked):
     layers, width, ffn = 3, 512, 1024
 
     def coded(inputs, outputs) -> Any:
-        codes: Any = jax.ShapeDtypeStruct((layers, EXPERTS, inputs, outputs), "float4_e2m1fn")
+        stack = (layers,) if stacked else (layers, 1)  # a slice is a stack of one layer
+        codes: Any = jax.ShapeDtypeStruct((*stack, EXPERTS, inputs, outputs), "float4_e2m1fn")
         return codes, jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, outputs), "float8_e8m0fnu")
 
     def step(codes, others, x, gates, chosen):
         def layer(x, each):
             number, slices, (*scales, biases) = each
-            if stacked:
-                coded = [StackedCodes(*pair, number) for pair in zip(codes, scales, strict=True)]
-            else:
-                pairs = zip(slices, scales, strict=True)
-                coded = [ScaledCodes(split_inputs(own, scale, 1, 1), scale) for own, scale in pairs]
+            stacks, number = (codes, number) if stacked else (slices, jnp.zeros_like(number))
+            coded = [StackedCodes(*pair, number) for pair in zip(stacks, scales, strict=True)]
             return x + dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, limit=7.0, alpha=1.7), None
 
         numbers = jax.lax.broadcasted_iota(jnp.int32, (layers, 1), 0)
