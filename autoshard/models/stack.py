@@ -18,6 +18,13 @@ from jax import lax
 from autoshard.models.remat.policies import checkpoint_policy, remat_policies
 
 
+class WholeStack(nnx.Variable):
+    """The values of all layers, `[layers, ...]`, of which `extend_layers` gives every layer the whole.
+
+    It is for a kernel that takes the number of the layer: XLA would copy a slice of an array for a kernel.
+    """
+
+
 def make_layers(make: Callable[[jax.Array], nnx.Module], keys: jax.Array, *, scan: bool) -> nnx.Module:
     """Make layers of one shape, each from its own key.
 
@@ -94,7 +101,7 @@ def extend_layers(
     """Apply all layers in order, each with its own slice of a cache.
 
     Args:
-        layers: the result of `make_layers`.
+        layers: the result of `make_layers`. Stacked layers are sliced, except for what is a `WholeStack`.
         carry: the first layer's input.
         cache: arrays with a leading `layers` dimension.
         step: `(layer, carry, slice) -> (carry, part)`, for one layer and its slice of the cache.
@@ -108,5 +115,5 @@ def extend_layers(
             carry, part = step(layer, carry, jax.tree.map(lambda leaf, n=n: leaf[n], cache))
             parts.append(part)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-    graph, params = nnx.split(layers)
-    return lax.scan(lambda carry, each: step(nnx.merge(graph, each[0]), carry, each[1]), carry, (params, cache))
+    graph, whole, params = nnx.split(layers, WholeStack, ...)
+    return lax.scan(lambda carry, each: step(nnx.merge(graph, whole, each[0]), carry, each[1]), carry, (params, cache))

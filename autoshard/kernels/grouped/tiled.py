@@ -39,6 +39,17 @@ def visits_of(starts: jax.Array, ends: jax.Array, tile: int) -> Visits:
     return Visits(starts, ends, after - tiles, after[-1])
 
 
+def group_of(visits: Visits, number: jax.Array) -> jax.Array:
+    """Return the group of the visit with this number, or of visits with these numbers, int32.
+
+    >>> visits = visits_of(jnp.array([0, 3, 3]), jnp.array([3, 3, 9]), 4)
+    >>> visits.first.tolist(), group_of(visits, jnp.arange(4)).tolist()
+    ([0, 1, 1], [0, 2, 2, 2])
+    """
+    # A group without visits has the same `first` as the next group, so the last group with this `first` is right.
+    return jnp.searchsorted(visits.first, number, side="right", method="compare_all").astype(jnp.int32) - 1
+
+
 def tiled_product(
     rows: jax.Array, weights: jax.Array, starts: jax.Array, ends: jax.Array, *, tile: int, transposed: bool
 ) -> jax.Array:
@@ -53,7 +64,7 @@ def tiled_product(
         transposed: whether the matrices are transposed.
     """
     count, columns = rows.shape[0], weights.shape[1 if transposed else 2]
-    rows = _padded(rows, tile)
+    rows = with_whole_tiles(rows, tile)
     visits = visits_of(starts, ends, tile)
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
 
@@ -84,7 +95,7 @@ def tiled_gradient(
         tile: rows of a tile.
         dtype: the dtype of the result.
     """
-    rows, d_out = _padded(rows, tile), _padded(d_out, tile)
+    rows, d_out = with_whole_tiles(rows, tile), with_whole_tiles(d_out, tile)
     visits = visits_of(starts, ends, tile)
     wide = jnp.promote_types(rows.dtype, jnp.float32)
 
@@ -102,14 +113,18 @@ def tiled_gradient(
 
 def _at(visits: Visits, number: jax.Array, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a visit's group, the first row of its tile, and which of the tile's rows are in the group, `[tile, 1]`."""
-    # A group without visits has the same `first` as the next group, so the last group with this `first` is right.
-    group = jnp.sum(visits.first <= number, dtype=jnp.int32) - 1
+    group = group_of(visits, number)
     start, end = visits.starts[group], visits.ends[group]
     first = (start // tile + number - visits.first[group]) * tile
     row = first + lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
     return group, first, (row >= start) & (row < end)
 
 
-def _padded(x: jax.Array, tile: int) -> jax.Array:
+def with_whole_tiles(x: jax.Array, tile: int) -> jax.Array:
+    """Return rows `[m, k]` with as many rows of zeros behind them as the last tile lacks.
+
+    >>> with_whole_tiles(jnp.ones((5, 2)), 4).shape
+    (8, 2)
+    """
     missing = -x.shape[0] % tile
     return jnp.pad(x, ((0, missing), (0, 0))) if missing else x

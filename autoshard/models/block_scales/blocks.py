@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from autoshard._shown import shown
 
@@ -48,6 +49,16 @@ class ScaledCodes(NamedTuple):
         return ScaledCodes(joined_inputs(self.codes, self.scale, 1, 1), self.scale)
 
     @property
+    def of_layer(self) -> ScaledCodes:
+        """The same: the codes are those of one layer."""
+        return self
+
+    @property
+    def stacked(self) -> StackedCodes:
+        """The same as the only layer of a stack."""
+        return StackedCodes(joined_inputs(self.codes, self.scale, 1, 1)[None], self.scale, jnp.zeros(1, jnp.int32))
+
+    @property
     def values(self) -> jax.Array:
         """The matrices, in float32."""
         return decoded(joined_inputs(self.codes, self.scale, 1, 1), self.scale)
@@ -61,6 +72,45 @@ class ScaledCodes(NamedTuple):
         exact = self.bits < 8 and dtype == jnp.bfloat16
         codes = joined_inputs(self.codes, self.scale, 1, 1)
         return decoded(codes, self.scale, jnp.bfloat16 if exact else jnp.float32).astype(dtype)
+
+
+@shown
+class StackedCodes(NamedTuple):
+    """Matrices `[experts, inputs, outputs]` of one layer as codes and scales, with the codes of all layers.
+
+    A kernel reads the codes of the layer in place. XLA would copy a slice for it. Inputs are not split into blocks: XLA
+    would copy a stack that is split outside of the loop over its layers.
+
+    Attributes:
+        codes: `[layers, experts, inputs, outputs]`.
+        scale: of the layer, `[experts, blocks, blocks of outputs]`.
+        layer: the number of the layer, int32 `[1]`.
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    layer: jax.Array
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the matrices."""
+        return self.scale.ndim
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return int(jnp.finfo(self.codes.dtype).bits)
+
+    @property
+    def of_layer(self) -> ScaledCodes:
+        """The same with the codes of the layer alone."""
+        codes = lax.dynamic_index_in_dim(self.codes, self.layer[0], keepdims=False)
+        return ScaledCodes(split_inputs(codes, self.scale, 1, 1), self.scale)
+
+    @property
+    def stacked(self) -> StackedCodes:
+        """The same."""
+        return self
 
 
 def is_split(codes: jax.Array, scale: jax.Array) -> bool:

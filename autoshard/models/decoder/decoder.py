@@ -24,7 +24,7 @@ from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.experts import Load
 from autoshard.models.decoder.layer_inputs import LayerInputs
 from autoshard.models.decoder.layers import Norm, normal
-from autoshard.models.decoder.quantized_weight import split_codes
+from autoshard.models.decoder.quantized_weight import with_readable_codes
 from autoshard.models.decoder.segments import segments_of
 from autoshard.models.decoder.single_rows import by_slices, rows_of
 from autoshard.models.decoder.stacks import chunks_of, make_segments, make_sides, run_segments, segment_inputs
@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
             x, new = scoped(
                 "layers",
                 extend_layers,
-                split_codes(layers),
+                with_readable_codes(layers),
                 x,
                 (segment_inputs(segment, inputs), kept),
                 lambda group, x, own, sides=sides: group.extend(x, own[0], sides, own[1], rows),

@@ -9,6 +9,7 @@ biases, gpt-oss (arXiv:2508.10925); gates that multiply the experts' inputs, Lla
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax import lax
 
 from autoshard._shown import shown
 from autoshard.models import dropless
-from autoshard.models.block_scales import ScaledCodes
+from autoshard.models.block_scales import ScaledCodes, StackedCodes
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.decoder.layers import MLP, normal, zeros
@@ -165,9 +166,9 @@ class Experts(nnx.Module):
             return None
         return self.b_gate[...].astype(dtype), self.b_up[...].astype(dtype), self.b_down[...].astype(dtype)
 
-    def _codes(self) -> tuple[ScaledCodes, ScaledCodes, ScaledCodes] | None:
+    def _codes(self) -> Sequence[ScaledCodes | StackedCodes] | None:
         """Return the matrices as codes; None if they are not."""
         matrices = (self.w_gate, self.w_up, self.w_down)
         coded = [one.scaled_codes() for one in matrices if isinstance(one, QuantizedWeight)]
-        gate, up, down = coded if len(coded) == 3 else (None, None, None)
-        return None if gate is None or up is None or down is None else (gate, up, down)
+        found = [one for one in coded if one is not None]
+        return found if len(found) == 3 else None

@@ -24,11 +24,20 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from autoshard import _compat
 from autoshard.errors import AutoshardError, ConfigError
-from autoshard.models.block_scales import ScaledCodes, decoded, joined_inputs, scaled_product, split_inputs
+from autoshard.models.block_scales import (
+    ScaledCodes,
+    StackedCodes,
+    decoded,
+    joined_inputs,
+    scaled_product,
+    split_inputs,
+)
 from autoshard.models.quantized import align
+from autoshard.models.stack import WholeStack
 
 _compat.exclude_from_user_code(__file__)  # plans name the product's caller, not this module
 
@@ -61,23 +70,35 @@ class QuantizedWeight(nnx.Module):
     """
 
     def __init__(self, codes: jax.Array, scale: jax.Array, form: str, inputs: int, outputs: int):
-        self.codes, self.scale = nnx.Param(codes), nnx.Param(scale)
+        self.codes: nnx.Variable[jax.Array] = nnx.Param(codes)
+        self.scale = nnx.Param(scale)
+        # The number of the layer, int32 `[1]`, where `with_readable_codes` made the codes those of all layers.
+        self.layer: nnx.Variable[jax.Array] | None = None
         self.form, self.inputs, self.outputs = form, inputs, outputs
 
     def __getitem__(self, index: EllipsisType) -> jax.Array:
         """Return the weight of one layer, in float32."""
-        return _values(self.codes[...], self.scale[...], self.form, self.inputs, self.outputs)
+        return _values(self._codes(), self.scale[...], self.form, self.inputs, self.outputs)
 
-    def scaled_codes(self) -> ScaledCodes | None:
-        """Return the weights of a layer's experts as `ScaledCodes`; None unless they are matrices with such scales."""
+    def scaled_codes(self) -> ScaledCodes | StackedCodes | None:
+        """Return the weights of a layer's experts as codes; None unless they are matrices with scales of blocks."""
         codes, scale = self.codes[...], self.scale[...]
         if self.form not in IN_BLOCKS or (self.inputs, self.outputs, scale.ndim) != (1, 1, 3):
             return None
+        if self.layer is not None:
+            return StackedCodes(codes, scale, self.layer[...])
+        if self.form == "mxfp4":
+            return StackedCodes(codes[None], scale, jnp.zeros(1, jnp.int32))
         return ScaledCodes(split_inputs(codes, scale, 1, 1), scale)
 
     def project(self, spec: str, x: jax.Array) -> jax.Array:
         """Compute `einsum(spec, x, weight)` in x's dtype. In `spec` the weight's input dimensions come first."""
-        return _product((spec, self.form, self.inputs, self.outputs), x, self.codes[...], self.scale[...])
+        return _product((spec, self.form, self.inputs, self.outputs), x, self._codes(), self.scale[...])
+
+    def _codes(self) -> jax.Array:
+        """Return the codes of one layer."""
+        codes = self.codes[...]
+        return codes if self.layer is None else lax.dynamic_index_in_dim(codes, self.layer[0], keepdims=False)
 
 
 def quantized(weight: jax.Array, form: str, stacked: int, inputs: int) -> tuple[jax.Array, jax.Array]:
@@ -137,18 +158,21 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
     return (blocks * jnp.expand_dims(scale, inputs)).reshape(shape)
 
 
-def split_codes(layers: nnx.Module) -> nnx.Module:
-    """Return the layers with the inputs of their fp8 codes split into blocks, as products with few tokens need them.
+def with_readable_codes(layers: nnx.Module) -> nnx.Module:
+    """Return layers whose codes products with few tokens read in place, in a scan over the layers by `extend_layers`.
 
-    Call it on stacked layers before their scan: see `block_scales/blocks.py`.
+    The inputs of fp8 codes are split into blocks: see `block_scales/blocks.py`. Codes of 4 bits of stacked experts are
+    whole stacks, which a kernel reads.
     """
-    graph, params = nnx.split(layers)
-    flat = dict(nnx.to_flat_state(params))
-    for path, one in nnx.iter_graph(layers):
-        if isinstance(one, QuantizedWeight) and one.form == "fp8":
-            codes = split_inputs(one.codes[...], one.scale[...], one.inputs, one.outputs)
-            flat[*path, "codes"] = flat[*path, "codes"].replace(codes)
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    layers = nnx.merge(*nnx.split(layers))
+    for one in [node for _, node in nnx.iter_graph(layers) if isinstance(node, QuantizedWeight)]:
+        codes, scale = one.codes[...], one.scale[...]
+        if one.form == "fp8":
+            one.codes = nnx.Param(split_inputs(codes, scale, one.inputs, one.outputs))
+        elif one.form == "mxfp4" and scale.ndim - one.inputs - one.outputs == 2:  # layers and experts
+            one.codes = WholeStack(codes)
+            one.layer = nnx.data(nnx.Variable(lax.broadcasted_iota(jnp.int32, (codes.shape[0], 1), 0)))
+    return layers
 
 
 _Static = tuple[str, str, int, int]  # spec, form, inputs, outputs

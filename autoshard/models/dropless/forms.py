@@ -10,9 +10,9 @@ the weights from the stack in place. Generating text for few rows takes as long 
 are faster there: dense experts read each expert once, and choices one by one read the chosen experts only.
 
 Matrices may be `ScaledCodes`. XLA does not read codes of 4 bits inside a product. On TPUs, a kernel does
-(`kernels/grouped/codes`), by sorting and densely. Where it cannot run, the form in turn replaces the dense one: only
-the decoded matrices of one expert are in memory. The form by sorting decodes codes that no kernel reads. Densely and
-one by one, codes of 8 bits are read as they are.
+(`kernels/grouped/codes`), by sorting and densely. It reads `StackedCodes` of several layers in place. Where it cannot
+run, the form in turn replaces the dense one: only the decoded matrices of one expert are in memory. The form by sorting
+decodes codes that no kernel reads. Densely and one by one, codes of 8 bits are read as they are.
 
 All arguments belong to one shard. The result is the sum over its own experts and hidden units.
 
@@ -21,7 +21,7 @@ Source: MegaBlocks (arXiv:2211.15841) for products by sorting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,15 +31,16 @@ from jax import lax
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.kernels.grouped.codes.products import coded_grouped_product, coded_product_of_all, reads_codes
 from autoshard.kernels.grouped.matmul import grouped_product
-from autoshard.models.block_scales import ScaledCodes, scaled_product
+from autoshard.models.block_scales import ScaledCodes, StackedCodes, scaled_product
 from autoshard.models.dropless.constants import DENSE_TOKENS, LARGEST_UNROLLED, PIECE_ELEMENTS, TILE_ROWS
 from autoshard.models.dropless.units import Unit
 
 Weight = jax.Array | ScaledCodes
+StackedWeight = Weight | StackedCodes
 
 
 def apply_experts(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight,
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: StackedWeight,
     count: int, call: GroupedCall,
 ) -> jax.Array:  # fmt: skip
     """Compute the sum of the experts `own_experts` for each token, in the fastest form.
@@ -60,17 +61,17 @@ def apply_experts(
     """
     tokens, choices = x.shape[0] * x.shape[1], chosen.size
     if choices < own_experts.shape[0] and choices <= LARGEST_UNROLLED:
-        return one_by_one(unit, x, gates, chosen, own_experts, *weights)
+        return one_by_one(unit, x, gates, chosen, own_experts, *_of_layer(weights))
     if call.kernel == "megablox" and tokens <= DENSE_TOKENS:
-        of_4_bits = [one for one in weights if isinstance(one, ScaledCodes) and one.bits < 8]
-        if not all(reads_codes(call, x.dtype, *one, rows=tokens) for one in of_4_bits):
-            return in_turn(unit, x, gates, chosen, own_experts, *weights)
+        of_4_bits = [one for one in weights if isinstance(one, ScaledCodes | StackedCodes) and one.bits < 8]
+        if any(isinstance(_for_kernel(call, x.dtype, one, rows=tokens), ScaledCodes) for one in of_4_bits):
+            return in_turn(unit, x, gates, chosen, own_experts, *_of_layer(weights))
         return densely(unit, x, gates, chosen, own_experts, *weights, call=call)
     return by_sorting(unit, x, gates, chosen, own_experts, *weights, count=count, call=call)
 
 
 def by_sorting(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight,
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: StackedWeight,
     count: int, call: GroupedCall,
 ) -> jax.Array:  # fmt: skip
     """Compute `apply_experts` by sorting. Rows of other experts are zeros in all products and in their derivatives."""
@@ -80,12 +81,12 @@ def by_sorting(
     order = jnp.argsort(choices)
     sizes = jnp.sum(choices[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
 
-    def multiply(rows: jax.Array, weights: Weight) -> jax.Array:
-        if not isinstance(weights, ScaledCodes):
-            return grouped_product(call, rows, weights, sizes, own_experts)
-        if reads_codes(call, rows.dtype, *weights):
+    def multiply(rows: jax.Array, weights: StackedWeight) -> jax.Array:
+        weights = _for_kernel(call, rows.dtype, weights)
+        if isinstance(weights, StackedCodes):
             return coded_grouped_product(call, rows, *weights, sizes, own_experts)
-        return grouped_product(call, rows, weights.in_dtype(x.dtype), sizes, own_experts)
+        matrices = weights.in_dtype(x.dtype) if isinstance(weights, ScaledCodes) else weights
+        return grouped_product(call, rows, matrices, sizes, own_experts)
 
     rows = x.reshape(-1, width)[order // top_k]
     products = [multiply(rows, w) for w in up_weights]
@@ -100,7 +101,7 @@ def by_sorting(
 
 
 def densely(
-    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: Weight,
+    unit: Unit, x: jax.Array, gates: jax.Array, chosen: jax.Array, own_experts: jax.Array, *weights: StackedWeight,
     call: GroupedCall,
 ) -> jax.Array:  # fmt: skip
     """Compute `apply_experts` with products of all tokens and all own experts."""
@@ -115,7 +116,8 @@ def densely(
     mask = jnp.any(picked, axis=2).T[..., None]
     hidden = unit([jnp.where(mask, y, 0) for y in products])
     hidden = hidden * of_expert.T[..., None].astype(hidden.dtype)
-    if isinstance(down, ScaledCodes) and reads_codes(call, hidden.dtype, *down, rows=rows.shape[0]):
+    down = _for_kernel(call, hidden.dtype, down, rows=rows.shape[0])
+    if isinstance(down, StackedCodes):
         outputs = coded_product_of_all(call, hidden, *down)
         return jnp.sum(outputs, axis=0, dtype=jnp.float32).reshape(x.shape).astype(x.dtype)
     return _product("etf,efd->td", hidden, down).reshape(x.shape).astype(x.dtype)
@@ -168,7 +170,22 @@ def one_by_one(
     return jnp.sum(found, axis=1).reshape(x.shape).astype(x.dtype)
 
 
-def _parts(weights: Sequence[Weight]) -> tuple[list[Weight], list[jax.Array], Weight]:
+def _of_layer(weights: Iterable[StackedWeight]) -> list[Weight]:
+    """Return the weights with the codes of the layer alone."""
+    return [one.of_layer if isinstance(one, StackedCodes) else one for one in weights]
+
+
+def _for_kernel(call: GroupedCall, dtype: Any, weight: Any, *, rows: int | None = None) -> StackedWeight:
+    """Return codes that a kernel reads as `StackedCodes`, and others as those of the layer alone; see `reads_codes`."""
+    if not isinstance(weight, ScaledCodes | StackedCodes):
+        return weight
+    stack = weight.stacked if weight.bits < 8 else None
+    if stack is not None and reads_codes(call, dtype, stack.codes, stack.scale, rows=rows):
+        return stack
+    return weight.of_layer
+
+
+def _parts(weights: Sequence[Any]) -> tuple[list[Any], list[jax.Array], Any]:
     """Return the matrices before the hidden units, their biases, and the matrices behind them."""
     *before, down = weights
     biases = [w for w in before if w.ndim == 2 and not isinstance(w, ScaledCodes)]
@@ -210,11 +227,12 @@ def _pieces(inputs: int, outputs: int, blocks: int) -> int:
     return next((n for n in tiled if inputs // n * outputs <= PIECE_ELEMENTS), tiled[-1])
 
 
-def _of_all(rows: jax.Array, weight: Weight, call: GroupedCall) -> jax.Array:
+def _of_all(rows: jax.Array, weight: StackedWeight, call: GroupedCall) -> jax.Array:
     """Multiply the rows by the matrices of all own experts: `[own, tokens, ffn]`."""
+    weight = _for_kernel(call, rows.dtype, weight, rows=rows.shape[0])
+    if isinstance(weight, StackedCodes):
+        return coded_product_of_all(call, rows, *weight)
     if isinstance(weight, ScaledCodes):
-        if reads_codes(call, rows.dtype, *weight, rows=rows.shape[0]):
-            return coded_product_of_all(call, rows, *weight)
         # Codes are read in place if the experts are a batch dimension. Else XLA transposes them.
         rows = jnp.broadcast_to(rows, (weight.scale.shape[0], *rows.shape))
         return _product("etd,edf->etf", rows, weight)

@@ -11,7 +11,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
-from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, layer_stacks
 from autoshard.spmdrules.ir.program import Op, Program
 
 
@@ -120,9 +120,14 @@ class _UseCollector:
             self.record_operator(op, rule, factors)
             self.record_opaque_attention(op, rule, factors)
 
-    def of_stage(self, dims: Dims, factors: Mapping[str, Sequence[int]]) -> Dims:
-        """The dimensions that an operand has on one stage of a pipeline: all but that of the stages."""
-        return tuple(dim for dim in dims if [c for f in dim for c in factors.get(f, ())] != [self.axes.stages])
+    def of_layer(self, op: Op, dims: Dims, factors: Mapping[str, Sequence[int]]) -> Dims:
+        """The dimensions that an operand has in one layer, on one stage of a pipeline: not those that count these."""
+        stacks = layer_stacks(op.eqn.params["fn"])
+        return tuple(
+            dim for dim in dims
+            if [c for f in dim for c in factors.get(f, ())] != [self.axes.stages]
+            and (stacks is None or dim != (stacks.factor,))
+        )  # fmt: skip
 
     def has_batch(self, value: int) -> bool:
         """Whether a value has the batch axis, or belongs to the only row."""
@@ -139,9 +144,9 @@ class _UseCollector:
         """
         uses, avals = self.uses, self.axes.program.avals
         matrices = [
-            (self.weight(v), of_stage)
+            (self.weight(v), of_layer)
             for v, dims in zip(op.operands, rule.operands, strict=True)
-            if v >= 0 and len(of_stage := self.of_stage(dims, factors)) > 1
+            if v >= 0 and len(of_layer := self.of_layer(op, dims, factors)) > 1
             and _compat.is_floating(avals[v].dtype) and not self.has_batch(v)
         ]  # fmt: skip
         matrices = _without_scales(matrices)

@@ -20,12 +20,13 @@ from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.flops import flops_of
-from autoshard.sharding.program.operator_kinds import REDUCTIONS, is_decision_point
+from autoshard.sharding.program.operator_kinds import REDUCTIONS, is_decision_point, is_declared
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, exchanged_spec, shard_count
 from autoshard.spmdrules.core.reshard_path import moves_axis
 from autoshard.spmdrules.core.rule import Dims, Rule
+from autoshard.spmdrules.custom_ops.opaque_primitive import layer_stacks
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
 from autoshard.spmdrules.families.stages import (
     LAYER_STACKS,
@@ -190,8 +191,16 @@ def pinned_operands(layout: Layout, op: Op, block: Block, prices: LinkPrices) ->
 
 
 def transfer_bytes(axes: LogicalAxes, op: Op) -> list[float]:
-    """Bytes of each operand as a collective moves it: a parameter in its transfer type (`LogicalAxes`)."""
+    """Bytes of each operand as a collective moves it: a parameter in its transfer type (`LogicalAxes`).
+
+    Of a stack of layers, it moves one layer.
+    """
     sizes = [float(nbytes(v.aval)) for v in op.eqn.invars]
+    if is_declared(op) and (stacks := layer_stacks(op.eqn.params["fn"])) is not None:
+        assert op.rule is not None
+        for i, dims in enumerate(op.rule.operands):
+            if dims[:1] == ((stacks.factor,),):
+                sizes[i] /= op.eqn.invars[i].aval.shape[0]
     if axes.transfer_dtype:
         for i, v in enumerate(op.operands):
             if v in axes.transfer_dtype:

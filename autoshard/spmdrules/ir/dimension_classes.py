@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.core.rule_builder import GROUPS
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, layer_stacks
 from autoshard.spmdrules.ir.program import Program
 
 _SIZE_ONE = 0  # the node of every dimension of size 1; it joins nothing
@@ -27,7 +29,8 @@ class DimensionClasses:
         nodes: the union-find structure.
         dims: for each value, the node of each dimension.
         factors: for each operator (in the order of `program.ops()`), the node of each factor of its rule.
-        stacked: nodes of the dimensions that count loop iterations.
+        stacked: nodes of the dimensions that count loop iterations. Those of a stack of layers that a loop over the
+            layers does not slice are among them: see `_whole_stacks`.
     """
 
     nodes: Nodes
@@ -42,6 +45,7 @@ def unify(program: Program) -> DimensionClasses:
     dims: list[tuple[int, ...]] = [tuple(nodes.new(s) for s in a.shape) for a in program.avals]
     factors: list[dict[str, int]] = []
     stacked: list[int] = []
+    constants: list[tuple[int, int]] = []  # of loops: leading dimension, and the dimension of the loop's iterations
     groups_of: dict[int, int] = {}  # an array of group sizes -> the node of the groups
     for op in program.ops():
         factors.append(join_factors(nodes, dims, op))
@@ -58,7 +62,25 @@ def unify(program: Program) -> DimensionClasses:
                 outer = outer[1:]
             for a, b in zip(outer, dims[edge.inner], strict=True):
                 nodes.join(a, b)
+        if steps is not None and op.name == "scan":
+            fixed = (dims[v] for v in op.operands[: _compat.scan_arity(op.eqn.params)[0]] if v >= 0)
+            constants += [(outer[0], steps) for outer in fixed if len(outer) > 1]
+    for node, steps in _whole_stacks(program, nodes, factors, constants):
+        nodes.join(node, steps)
+        stacked.append(node)
     return DimensionClasses(nodes, dims, factors, stacked)
+
+
+def _whole_stacks(
+    program: Program, nodes: Nodes, factors: list[dict[str, int]], constants: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Returns those `constants` that are stacks of layers (`layer_stacks`) with an element for each iteration."""
+    stacks = [
+        nodes.find(made[found.factor])
+        for op, made in zip(program.ops(), factors, strict=True) if is_operator(op.eqn.primitive)
+        if (found := layer_stacks(op.eqn.params["fn"])) is not None and found.factor in made
+    ]  # fmt: skip
+    return [(n, steps) for n, steps in constants if nodes.find(n) in stacks and nodes.size[n] == nodes.size[steps] > 1]
 
 
 class Application(Protocol):

@@ -12,7 +12,7 @@ from autoshard import plan
 from autoshard.errors import AutoshardWarning
 from autoshard.kernels.grouped.call import GroupedCall
 from autoshard.models import dropless
-from autoshard.models.block_scales import ScaledCodes, split_inputs
+from autoshard.models.block_scales import ScaledCodes, StackedCodes, split_inputs
 from autoshard.models.dropless import coded as coded_experts
 from autoshard.models.dropless import forms
 from autoshard.models.dropless.units import limited, swiglu
@@ -149,6 +149,12 @@ def four_bits(own=slice(None)) -> Any:
     return (x, gates, chosen), (coded(64, 32), coded(64, 32), coded(32, 64)), biases
 
 
+def last_of_two_layers(one):
+    """Returns the same matrices as the last layer of two. The codes of the first layer are others."""
+    codes = one.stacked.codes
+    return StackedCodes(jnp.concatenate([jnp.roll(codes, 1, axis=2), codes]), one.scale, jnp.array([1], jnp.int32))
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("own", [slice(5, 12), slice(0, EXPERTS)], ids=["a shard", "all experts"])
 def test_all_forms_have_the_values_of_decoded_matrices_of_4_bits(own, monkeypatch):
@@ -172,6 +178,12 @@ def test_all_forms_have_the_values_of_decoded_matrices_of_4_bits(own, monkeypatc
         *given, gate, up, *biases, down
     )
     assert "scan" in str(program) and "sort" not in str(program)  # the kernel takes no rows in float32
+    stacks = [last_of_two_layers(one) for one in (gate, up, down)]
+    for call, tokens in ((TILED, 7), (kernel, 7), (TILED, 1)):  # by sorting, in turn, one by one
+        run = jax.jit(functools.partial(forms.apply_experts, unit, count=EXPERTS, call=call))
+        given = *(one[:tokens] for one in given[:3]), given[3]
+        found = run(*given, *stacks[:2], *biases, stacks[2])
+        np.testing.assert_allclose(found, expected[:tokens], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.few(1)
@@ -193,6 +205,8 @@ def test_the_forms_with_a_kernel_have_the_values_of_decoded_matrices_of_4_bits(o
         found = jax.jit(run)(*given, gate, up, *biases, down)
         error = np.linalg.norm(np.asarray(found, np.float32) - expected)
         assert error < 0.02 * np.linalg.norm(expected)  # bfloat16 with rounded hidden units
+        stacks = [last_of_two_layers(one) for one in (gate, up, down)]
+        np.testing.assert_array_equal(jax.jit(run)(*given, *stacks[:2], *biases, stacks[2]), found)
 
 
 def test_gradients_read_codes(monkeypatch):
@@ -230,31 +244,38 @@ def test_a_kernel_that_cannot_read_codes_is_a_warning(monkeypatch):
 
 @pytest.mark.tpu_compile
 @pytest.mark.slow
+@pytest.mark.parametrize("stacked", [False, True], ids=["slices", "stacks"])
 @pytest.mark.parametrize("tokens", [32, 132], ids=["densely", "by sorting"])
-def test_a_tpu_decodes_no_matrix_of_4_bits_in_memory(tokens):
-    """A compiled scan over layers has arrays of a matrix's size in 4 bits alone."""
+def test_a_tpu_decodes_no_matrix_of_4_bits_in_memory(tokens, stacked):
+    """A compiled scan over layers has arrays of a matrix's size in 4 bits alone. It reads stacks in place."""
     layers, width, ffn = 3, 512, 1024
 
     def coded(inputs, outputs) -> Any:
-        codes: Any = jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, 32, outputs), "float4_e2m1fn")
-        scales: Any = jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, outputs), "float8_e8m0fnu")
-        return ScaledCodes(codes, scales)
+        stack = (layers,) if stacked else (layers, 1)  # a slice is a stack of one layer
+        codes: Any = jax.ShapeDtypeStruct((*stack, EXPERTS, inputs, outputs), "float4_e2m1fn")
+        return codes, jax.ShapeDtypeStruct((layers, EXPERTS, inputs // 32, outputs), "float8_e8m0fnu")
 
-    def step(weights, x, gates, chosen):
-        def layer(x, weights):
-            gate, up, down, biases = weights
-            coded = gate, up, down
+    def step(codes, others, x, gates, chosen):
+        def layer(x, each):
+            number, slices, (*scales, biases) = each
+            stacks, number = (codes, number) if stacked else (slices, jnp.zeros_like(number))
+            coded = [StackedCodes(*pair, number) for pair in zip(stacks, scales, strict=True)]
             return x + dropless.limited_experts_in_codes(x, gates, chosen, coded, biases, limit=7.0, alpha=1.7), None
 
-        return jax.lax.scan(layer, x, weights)[0]
+        numbers = jax.lax.broadcasted_iota(jnp.int32, (layers, 1), 0)
+        return jax.lax.scan(layer, x, (numbers, () if stacked else codes, others))[0]
 
     gates, chosen = (jax.ShapeDtypeStruct((tokens, 1, TOP_K), dtype) for dtype in ("bfloat16", "int32"))
     x = jax.ShapeDtypeStruct((tokens, 1, width), "bfloat16")
     biases = tuple(jax.ShapeDtypeStruct((layers, EXPERTS, n), "bfloat16") for n in (ffn, ffn, width))
-    weights = coded(width, ffn), coded(width, ffn), coded(ffn, width), biases
-    made = plan(step, weights, x, gates, chosen, target="v6e:2x2", plan="ep:4")
+    codes, scales = zip(coded(width, ffn), coded(width, ffn), coded(ffn, width), strict=True)
+    made = plan(step, codes, (*scales, biases), x, gates, chosen, target="v6e:2x2", plan="ep:4")
     result = compile_job(export_plan(bound_or_error(made.bound).executable, {}), 600.0)
     assert result.kind == "ok" and result.text.count("%coded_product") >= 3
-    arrays = {a for one in parse_program(result.text).computations.values() for i in one.instructions for a in i.arrays}
-    large = {a.dtype for a in arrays if a.elements >= width * ffn}
+    instructions = [i for one in parse_program(result.text).computations.values() for i in one.instructions]
+    large = {a.dtype for i in instructions for a in i.arrays if a.elements >= width * ffn}
     assert large == {"f4e2m1fn"}
+    # `copy-start` prefetches stacks that fit on the chip.
+    makers = {i.opcode for i in instructions for a in i.arrays if a.dtype == "f4e2m1fn"}
+    in_place = {"parameter", "tuple", "get-tuple-element", "while", "copy-start", "copy-done", "bitcast"}
+    assert (makers <= in_place) == stacked, makers

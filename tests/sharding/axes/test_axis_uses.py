@@ -1,12 +1,15 @@
 """What operators say of their axes: which of their matrices count, and which stacks of matrices are experts."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autoshard import auto_shard, plan
+from autoshard import auto_shard, operator, plan
 from autoshard.sharding.axes.axis_uses import _without_scales
+from autoshard.spmdrules.custom_ops.opaque_primitive import taking_stacks
 
 CODES = (("e0",), ("e1",), ("f0", "f1"))
 SCALES = (("e0",), ("f0",))
@@ -111,3 +114,46 @@ def test_a_stack_is_of_heads_only_if_other_weights_produce_and_contract_it(layer
     made = plan(step, weights, *shapes((16, 32)), target="v5e:2x2", plan="fsdp:4")
     stacks = {leaf.axes[0].partition("_")[0] for leaf in made.inputs if leaf.path.endswith("block")}
     assert stacks == {name}
+
+
+@operator("b d, l e d f, l e f d, 1 -> b d; reduce e f; whole l d")
+@taking_stacks("l", layer=3)
+def experts_of_layer(x, up, down, layer):
+    """Sums the experts of one layer of two stacks."""
+    up, down = (jax.lax.dynamic_index_in_dim(one, layer[0], keepdims=False) for one in (up, down))
+    return jnp.einsum("ebf,efd->bd", jnp.tanh(jnp.einsum("bd,edf->ebf", x, up)), down)
+
+
+@pytest.mark.parametrize("layers", [3, 1], ids=["a loop over layers", "one layer"])
+def test_stacks_that_a_loop_does_not_slice_are_those_of_experts_of_layers(layers):
+    def decode(weights, state):
+        x = jnp.sin(weights["embed"][state])
+
+        def layer(x, own):
+            number, scale = own
+            return x + experts_of_layer(x * scale, weights["up"], weights["down"], number), None
+
+        numbers = jnp.arange(layers, dtype=jnp.int32)[:, None]
+        if layers == 1:
+            return jnp.argmax(layer(x, (numbers[0], weights["scale"][0]))[0] @ weights["embed"].T, axis=1)
+        x, _ = jax.lax.scan(layer, x, (numbers, weights["scale"]))
+        return jnp.argmax(x @ weights["embed"].T, axis=1)
+
+    sizes = {"embed": (40, 16), "scale": (layers, 16), "up": (layers, 4, 16, 24), "down": (layers, 4, 24, 16)}
+    random = np.random.default_rng(0)
+    weights = {name: jnp.asarray(random.normal(0, 0.5, size), jnp.float32) for name, size in sizes.items()}
+    tokens = jnp.arange(512, dtype=jnp.int32) % 40  # gathering weights moves fewer bytes than gathering rows
+    expected = jax.jit(decode)(weights, tokens)
+    step = auto_shard(decode, plan="dp:2 ep:4")
+    leaves = {leaf.path.rpartition("/")[2]: leaf for leaf in step.plan(weights, tokens).inputs}
+    for name in ("up", "down"):
+        assert leaves[name].axes[1] == "experts" and tuple(leaves[name].spec)[:2] == (None, "ep")
+    assert layers == 1 or leaves["up"].axes[0] == leaves["down"].axes[0] == leaves["scale"].axes[0]
+    np.testing.assert_array_equal(step(weights, tokens), expected)
+    # Stored in shards, each layer is gathered alone.
+    step = auto_shard(decode, plan="fsdp:8")
+    sent = [one[2] for one in step.plan(weights, tokens).traffic if one[0] == "all-gather"]
+    assert max(sent) == pytest.approx(7 / 8 * (weights["up"].nbytes + weights["down"].nbytes))
+    np.testing.assert_array_equal(step(weights, tokens), expected)
+    gathered = re.findall(r"= f32\[(\d+),4,\d+,\d+\]\S* all-gather\(", step.lower(weights, tokens).compile().as_text())
+    assert gathered == ["1", "1"]

@@ -2,6 +2,10 @@
 
 As for other grouped products, the cost assumes balanced routing. Codes and scales are read once. Sorted rows are read
 again for each tile of columns, except if there is only one tile of rows.
+
+XLA:TPU stores an array with its last two dimensions in the order that needs less padding to tiles of 8 x 128. A kernel
+takes them in the given order. So if the columns of a shard need more padding than its inputs, XLA copies the codes for
+the kernel. It copies the codes of all layers at once. Each layer counts its part.
 """
 
 from __future__ import annotations
@@ -119,6 +123,22 @@ def coded_cost(shape: CodedShape, tiles: Tiles) -> KernelCost:
         vector_ops=float(shape.groups * shape.inner * shape.across(tiles) * tiles.columns * DECODING_VECTOR_OPS),
         overhead_us=shape.steps(tiles) * STEP_OVERHEAD_US,
     )
+
+
+def layout_copy(groups: int, inputs: int, outputs: int) -> KernelCost | None:
+    """Return the cost of the copy of the codes `[groups, inputs, outputs]` of a layer; None if XLA makes none.
+
+    >>> layout_copy(4, 2880, 2880), layout_copy(8, 1440, 2880)
+    (None, None)
+    >>> layout_copy(8, 2880, 1440).moved_bytes
+    33177600.0
+    """
+    given, turned = (_ceiling(m, SUBLANES) * _ceiling(n, LANES) for m, n in ((inputs, outputs), (outputs, inputs)))
+    return None if given <= turned else KernelCost(0.0, _ITEMSIZE, 2 * 0.5 * groups * inputs * outputs)
+
+
+def _ceiling(size: int, part: int) -> int:
+    return -(-size // part) * part
 
 
 def kernel_memory(tiles: Tiles) -> int:

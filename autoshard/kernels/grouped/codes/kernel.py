@@ -4,6 +4,9 @@ The kernel visits pairs of a tile of rows and a matrix. The tile of a matrix has
 summed over steps. If a matrix may have several visits, they are consecutive for each tile of columns, and the kernel
 keeps the decoded tile in between. Visits to the same tile of the result are consecutive, too. Each of them writes its
 own rows. If each matrix has one visit, it computes all columns before the next visit, and rows are read once.
+
+The codes are those of all layers, and the kernel gets the number of a layer. XLA would copy a slice of an array for a
+kernel, such as the codes of a layer inside of a scan.
 """
 
 from __future__ import annotations
@@ -21,16 +24,17 @@ from jax.experimental.pallas import tpu
 from autoshard._shown import shown
 from autoshard.kernels.constants import VECTOR_OPS
 from autoshard.kernels.grouped.codes.decoding import BLOCK, decoded_tile
-from autoshard.kernels.grouped.tiled import visits_of
+from autoshard.kernels.grouped.tiled import group_of, visits_of
 from autoshard.kernels.grouped.tiles import Tiles
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 
 @shown
 class Visits(NamedTuple):
-    """The visits of a kernel, in order. All are int32 `[visits]`, but for `count`.
+    """The visits of a kernel, in order. All are int32 `[visits]`, but for `layer` and `count`.
 
     Attributes:
+        layer: the layer of all matrices, int32 `[1]`.
         group: the matrix of each visit.
         source: the tile of rows.
         target: the tile of the result.
@@ -40,6 +44,7 @@ class Visits(NamedTuple):
             nothing either.
     """
 
+    layer: jax.Array
     group: jax.Array
     source: jax.Array
     target: jax.Array
@@ -48,10 +53,11 @@ class Visits(NamedTuple):
     count: jax.Array
 
 
-def visits_of_groups(starts: jax.Array, ends: jax.Array, rows: int, tile: int) -> Visits:
+def visits_of_groups(layer: jax.Array, starts: jax.Array, ends: jax.Array, rows: int, tile: int) -> Visits:
     """Return the visits for consecutive groups of rows, `[starts[g], ends[g])`.
 
     Args:
+        layer: int32 `[1]`.
         starts: int32 `[groups]`.
         ends: int32 `[groups]`.
         rows: the number of rows, a multiple of `tile`.
@@ -59,17 +65,17 @@ def visits_of_groups(starts: jax.Array, ends: jax.Array, rows: int, tile: int) -
     """
     visits = visits_of(starts, ends, tile)
     number = jnp.minimum(lax.iota(jnp.int32, rows // tile + starts.shape[0] - 1), jnp.maximum(visits.count - 1, 0))
-    # A group without visits has the same `first` as the next group, so the last group with this `first` is right.
-    group = jnp.sum(visits.first[None] <= number[:, None], axis=1, dtype=jnp.int32) - 1
+    group = group_of(visits, number)
     place = jnp.minimum(starts[group] // tile + number - visits.first[group], rows // tile - 1)
-    return Visits(group, place, place, starts[group], ends[group], visits.count[None])
+    return Visits(layer, group, place, place, starts[group], ends[group], visits.count[None])
 
 
-def visits_of_all(groups: int, tile: int, *, shared: bool) -> Visits:
+def visits_of_all(layer: jax.Array, groups: int, tile: int, *, shared: bool) -> Visits:
     """Return the visits where each group has one tile of rows of its own, or all share one tile of rows."""
     number = lax.iota(jnp.int32, groups)
     source = jnp.zeros_like(number) if shared else number
-    return Visits(number, source, number, number * tile, (number + 1) * tile, jnp.full(1, groups, jnp.int32))
+    ends = (number + 1) * tile
+    return Visits(layer, number, source, number, ends - tile, ends, jnp.full(1, groups, jnp.int32))
 
 
 def coded_product(
@@ -81,8 +87,8 @@ def coded_product(
 
     Args:
         rows: bfloat16 `[m, k]`; `tiles.rows` divides `m`.
-        codes: float4_e2m1fn `[groups, k, n]`, or `[groups, n, k]` if `transposed`.
-        scale: the scales of 32 codes along the dimension before the last one, float8_e8m0fnu.
+        codes: of all layers, float4_e2m1fn `[layers, groups, k, n]`, or `[layers, groups, n, k]` if `transposed`.
+        scale: of the layer, float8_e8m0fnu; a scale of each 32 codes along the dimension before the last one.
         visits: see above.
         result_rows: a multiple of `tiles.rows`.
         transposed: whether the matrices are transposed.
@@ -92,25 +98,28 @@ def coded_product(
         vector_memory_bytes: the vector memory that the kernel may use.
         interpret: whether Pallas interprets the kernel.
     """
-    inner, columns = rows.shape[1], codes.shape[1 if transposed else 2]
+    inner, columns = rows.shape[1], codes.shape[2 if transposed else 3]
     tile = (tiles.columns, inner) if transposed else (inner, tiles.columns)
 
     order = (1, 0) if kept else (0, 1)  # the dimensions of the grid that count visits and tiles of columns
     sizes = visits.group.shape[0], -(-columns // tiles.columns)
 
-    def block(shape: tuple[int, ...], index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> pallas.BlockSpec:
+    def block(shape: tuple[int | None, ...], index: Callable[[Any, Any, Visits], tuple[Any, ...]]) -> pallas.BlockSpec:
         return pallas.BlockSpec(shape, lambda *at: index(at[order[0]], at[order[1]], Visits(*at[2:])))
 
     def matrix(visit: Any, column: Any, tables: Visits) -> tuple[Any, ...]:
         return (tables.group[visit], column, 0) if transposed else (tables.group[visit], 0, column)
+
+    def of_layer(visit: Any, column: Any, tables: Visits) -> tuple[Any, ...]:
+        return tables.layer[0], *matrix(visit, column, tables)
 
     grid = tpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(visits),
         grid=tuple(sizes[n] for n in order),
         in_specs=[
             block((tiles.rows, inner), lambda visit, column, tables: (tables.source[visit], 0)),
-            block((1, *tile), matrix),
-            block((1, tile[0] // BLOCK, tile[1]), matrix),
+            block((None, None, *tile), of_layer),
+            block((None, tile[0] // BLOCK, tile[1]), matrix),
         ],
         out_specs=block((tiles.rows, tiles.columns), lambda visit, column, tables: (tables.target[visit], column)),
         scratch_shapes=[tpu.VMEM(tile, jnp.bfloat16)] if kept else [],
@@ -138,14 +147,13 @@ def stated(cost: KernelCost) -> pallas.CostEstimate:
 
 
 def _kernel(
-    group: Any, source: Any, target: Any, first: Any, end: Any, count: Any, rows: Any, codes: Any, scale: Any,
-    out: Any, *kept: Any, transposed: bool, tile: int, interpret: bool,
+    layer: Any, group: Any, source: Any, target: Any, first: Any, end: Any, count: Any, rows: Any, codes: Any,
+    scale: Any, out: Any, *kept: Any, transposed: bool, tile: int, interpret: bool,
 ) -> None:  # fmt: skip
     visit = pallas.program_id(1 if kept else 0)
-    before = jnp.maximum(visit - 1, 0)
     for decoded in kept:
 
-        @pallas.when((visit == 0) | (group[visit] != group[before]))
+        @pallas.when((visit == 0) | (group[visit] != group[jnp.maximum(visit - 1, 0)]))
         def _(decoded: Any = decoded) -> None:
             decoded[...] = _decoded(codes, scale, interpret=interpret)
 
@@ -154,13 +162,11 @@ def _kernel(
         matrix = kept[0][...] if kept else _decoded(codes, scale, interpret=interpret)
         contracted = (((1,), (1 if transposed else 0,)), ((), ()))
         found = lax.dot_general(rows[...], matrix, contracted, preferred_element_type=jnp.float32)
-        row = target[visit] * tile + lax.broadcasted_iota(jnp.int32, found.shape, 0)
-        other = 0.0
-        if kept:
-            is_first = (visit == 0) | (target[visit] != target[before])
-            other = jnp.where(is_first, 0.0, out[...].astype(jnp.float32))
-        out[...] = jnp.where((row >= first[visit]) & (row < end[visit]), found, other).astype(out.dtype)
+        if kept:  # keep the rows of other visits to this tile
+            row = target[visit] * tile + lax.broadcasted_iota(jnp.int32, found.shape, 0)
+            found = jnp.where((row >= first[visit]) & (row < end[visit]), found, out[...].astype(jnp.float32))
+        out[...] = found.astype(out.dtype)
 
 
 def _decoded(codes: Any, scale: Any, *, interpret: bool) -> Any:
-    return decoded_tile(codes[0], tpu.bitcast(scale[0], jnp.uint8), interpret=interpret)
+    return decoded_tile(codes[...], tpu.bitcast(scale[...], jnp.uint8), interpret=interpret)

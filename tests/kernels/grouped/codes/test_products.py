@@ -20,12 +20,12 @@ KERNEL, ELSEWHERE = GroupedCall("megablox", interpret=True), GroupedCall("megabl
 
 
 def drawn(groups, inner, columns):
-    """Returns codes, scales of their blocks, and the decoded matrices in float32."""
+    """Returns codes of three layers, scales and number of the last but one, and its decoded matrices in float32."""
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 16, (groups, inner // 32, 32, columns), np.uint8).view(ml_dtypes.float4_e2m1fn)
+    codes = rng.integers(0, 16, (3, groups, inner, columns), np.uint8).view(ml_dtypes.float4_e2m1fn)
     scale = rng.integers(124, 130, (groups, inner // 32, columns), np.uint8).view(ml_dtypes.float8_e8m0fnu)
-    values = codes.astype(np.float32) * scale.astype(np.float32)[:, :, None]
-    return jnp.asarray(codes), jnp.asarray(scale), values.reshape(groups, inner, columns)
+    values = codes[1].astype(np.float32) * scale.astype(np.float32).repeat(32, axis=1)
+    return (jnp.asarray(codes), jnp.asarray(scale), jnp.array([1], jnp.int32)), values
 
 
 def rows_of(*shape, seed=1):
@@ -68,14 +68,14 @@ CASES = {
 @pytest.mark.parametrize("case", [*CASES])
 def test_values_and_gradients_are_those_of_each_group(case, call):
     count, inner, columns, sizes = CASES[case]
-    codes, scale, values = drawn(len(sizes), inner, columns)
+    coded, values = drawn(len(sizes), inner, columns)
     rows, d_out = rows_of(count, inner), rows_of(count, columns, seed=2)
 
     @jax.jit
-    def run(rows, d_out, codes, scale):
+    def run(rows, d_out, coded):
         own = jnp.arange(len(sizes), dtype=jnp.int32)
         product = functools.partial(coded_grouped_product, call, sizes=jnp.asarray(sizes, jnp.int32), own=own)
-        out, pull = jax.vjp(lambda rows: product(rows, codes, scale), rows)
+        out, pull = jax.vjp(lambda rows: product(rows, *coded), rows)
         return out, *pull(d_out)
 
     out, d_rows = np.zeros((count, columns)), np.zeros((count, inner))
@@ -84,7 +84,7 @@ def test_values_and_gradients_are_those_of_each_group(case, call):
         part = slice(end, end := end + size)
         out[part] = np.asarray(rows[part], np.float64) @ values[group]
         d_rows[part] = np.asarray(d_out[part], np.float64) @ values[group].T
-    found = run(rows, d_out, codes, scale)
+    found = run(rows, d_out, coded)
     assert all(one.dtype == jnp.bfloat16 for one in found)
     assert_near(found[0], out)
     assert_near(found[1], d_rows)
@@ -94,19 +94,19 @@ def test_values_and_gradients_are_those_of_each_group(case, call):
 @pytest.mark.parametrize("call", [KERNEL, ELSEWHERE], ids=["kernel", "plain JAX"])
 @pytest.mark.parametrize("shared", [True, False], ids=["the same rows", "rows of each group"])
 def test_all_groups_at_once(shared, call):
-    codes, scale, values = drawn(3, 64, 200)
+    coded, values = drawn(3, 64, 200)
     rows = rows_of(*(() if shared else (3,)), 7, 64)
-    found = jax.jit(functools.partial(coded_product_of_all, call))(rows, codes, scale)
+    found = jax.jit(functools.partial(coded_product_of_all, call))(rows, *coded)
     assert_near(found, np.asarray(rows, np.float64) @ values)
 
 
 def test_a_tile_of_columns_is_decoded_for_each_group(monkeypatch):
     monkeypatch.setattr(products, "coded_tiles", lambda shape, _: coded_tiles(shape, 130_000))
-    codes, scale, values = drawn(3, 64, 300)
+    coded, values = drawn(3, 64, 300)
     tiles = products.coded_tiles(CodedShape(50, 64, 300, 3, "sorted"), 0)
     assert tiles is not None and tiles.columns == 128
     sizes = jnp.asarray([17, 20, 13], jnp.int32)
-    found = coded_grouped_product(KERNEL, rows := rows_of(50, 64), codes, scale, sizes, jnp.arange(3, dtype=jnp.int32))
+    found = coded_grouped_product(KERNEL, rows := rows_of(50, 64), *coded, sizes, jnp.arange(3, dtype=jnp.int32))
     group = np.repeat(np.arange(3), np.asarray(sizes))
     assert_near(found, np.einsum("mk,mkn->mn", np.asarray(rows, np.float64), values[group]))
 
@@ -114,17 +114,15 @@ def test_a_tile_of_columns_is_decoded_for_each_group(monkeypatch):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("operator", ["shared_rows", "own_rows", "rows", "rows_gradient"])
 def test_shards_compute_their_terms(operator):
-    codes, scale = (
-        jax.ShapeDtypeStruct((4, 2, 32, 16), "float4_e2m1fn"),
-        jax.ShapeDtypeStruct((4, 2, 16), "float8_e8m0fnu"),
-    )
-    width = 16 if operator == "rows_gradient" else 64
-    shapes = {"shared_rows": (8, width), "own_rows": (4, 8, width)}
-    rows = jax.ShapeDtypeStruct(shapes.get(operator, (8, width)), "bfloat16")
-    groups = [jax.ShapeDtypeStruct((n,), "int32") for n in (4, 4, 8)] if operator.startswith("rows") else []
+    # The operands are valid, because the oracle also runs the operator on the values that it is given.
+    coded, _ = drawn(4, 64, 16)
+    inner = 16 if operator == "rows_gradient" else 64
+    rows = rows_of(*((4,) if operator == "own_rows" else ()), 8, inner)
+    numbers = [jnp.arange(n, dtype=jnp.int32) for n in (4, 8)]
+    groups = [jnp.asarray([3, 0, 2, 2], jnp.int32), *numbers] if operator.startswith("rows") else []
     call = GroupedCall("megablox", transposed=operator == "rows_gradient")
     run = functools.partial(getattr(products, f"coded_{operator}"), call=call)
-    found = check_rule(run, rows, codes, scale, *groups, partitioner=False)
+    found = check_rule(run, rows, *coded, *groups, partitioner=False)
     # Plain JAX could split the codes of a scale, which the kernel takes whole.
     assert {(one.kind, one.factors) for one in found} <= {("missing", ("d",))}
 
@@ -141,13 +139,14 @@ def test_the_cost_counts_codes_and_scales_once():
 
 
 def test_which_products_read_codes():
-    codes, scale, _ = drawn(2, 64, 32)
+    (codes, scale, _), _ = drawn(2, 64, 32)
     call = GroupedCall("megablox")
     assert reads_codes(call, jnp.bfloat16, codes, scale) and reads_codes(call, jnp.bfloat16, codes, scale, rows=8)
     assert not reads_codes(GroupedCall("tiled"), jnp.bfloat16, codes, scale)
     assert not reads_codes(call, jnp.float32, codes, scale)
     assert not reads_codes(call, jnp.bfloat16, codes.astype(jnp.float8_e4m3fn), scale)
     assert not reads_codes(call, jnp.bfloat16, codes, scale.astype(jnp.float32))
-    assert not reads_codes(call, jnp.bfloat16, codes.reshape(2, 1, 64, 32), scale[:, :1])
-    large = jax.ShapeDtypeStruct((2, 1024, 32, 65536), "float4_e2m1fn")
+    assert not reads_codes(call, jnp.bfloat16, codes, scale[:, :1])
+    assert not reads_codes(call, jnp.bfloat16, codes[:, :, :48], scale)
+    large = jax.ShapeDtypeStruct((1, 2, 32768, 65536), "float4_e2m1fn")
     assert not reads_codes(call, jnp.bfloat16, large, jax.ShapeDtypeStruct((2, 1024, 65536), "float8_e8m0fnu"))

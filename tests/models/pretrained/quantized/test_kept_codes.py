@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from autoshard._compat import scan_arity
 from autoshard.errors import AutoshardError, AutoshardWarning, ConfigError
 from autoshard.models.adapters import LoraConfig, add_adapters, load_adapter, save_adapter
 from autoshard.models.pretrained import load_pretrained, plan_pretrained, save_pretrained
@@ -96,6 +97,19 @@ def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name,
     # With few tokens, products do not decode the weights.
     program = str(jax.make_jaxpr(next_logits)(model))
     assert operator in program and ("scaled_product" in program) == (name != "gpt-oss")
+    np.testing.assert_allclose(*(jax.jit(next_logits)(each) for each in (model, dense)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_scan_over_layers_does_not_slice_codes_of_4_bits(tmp_path):
+    """A kernel gets the codes of all layers and the number of one. The logits are those of decoded weights."""
+    folder = make_quantized_folder(tmp_path / "in", {**MXFP4_GPT_OSS, "num_hidden_layers": 6})
+    model, dense = (load(folder, plan="ep:4 fsdp:2", dtype="float32") for load in (loaded, load_dense))
+    (scan,) = [eqn for eqn in jax.make_jaxpr(next_logits)(model).eqns if eqn.primitive.name == "scan"][:1]
+    count, carries = scan_arity(scan.params)
+    whole, slices = scan.invars[:count], scan.invars[count + carries :]
+    shapes = [v.aval.shape for v in whole if v.aval.dtype == jnp.float4_e2m1fn]
+    assert sorted(shapes) == sorted([(3, 4, 64, 32)] * 4 + [(3, 4, 32, 64)] * 2)
+    assert not [v for v in slices if v.aval.dtype == jnp.float4_e2m1fn]
     np.testing.assert_allclose(*(jax.jit(next_logits)(each) for each in (model, dense)), rtol=1e-4, atol=1e-5)
 
 
