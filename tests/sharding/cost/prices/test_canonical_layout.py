@@ -30,6 +30,11 @@ def test_sizes_of_mesh_axes_matter():
     assert any(a != b for a, b in numbers)
 
 
+def test_forms_are_shared_by_layouts_of_one_mesh():
+    (one, _first), (other, _second) = canonical("dp:4 tp:2"), canonical("dp:4 tp:2 state")
+    assert any(one(n) is other(n) for n in range(len(problem().cost.classes)))
+
+
 def test_specs_are_derived_when_they_are_needed():
     found, chosen = canonical("dp:4 tp:2 seq")
     before = len(chosen.known_specs)
