@@ -113,9 +113,9 @@ def test_variants_share_the_trace_of_the_update(monkeypatch: pytest.MonkeyPatch)
     def counted(*settings: Any) -> optax.GradientTransformation:
         optimizer = made(*settings)
 
-        def update(*trees: Any) -> Any:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
             traced.append(1)
-            return optimizer.update(*trees)
+            return optimizer.update(updates, state, params)
 
         return optax.GradientTransformation(optimizer.init, update)
 
