@@ -1,6 +1,7 @@
 """Specs in which numbers stand for mesh axes."""
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -28,6 +29,11 @@ def test_sizes_of_mesh_axes_matter():
     (one, _first), (other, _second) = canonical("dp:4 tp:2"), canonical("dp:2 tp:4")
     numbers = [(one(n).number, other(n).number) for n in range(len(problem().cost.classes))]
     assert any(a != b for a, b in numbers)
+    for canonical_layout in (one, other):
+        for n in range(len(problem().cost.classes)):
+            found = canonical_layout(n)
+            sizes = {number: math.prod(canonical_layout.mesh[a] for a in axes) for number, axes in found.names.items()}
+            assert found.sizes == sizes
 
 
 def test_forms_are_shared_by_layouts_of_one_mesh():
