@@ -379,11 +379,12 @@ def _merge_repeated(found: LogicalAxes) -> LogicalAxes:
         return tuple(number[c] for c in classes)
 
     memo = {leaves: tuple(map(renumber, leaves)) for leaves in set(found.of_value)}
+    renumbered = {classes: renumber(classes) for _, factors in operators for _, classes in factors}
     return LogicalAxes(
         found.program,
         sizes,
         [memo[leaves] for leaves in found.of_value],
-        [{name: renumber(classes) for name, classes in factors.items()} for factors in found.of_op],
+        [{name: renumbered[classes] for name, classes in factors.items()} for factors in found.of_op],
         frozenset(number[c] for c in found.stacked),
     )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -123,7 +123,8 @@ def find_roles(
         known: the roles of inputs that are already known, such as in a step whose microbatches are single rows.
     """
     batch = batch_axis(program, axes, frozenset(state)) if batch is None and not row else batch
-    has_batch = [v in row or any(batch in dim for dim in dims) for v, dims in enumerate(axes.of_value)]
+    of_dims = {dims: any(batch in dim for dim in dims) for dims in {*axes.of_value}}
+    has_batch = [v in row or of_dims[dims] for v, dims in enumerate(axes.of_value)]
     inputs, owner = _input_roles(program, has_batch, frozenset(state))
     inputs |= known or {}
     parameters = [v for v, role in inputs.items() if role == "parameter"]
@@ -244,16 +245,24 @@ def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozen
     of_leaves = {leaves: any(batch in dim for dim in leaves) for leaves in set(axes.of_value)}
     has_batch = [of_leaves[leaves] for leaves in axes.of_value]
     inputs, found, before = set(program.inputs), set(), -1
+    reached = [*has_batch, False]  # has the batch or is found; the last one is for literals, which have the number -1
+
+    def add(values: Iterable[int]) -> None:
+        for v in values:
+            if not reached[v] and v not in inputs:
+                reached[v] = True
+                found.add(v)
+
     while len(found) > before:
         before = len(found)
         for op in program.ops():
             if op.rule is not None:
-                if any(v >= 0 and (has_batch[v] or v in found) for v in op.operands):
-                    found.update(v for v in op.results if not has_batch[v] and v not in inputs)
+                if any([reached[v] for v in op.operands]):
+                    add(op.results)
                 continue
             for tie in op.edges:
-                if {tie.outer, tie.inner} & found:
-                    found.update(v for v in (tie.outer, tie.inner) if not has_batch[v] and v not in inputs)
+                if tie.outer in found or tie.inner in found:
+                    add((tie.outer, tie.inner))
     return frozenset(v for v in found if len(program.avals[v].shape) > 0)
 
 
@@ -282,8 +291,8 @@ def _input_roles(
                     if tie.inner in owner and tie.outer >= 0:
                         owner.setdefault(tie.outer, owner[tie.inner])
                 continue
-            owned = frozenset[int]().union(*(owner[v] for v in op.operands if v in owner and not has_batch[v]))
-            if any(has_batch[v] for v in (*op.operands, *op.results) if v >= 0):
+            owned = frozenset[int]().union(*[owner[v] for v in op.operands if v in owner and not has_batch[v]])
+            if any([has_batch[v] for v in (*op.operands, *op.results) if v >= 0]):
                 parameters.update(owned)
             elif owned and (
                 len(owned) <= MAX_FUSED_WEIGHTS

@@ -6,7 +6,7 @@ the weights of all layers alike.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -209,6 +209,7 @@ def operator_classes(
         axes.of_value,
         axes.parameter_aliases,
     )
+    of_memory: dict[Any, int] = {}  # what is known of a value that a kernel reads or writes -> its number
     numbers: dict[Any, int] = {}
     class_of = [  # the class of each value, by everything that a layout can distinguish
         numbers.setdefault(
@@ -221,13 +222,13 @@ def operator_classes(
     class_of.append(-1)  # of literals, which have the number -1
     merged = merged_values(axes.program)
     for number, (op, _) in enumerate(ops):
-        if op.rule is None or (op.results and merged.keys() >= {*op.results}):
+        if op.rule is None or (merged and op.results and merged.keys() >= {*op.results}):
             continue
         kernel, memory = fusion.kernels.get(id(op)), None
         if kernel is not None:
             moved = (*kernel.reads, *kernel.writes)
-            memory = Counter((class_of[v], itemsize(avals[v]), v in inputs, fusion.on_chip.get(v)) for v in moved)
-            memory = frozenset(memory.items())
+            facts = [(class_of[v], itemsize(avals[v]), v in inputs, fusion.on_chip.get(v)) for v in moved]
+            memory = tuple(sorted([of_memory.setdefault(each, len(of_memory)) for each in facts]))
         values = tuple([class_of[v] for v in (*op.operands, *op.results)])
         key = (op.name, id(op.rule), values, memory, tuple([v in inputs for v in op.operands[:3]]))
         found = classes.get(key)

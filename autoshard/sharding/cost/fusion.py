@@ -142,6 +142,7 @@ class _Finder:
         self.maker: dict[int, Op] = {}  # value -> the operator that makes it
         self.memory: set[int] = set()  # values that are stored in memory
         self.when: dict[int, int] = {}  # id of an operator of the block in work -> its place
+        self.kernel_ids: set[int] = set()  # ids of the operators that are kernels, of all blocks so far
         self.shared: list[Op] = []  # operators of the block whose results are written because several others take them
         self.known_sources: dict[int, frozenset[int]] = {}  # value -> the values in memory that it is computed from
         self.visit(program.block)
@@ -150,14 +151,16 @@ class _Finder:
         ops = list(inlined(block))
         users: dict[int, list[Op]] = {}
         for op in ops:
-            self.maker.update(dict.fromkeys(op.results, op))
+            for v in op.results:
+                self.maker[v] = op
             for v in op.operands:
                 users.setdefault(v, []).append(op)
         self.memory.update(v for v in block.inputs if v not in self.maker)
         outputs = set(block.outputs)
         self.when = {id(op): number for number, op in enumerate(ops)}
+        self.kernel_ids.update(id(op) for op in ops if is_kernel(op))
         for op in ops:
-            if op.blocks or is_kernel(op) or op.name in _SLICES or outputs & set(op.results):
+            if op.blocks or id(op) in self.kernel_ids or op.name in _SLICES or not outputs.isdisjoint(op.results):
                 self.memory.update(op.results)
             elif op.rule is not None:
                 self.note_written(op, users)
@@ -172,14 +175,14 @@ class _Finder:
         self.shared.clear()
         loops = dict(zip(map(id, ops), itertools.accumulate(bool(op.blocks) for op in ops), strict=True))
         for op in ops:
-            if op.name in CONTRACTIONS and not outputs & set(op.results):
+            if op.name in CONTRACTIONS and outputs.isdisjoint(op.results):
                 self.find_chain_end(op, users, loops)
         self.known_sources.clear()
         stores: list[Op] = []
         for op in ops:
             for inner in op.blocks:
                 self.visit(inner)
-            if is_kernel(op):
+            if id(op) in self.kernel_ids:
                 self.kernels[id(op)] = self.make_kernel(op)
             elif op.rule is not None and op.name not in _SLICES and id(op) not in self.chain_end_ids:
                 stores += [op] if any(v in self.memory for v in op.results) else []
@@ -225,7 +228,8 @@ class _Finder:
                 self.memory.update(op.results)
                 self.shared.append(op)
         elif (
-            self.products_in_one_pass(taken) > 1
+            products > 1
+            and self.products_in_one_pass(taken) > 1
             and not self.is_broadcast(op)
             and (products > convolutions or self.has_large_sources(op))
         ):
@@ -250,7 +254,7 @@ class _Finder:
                 if id(user) in seen:
                     continue
                 seen.add(id(user))
-                if user.blocks or is_kernel(user) or self.memory & {*user.results}:
+                if user.blocks or id(user) in self.kernel_ids or not self.memory.isdisjoint(user.results):
                     found.append(self.when[id(user)])
                 else:
                     todo += user.results
@@ -263,7 +267,7 @@ class _Finder:
 
     def is_written_instead(self, user: Op, op: Op, users: Mapping[int, Sequence[Op]]) -> bool:
         """Whether a user of this result alone, such as `relu`, is written for products. XLA does not write both."""
-        if user.blocks or user.rule is None or is_kernel(user) or len(user.results) != 1:
+        if user.blocks or user.rule is None or id(user) in self.kernel_ids or len(user.results) != 1:
             return False
         size = op.eqn.outvars[0].aval.size
         alone = all(v in op.results or self.program.avals[v].size < size for v in user.operands if v >= 0)
@@ -298,8 +302,10 @@ class _Finder:
         """
         (first,) = op.results
         value, computes, widens = first, False, self.fuses_operands
-        while len(taken := users.get(value, ())) == 1 and not taken[0].blocks and not is_kernel(taken[0]):
+        while len(taken := users.get(value, ())) == 1:
             (user,) = taken
+            if user.blocks or id(user) in self.kernel_ids:
+                break
             if loops[id(user)] != loops[id(op)]:
                 break
             if user.rule is None or [v.aval.size for v in user.eqn.outvars] != [op.eqn.outvars[0].aval.size]:
@@ -339,28 +345,33 @@ class _Finder:
         return tuple(sorted(found))
 
     def source(self, value: int) -> frozenset[int]:
+        memory, maker, known = self.memory, self.maker, self.known_sources
         if value < 0:
             return frozenset()
-        if value in self.memory or value not in self.maker:
+        if value in memory or value not in maker:
             return frozenset({value})
         stack = [value]
         while stack:  # not recursive, because chains can be long
             v = stack[-1]
-            unknown = [
-                u for u in self.maker[v].operands
-                if u >= 0 and u not in self.memory and u in self.maker and u not in self.known_sources
-            ]  # fmt: skip
-            if v not in self.known_sources and unknown:
+            if v in known:
+                stack.pop()
+                continue
+            own: set[int] = set()
+            unknown: list[int] = []
+            for u in maker[v].operands:
+                if u in memory or u not in maker:
+                    own.add(u)
+                elif (found := known.get(u)) is not None:
+                    own |= found
+                else:
+                    unknown.append(u)
+            if unknown:
                 stack.extend(unknown)
                 continue
             stack.pop()
-            if v not in self.known_sources:
-                own: set[int] = set()
-                for u in self.maker[v].operands:
-                    if u >= 0:
-                        own |= {u} if u in self.memory or u not in self.maker else self.known_sources[u]
-                self.known_sources[v] = frozenset(own)
-        return self.known_sources[value]
+            own.discard(-1)  # the number of literals
+            known[v] = frozenset(own)
+        return known[value]
 
     def merged(self, stores: list[Op]) -> list[list[Op]]:
         """Group elementwise operators that store results of the same shape and read the same value of that shape."""

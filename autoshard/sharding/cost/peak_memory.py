@@ -178,7 +178,7 @@ class MemoryModel:
         ops, end_of_block = list(inlined(block)), -1
         for op in ops:
             start = end = self.point[id(op)]
-            if op.results and all(v in self.merged for v in op.results):
+            if self.merged and op.results and self.merged.keys() >= {*op.results}:
                 continue
             for inner in op.blocks:
                 for v in inner.inputs:
@@ -187,12 +187,14 @@ class MemoryModel:
                 end = max(end, self._scan(inner, written, birth, death))
                 for v in inner.outputs:
                     death[v] = max(death[v], end)
-            in_place = {v for tie in op.edges if not tie.stacked for v in (tie.inner, tie.outer)}
-            in_place -= {*op.operands, *op.results}
-            self.slices |= {tie.inner for tie in op.edges if tie.stacked}
-            if op.name == "scan" and op.eqn.params["length"] == 1:  # not compiled as a loop: the stack is its one slice
-                in_place |= {tie.inner for tie in op.edges if tie.stacked}
-            self.carried += [v for v in sorted(in_place) if birth[v] >= start]
+            if op.edges:
+                in_place = {v for tie in op.edges if not tie.stacked for v in (tie.inner, tie.outer)}
+                in_place -= {*op.operands, *op.results}
+                slices = {tie.inner for tie in op.edges if tie.stacked}
+                self.slices |= slices
+                if op.name == "scan" and op.eqn.params["length"] == 1:  # not compiled as a loop: the stack is its slice
+                    in_place |= slices
+                self.carried += [v for v in sorted(in_place) if birth[v] >= start]
             for v in self._taken(op):
                 death[v] = max(death[v], end)
             for v in op.results:
@@ -201,14 +203,16 @@ class MemoryModel:
                 death[v] = max(death[v], end)
             end_of_block = max(end_of_block, end)
         for op in reversed(ops):  # a value that is computed inside its users keeps its operands alive until then
-            if not op.blocks and not any(written[v] for v in op.results):
-                last = max((death[v] for v in op.results), default=-1)
+            if not op.blocks and not any([written[v] for v in op.results]):
+                last = max([death[v] for v in op.results], default=-1)
                 for v in self._taken(op):
                     death[v] = max(death[v], last)
         return end_of_block
 
     def _taken(self, op: Op) -> list[int]:
         """Return the values that an operator takes; of merged ones, those that are kept."""
+        if not self.merged:
+            return [v for v in op.operands if v >= 0]
         return [self.merged.get(v, v) for v in op.operands if v >= 0]
 
     def __call__(self, layout: Layout, buffers: Sequence[LiveBuffers] = ()) -> tuple[float, dict[str, float]]:

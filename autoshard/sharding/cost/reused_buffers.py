@@ -44,19 +44,18 @@ def scattered_into_sums(program: Program, written: Set[int]) -> frozenset[int]:
             ops.append(op)
             blocks += op.blocks
             kept.update(v for block in op.blocks for v in block.outputs)
-    maker: dict[int, Op] = {}
-    users: dict[int, list[Op]] = {}
-    for op in ops:
-        maker |= dict.fromkeys(op.results, op)
-        for v in set(op.operands):
-            users.setdefault(v, []).append(op)
+    scatters = [op for op in ops if op.name == "scatter-add" and op.results[0] not in kept]
+    users: dict[int, list[Op]] = {op.results[0]: [] for op in scatters}
+    for op in ops if scatters else ():
+        for v in users.keys() & op.operands:
+            users[v].append(op)
+    needed = {v for scatter in scatters for op in (scatter, *users[scatter.results[0]]) for v in op.operands}
+    maker = {v: op for op in ops if needed for v in op.results if v in needed}
     return frozenset(
         op.results[0]
-        for op in ops
-        if op.name == "scatter-add"
-        and op.results[0] not in kept
-        and _is_constant(maker.get(op.operands[0]))
-        and _is_one_sum(users.get(op.results[0], []))
+        for op in scatters
+        if _is_constant(maker.get(op.operands[0]))
+        and _is_one_sum(users[op.results[0]])
         and all(v in written or not _is_product(maker.get(v)) for v in users[op.results[0]][0].operands)
     )
 

@@ -22,6 +22,10 @@ STRATEGY_TIE = 1e-9
 # 6000.
 MOST_KNOWN_STRATEGIES = 50_000
 
+# Largest number of requested plans that a process keeps parsed (`plan_request.parse_request`). It bounds memory: one
+# takes about 1 KiB. Source: chosen; a search has some hundred candidates.
+MOST_KNOWN_REQUESTS = 4096
+
 # Least size, in bytes, of an array of state for which storing it in shards is worth padding. Source: chosen, not
 # measured.
 LARGE_STATE_BYTES = 2**20

@@ -27,6 +27,7 @@ def known_strategy(
     mesh: Mapping[str, int],
     flops: float,
     prices: LinkPrices,
+    forced: Mapping[str, Sequence[str | None]] | None = None,
 ) -> OperatorStrategy:
     """Return the strategy of an operator; see `choose_strategy`.
 
@@ -39,15 +40,18 @@ def known_strategy(
         mesh: mesh axis -> size.
         flops: FLOPs of the unsharded operator.
         prices: what bytes cost on the links of the machine.
+        forced: mesh axis -> the only factors that it may shard.
     """
     sides = (*operand_bytes, *operand_specs, *result_bytes, *result_specs)
     key = (id(rule), prices, flops, *mesh.items(), *sides)
+    if forced:
+        key = (key, *((axis, *factors) for axis, factors in forced.items()))
     found = _known.get(key)
     if found is None:
         if len(_known) >= MOST_KNOWN_STRATEGIES:
             _known.clear()
         operands = OperandSpecs(rule.operands, operand_bytes, operand_specs, rule, mesh)
         results = OperandSpecs(rule.results, result_bytes, result_specs, rule, mesh)
-        chosen = choose_strategy(rule, operands, results, mesh, flops, prices)
+        chosen = choose_strategy(rule, operands, results, mesh, flops, prices, forced)
         found = _known[key] = rule, chosen  # keeps the rule, so that no other rule gets its id
     return found[1]

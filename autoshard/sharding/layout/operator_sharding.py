@@ -15,7 +15,7 @@ from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.known_strategies import known_strategy
 from autoshard.sharding.layout.layout import Layout
-from autoshard.sharding.layout.operator_strategy import Move, OperandSpecs, OperatorStrategy, choose_strategy
+from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
 from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
@@ -238,9 +238,7 @@ def strategy_for_specs(
         return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
 
     def choose(rule: Rule, forced: Mapping[str, Sequence[str | None]] | None = None) -> OperatorStrategy:
-        operands = OperandSpecs(rule.operands, moved, specs, rule, mesh)
-        results = OperandSpecs(rule.results, given, result_specs, rule, mesh)
-        return choose_strategy(rule, operands, results, mesh, flops_of(op), prices, forced)
+        return known_strategy(rule, moved, specs, given, result_specs, mesh, flops_of(op), prices, forced)
 
     if op.name == gather_p.name:  # the operand is gathered, so that its gather is one of a stored weight
         of_result = project(op.rule, op.rule.results[0], result_specs[0], mesh)

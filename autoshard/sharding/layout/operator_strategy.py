@@ -133,6 +133,15 @@ class OperandSpecs:
             )
         ]
 
+    @cached_property
+    def sharded(self) -> list[tuple[int, frozenset[str], float, dict[str, str]]]:
+        """For each array that is sharded: its number, its factors, its bytes on a device, and `factors_of_axes`."""
+        return [
+            (i, own, size / math.prod([self.mesh[a] for a in axes]), of_axes)
+            for i, own, size, axes, of_axes in self.arrays
+            if axes
+        ]
+
 
 def shard_types(op: Op, rule: Rule, strategy: OperatorStrategy, mesh: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
     """Shape and dtype of each operand on one shard, by a rule of the operator."""
@@ -290,18 +299,18 @@ def _moves(
     (argmax, argmin) are gathered with the values there, because they cannot be compared alone.
     """
     moves: list[Move] = []
-    for i, own, size, axes, factor_of_axis in operands.arrays:
+    for i, own, local, factor_of_axis in operands.sharded:
         differing = [a for a, f in factors.items() if factor_of_axis.get(a, f) != f]
         if differing:
-            local = size / math.prod([mesh[a] for a in axes])
             moved = [a for a in differing if (f := factors[a]) is not None and f in own]  # to another dimension
             _add(moves, "all-to-all", moved, i, local, mesh)
             _add(moves, "all-gather", [a for a in differing if a not in moved], i, local, mesh)
-    for i, own, size, axes, factor_of_axis in results.arrays:
-        differing = {a: f for a, f in factors.items() if f is not None and factor_of_axis.get(a) != f}
+    sharding = [(a, f) for a, f in factors.items() if f is not None]
+    for i, own, size, axes, factor_of_axis in results.arrays if sharding else ():
+        differing = {a: f for a, f in sharding if factor_of_axis.get(a) != f}
         if not differing:
             continue
-        computed = [a for a, f in factors.items() if f is not None and f in own]  # axes that shard the result
+        computed = [a for a, f in sharding if f in own]  # axes that shard the result
         local = size / math.prod([mesh[a] for a in {*computed, *(a for a in axes if a not in factors)}])
         partial = [a for a, f in differing.items() if a not in computed and rule.partial(f, i) is not None]
         if partial and rule.partial(differing[partial[0]], i) in POSITIONS:

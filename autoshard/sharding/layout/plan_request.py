@@ -30,12 +30,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from autoshard._shown import shown
 from autoshard._typed import convert, short_repr
 from autoshard.errors import PlanRequestError
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import STATE, Role, Roles
+from autoshard.sharding.layout.constants import MOST_KNOWN_REQUESTS
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_edits import Change, axis_parts, changed, usable_devices
 from autoshard.sharding.layout.sequence_operators import usable_heads
@@ -98,6 +100,7 @@ def request(sizes: Mapping[str, int], *flags: str) -> Request:
     return Request(sizes, {k: k for k in sizes}, frozenset(flags))
 
 
+@lru_cache(maxsize=MOST_KNOWN_REQUESTS)  # a search parses the name of a candidate many times; only the text matters
 def parse_request(text: str) -> Request:
     """Parse a strategy such as `"fsdp:8 tp:4 seq"`, or with names for the mesh axes, `"data=fsdp:8 model=tp:4"`.
 

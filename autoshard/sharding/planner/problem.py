@@ -228,7 +228,8 @@ class PlanningProblem:
             best = best_assigned(min(fitting or others, key=by_time if fitting else by_peak), self.cost)
             if isinstance(requested, str):
                 self._check_shards_something(requested, best.layout)
-                self._check_sequence(best.name, best.layout)
+                if best.name == requested or best.layout.fixed:  # else it was checked, a way of `cp`
+                    self._check_sequence(best.name, best.layout)
         return best, others
 
     def search(

@@ -28,7 +28,7 @@ def _dtype_size(dtype: Any) -> int:
 
 def axis_weight(aval: Any) -> int:
     """Bytes of an array in which empty dimensions count as size 1, so that an empty batch gives the same roles."""
-    return math.prod(max(n, 1) for n in aval.shape) * itemsize(aval)
+    return math.prod([max(n, 1) for n in aval.shape]) * itemsize(aval)
 
 
 def is_float(aval: Any) -> bool:

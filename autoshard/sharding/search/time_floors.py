@@ -14,9 +14,11 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from autoshard._shown import shown
+from autoshard.sharding.layout.constants import MOST_KNOWN_REQUESTS
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.plan_request import CONTEXT, is_request, parse_request
 from autoshard.sharding.search.candidate import Candidate
@@ -149,15 +151,17 @@ class _Wanted:
         return may_gain_padded(layout, least_us, self._best_us)
 
 
-def _needs(name: str) -> Iterator[tuple[str, Hashable, int]]:
-    """Yield the needs that a plan may serve: name, inner mesh axes, and most different inner axes that are needed."""
+@lru_cache(maxsize=MOST_KNOWN_REQUESTS)  # a race asks for the same plans many times; only the name matters
+def _needs(name: str) -> tuple[tuple[str, Hashable, int], ...]:
+    """Return the needs that a plan may serve: name, inner mesh axes, and most different inner axes that are needed."""
     if not is_request(name):
-        return
+        return ()
     plan = parse_request(name)
     inner = frozenset((a, n) for a, n in plan.sizes.items() if plan.kinds[a] not in (*BATCH_KINDS, "pp"))
-    yield kind_of(name), None, 1
+    best_of_kind = kind_of(name), None, 1
     if any(plan.kinds[a] in CONTEXT for a, _ in inner):
-        yield "other attention", inner, PLANS_WITH_OTHER_ATTENTION
+        return best_of_kind, ("other attention", inner, PLANS_WITH_OTHER_ATTENTION)
+    return (best_of_kind,)
 
 
 def _bound_us(priced: Iterable[Candidate], limit: float, most_us: float) -> float:

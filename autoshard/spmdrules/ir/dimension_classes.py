@@ -108,10 +108,8 @@ def join_factors(nodes: Nodes, dims: list[tuple[int, ...]], op: Application) -> 
             continue
         for node, dim in zip(dims[value], array, strict=True):
             if len(dim) == 1:
-                if dim[0] in node_of:
-                    nodes.join(node_of[dim[0]], node)
-                else:
-                    node_of[dim[0]] = node
+                if (known := node_of.setdefault(dim[0], node)) != node:
+                    nodes.join(known, node)
             elif dim:
                 for f in dim:
                     if f not in node_of:

@@ -164,18 +164,27 @@ def workload_steps(
 ) -> Callable[[str, int], tuple[TrainStep, TrainState, dict[str, Any]]]:
     """Make the function that returns `workload_step` of a remat policy and a number of microbatches.
 
-    They change no shapes, so the shapes are found once. Microbatches do not change the model, so it is made once for
-    each policy. All steps have the same optimizer, whose update is traced once and inlined into each.
+    They change no shapes, so the shapes are found once.
     """
-    made = make_optimizer(optimizer, _STEPS)
-    shared = optax.GradientTransformation(made.init, jax.jit(made.update, inline=True))
-    program_of = functools.cache(lambda remat: make_program(work.with_(remat=remat).build, shared))
+    shared = _shared_optimizer(optimizer)
+    program_of = _programs(work, shared)
     state, batch = make_program(work.build, shared).abstract_state(), work.batch()
 
     def step(remat: str, microbatches: int) -> tuple[TrainStep, TrainState, dict[str, Any]]:
         return _workload_step(work, program_of(remat), microbatches, optimizer), state, batch
 
     return step
+
+
+def _shared_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Make an optimizer for several steps of the same parameters: its update is traced once and inlined into each."""
+    made = make_optimizer(config, _STEPS)
+    return optax.GradientTransformation(made.init, jax.jit(made.update, inline=True))
+
+
+def _programs(work: Workload, optimizer: optax.GradientTransformation) -> Callable[[str], Program]:
+    """Make the function from a remat policy to the program. Microbatches do not change the model."""
+    return functools.cache(lambda remat: make_program(work.with_(remat=remat).build, optimizer))
 
 
 def _program(work: Workload, optimizer: OptimizerConfig) -> Program:
@@ -198,17 +207,17 @@ def workload_variants(
     The step raises an `AutoshardError` if the workload's model does not know the remat policy.
     """
     steps: dict[Any, TrainStep] = {}
+    shared = _shared_optimizer(optimizer)
+    program_of = _programs(work, shared)
 
     # Plans saved before the rename have the variant `accumulation`, which the step also accepts.
     @accepts_old_keywords
     def train_step(state: TrainState, batch: Mapping[str, Any], *, remat: str, microbatches: int) -> Any:
         if (remat, microbatches) not in steps:
-            variant = work.with_(remat=remat)
-            steps[remat, microbatches] = _workload_step(variant, _program(variant, optimizer), microbatches, optimizer)
+            steps[remat, microbatches] = _workload_step(work, program_of(remat), microbatches, optimizer)
         return steps[remat, microbatches](state, batch)
 
-    _, state, batch = workload_step(work, optimizer=optimizer)
-    return train_step, state, batch
+    return train_step, make_program(work.build, shared).abstract_state(), work.batch()
 
 
 def workload_variant_values(work: Workload, *, numerics: bool = False) -> dict[str, list[Any]]:

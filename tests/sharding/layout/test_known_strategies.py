@@ -18,10 +18,13 @@ CHANGES = [
 ]  # fmt: skip
 
 
-def chosen(rule, operand_bytes, operand_specs, result_bytes, result_specs, mesh, flops, prices):
+FORCED = [{"a": ("k",)}, {"a": ("n",)}, {"a": (None,)}]
+
+
+def chosen(rule, operand_bytes, operand_specs, result_bytes, result_specs, mesh, flops, prices, forced=None):
     operands = OperandSpecs(rule.operands, operand_bytes, operand_specs, rule, mesh)
     results = OperandSpecs(rule.results, result_bytes, result_specs, rule, mesh)
-    return choose_strategy(rule, operands, results, mesh, flops, prices)
+    return choose_strategy(rule, operands, results, mesh, flops, prices, forced)
 
 
 @pytest.mark.parametrize("limit", [1, 1000])
@@ -34,6 +37,14 @@ def test_every_argument_counts(monkeypatch, limit):
     found = [known_strategies.known_strategy(*case) for case in cases]
     assert found == [chosen(*case) for case in cases]
     assert found[0] not in found[1:-1] and found[-1] != found[-2]
+
+
+def test_forced_factors_count(monkeypatch):
+    monkeypatch.setattr(known_strategies, "_known", {})
+    cases = [FIRST, *((*FIRST, forced) for forced in FORCED)]
+    found = [known_strategies.known_strategy(*case) for case in cases]
+    assert found == [chosen(*case) for case in cases]
+    assert [one.factors for one in found[1:]] == [{"a": "k"}, {"a": "n"}, {"a": None}]
 
 
 def test_equal_operators_are_chosen_once(monkeypatch):

@@ -3,17 +3,22 @@
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import optax
 import pytest
 from flax import nnx
 
 from autoshard.errors import ConfigError
 from autoshard.models import GPT, GPTConfig, MoEConfig
 from autoshard.models.wide_resnet import WideResNetConfig
+from autoshard.models.workloads import workload
 from autoshard.sharding.planner.variants import Attempt
 from autoshard.train.config.train_config import TrainConfig
+from autoshard.train.program import build
 from autoshard.train.program.build import (
     fit_vocab,
     is_pipelined,
@@ -21,6 +26,8 @@ from autoshard.train.program.build import (
     model_builder,
     remat_unit_count,
     variant_search,
+    workload_step,
+    workload_variants,
 )
 from autoshard.train.program.constants import REMATS, VOCAB_MULTIPLE
 from autoshard.train.user_functions import load_function
@@ -97,6 +104,30 @@ def source(config):
 )
 def test_units_of_remat(config: Any, count: int) -> None:
     assert remat_unit_count(config) == count
+
+
+def test_variants_share_the_trace_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[int] = []
+    made = build.make_optimizer
+
+    def counted(*settings: Any) -> optax.GradientTransformation:
+        optimizer = made(*settings)
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            traced.append(1)
+            return optimizer.update(updates, state, params)
+
+        return optax.GradientTransformation(optimizer.init, update)
+
+    monkeypatch.setattr(build, "make_optimizer", counted)
+    work = workload("gpt-tiny")
+    step, *shapes = workload_variants(work)
+    for remat, microbatches in (("full", 1), ("full", 2), ("none", 1)):
+        found = jax.make_jaxpr(partial(step, remat=remat, microbatches=microbatches))(*shapes)
+    assert len(traced) == 1
+    monkeypatch.undo()
+    alone, *_ = workload_step(work.with_(remat="none"))
+    assert str(found) == str(jax.make_jaxpr(alone)(*shapes))
 
 
 def test_all_combinations_of_variants_come_first() -> None:

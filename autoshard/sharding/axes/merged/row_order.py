@@ -101,7 +101,8 @@ def _ordered(program: Program, of_value: Sequence[tuple[Dim, ...]], merged: Set[
     for v in (*program.inputs, *program.outputs):
         yield from of_value[v]
     is_merged = {dims: not merged.isdisjoint(dims) for dims in {*of_value}}
-    yield from _ordered_in(program.block, of_value, [is_merged[dims] for dims in of_value], False)
+    # The last element is for literals, which have the number -1.
+    yield from _ordered_in(program.block, of_value, [*(is_merged[dims] for dims in of_value), False], False)
 
 
 def _ordered_in(
@@ -117,9 +118,9 @@ def _ordered_in(
         if id(atom) in constants or isinstance(atom, _compat.Literal):
             yield from of_value[v]
     for op in block.ops:
-        values = [v for v in (*op.operands, *op.results) if v >= 0]
-        if not op.blocks and not any([is_merged[v] for v in values]):
+        if not op.blocks and not any([is_merged[v] for v in (*op.operands, *op.results)]):
             continue
+        values = [v for v in (*op.operands, *op.results) if v >= 0]
         for atom, v in zip(op.eqn.invars, op.operands, strict=True):
             if v >= 0 and id(atom) in constants:
                 yield from of_value[v]

@@ -100,10 +100,11 @@ def name_computed_axes(program: Program, axes: LogicalAxes, roles: Roles) -> dic
     used = {*axes.names.values()}
     head_sizes = {axes.sizes[c] for c in roles.head_dims}
     unnamed = {dims for dims in {*axes.of_value} if any(c not in axes.names for dim in dims for c in dim)}
-    for op in program.ops():
+    values = {v for v, dims in enumerate(axes.of_value) if dims in unnamed}
+    for op in program.ops() if values else ():
         for v in (*op.results, *op.operands) if op.rule is not None else ():
-            dims = axes.of_value[v] if v >= 0 else ()
-            for d, dim in enumerate(dims if dims in unnamed else ()):
+            dims = axes.of_value[v] if v in values else ()
+            for d, dim in enumerate(dims):
                 for part, c in enumerate(dim):
                     if c in names or c in axes.names or c in axes.key_words:
                         continue

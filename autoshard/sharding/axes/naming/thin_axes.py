@@ -47,8 +47,10 @@ class ThinAxes:
             own = found[axes.of_value[v]] if v >= 0 else set()
             return own if v in roles.row or roles.batch in own else None
 
-        for op in program.ops():
-            if op.rule is not None:
+        has_thin = [bool(thin) and not thin.isdisjoint(found[dims]) for dims in axes.of_value]
+        has_thin.append(False)  # of literals, which have the number -1
+        for op in program.ops() if thin else ():
+            if op.rule is not None and any([has_thin[v] for v in (*op.operands, *op.results)]):
                 self._visit(op, [*map(of_activation, op.operands)], [*map(of_activation, op.results)])
 
     def adapter_ranks(self) -> list[int]:

@@ -39,6 +39,8 @@ class SpecQueries:
         specs: the same as a list.
         renamed: the mesh axes and the ways of attention of a layout -> numbers of specs -> their canonical form, and
             the number of this form.
+        known: the mesh and the ways of attention of a layout -> whether a class has ways -> numbers of specs -> their
+            canonical form. Nothing else of a layout matters to it.
         forms: the canonical forms so far, with their numbers. A number is hashed faster than nested tuples.
         keys: number of a form, sizes of its mesh axes and ways of attention -> a number (`CanonicalSpecs.number`).
         of_class: for each operator class, a function of the answers to all queries. It returns the answers for the
@@ -56,6 +58,7 @@ class SpecQueries:
         self.numbers: dict[Spec, int] = {}
         self.specs: list[Spec] = []
         self.renamed: dict[Any, dict[tuple[int, ...], tuple[Names, Mapping[str, str], tuple[Spec, ...], int]]] = {}
+        self.known: dict[Any, dict[bool, dict[tuple[int, ...], CanonicalSpecs]]] = {}
         self.forms: dict[tuple[Spec, ...], int] = {}
         self.keys: dict[tuple[Any, ...], int] = {}
         needed = [_needed_specs(each, axes, roles) for each in classes]
@@ -146,8 +149,9 @@ class CanonicalLayout:
         self.priced: dict[int, tuple[Price, Names]] = {}
         self._answers = _Answers(layout, queries)
         self._renamed = queries.renamed.setdefault((*self.mesh, None, *self.sequence.items()), {})
-        # Whether a class has ways -> its specs by number -> their canonical form.
-        self._known: dict[bool, dict[tuple[int, ...], CanonicalSpecs]] = {False: {}, True: {}}
+        self._known = queries.known.setdefault(
+            (*self.mesh.items(), None, *self.sequence.items()), {False: {}, True: {}}
+        )
         self._queries = queries
 
     def __call__(self, number_of_class: int) -> CanonicalSpecs:

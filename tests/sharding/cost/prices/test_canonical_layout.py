@@ -1,6 +1,7 @@
 """Specs in which numbers stand for mesh axes."""
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -28,6 +29,20 @@ def test_sizes_of_mesh_axes_matter():
     (one, _first), (other, _second) = canonical("dp:4 tp:2"), canonical("dp:2 tp:4")
     numbers = [(one(n).number, other(n).number) for n in range(len(problem().cost.classes))]
     assert any(a != b for a, b in numbers)
+
+
+def test_sizes_are_those_of_the_layouts_own_mesh():
+    for found, _chosen in [canonical("dp:4 fsdp:2"), canonical("dp:2 fsdp:4")]:
+        assert [*found.mesh] == ["dp", "fsdp"]
+        for n in range(len(problem().cost.classes)):
+            specs = found(n)
+            sizes = {number: math.prod(found.mesh[a] for a in axes) for number, axes in specs.names.items()}
+            assert specs.sizes == sizes
+
+
+def test_forms_are_shared_by_layouts_of_one_mesh():
+    (one, _first), (other, _second) = canonical("dp:4 tp:2"), canonical("dp:4 tp:2 state")
+    assert any(one(n) is other(n) for n in range(len(problem().cost.classes)))
 
 
 def test_specs_are_derived_when_they_are_needed():
