@@ -78,7 +78,7 @@ def test_heads_with_a_matrix_each_are_no_experts():
     assert [leaves[name].spec.index("tp") for name in ("key_value", "query", "output")] == [1, 1, 0]
     found, expected = step(*arguments), jax.jit(latent_decode)(*arguments)
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
+        assert np.linalg.norm(one - other) <= 2e-6 * np.linalg.norm(other)  # the order of sums differs
     # Each device computes its own heads: the plan sums the results of `output` only, and moves no queries.
     assert not [traffic for traffic in made.traffic if traffic[0] in ("all-gather", "all-to-all", "reduce-scatter")]
 
