@@ -138,16 +138,24 @@ def _needs_one_jax(path: Path) -> bool:
 def _leave_few(items: list[pytest.Item]) -> None:
     """Marks all but n parameter sets of a test with `few(n)` as slow. The n sets are evenly spread."""
     found: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    limits: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
-            found[item.nodeid.partition("[")[0]].append(item)
-    for several in found.values():
-        mark = several[0].get_closest_marker("few")
-        assert mark is not None
-        kept = {round(k * (len(several) - 1) / max(mark.args[0] - 1, 1)) for k in range(mark.args[0])}
+        marks = {mark.name: mark for mark in reversed([*item.iter_markers()])}
+        if "few" in marks and "slow" not in marks:
+            test = item.nodeid.partition("[")[0]
+            found[test].append(item)
+            limits[test] = marks["few"].args[0]
+    for test, several in found.items():
+        kept = {round(k * (len(several) - 1) / max(limits[test] - 1, 1)) for k in range(limits[test])}
         for number, item in enumerate(several):
             if number not in kept:
                 item.add_marker("slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keeps the quick suite from importing files of which it runs no test."""
+    is_left_out = "not whole" in config.option.markexpr and collection_path.is_relative_to(TESTS)
+    return True if is_left_out and _needs_one_jax(collection_path.relative_to(TESTS).with_suffix("")) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -169,13 +177,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ),
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }
+    missing = {marker: reason for marker, (is_here, reason) in needs.items() if not is_here}
+    needs_one_jax = {
+        path: path.is_relative_to(TESTS) and _needs_one_jax(path.relative_to(TESTS).with_suffix(""))
+        for path in {item.path for item in items}
+    }
     _leave_few(items)
     for item in items:
-        if item.path.is_relative_to(TESTS) and _needs_one_jax(item.path.relative_to(TESTS).with_suffix("")):
+        for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=missing[marker]))
+        if needs_one_jax[item.path]:
             item.add_marker("whole")
-        for marker, (is_here, reason) in needs.items():
-            if not is_here and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
