@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -19,21 +18,15 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Eight devices, and fast compilation rather than fast code: tests spend most of their time in compilation. A small
-# program compiles in fewer CPU seconds as one part than as parts for several threads. XLA's fusion emitters triple the
-# time. From JAX 0.11 on, XLA does not know their flag, and it rejects unknown flags.
-FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+from tests.compiler_flags import xla_flags
+
+# Eight devices, unless the environment says otherwise.
+flags = xla_flags(devices=8).split()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] != "cpu":  # an accelerator runs what users run, and test processes share its memory
-    FLAGS = []
+    flags = []
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-for flag in FLAGS:
+for flag in flags:
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
