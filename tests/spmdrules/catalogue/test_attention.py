@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import attention
+from autoshard.spmdrules.catalogue import attention as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.catalogue.compiled import compiled
 from tests.spmdrules.jitted import jitted
 
+attention = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
 Q, K, V = (jnp.asarray(RNG.normal(size=(2, 12, 4, 8)), jnp.float32) for _ in range(3))

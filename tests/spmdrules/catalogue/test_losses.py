@@ -8,10 +8,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import losses
+from autoshard.spmdrules.catalogue import losses as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.catalogue.compiled import compiled
 from tests.spmdrules.jitted import jitted
 
+losses = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
 LOGITS = jnp.asarray(RNG.normal(size=(4, 8, 16)) * 3, jnp.float32)

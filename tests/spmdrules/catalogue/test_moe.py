@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import moe
+from autoshard.spmdrules.catalogue import moe as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.catalogue.compiled import compiled
 
+moe = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 8, 12)), jnp.float32)

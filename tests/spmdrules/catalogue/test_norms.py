@@ -10,10 +10,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import norms
+from autoshard.spmdrules.catalogue import norms as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.catalogue.compiled import compiled
 from tests.spmdrules.jitted import jitted
 
+norms = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 BATCH, SPACE, CHANNELS = 8, (4, 6), 12
 RNG = np.random.default_rng(0)

@@ -7,9 +7,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import random
+from autoshard.spmdrules.catalogue import random as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.spmdrules.catalogue.compiled import compiled
 
+random = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(7)

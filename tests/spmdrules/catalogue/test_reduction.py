@@ -1,13 +1,12 @@
 """Compares the catalogue's reductions that are not in JAX with NumPy and SciPy."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from autoshard.spmdrules.catalogue import reduction
+from tests.spmdrules.catalogue.compiled import compiled
 
-ops: Any = reduction  # typed as Any, since the tests pass NumPy arrays
+ops = compiled(reduction)
 
 X, Y = np.random.default_rng(0).gamma(2.0, size=(2, 4, 9, 3)).astype(np.float32) - 1
 
