@@ -7,10 +7,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.models import cross_entropy
+from tests.arrays import array
 
 RNG = np.random.default_rng(0)
-LOGITS = jnp.asarray(4 * RNG.normal(size=(2, 5, 16)), jnp.float32)
-TARGETS = jnp.asarray(RNG.integers(0, 16, (2, 5)), jnp.int32)
+LOGITS = array(4 * RNG.normal(size=(2, 5, 16)), jnp.float32)
+TARGETS = array(RNG.integers(0, 16, (2, 5)), jnp.int32)
 
 
 def per_token():

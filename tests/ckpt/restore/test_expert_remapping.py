@@ -23,6 +23,7 @@ from autoshard.train.step.ema import EmaConfig, averaged_params
 from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
+from tests.arrays import array
 
 TINY = workload("mixtral-tiny")
 EXPERTS = TINY.config.experts
@@ -43,7 +44,7 @@ def filled(state: Any, scale: float = 1.0) -> Any:
             assert not leaf.shape
             return jax.random.key(0)
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jnp.asarray(scale * rng.normal(size=leaf.shape) if is_float else np.zeros(leaf.shape), leaf.dtype)
+        return array(scale * rng.normal(size=leaf.shape) if is_float else np.zeros(leaf.shape), leaf.dtype)
 
     return jax.tree.map(fill, state)
 

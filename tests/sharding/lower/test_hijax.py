@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 from autoshard import auto_shard, check_rule, propagate
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.reference.derive import derive
+from tests.arrays import array
 
 BASE: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009  its older name
 EDGES = jnp.asarray(np.linspace(-2, 2, 9), jnp.float32)
-X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
+X = array(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
 POWERS = jnp.asarray(np.arange(8) - 4, jnp.int32)
 
 

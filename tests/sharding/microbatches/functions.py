@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.arrays import array
+
 KEY = jax.random.key(0)
-WEIGHTS, ROWS = (jnp.asarray(np.random.default_rng(rows).normal(size=(rows, 4)), jnp.float32) for rows in (4, 8))
-TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 4, (8, 5)), jnp.int32)
+WEIGHTS, ROWS = (array(np.random.default_rng(rows).normal(size=(rows, 4)), jnp.float32) for rows in (4, 8))
+TOKENS = array(np.random.default_rng(0).integers(0, 4, (8, 5)), jnp.int32)
 
 # The second argument is `x`, rows of floats, or `t`, rows of integers.
 FUNCTIONS = {
