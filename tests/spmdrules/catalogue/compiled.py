@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 
 def compiled(module: ModuleType) -> Any:
@@ -23,7 +24,7 @@ def compiled(module: ModuleType) -> Any:
 def _jitted(fn: Any) -> Any:
     def call(*args: Any, **options: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, options))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return fn(*args, **options)
         is_array = [isinstance(leaf, (np.ndarray, jax.Array)) for leaf in leaves]
 
