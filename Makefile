@@ -35,7 +35,7 @@ dev: $(DEV_STAMP) ## The same, and what the tests need.
 
 # Test processes start together. Without these files each of them compiles all tests.
 bytecode: $(DEV_STAMP) ## Compile the package and the tests to bytecode.
-	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null
+	@$(BIN)/python -m pytest -n 0 --collect-only -qq $(ARGS) >/dev/null
 
 train: $(RUN_STAMP) ## Set up, then train the default preset on 8 virtual CPU devices.
 	@$(CPU8) $(BIN)/autoshard train --preset quick $(ARGS)

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -19,21 +18,15 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Eight devices, and fast compilation rather than fast code: tests spend most of their time in compilation. A small
-# program compiles in fewer CPU seconds as one part than as parts for several threads. XLA's fusion emitters triple the
-# time. From JAX 0.11 on, XLA does not know their flag, and it rejects unknown flags.
-FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+from tests.compiler_flags import xla_flags
+
+# Eight devices, unless the environment says otherwise.
+flags = xla_flags(devices=8).split()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] != "cpu":  # an accelerator runs what users run, and test processes share its memory
-    FLAGS = []
+    flags = []
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-for flag in FLAGS:
+for flag in flags:
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
@@ -54,18 +47,22 @@ TESTS_BETWEEN_COUNTS = 50
 ON_ONE_JAX = {
     "ckpt/exchange", "ckpt/restore", "ckpt/state/test_array_digest", "ckpt/state/test_array_packing", "ckpt/store",
     "ckpt/test_any_mesh", "ckpt/test_background", "ckpt/test_command", "ckpt/test_damage", "ckpt/test_faults",
-    "ckpt/test_odd_states", "ckpt/test_processes", "ckpt/test_refusals", "ckpt/test_texts", "foreign/test_harness",
-    "golden/test_golden", "kernels/grouped/test_matmul", "kernels/sequence/test_ring", "kernels/test_attention_cost",
-    "kernels/test_cross_entropy", "kernels/test_kernel_choice", "kernels/test_unseen_rows", "kernels/test_visibility",
-    "launch", "models", "parity/test_global_norm", "parity/test_idle_experts", "serve", "sharding/api/test_plan",
+    "ckpt/test_odd_states", "ckpt/test_pipelined_states", "ckpt/test_processes", "ckpt/test_refusals",
+    "ckpt/test_texts", "foreign/test_harness", "golden/test_golden", "kernels/grouped/test_matmul",
+    "kernels/sequence/test_ring", "kernels/test_attention_cost", "kernels/test_cross_entropy",
+    "kernels/test_kernel_choice", "kernels/test_unseen_rows", "kernels/test_visibility", "launch", "models",
+    "parity/test_global_norm", "parity/test_idle_experts", "serve", "sharding/api/test_plan",
     "sharding/audit/test_aot_compile", "sharding/autotune/test_measured_time", "sharding/autotune/test_settling",
-    "sharding/axes/test_expert_routing", "sharding/axes/test_generated_batches", "sharding/axes/test_logical_axes",
-    "sharding/axes/test_single_row", "sharding/axes/test_state_checks", "sharding/axes/test_weight_cover",
-    "sharding/cost", "sharding/discover", "sharding/hlo", "sharding/layout", "sharding/lower/gathers",
-    "sharding/lower/test_conv_as_matmul", "sharding/lower/test_empty_arrays", "sharding/lower/test_recurrent_cells",
-    "sharding/lower/test_resharded_products", "sharding/lower/test_square_weights", "sharding/machines",
-    "sharding/microbatches/test_accumulation", "sharding/offload/test_layer_words", "sharding/oracle/test_rule_check",
-    "sharding/pipeline/test_choice", "sharding/pipeline/test_inner_words", "sharding/pipeline/test_schedules",
+    "sharding/axes/naming", "sharding/axes/test_expert_routing", "sharding/axes/test_generated_batches",
+    "sharding/axes/test_logical_axes", "sharding/axes/test_single_row", "sharding/axes/test_state_checks",
+    "sharding/axes/test_weight_cover", "sharding/cost", "sharding/discover", "sharding/hlo", "sharding/layout",
+    "sharding/lower/gathers", "sharding/lower/test_conv_as_matmul", "sharding/lower/test_empty_arrays",
+    "sharding/lower/test_recurrent_cells", "sharding/lower/test_resharded_products",
+    "sharding/lower/test_square_weights", "sharding/machines", "sharding/microbatches/test_accumulation",
+    "sharding/microbatches/test_counted_rows", "sharding/microbatches/test_repeated_rows",
+    "sharding/microbatches/test_replicas", "sharding/microbatches/test_states", "sharding/offload/test_layer_words",
+    "sharding/oracle/test_rule_check", "sharding/pipeline/test_choice",
+    "sharding/pipeline/test_inner_words", "sharding/pipeline/test_schedules", "sharding/pipeline/test_slots",
     "sharding/pipeline/test_stage_gathers", "sharding/pipeline/test_stages", "sharding/planner", "sharding/report",
     "sharding/rewrite/experts/test_grouped_products", "sharding/rewrite/masks", "sharding/rewrite/test_array_masks",
     "sharding/rewrite/test_kernels_option", "sharding/runtime/test_static_leaves", "sharding/search",
@@ -104,6 +101,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 20)  # chosen: fewer collections while programs are traced
 
 
+def pytest_sessionfinish() -> None:
+    """Collects once what the tests have left, so that pytest's ten collections after it find nothing to visit."""
+    gc.collect()
+    gc.freeze()
+
+
 _finished_tests = itertools.count(1)
 
 
@@ -138,16 +141,24 @@ def _needs_one_jax(path: Path) -> bool:
 def _leave_few(items: list[pytest.Item]) -> None:
     """Marks all but n parameter sets of a test with `few(n)` as slow. The n sets are evenly spread."""
     found: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    limits: dict[str, int] = {}
     for item in items:
-        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
-            found[item.nodeid.partition("[")[0]].append(item)
-    for several in found.values():
-        mark = several[0].get_closest_marker("few")
-        assert mark is not None
-        kept = {round(k * (len(several) - 1) / max(mark.args[0] - 1, 1)) for k in range(mark.args[0])}
+        marks = {mark.name: mark for mark in reversed([*item.iter_markers()])}
+        if "few" in marks and "slow" not in marks:
+            test = item.nodeid.partition("[")[0]
+            found[test].append(item)
+            limits[test] = marks["few"].args[0]
+    for test, several in found.items():
+        kept = {round(k * (len(several) - 1) / max(limits[test] - 1, 1)) for k in range(limits[test])}
         for number, item in enumerate(several):
             if number not in kept:
                 item.add_marker("slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keeps the quick suite from importing files of which it runs no test."""
+    is_left_out = "not whole" in config.option.markexpr and collection_path.is_relative_to(TESTS)
+    return True if is_left_out and _needs_one_jax(collection_path.relative_to(TESTS).with_suffix("")) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -169,13 +180,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ),
         "accelerator": (os.environ["JAX_PLATFORMS"] != "cpu", "needs an attached accelerator"),
     }
+    missing = {marker: reason for marker, (is_here, reason) in needs.items() if not is_here}
+    needs_one_jax = {
+        path: path.is_relative_to(TESTS) and _needs_one_jax(path.relative_to(TESTS).with_suffix(""))
+        for path in {item.path for item in items}
+    }
     _leave_few(items)
     for item in items:
-        if item.path.is_relative_to(TESTS) and _needs_one_jax(item.path.relative_to(TESTS).with_suffix("")):
+        for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(pytest.mark.skip(reason=missing[marker]))
+        if needs_one_jax[item.path]:
             item.add_marker("whole")
-        for marker, (is_here, reason) in needs.items():
-            if not is_here and item.get_closest_marker(marker):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

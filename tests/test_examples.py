@@ -63,6 +63,7 @@ def test_example_runs(name, tmp_path, monkeypatch, capsys):
     check(name, capsys.readouterr().out)
 
 
+@pytest.mark.whole
 def test_an_example_runs_in_its_own_process(tmp_path):
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     completed = subprocess.run(

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.arrays import array
+
 CONFIG = {"model": {"layers": 2, "width": 64}, "train": {"steps": 10}}
 
 
@@ -57,7 +59,7 @@ def make_state() -> Callable[[Mesh, int], dict[str, Any]]:
             },
             "mu": [put(rng.normal(size=(64, 96)).astype(np.float32), ("data", "model")), jnp.float16(0.5)],
             "mask": put(rng.integers(0, 2, 24).astype(bool), "model"),
-            "complex": jnp.asarray(rng.normal(size=5) + 1j, np.complex64),
+            "complex": array(rng.normal(size=5) + 1j, np.complex64),
             # Orbax would write both of these to one file.
             "a.b": jnp.ones(3),
             "a": {"b": jnp.zeros(3), "": jnp.full(3, 2.0)},

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.ckpt import Checkpointer, CheckpointError, CheckpointWarning, DamagedCheckpointError, RetentionPolicy
 from tests.ckpt.file_damage import DAMAGES, Damage, kinds_of
 from tests.ckpt.tmpfs import disk, remount
+from tests.compiler_flags import xla_flags
 
 # Orbax drops the futures of a failed load's other leaves.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -291,7 +292,7 @@ def one_of_two_killed(folder: Path, rng: random.Random, mesh: Mesh, root: Path) 
     with socket.socket() as port_socket:
         port_socket.bind(("localhost", 0))
         port = port_socket.getsockname()[1]
-    env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": xla_flags(devices=2)}
     with contextlib.ExitStack() as stack:
         processes = []
         for me in range(2):

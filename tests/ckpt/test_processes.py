@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ckpt import Checkpointer
+from tests.compiler_flags import xla_flags
 
 WORKER = """
 import os, sys, jax, jax.numpy as jnp, numpy as np
@@ -116,7 +117,7 @@ def test_one_process_restores_the_step_of_two(tmp_path: Path, root: Path) -> Non
     with socket.socket() as port_socket:
         port_socket.bind(("localhost", 0))
         port = port_socket.getsockname()[1]
-    env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": xla_flags(devices=2)}
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(tmp_path / "run"), str(port), str(index)],

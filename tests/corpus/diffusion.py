@@ -9,7 +9,8 @@ import optax
 from flax import linen as nn
 
 STEPS = 100
-SIGNAL = jnp.cos((jnp.arange(STEPS) / STEPS + 0.008) / 1.008 * jnp.pi / 2) ** 2  # fraction of the image that remains
+PHASES = (np.arange(STEPS) / STEPS + 0.008) / 1.008 * np.pi / 2
+SIGNAL = jnp.asarray(np.cos(PHASES) ** 2, jnp.float32)  # fraction of the image that remains
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-4))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.foreign import harness, nnx_cnn, nnx_transformer, scan_recurrence
 from tests.foreign.test_foreign import ADAPTIVE, PROGRAMS, STEPS, single
+from tests.foreign.test_foreign import program as program_of
 
 SLOW = (
     "equinox_batch_norm",
@@ -48,7 +49,7 @@ def place_by_hand(mesh, state, batches):
 @pytest.mark.parametrize("name", NAMES)
 def test_programs_keep_parity_when_sharded_by_hand(name, mesh_of):
     """Therefore a difference under `auto_shard` is not due to rounding in the program."""
-    program = PROGRAMS[name]
+    program = program_of(name)
     result = harness.run(program, STEPS, harness.jit_of(program), partial(place_by_hand, mesh_of(data=8)))
     assert result.devices == 8 and result.share == 1.0
     harness.compare(single(name), result, state=name not in ADAPTIVE)

@@ -11,10 +11,12 @@ import autoshard
 from autoshard.kernels.cross_entropy import linear_cross_entropy
 from autoshard.models import cross_entropy, workload
 from autoshard.train.program.build import workload_step
+from tests.arrays import array
 
 CHUNKS = 4
-X = jax.random.normal(jax.random.key(0), (8, 5, 16))
-MASK = jax.random.uniform(jax.random.key(1), (8, 5)) < 0.7
+RNG = np.random.default_rng(0)
+X = array(RNG.normal(size=(8, 5, 16)), jnp.float32)
+MASK = array(RNG.uniform(size=(8, 5)) < 0.7)
 
 
 def head_of(vocab, tied):

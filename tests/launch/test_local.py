@@ -14,6 +14,7 @@ import pytest
 
 from autoshard.train.run.attempts import read_attempts
 from autoshard.train.run.metrics import read_metrics
+from tests.compiler_flags import xla_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (
@@ -43,7 +44,7 @@ def launch(folder: Path, launching: str, training: str, before: Sequence[str] = 
         *SIZES,
         *training.split(),
     ]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
     return subprocess.Popen(command, cwd=folder, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -11,6 +10,7 @@ from flax import nnx
 from autoshard.models import GPT, GPTConfig, attention
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_eval_step, make_train_step
+from tests.arrays import array
 
 TINY = GPTConfig(vocab=32, layers=2, heads=4, kv_heads=2, width=16, ffn=24, context=12)
 GPT2 = dataclasses.replace(
@@ -31,7 +31,7 @@ def filled_as(build, std: float = 0.1):
     def fill(path, x):
         name = jax.tree_util.keystr(path)
         centre = 1.0 if "scale" in name or "variance" in name else 0.0
-        return jnp.asarray(rng.normal(centre, std, x.shape), x.dtype)
+        return array(rng.normal(centre, std, x.shape), x.dtype)
 
     return nnx.merge(graph, jax.tree.map_with_path(fill, state))
 

@@ -7,9 +7,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.models import cross_entropy
+from tests.arrays import array
 
-LOGITS = 4 * jax.random.normal(jax.random.key(0), (2, 5, 16))
-TARGETS = jax.random.randint(jax.random.key(1), (2, 5), 0, 16)
+RNG = np.random.default_rng(0)
+LOGITS = array(4 * RNG.normal(size=(2, 5, 16)), jnp.float32)
+TARGETS = array(RNG.integers(0, 16, (2, 5)), jnp.int32)
 
 
 def per_token():

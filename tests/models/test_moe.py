@@ -12,6 +12,7 @@ from jax import lax
 
 from autoshard.models import ALPA_MOE, MIXTRAL, GPTConfig, MoE, MoEConfig, cross_entropy, generate, workload
 from autoshard.models.moe import Experts, dispatch_masks, route
+from tests.arrays import array
 from tests.models.small import called, count, filled_as, quickly, text_entropy, trained
 
 SMALL = MoEConfig(GPTConfig(vocab=32, layers=4, heads=4, kv_heads=2, width=16, ffn=24, context=12), moe_every=2)
@@ -32,15 +33,15 @@ def experts_of(cfg):
 
 
 def inputs(batch=2, seq=12, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, seq, 16)), jnp.float32)
+    return array(np.random.default_rng(seed).normal(size=(batch, seq, 16)), jnp.float32)
 
 
 def tokens(seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(0, 32, (2, 12)), jnp.int32)
+    return array(np.random.default_rng(seed).integers(0, 32, (2, 12)), jnp.int32)
 
 
 def batch(seed=0):
-    mask = jnp.asarray(np.random.default_rng(seed).random((2, 12)) < 0.7, jnp.float32)
+    mask = array(np.random.default_rng(seed).random((2, 12)) < 0.7, jnp.float32)
     return {"inputs": tokens(seed), "targets": tokens(seed + 1), "mask": mask}
 
 
@@ -62,7 +63,7 @@ def every_expert(layer, x):
 def value_and_gradients(layer, run, x):
     """Returns the output, and the gradients of all weights and of the input for a random cotangent."""
     graph, params = nnx.split(layer)
-    cotangent = jnp.asarray(np.random.default_rng(7).normal(size=x.shape), jnp.float32)
+    cotangent = array(np.random.default_rng(7).normal(size=x.shape), jnp.float32)
 
     def scalar(params, x):
         y = run(nnx.merge(graph, params), x)

@@ -18,6 +18,7 @@ from autoshard.models.moe_config import MoEConfig
 from autoshard.models.quantized import quantized_einsum
 from autoshard.models.vit import ViTConfig
 from autoshard.models.workloads import workload
+from tests.arrays import array
 from tests.models.small import TINY, filled, quickly
 
 SPECS = {
@@ -31,9 +32,9 @@ SPECS = {
 def operands(spec, dtype=jnp.float32):
     """Makes operands, and a cotangent of their product."""
     rng = np.random.default_rng(0)
-    x, w = (jnp.asarray(rng.normal(size=shape), dtype) for shape in SPECS[spec])
+    x, w = (array(rng.normal(size=shape), dtype) for shape in SPECS[spec])
     out = jax.eval_shape(lambda x, w: jnp.einsum(spec, x, w), x, w).shape
-    return x, w, jnp.asarray(rng.normal(size=out), dtype)
+    return x, w, array(rng.normal(size=out), dtype)
 
 
 def product(spec, quantization):
@@ -123,8 +124,8 @@ def test_scales_of_sharded_operands_are_those_of_whole_ones(name, quantization):
 
 def test_a_stored_shard_is_quantized_and_then_gathered():
     rng = np.random.default_rng(0)
-    weights = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((64, 256), (256, 64))]
-    x = jnp.asarray(rng.normal(size=(2048, 64)), jnp.bfloat16)
+    weights = [array(rng.normal(size=shape), jnp.bfloat16) for shape in ((64, 256), (256, 64))]
+    x = array(rng.normal(size=(2048, 64)), jnp.bfloat16)
 
     def step(weights, x):
         def loss(weights):
@@ -155,7 +156,7 @@ def loss_and_gradients(cfg):
         return jax.value_and_grad(mean)(params)
 
     rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, cfg.vocab, (2, 8, cfg.context)), jnp.int32)
+    tokens = array(rng.integers(0, cfg.vocab, (2, 8, cfg.context)), jnp.int32)
     return run, params, {"inputs": tokens[0], "targets": tokens[1]}
 
 

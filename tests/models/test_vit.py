@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from autoshard.models import VIT, ViT, ViTConfig, workload
+from tests.arrays import array
 from tests.models.small import called, count, filled_as, stripes_batch, trained
 
 SMALL = ViTConfig(image_size=16, patch=4, classes=8, layers=2, heads=2, width=16)
@@ -30,7 +31,7 @@ def model_factory(cfg):
 
 
 def images(rows=3):
-    return jnp.asarray(np.random.default_rng(0).normal(size=(rows, 16, 16, 3)), jnp.float32)
+    return array(np.random.default_rng(0).normal(size=(rows, 16, 16, 3)), jnp.float32)
 
 
 def patches(x):

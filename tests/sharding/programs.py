@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def mlp_state(seed: int = 0, width: int = 64, hidden: int = 128) -> dict[str, jax.Array]:
     """Weights of a two-layer perceptron."""
     keys = jax.random.split(jax.random.key(seed), 2)

@@ -68,7 +68,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 def from_numpy(x: np.ndarray, like: Any) -> Any:
     """Undoes `to_numpy`: words become keys if `like` is an array of keys."""
-    array = jnp.asarray(x)
+    array = jax.device_put(x)  # `jnp.asarray` compiles a program for each shape and type
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if is_key(like.dtype) else array
 
 
@@ -100,8 +100,8 @@ def example(leaf: Any) -> Any:
         return jax.random.split(jax.random.key(0), leaf.shape)
     rng = np.random.default_rng(len(leaf.shape))
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
-    return jnp.asarray(rng.integers(0, 2, leaf.shape), leaf.dtype)
+        return jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype))
+    return jax.device_put(rng.integers(0, 2, leaf.shape).astype(leaf.dtype))
 
 
 def _interpret(closed: Any, args: Iterable[Any], cases: dict[Any, Case]) -> list[Any]:

@@ -23,6 +23,7 @@ from autoshard.train.step.ema import EmaConfig, averaged_params
 from autoshard.train.step.optimizer import OptimizerConfig, make_optimizer
 from autoshard.train.step.train_state import make_program
 from autoshard.train.step.train_step import make_train_step
+from tests.arrays import array
 
 TINY = workload("mixtral-tiny")
 EXPERTS = TINY.config.experts
@@ -34,18 +35,24 @@ def is_expert(name: str) -> bool:
     return "/experts/" in name
 
 
+def filled(state: Any, scale: float = 1.0) -> Any:
+    """Fill a state's shapes with random numbers, drawn by NumPy, which compiles nothing. Integers are 0."""
+    rng = np.random.default_rng(0)
+
+    def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            assert not leaf.shape
+            return jax.random.key(0)
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return array(scale * rng.normal(size=leaf.shape) if is_float else np.zeros(leaf.shape), leaf.dtype)
+
+    return jax.tree.map(fill, state)
+
+
 @pytest.fixture(scope="module")
 def state() -> Any:
     """Return a train state of a MoE in which all leaves and all experts differ."""
-    initial = jax.jit(PROGRAM.create_state)(jax.random.key(0))
-    rng = np.random.default_rng(0)
-
-    def other(leaf: jax.Array) -> jax.Array:
-        return (
-            jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-        )
-
-    return jax.tree.map(other, initial)
+    return filled(PROGRAM.abstract_state())
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +220,7 @@ def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
     dense_work = dataclasses.replace(workload("llama-tiny"), config=dense_cfg)
     moe_work = dataclasses.replace(TINY, config=cfg)
     dense, moe = (make_program(work.build, OPTIMIZER, ema=AVERAGE) for work in (dense_work, moe_work))
-    first = jax.jit(dense.create_state)(jax.random.key(1))
+    first = filled(dense.abstract_state(), scale=0.1)
     mean = jax.tree.map(lambda leaf: 3 * leaf, first.params)
     first = dataclasses.replace(
         first,
@@ -222,7 +229,7 @@ def test_a_dense_model_becomes_experts(tmp_path: Path) -> None:
     )
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(0, first)
-        like = jax.jit(moe.create_state)(jax.random.key(2))
+        like = filled(moe.abstract_state(), scale=0.2)
         wide = {name: leaf.ndim - 3 for name, leaf in with_names(like).items() if "/experts/w_" in name}
         restored = checkpoints.restore(
             like=like,

@@ -17,6 +17,7 @@ from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.models import dropless
 from autoshard.models.dropless import operators
 from autoshard.sharding.oracle.rule_check import check_rule
+from tests.arrays import array
 
 TILED, KERNEL, TRITON = (
     GroupedCall("tiled"),
@@ -38,7 +39,7 @@ def operands(case, dtype=jnp.float32):
     count, inner, columns, sizes = CASES[case]
     rng = np.random.default_rng(0)
     shapes = (count, inner), (len(sizes), inner, columns), (count, columns)
-    rows, weights, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    rows, weights, d_out = (array(rng.normal(size=shape), dtype) for shape in shapes)
     return rows, weights, d_out, jnp.asarray(sizes, jnp.int32)
 
 

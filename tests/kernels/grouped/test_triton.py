@@ -7,6 +7,7 @@ import pytest
 from autoshard.kernels.grouped import triton
 from autoshard.kernels.grouped.triton import Blocks, blocks_of_rows, gradient_blocks, product_blocks
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
+from tests.arrays import array
 
 COST = KernelCost(1.0, 2, 3.0)
 BLOCKS = Blocks(16, 16, 16)
@@ -15,7 +16,7 @@ STARTS, ENDS = jnp.asarray([5, 5, 30], jnp.int32), jnp.asarray([5, 30, 41], jnp.
 
 def arrays(*shapes):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    return [array(rng.normal(size=shape), jnp.float32) for shape in shapes]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ CONFIG = DecoderConfig(
     vocab=16, width=8, kinds=(LayerKind(),), heads=2, kv_heads=1, head_dim=4, ffn=16, context=32, init_std=0.5,
     layer_scale=True, layer_inputs=LayerInputsConfig(16, 4),
 )  # fmt: skip
-X, INPUTS = jax.random.normal(jax.random.key(1), (1, 3, 8)), jax.random.normal(jax.random.key(2), (1, 3, 4))
-SIDES = make_sides(CONFIG, jnp.arange(3)[None], None)
+X, INPUTS = (np.random.default_rng(n).normal(size=(1, 3, n)).astype("float32") for n in (8, 4))
 
 
 def test_vectors_are_added_through_a_gate_and_the_result_is_scaled():
@@ -29,7 +28,8 @@ def test_vectors_are_added_through_a_gate_and_the_result_is_scaled():
     def total(state) -> Any:
         # In the second row there are no vectors: the gate adds nothing.
         inputs = jnp.concatenate([INPUTS, jnp.zeros_like(INPUTS)])
-        found: Any = nnx.merge(graph, state)(jnp.concatenate([X, X]), inputs, SIDES)
+        sides = make_sides(CONFIG, jnp.arange(3)[None], None)
+        found: Any = nnx.merge(graph, state)(jnp.concatenate([X, X]), inputs, sides)
         return jnp.sum(found), found
 
     (_, (found, before)), gradient = quickly(jax.value_and_grad(total, has_aux=True), state)

@@ -17,7 +17,11 @@ CONFIG = DecoderConfig(
     context=32, query_norm=True, value_norm=True, score_scale=1.0, init_std=0.5,
 )  # fmt: skip
 X = np.random.default_rng(0).normal(size=(1, 5, 8)).astype("float32")
-SIDES = make_sides(CONFIG, jnp.arange(5)[None], None)
+
+
+def sides():
+    """The positions and mask of all tests."""
+    return make_sides(CONFIG, jnp.arange(5)[None], None)
 
 
 def unit(x):
@@ -50,7 +54,7 @@ def lent():
 
 def test_values_are_the_keys_before_these_are_normalised_and_rotated(lent):
     lender, k, v = lent
-    y, kept = called(lender, lambda lender, x: lender.with_keys(x, SIDES), X)
+    y, kept = called(lender, lambda lender, x: lender.with_keys(x, sides()), X)
     assert lender.wv is None
     for found, right in zip((y, *kept), (expected(lender, k, v), k, v), strict=True):
         np.testing.assert_allclose(found, right, atol=1e-5)
@@ -59,7 +63,6 @@ def test_values_are_the_keys_before_these_are_normalised_and_rotated(lent):
 def test_a_layer_that_borrows_attends_to_the_keys_and_values_of_the_lender(lent):
     _, k, v = lent
     borrower = Attention(CONFIG, CONFIG.kinds[1], jax.random.key(1))
-    sides = SIDES.lending("a", (jnp.asarray(k), jnp.asarray(v)))
-    found = called(borrower, lambda borrower, x: borrower(x, sides), X)
+    found = called(borrower, lambda borrower, x: borrower(x, sides().lending("a", (k, v))), X)
     assert borrower.wk is None and borrower.wv is None and borrower.k_norm is None
     np.testing.assert_allclose(found, expected(borrower, k, v), atol=1e-5)

@@ -21,6 +21,7 @@ from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import find_target
 from autoshard.sharding.planner.bound_plan import bound_or_error
+from tests.arrays import array
 
 EMBED, FFN, EXPERTS, TOP_K = 8, 12, 16, 3
 TILED = GroupedCall("tiled")
@@ -31,13 +32,13 @@ def operands(tokens):
     rng = np.random.default_rng(0)
 
     def coded(inputs, outputs):
-        codes = jnp.asarray(rng.normal(size=(EXPERTS, inputs, outputs)), jnp.float8_e4m3fn)
-        scale = jnp.asarray(rng.uniform(0.5, 1.5, (EXPERTS, inputs // 4, outputs // 4)), jnp.float32)
+        codes = array(rng.normal(size=(EXPERTS, inputs, outputs)), jnp.float8_e4m3fn)
+        scale = array(rng.uniform(0.5, 1.5, (EXPERTS, inputs // 4, outputs // 4)), jnp.float32)
         return ScaledCodes(split_inputs(codes, scale, 1, 1), scale)
 
     chosen = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)])
-    x = jnp.asarray(rng.normal(size=(tokens, 1, EMBED)), jnp.float32)
-    gates = jnp.asarray(rng.random((tokens, 1, TOP_K)), jnp.float32)
+    x = array(rng.normal(size=(tokens, 1, EMBED)), jnp.float32)
+    gates = array(rng.random((tokens, 1, TOP_K)), jnp.float32)
     weights = coded(EMBED, FFN), coded(EMBED, FFN), coded(FFN, EMBED)
     return x, gates, jnp.asarray(chosen[:, None], jnp.int32), *weights
 
@@ -135,17 +136,17 @@ def test_a_tpu_reads_stacked_codes_once(tokens, read):
 def four_bits(own=slice(None)) -> Any:
     """Returns tokens, gates, choices, matrices in MXFP4 and biases of gate and up, of some experts."""
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.normal(size=(7, 1, 64)), jnp.float32)
+    x = array(rng.normal(size=(7, 1, 64)), jnp.float32)
     chosen = jnp.asarray(np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(7)])[:, None], jnp.int32)
-    gates = jnp.asarray(rng.random((7, 1, TOP_K)), jnp.float32)
+    gates = array(rng.random((7, 1, TOP_K)), jnp.float32)
 
     def coded(inputs, outputs):
-        codes = jnp.asarray(rng.normal(size=(EXPERTS, inputs, outputs)), jnp.float4_e2m1fn)
-        scale = jnp.exp2(jnp.asarray(rng.integers(-3, 1, (EXPERTS, inputs // 32, outputs)), jnp.float32))
+        codes = array(rng.normal(size=(EXPERTS, inputs, outputs)), jnp.float4_e2m1fn)
+        scale = jnp.exp2(array(rng.integers(-3, 1, (EXPERTS, inputs // 32, outputs)), jnp.float32))
         scale = scale.astype(jnp.float8_e8m0fnu)
         return ScaledCodes(split_inputs(codes[own], scale[own], 1, 1), scale[own])
 
-    biases = [jnp.asarray(rng.normal(size=(EXPERTS, 32)), jnp.float32)[own] for _ in range(2)]
+    biases = [array(rng.normal(size=(EXPERTS, 32)), jnp.float32)[own] for _ in range(2)]
     return (x, gates, chosen), (coded(64, 32), coded(64, 32), coded(32, 64)), biases
 
 

@@ -15,6 +15,7 @@ from autoshard.models.dropless.constants import DENSE_TOKENS
 from autoshard.models.dropless.units import gelu, limited, swiglu
 from autoshard.sharding.machines.constants import BANDWIDTH_REACHED
 from autoshard.sharding.machines.targets import find_target
+from tests.arrays import array
 
 EMBED, FFN, EXPERTS, TOP_K = 8, 12, 16, 3
 TILED = GroupedCall("tiled")
@@ -33,11 +34,11 @@ def operands(unit, tokens, own=slice(0, EXPERTS)):
     chosen = np.stack([rng.permutation(EXPERTS - 1)[:TOP_K] for _ in range(tokens)])
     shapes = [(EXPERTS, EMBED, FFN)] * up + [(EXPERTS, FFN)] * biases + [(EXPERTS, FFN, EMBED)]
     return (
-        jnp.asarray(rng.normal(size=(tokens, 1, EMBED)), jnp.float32),
-        jnp.asarray(rng.random((tokens, 1, TOP_K)), jnp.float32),
+        array(rng.normal(size=(tokens, 1, EMBED)), jnp.float32),
+        array(rng.random((tokens, 1, TOP_K)), jnp.float32),
         jnp.asarray(chosen[:, None], jnp.int32),
         jnp.arange(EXPERTS, dtype=jnp.int32)[own],
-        *(jnp.asarray(rng.normal(size=shape), jnp.float32)[own] for shape in shapes),
+        *(array(rng.normal(size=shape), jnp.float32)[own] for shape in shapes),
     )
 
 

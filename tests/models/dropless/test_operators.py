@@ -18,6 +18,7 @@ from autoshard.sharding.cost.opaque_memory import trace_opaque_memory
 from autoshard.sharding.program.flops import flops_of, matmul_flops
 from autoshard.spmdrules.ir.program import build
 from autoshard.train.program.build import workload_step
+from tests.arrays import array
 
 BATCH, SEQ, EMBED, FFN, EXPERTS, TOP_K = 4, 6, 16, 24, 8, 2
 ROWS = BATCH * SEQ * TOP_K
@@ -31,11 +32,11 @@ def operands(seed=0):
     chosen = np.stack([rng.permutation(EXPERTS - 1)[:TOP_K] for _ in range(BATCH * SEQ)]).reshape(BATCH, SEQ, TOP_K)
     shapes = ((EXPERTS, EMBED, FFN), (EXPERTS, EMBED, FFN), (EXPERTS, FFN, EMBED))
     return (
-        jnp.asarray(rng.normal(size=(BATCH, SEQ, EMBED)), jnp.float32),
-        jnp.asarray(rng.random((BATCH, SEQ, TOP_K)), jnp.float32),
+        array(rng.normal(size=(BATCH, SEQ, EMBED)), jnp.float32),
+        array(rng.random((BATCH, SEQ, TOP_K)), jnp.float32),
         jnp.asarray(chosen, jnp.int32),
         jnp.arange(EXPERTS, dtype=jnp.int32),
-        *(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes),
+        *(array(rng.normal(size=shape), jnp.float32) for shape in shapes),
     )
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autoshard import auto_shard, plan
@@ -118,6 +119,10 @@ def sown(variables, x):
     return statistics(variables, x)[0], {**variables, **statistics(variables, x)[1], "sown": {"x": x}}
 
 
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
 def crop(data, x):
     return {**data, "image": data["image"][:, :4], "mask": data["mask"] * 1.0}, x.sum()
 
@@ -130,25 +135,26 @@ def grow(cache, x):
     return {"keys": jnp.concatenate([cache["keys"], x[:, None]], 1), "index": cache["index"] + 1}, x
 
 
-IMAGES = {"image": jnp.ones((32, 8)), "mask": jnp.ones((32, 8)), "label": jnp.ones(32), "epoch": jnp.int32(0)}
+MLP = jax.eval_shape(mlp_state)
+IMAGES = {"image": f32(32, 8), "mask": f32(32, 8), "label": f32(32), "epoch": np.int32(0)}
 
 
 @pytest.mark.parametrize(
     ("fn", "first"),
     [
-        (cast_and_use, mlp_state()),
-        (some_gradients, mlp_state()),
-        (narrow_gradients, mlp_state()),
-        (lambda p, x: (some_gradients(p, x), mlp_loss(p, x)), mlp_state()),
-        (lambda p, x: (mlp_loss(p, x), some_gradients(p, x)), mlp_state()),
-        (statistics, {"params": {"w": jnp.ones((64, 8))}, "stats": {"mean": jnp.zeros(8), "scale": jnp.ones(8)}}),
-        (sown, {"params": {"w": jnp.ones((64, 8))}, "stats": {"mean": jnp.zeros(8), "scale": jnp.ones(8)}}),
+        (cast_and_use, MLP),
+        (some_gradients, MLP),
+        (narrow_gradients, MLP),
+        (lambda p, x: (some_gradients(p, x), mlp_loss(p, x)), MLP),
+        (lambda p, x: (mlp_loss(p, x), some_gradients(p, x)), MLP),
+        (statistics, {"params": {"w": f32(64, 8)}, "stats": {"mean": f32(8), "scale": f32(8)}}),
+        (sown, {"params": {"w": f32(64, 8)}, "stats": {"mean": f32(8), "scale": f32(8)}}),
         (crop, IMAGES),
         (with_mask, IMAGES),
-        (grow, {"keys": jnp.ones((32, 4, 64)), "index": jnp.int32(0)}),
-        (lambda p, x: {"w": p["w"], "norm": jnp.sum(p["v"])}, mlp_state()),
-        (lambda p, x: (jnp.sum(x @ p[0] @ p[1]), p[0], p[1] * 2), (jnp.ones((64, 8)), jnp.ones((8, 4)), jnp.ones(3))),
-        (lambda p, x: (p[0] - x.T @ x, (x @ p[0]).mean()), (jnp.ones((64, 64)), jax.random.key(0))),
+        (grow, {"keys": f32(32, 4, 64), "index": np.int32(0)}),
+        (lambda p, x: {"w": p["w"], "norm": jnp.sum(p["v"])}, MLP),
+        (lambda p, x: (jnp.sum(x @ p[0] @ p[1]), p[0], p[1] * 2), (f32(64, 8), f32(8, 4), f32(3))),
+        (lambda p, x: (p[0] - x.T @ x, (x @ p[0]).mean()), (f32(64, 64), jax.eval_shape(lambda: jax.random.key(0)))),
     ],
 )
 def test_functions_that_are_not_steps_do_not_warn(fn, first):

@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 from autoshard import auto_shard, check_rule, propagate
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.reference.derive import derive
+from tests.arrays import array
 
 BASE: Any = getattr(hijax, "HiPrim", None) or getattr(hijax, "VJPHiPrimitive")  # noqa: B009  its older name
-EDGES = jnp.linspace(-2, 2, 9)
-X = jax.random.normal(jax.random.key(0), (16, 8))
-POWERS = jnp.arange(8) - 4
+EDGES = jnp.asarray(np.linspace(-2, 2, 9), jnp.float32)
+X = array(np.random.default_rng(0).normal(size=(16, 8)), jnp.float32)
+POWERS = jnp.asarray(np.arange(8) - 4, jnp.int32)
 
 
 class Tripled(BASE):

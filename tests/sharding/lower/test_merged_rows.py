@@ -112,6 +112,7 @@ def test_each_device_merges_its_own_rows(words: str) -> None:
         assert not moved_elements(sharded.lower(params, *batch).compile())
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("encoder", [numbered, shifted, times_constant])
 def test_rows_whose_order_matters_stay_in_order(encoder: Encoder) -> None:
     step, params, batch = program(encoder)
@@ -257,6 +258,7 @@ def test_layers_over_merged_rows_compute_what_one_device_computes(layer: Layer) 
     assert (merged in axes.unordered) == (layer in IN_ANY_ORDER)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     "options", [{"plan": "dp:4", "microbatches": 2}, {"plan": "pp:2 dp:2", "microbatches": 4}], ids=str
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from tests.arrays import array
 
 KEY = jax.random.key(0)
-WEIGHTS = jax.random.normal(KEY, (4, 4))
-ROWS = jax.random.normal(jax.random.key(1), (8, 4))
-TOKENS = jax.random.randint(KEY, (8, 5), 0, 4)
+WEIGHTS, ROWS = (array(np.random.default_rng(rows).normal(size=(rows, 4)), jnp.float32) for rows in (4, 8))
+TOKENS = array(np.random.default_rng(0).integers(0, 4, (8, 5)), jnp.int32)
 
 # The second argument is `x`, rows of floats, or `t`, rows of integers.
 FUNCTIONS = {

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -29,8 +30,8 @@ def loss(layers: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 ARGUMENTS = (
-    [jnp.eye(WIDTH) * (n + 1) / 4 for n in range(LAYERS)],
-    jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH),
+    [jnp.asarray(np.eye(WIDTH) * (n + 1) / 4, jnp.float32) for n in range(LAYERS)],
+    jnp.asarray(np.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH), jnp.float32),
 )
 
 

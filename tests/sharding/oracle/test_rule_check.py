@@ -13,6 +13,7 @@ from autoshard.sharding.oracle.probe_values import trials
 from autoshard.sharding.oracle.rule_check import Finding, check_rule
 from autoshard.spmdrules.core import registry
 from autoshard.spmdrules.core.rule import Factor, Rule
+from tests.arrays import array
 
 A = np.arange(24, dtype=np.float32).reshape(4, 6) / 7 - 1.5
 B = np.arange(48, dtype=np.float32).reshape(6, 8) % 5 - 2.25
@@ -100,7 +101,7 @@ def test_reductions_of_booleans(replace_rule, right, wrong):
 
 def test_low_precision_sums_are_allowed_their_rounding(replace_rule):
     replace_rule("reduce_sum", "a b -> a; reduce b; linear 0")
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 64)), jnp.bfloat16)
+    x = array(np.random.default_rng(0).normal(size=(4, 64)), jnp.bfloat16)
     assert check_on_shards(lambda x: lax.reduce_sum_p.bind(x, axes=(1,), out_sharding=None), x) == []
 
 

@@ -1,5 +1,7 @@
 """A step of a few layers, each with two matrices and a scale, and its arguments."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +11,7 @@ from autoshard.sharding.planner.bound_plan import bound_or_error
 LAYERS, BATCH, SEQ, WIDTH, HIDDEN = 2, 16, 32, 32, 64  # so many rows that it is cheaper to gather a parameter
 
 
+@partial(jax.jit, static_argnums=0)
 def parameters(dtype=jnp.float32):
     def one(key):
         up, down = jax.random.split(key)

@@ -47,10 +47,10 @@ def test_the_end_of_several_paths_is_ambiguous():
         resolved("up:gather=off")
 
 
-@pytest.mark.parametrize("layers", [parameters(), stacked(parameters())], ids=["unrolled", "scanned"])
-def test_every_gradient_belongs_to_one_parameter(layers):
+@pytest.mark.parametrize("arrange", [list, stacked], ids=["unrolled", "scanned"])
+def test_every_gradient_belongs_to_one_parameter(arrange):
     """The norm of all gradients, which every update reads, does not join them."""
-    found = resolved("*:reduce=off", layers)
+    found = resolved("*:reduce=off", arrange(parameters()))
     owned = [found.paths[p] for owners in found.owners.values() for p in owners]
     assert set(owned) == set(found.paths.values())
     assert all(len(owners) == 1 for owners in found.owners.values())

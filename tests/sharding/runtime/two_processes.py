@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.compiler_flags import xla_flags
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -19,7 +21,7 @@ def run_in_two_processes(code: str) -> list[tuple[str, str]]:
     processes = []
     for number in range(2):
         env = os.environ | {
-            "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(devices=2), "JAX_PLATFORMS": "cpu",
         }  # fmt: skip
         command = [sys.executable, "-c", code, f"127.0.0.1:{port}", str(number)]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))

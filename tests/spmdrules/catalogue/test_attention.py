@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import attention
+from autoshard.spmdrules.catalogue import attention as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.arrays import array
+from tests.spmdrules.catalogue.compiled import compiled
 from tests.spmdrules.jitted import jitted
 
+attention = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
-Q, K, V = (jnp.asarray(RNG.normal(size=(2, 12, 4, 8)), jnp.float32) for _ in range(3))
+Q, K, V = (array(RNG.normal(size=(2, 12, 4, 8)), jnp.float32) for _ in range(3))
 BEFORE = np.tril(np.ones((12, 12), bool))
 
 
@@ -43,7 +46,7 @@ def test_masks():
         jitted(attention.soft_capped_attention)(Q, K, V, cap=2.0),
         reference(Q, K, V, change=lambda s: 2 * jnp.tanh(s / 2)),
     )
-    bias = jnp.asarray(RNG.normal(size=(1, 4, 12, 12)), jnp.float32)
+    bias = array(RNG.normal(size=(1, 4, 12, 12)), jnp.float32)
     assert_close(
         jitted(attention.attention)(Q, K, V, bias),
         reference(Q, K, V, change=lambda s: s + jnp.broadcast_to(bias, s.shape)),
@@ -101,7 +104,7 @@ def test_decoding_with_a_cache_gives_the_last_row():
 @pytest.mark.parametrize("rope", [attention.rope, attention.rope_interleaved])
 def test_rotated_scores_depend_only_on_distance(rope):
     rope = jitted(rope)
-    positions = jnp.asarray(RNG.integers(0, 50, (2, 12)), jnp.int32)
+    positions = array(RNG.integers(0, 50, (2, 12)), jnp.int32)
     scores = [jnp.einsum("bshd,bthd->bhst", rope(Q, at), rope(K, at)) for at in (positions, positions + 100)]
     assert_close(scores[0], scores[1], 1e-3)
     assert_close(jnp.linalg.norm(rope(Q, positions), axis=-1), jnp.linalg.norm(Q, axis=-1))

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import ndimage, signal
 
 from autoshard.spmdrules.catalogue import convolution
+from tests.spmdrules.catalogue.compiled import compiled
 
-ops: Any = convolution  # typed as Any, since the tests pass NumPy arrays
+ops = compiled(convolution)
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 6, 8, 4)).astype(np.float32)
@@ -20,6 +20,8 @@ CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
 
 def correlated(x, kernel):
     """Cross-correlation with zero padding: [batch, ..., in], [..., in, out]."""
+    from scipy import signal  # takes a second
+
     pairs = itertools.product(range(x.shape[0]), range(kernel.shape[-1]))
     planes = [
         sum(signal.correlate(x[b, ..., i], kernel[..., i, o], "same") for i in range(x.shape[-1])) for b, o in pairs
@@ -125,6 +127,8 @@ def test_unfold_and_its_transpose():
 
 
 def test_grid_sample():
+    from scipy import ndimage  # takes a second
+
     rows, columns = RNG.uniform(0, 5, (2, 7)).astype(np.float32), RNG.uniform(0, 7, (2, 7)).astype(np.float32)
     actual = np.asarray(ops.grid_sample(X, rows, columns))
     for b, c in itertools.product(range(2), range(4)):

@@ -1,14 +1,13 @@
 """Compares the catalogue's functions that read and write by position with NumPy."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from autoshard.spmdrules.catalogue import indexing
+from tests.spmdrules.catalogue.compiled import compiled
 
-ops: Any = indexing  # typed as Any, since the tests pass NumPy arrays
+ops = compiled(indexing)
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 5)).astype(np.float32)

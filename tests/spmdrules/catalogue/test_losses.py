@@ -8,15 +8,18 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import losses
+from autoshard.spmdrules.catalogue import losses as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.arrays import array
+from tests.spmdrules.catalogue.compiled import compiled
 from tests.spmdrules.jitted import jitted
 
+losses = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
-LOGITS = jnp.asarray(RNG.normal(size=(4, 8, 16)) * 3, jnp.float32)
-LABELS = jnp.asarray(RNG.integers(0, 16, (4, 8)), jnp.int32)
-X, Y = (jnp.asarray(RNG.normal(size=(8, 12)), jnp.float32) for _ in range(2))
+LOGITS = array(RNG.normal(size=(4, 8, 16)) * 3, jnp.float32)
+LABELS = array(RNG.integers(0, 16, (4, 8)), jnp.int32)
+X, Y = (array(RNG.normal(size=(8, 12)), jnp.float32) for _ in range(2))
 
 
 def assert_close(a, b, tolerance=1e-5):
@@ -58,13 +61,13 @@ def test_large_bfloat16_logits_keep_their_precision():
 
 
 def test_masked_cross_entropy_counts_only_tokens_in_the_mask():
-    mask = jnp.asarray(RNG.integers(0, 2, (4, 8)), bool)
+    mask = array(RNG.integers(0, 2, (4, 8)), bool)
     assert_close(losses.masked_cross_entropy(LOGITS, LABELS, mask), optax_loss(LOGITS, LABELS)[mask].mean())
     assert losses.masked_cross_entropy(LOGITS, LABELS, jnp.zeros_like(mask)) == 0
 
 
 def test_a_chunked_head_equals_the_whole_head():
-    hidden, head = LOGITS, jnp.asarray(RNG.normal(size=(16, 20)), jnp.float32)
+    hidden, head = LOGITS, array(RNG.normal(size=(16, 20)), jnp.float32)
     chunked = lambda h, w: losses.linear_cross_entropy(h, w, LABELS, chunks=4)  # noqa: E731
     whole = lambda h, w: losses.cross_entropy(jnp.einsum("bse,ev->bsv", h, w), LABELS)  # noqa: E731
     assert_close(jitted(chunked)(hidden, head), jitted(whole)(hidden, head))
@@ -100,7 +103,7 @@ def test_masked_softmax_of_a_fully_masked_row_is_zero():
 
 
 def test_binary_cross_entropy_of_sigmoids_equals_optax():
-    target = jnp.asarray(RNG.integers(0, 2, X.shape), jnp.float32)
+    target = array(RNG.integers(0, 2, X.shape), jnp.float32)
     assert_close(
         jitted(losses.binary_cross_entropy)(jax.nn.sigmoid(X), target),
         jitted(optax.losses.sigmoid_binary_cross_entropy)(X, target),
@@ -118,7 +121,7 @@ def test_divergences_agree_with_each_other():
 
 def test_vae_kl_agrees_with_sampling():
     mean, log_variance = jnp.float32(0.7), jnp.float32(-0.4)
-    z = mean + jnp.exp(0.5 * log_variance) * jnp.asarray(RNG.normal(size=200_000), jnp.float32)
+    z = mean + jnp.exp(0.5 * log_variance) * array(RNG.normal(size=200_000), jnp.float32)
     log_ratio = -losses.gaussian_nll_loss(mean, log_variance, z) + 0.5 * jnp.square(z)
     actual = losses.vae_kl_loss(mean[None], log_variance[None])
     assert_close(actual, jnp.mean(log_ratio), 1e-2)

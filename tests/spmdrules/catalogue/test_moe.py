@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import moe
+from autoshard.spmdrules.catalogue import moe as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.arrays import array
+from tests.spmdrules.catalogue.compiled import compiled
 
+moe = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(size=(4, 8, 12)), jnp.float32)
-ROUTER = jnp.asarray(RNG.normal(size=(12, 4)), jnp.float32)
-GATE, UP, DOWN = (jnp.asarray(RNG.normal(size=s) * 0.3, jnp.float32) for s in ((4, 12, 16), (4, 12, 16), (4, 16, 12)))
+X = array(RNG.normal(size=(4, 8, 12)), jnp.float32)
+ROUTER = array(RNG.normal(size=(12, 4)), jnp.float32)
+GATE, UP, DOWN = (array(RNG.normal(size=s) * 0.3, jnp.float32) for s in ((4, 12, 16), (4, 12, 16), (4, 16, 12)))
 
 
 def assert_close(a, b, tolerance=1e-5):

@@ -10,16 +10,19 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import norms
+from autoshard.spmdrules.catalogue import norms as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.arrays import array
+from tests.spmdrules.catalogue.compiled import compiled
 from tests.spmdrules.jitted import jitted
 
+norms = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 BATCH, SPACE, CHANNELS = 8, (4, 6), 12
 RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(size=(BATCH, *SPACE, CHANNELS)) * 2 + 3, jnp.float32)
-SCALE, BIAS, MEAN = (jnp.asarray(RNG.normal(size=CHANNELS), jnp.float32) for _ in range(3))
-VARIANCE = jnp.asarray(RNG.uniform(0.5, 2, CHANNELS), jnp.float32)
+X = array(RNG.normal(size=(BATCH, *SPACE, CHANNELS)) * 2 + 3, jnp.float32)
+SCALE, BIAS, MEAN = (array(RNG.normal(size=CHANNELS), jnp.float32) for _ in range(3))
+VARIANCE = array(RNG.uniform(0.5, 2, CHANNELS), jnp.float32)
 PARAMS = {"params": {"scale": SCALE, "bias": BIAS}, "batch_stats": {"mean": MEAN, "var": VARIANCE}}
 STATE = (SCALE, BIAS, MEAN, VARIANCE)
 
@@ -62,7 +65,7 @@ def test_training_batch_norm_equals_flax_with_its_gradient_and_running_statistic
     assert_close((mean, variance), (state["mean"], state["var"]))
 
 
-COTANGENT = jnp.asarray(RNG.normal(size=X.shape), jnp.float32)
+COTANGENT = array(RNG.normal(size=X.shape), jnp.float32)
 
 
 def test_batch_norm_at_inference_equals_flax():
@@ -87,7 +90,7 @@ def test_batch_renorm_with_unlimited_correction_uses_running_statistics():
 
 
 def test_statistics_of_bfloat16_are_float32():
-    x = (jnp.asarray(RNG.normal(size=(4, 1024))) + 100).astype(jnp.bfloat16)
+    x = (array(RNG.normal(size=(4, 1024))) + 100).astype(jnp.bfloat16)
     ones, zeros = jnp.ones(1024), jnp.zeros(1024)
     exact = np.asarray(x, np.float64)
     exact = (exact - exact.mean(-1, keepdims=True)) / exact.std(-1, keepdims=True)
@@ -103,14 +106,14 @@ def test_local_response_norm_sums_adjacent_channels():
 
 
 def test_weights():
-    kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
+    kernel = array(RNG.normal(size=(6, CHANNELS)), jnp.float32)
     assert_close(jnp.linalg.norm(norms.weight_norm(kernel, SCALE), axis=0), jnp.abs(SCALE))
     whole = norms.weight_standardization(kernel, epsilon=0.0)
     assert_close((whole.mean(0), whole.std(0)), (jnp.zeros(CHANNELS), jnp.ones(CHANNELS)))
 
 
 def test_spectral_norm_reaches_the_largest_singular_value():
-    kernel = jnp.asarray(RNG.normal(size=(6, CHANNELS)), jnp.float32)
+    kernel = array(RNG.normal(size=(6, CHANNELS)), jnp.float32)
     vector, step = jnp.ones(6), jax.jit(norms.spectral_norm)
     for _ in range(200):
         normal, vector = step(kernel, vector)

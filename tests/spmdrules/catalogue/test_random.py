@@ -7,13 +7,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autoshard.spmdrules.catalogue import random
+from autoshard.spmdrules.catalogue import random as module
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.arrays import array
+from tests.spmdrules.catalogue.compiled import compiled
 
+random = compiled(module)
 pytestmark = pytest.mark.usefixtures("strict_numerics")
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(7)
-X, RESIDUAL = (jnp.asarray(RNG.normal(size=(8, 16, 32)), jnp.bfloat16) for _ in range(2))
+X, RESIDUAL = (array(RNG.normal(size=(8, 16, 32)), jnp.bfloat16) for _ in range(2))
 SPECS = ((dict(data=2), P("data")), (dict(data=8), P(None, "data")), (dict(data=2, model=4), P("data", None, "model")))
 
 
@@ -88,7 +91,7 @@ def test_whole_examples_and_channels_are_dropped():
 
 
 def test_alpha_dropout_keeps_mean_and_variance():
-    actual = random.alpha_dropout(KEY, jnp.asarray(RNG.normal(size=200_000), jnp.float32))
+    actual = random.alpha_dropout(KEY, array(RNG.normal(size=200_000), jnp.float32))
     np.testing.assert_allclose((actual.mean(), actual.var()), (0, 1), atol=0.02)
 
 
@@ -110,7 +113,7 @@ def test_samples_come_from_the_allowed_classes():
 
 
 def test_mixtures_and_noise():
-    x = jnp.asarray(RNG.normal(size=(8, 3)), jnp.float32)
+    x = array(RNG.normal(size=(8, 3)), jnp.float32)
     mixed, labels = random.mixup(KEY, x, jnp.eye(8))
     np.testing.assert_allclose(labels.sum(-1), np.ones(8), rtol=1e-6)
     np.testing.assert_allclose(mixed, labels @ x, rtol=1e-5, atol=1e-6)

@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.spmdrules.catalogue import updates
 from autoshard.spmdrules.propagation.propagate import propagate
+from tests.arrays import array
 
 pytestmark = pytest.mark.whole
 
 RNG = np.random.default_rng(0)
-PARAMETER, GRADIENT = (jnp.asarray(RNG.normal(size=(8, 12)), jnp.float32) for _ in range(2))
-OTHER = jnp.asarray(RNG.normal(size=(16, 20)), jnp.float32)
+PARAMETER, GRADIENT = (array(RNG.normal(size=(8, 12)), jnp.float32) for _ in range(2))
+OTHER = array(RNG.normal(size=(16, 20)), jnp.float32)
 
 
 def assert_close(a, b, tolerance=2e-6):
@@ -72,7 +73,7 @@ def test_averages_equal_optax():
 
 def test_accumulated_gradients_give_their_mean_and_are_reset():
     total, count = jnp.zeros((8, 12)), jnp.int32(0)
-    parts = jnp.asarray(RNG.normal(size=(8, 8, 12)), jnp.float32)
+    parts = array(RNG.normal(size=(8, 8, 12)), jnp.float32)
     means = []
     for part in parts:
         mean, total, count = updates.gradient_accumulation(total, part, count)

@@ -27,6 +27,8 @@ from autoshard.spmdrules.custom_ops.operator import operator, run_sharded
 from autoshard.spmdrules.ir.program import build
 from autoshard.spmdrules.propagation.propagate import propagate
 
+RNG = np.random.default_rng(0)
+
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
@@ -223,9 +225,9 @@ def test_run_sharded_reduces_what_is_partial(goal, collective, mesh8):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "op,x",
-    [("mul", normal(0, 4, 4))]
-    + [(op, jax.random.randint(jax.random.key(1), (4, 8), 0, 255)) for op in ("and", "or", "xor")]
-    + [("xor", normal(2, 4, 8) > 0)],
+    [("mul", RNG.normal(size=(4, 4)).astype(np.float32))]
+    + [(op, RNG.integers(0, 255, (4, 8), np.int32)) for op in ("and", "or", "xor")]
+    + [("xor", RNG.normal(size=(4, 8)) > 0)],
 )
 def test_run_sharded_reduces_by_operations_without_a_collective(mesh8, op, x):
     fold = {"mul": lax.mul, "and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}[op]

@@ -22,6 +22,7 @@ from autoshard.ckpt import Checkpointer
 from autoshard.train.run import watchdog
 from autoshard.train.run.metrics import read_metrics
 from autoshard.train.run.watchdog import Watchdog, is_lost_peer
+from tests.compiler_flags import xla_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 12.0  # chosen
@@ -47,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for process in range(count):
             env = os.environ | {
                 "PYTHONPATH": str(ROOT),
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                "XLA_FLAGS": xla_flags(devices=2),
                 "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
                 "JAX_NUM_PROCESSES": str(count),
                 "JAX_PROCESS_ID": str(process),

@@ -20,6 +20,7 @@ from autoshard.train.run import distributed
 from autoshard.train.run.distributed import initialize, set_virtual_devices
 from autoshard.train.run.loop import train
 from autoshard.train.run.metrics import read_metrics
+from tests.compiler_flags import xla_flags
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -56,7 +57,7 @@ def run_together(
     for process in range(count):
         env = os.environ | {
             "PYTHONPATH": str(ROOT),
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": xla_flags(devices),
             "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
             "JAX_NUM_PROCESSES": str(count),
             "JAX_PROCESS_ID": str(process),

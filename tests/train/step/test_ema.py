@@ -11,13 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autoshard
 from autoshard.train.step.ema import Average, EmaConfig, averaged_params, start, updated
+from tests.arrays import array
 
 SHAPES = {"w": (3, 2), "b": (2,)}
 
 
 def params(seed: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
     rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+    return {name: array(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
 
 
 def after(how: EmaConfig, losses: list[float], sound: list[bool] | None = None, dtype: Any = jnp.float32) -> Average:
@@ -105,7 +106,7 @@ def test_it_is_the_mean_of_the_stored_parameters(where: str, dtype: Any, mesh8: 
     """XLA must not drop the rounding to the stored dtype between the optimizer's update and the average."""
     rng = np.random.default_rng(0)
     sizes = np.exp2(rng.integers(-22, 2, (256, 64)))  # in float16, the smaller ones are subnormal
-    old, gradient = (jnp.asarray(rng.normal(size=(256, 64)) * sizes, dtype) for _ in range(2))
+    old, gradient = (array(rng.normal(size=(256, 64)) * sizes, dtype) for _ in range(2))
 
     def step(old: jax.Array, average: Average, gradient: jax.Array) -> tuple[Any, Average]:
         new = optax.apply_updates(old, jnp.asarray(-1e-3, dtype) * gradient)

@@ -15,6 +15,7 @@ from autoshard.kernels.grouped.codes.cost import CodedShape, coded_cost, coded_t
 from autoshard.kernels.grouped.codes.decoding import decoded_tile
 from autoshard.kernels.grouped.codes.products import coded_grouped_product, coded_product_of_all, reads_codes
 from autoshard.sharding.oracle.rule_check import check_rule
+from tests.arrays import array
 
 KERNEL, ELSEWHERE = GroupedCall("megablox", interpret=True), GroupedCall("megablox")
 
@@ -29,7 +30,7 @@ def drawn(groups, inner, columns):
 
 
 def rows_of(*shape, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
+    return array(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
 def assert_near(found, right):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from autoshard.models.decoder.positions.rotary import Rotary, rotate
+from tests.arrays import array
 
 DIMS = 8
 PLAIN = [10_000.0 ** (-i / DIMS) for i in range(0, DIMS, 2)]
@@ -45,7 +46,7 @@ def test_yarn_interpolates_by_index_and_scales_the_rotation():
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_products_depend_on_distances_alone(interleaved):
     rng = np.random.default_rng(0)
-    q, k = (jnp.asarray(rng.normal(size=DIMS), jnp.float32) for _ in range(2))
+    q, k = (array(rng.normal(size=DIMS), jnp.float32) for _ in range(2))
 
     def product(at_q, at_k):
         tables = [Rotary(interleaved=interleaved).table(DIMS, jnp.array([[at]])) for at in (at_q, at_k)]
@@ -57,7 +58,7 @@ def test_products_depend_on_distances_alone(interleaved):
 
 
 def test_the_two_orders_rotate_the_same_pairs():
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 3, 2, DIMS)), jnp.float32)
+    x = array(np.random.default_rng(1).normal(size=(1, 3, 2, DIMS)), jnp.float32)
     table = Rotary().table(DIMS, jnp.arange(3)[None])
     halves = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     assert np.array_equal(rotate(x, table, interleaved=True), rotate(halves, table))

@@ -66,11 +66,16 @@ def gradients(model):
     return jax.jit(jax.value_and_grad(loss))(params, frozen)
 
 
+@jax.jit
+def extended(model, tokens, cache):
+    return model.extend(tokens, cache)
+
+
 def next_logits(model):
     """Returns the logits of two tokens of two rows, one after the other."""
     cache, found = model.cache(2, 4), []
     for tokens in ([3, 5], [7, 11]):
-        logits, cache = model.extend(jnp.asarray(tokens)[:, None], cache)
+        logits, cache = extended(model, np.asarray(tokens, np.int32)[:, None], cache)
         found.append(logits)
     return jnp.stack(found)
 
@@ -97,7 +102,7 @@ def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name,
     # With few tokens, products do not decode the weights.
     program = str(jax.make_jaxpr(next_logits)(model))
     assert operator in program and ("scaled_product" in program) == (name != "gpt-oss")
-    np.testing.assert_allclose(*(jax.jit(next_logits)(each) for each in (model, dense)), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(*map(next_logits, (model, dense)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_scan_over_layers_does_not_slice_codes_of_4_bits(tmp_path):

@@ -18,6 +18,7 @@ from autoshard.sharding.rewrite.experts import grouped_products
 from autoshard.sharding.rewrite.experts.grouped_products import grouped_product_of
 from autoshard.sharding.rewrite.kernel_rewriting import kernels_in
 from autoshard.sharding.rewrite.slices import Refused
+from tests.arrays import array
 from tests.sharding.rewrite.test_attention import relative_differences
 
 DTYPES = KERNELS["tpu"][1]
@@ -115,7 +116,7 @@ def numbers(x: int, y: int, ragged: int, groups: list[int], batch: Any = ((), ()
 def test_each_order_of_dimensions_is_read(eqn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = grouped_product_of(eqn, DTYPES)
     rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.standard_normal(v.aval.shape), jnp.float32) for v in eqn.invars[:2])
+    x, y = (array(rng.standard_normal(v.aval.shape), jnp.float32) for v in eqn.invars[:2])
     sizes = jnp.array([3, 0, 9, 7], jnp.int32)
     (result,) = found.compute(grouped_products.GroupedCall("tiled"), x, y, sizes)
     (expected,) = _compat.bind(eqn, eqn.params, x, y, sizes)

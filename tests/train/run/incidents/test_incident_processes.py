@@ -19,6 +19,7 @@ from autoshard.train.config.train_config import TrainConfig
 from autoshard.train.inference.trained_model import load_trained
 from autoshard.train.run.metrics import read_metrics
 from autoshard.train.step.guard import GuardConfig
+from tests.compiler_flags import xla_flags
 
 ROOT = Path(__file__).resolve().parents[4]
 TRAINING = """
@@ -48,8 +49,7 @@ def run_in(count: int, config: TrainConfig) -> Any:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={8 // count}"
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(8 // count)}
     command = [sys.executable, "-c", TRAINING, json.dumps(to_dict(config))]
     places = [
         dict(JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}", JAX_NUM_PROCESSES=str(count), JAX_PROCESS_ID=str(n))
