@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c requirements.lock
 CPU8 := JAX_PLATFORMS=cpu XLA_FLAGS="$(XLA_FLAGS) --xla_force_host_platform_device_count=8"
 RUN_STAMP := $(VENV)/.stamp-run
+QUICK_STAMP := $(VENV)/.stamp-quick
 DEV_STAMP := $(VENV)/.stamp-dev
 DOCS_STAMP := $(VENV)/.stamp-docs
 
@@ -34,7 +35,7 @@ setup: $(RUN_STAMP) ## Make the virtual environment with what a run needs.
 dev: $(DEV_STAMP) ## The same, and what the tests need.
 
 # Test processes start together. Without these files each of them compiles all tests.
-bytecode: $(DEV_STAMP) ## Compile the package and the tests to bytecode.
+bytecode: $(QUICK_STAMP) ## Compile the package and the tests to bytecode.
 	@$(BIN)/python -m pytest -n 0 --collect-only -qq $(ARGS) >/dev/null
 
 train: $(RUN_STAMP) ## Set up, then train the default preset on 8 virtual CPU devices.
@@ -43,7 +44,7 @@ train: $(RUN_STAMP) ## Set up, then train the default preset on 8 virtual CPU de
 test: lint ## Set up, lint, types, and the tests.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-quick: $(DEV_STAMP) ## The tests of the package without lint, long ones and compilers of pods, which are run on one JAX version only.
+quick: $(QUICK_STAMP) ## The tests of the package without lint, long ones and compilers of pods, which are run on one JAX version only.
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not whole and not tpu_compile and not cuda_compile and not browser" --ignore tests/benchmarks $(ARGS)
 
 test-all: lint ## Lint, types, and every test, slow ones included.
@@ -121,10 +122,15 @@ $(RUN_STAMP): pyproject.toml requirements.lock | $(BIN)/python
 	@$(PIP) --no-build-isolation -e .
 	@touch $@
 
+$(QUICK_STAMP): $(RUN_STAMP)
+	@echo "installing what the quick tests need"
+	@$(PIP) --no-build-isolation -e '.[quick]'
+	@touch $@
+
 $(DEV_STAMP): $(RUN_STAMP)
 	@echo "installing what the tests need"
 	@$(PIP) --no-build-isolation -e '.[dev]'
-	@touch $@
+	@touch $(QUICK_STAMP) $@
 
 $(DOCS_STAMP): $(RUN_STAMP)
 	@echo "installing what the site needs"

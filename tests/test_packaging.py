@@ -64,9 +64,12 @@ def locked(python_version: str) -> dict[str, str]:
 
 
 def direct_requirements() -> list[Requirement]:
-    """The requirements in pyproject.toml, including the `dev` extra."""
-    texts = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
-    return [Requirement(text) for text in texts]
+    """The requirements in pyproject.toml, including the `dev` extra and the extras that it takes."""
+    extras = PROJECT["optional-dependencies"]
+    found = [Requirement(text) for text in [*PROJECT["dependencies"], *extras["dev"]]]
+    own = [extra for each in found if each.name == "autoshard" for extra in each.extras]
+    taken = [Requirement(text) for extra in own for text in extras[extra]]
+    return [each for each in [*found, *taken] if each.name != "autoshard"]
 
 
 def test_wheel_holds_exactly_the_package(wheel):
