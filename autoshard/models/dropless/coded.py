@@ -20,7 +20,7 @@ from autoshard.models.block_scales import ScaledCodes, StackedCodes
 from autoshard.models.dropless.forms import apply_experts, by_sorting
 from autoshard.models.dropless.operators import chosen_biases, limited_of
 from autoshard.models.dropless.units import swiglu
-from autoshard.spmdrules.custom_ops.opaque_primitive import taking_stacks
+from autoshard.spmdrules.core.layer_stacks import taking_stacks
 from autoshard.spmdrules.custom_ops.operator import operator
 
 # The embedding is split into `n` blocks of size `d`, and the hidden units into `m` blocks of size `f`. Each matrix is a

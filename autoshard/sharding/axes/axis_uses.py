@@ -10,8 +10,9 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
+from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.rule import POSITIONS, Dims, Rule
-from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, layer_stacks
+from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
 from autoshard.spmdrules.ir.program import Op, Program
 
 

@@ -23,10 +23,10 @@ from autoshard.sharding.program.flops import flops_of
 from autoshard.sharding.program.operator_kinds import REDUCTIONS, is_decision_point, is_declared
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.factor_projection import project
+from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.placement import Spec, axes_of, bytes_sent_per_byte, exchanged_spec, shard_count
 from autoshard.spmdrules.core.reshard_path import moves_axis
 from autoshard.spmdrules.core.rule import Dims, Rule
-from autoshard.spmdrules.custom_ops.opaque_primitive import layer_stacks
 from autoshard.spmdrules.custom_ops.sequence_forms import sequence_forms_of
 from autoshard.spmdrules.families.stages import (
     LAYER_STACKS,

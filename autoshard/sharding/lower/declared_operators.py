@@ -11,9 +11,10 @@ from jax import lax
 
 from autoshard.sharding.layout.operator_sharding import sharded_factors
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
+from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.placement import Spec
 from autoshard.spmdrules.core.reshard_path import reshard_path
-from autoshard.spmdrules.custom_ops.opaque_primitive import BatchedFunction, layer_stacks
+from autoshard.spmdrules.custom_ops.opaque_primitive import BatchedFunction
 from autoshard.spmdrules.custom_ops.operator import run_opaque_on_shards, run_sharded
 from autoshard.spmdrules.ir.program import Op
 

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.spmdrules.core.layer_stacks import LayerStacks, layer_stacks
 from autoshard.spmdrules.core.rule import Rule, RuleError, Shard
 from autoshard.spmdrules.custom_ops.kernel_cost import Cost, KernelCost
 
@@ -160,45 +161,6 @@ def drawing_operands(draw: Callable[..., Mapping[int, Any]]) -> Callable[[Callab
     return decorate
 
 
-@shown
-@dataclass(frozen=True)
-class LayerStacks:
-    """Operands that are stacks of layers, of which an operator uses one layer (`taking_stacks`).
-
-    Attributes:
-        factor: the factor of the rule that counts the layers. It is the first dimension of each stack.
-        layer: the operand with the number of the layer, int32 `[1]`.
-    """
-
-    factor: str
-    layer: int
-
-
-def taking_stacks(factor: str, layer: int) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a decorator that says that some operands are stacks of layers, and the operator uses one layer of each.
-
-    A loop over the layers then does not slice the stacks, such as those that a kernel reads in place. If a stack is
-    resharded for the operator, a plan takes the slice of the layer before.
-
-    Args:
-        factor: the factor of the rule that counts the layers, the first dimension of each stack. It is whole.
-        layer: the position of the operand with the number of the layer, int32 `[1]`.
-    """
-
-    def decorate(fn: Any) -> Any:
-        fn.layer_stacks = LayerStacks(factor, layer)
-        return fn
-
-    return decorate
-
-
-def layer_stacks(fn: Any) -> LayerStacks | None:
-    """Returns which operands of an operator's function are stacks of layers, batched by `jax.vmap` or not."""
-    while isinstance(fn, functools.partial | BatchedFunction):
-        fn = fn.func if isinstance(fn, functools.partial) else fn.fn
-    return getattr(fn, "layer_stacks", None)
-
-
 def stating_results(types: Callable[..., Sequence[Any]]) -> Callable[[Callable[..., Any]], Any]:
     """Returns a decorator that states the result types of an operator's function. Without it they are traced.
 
@@ -298,6 +260,11 @@ class BatchedFunction:
     def __call__(self, *args: Any) -> Any:
         """Computes the function for each element of the dimension."""
         return jax.vmap(self.fn, tuple(0 if m else None for m in self.mapped))(*args)
+
+    @property
+    def layer_stacks(self) -> LayerStacks | None:
+        """Which operands of the function are stacks of layers."""
+        return layer_stacks(self.fn)
 
     def size(self, avals: Sequence[Any]) -> int:
         """Returns the size of the dimension; `avals` are the operands, anything with a shape."""

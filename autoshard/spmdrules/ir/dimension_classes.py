@@ -12,9 +12,9 @@ from typing import Protocol
 
 from autoshard import _compat
 from autoshard._shown import shown
+from autoshard.spmdrules.core.layer_stacks import layer_stacks
 from autoshard.spmdrules.core.rule import Rule
 from autoshard.spmdrules.core.rule_builder import GROUPS
-from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator, layer_stacks
 from autoshard.spmdrules.ir.program import Program
 
 _SIZE_ONE = 0  # the node of every dimension of size 1; it joins nothing
@@ -77,8 +77,8 @@ def _whole_stacks(
     """Returns those `constants` that are stacks of layers (`layer_stacks`) with an element for each iteration."""
     stacks = [
         nodes.find(made[found.factor])
-        for op, made in zip(program.ops(), factors, strict=True) if is_operator(op.eqn.primitive)
-        if (found := layer_stacks(op.eqn.params["fn"])) is not None and found.factor in made
+        for op, made in zip(program.ops(), factors, strict=True)
+        if (found := layer_stacks(op.eqn.params.get("fn"))) is not None and found.factor in made
     ]  # fmt: skip
     return [(n, steps) for n, steps in constants if nodes.find(n) in stacks and nodes.size[n] == nodes.size[steps] > 1]
 

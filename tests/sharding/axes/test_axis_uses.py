@@ -9,7 +9,7 @@ import pytest
 
 from autoshard import auto_shard, operator, plan
 from autoshard.sharding.axes.axis_uses import _without_scales
-from autoshard.spmdrules.custom_ops.opaque_primitive import taking_stacks
+from autoshard.spmdrules.core.layer_stacks import taking_stacks
 
 CODES = (("e0",), ("e1",), ("f0", "f1"))
 SCALES = (("e0",), ("f0",))

@@ -29,8 +29,9 @@ from autoshard.kernels.grouped.codes.kernel import Visits, coded_product, visits
 from autoshard.kernels.grouped.matmul import group_bounds
 from autoshard.kernels.grouped.tiled import tiled_product, with_whole_tiles
 from autoshard.kernels.grouped.tiles import Tiles, tiled_rows
+from autoshard.spmdrules.core.layer_stacks import taking_stacks
 from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
-from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands, stating_results, taking_stacks
+from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands, stating_results
 from autoshard.spmdrules.custom_ops.operator import operator
 from autoshard.spmdrules.families.grouped_matmul import drawn_group_sizes
 
