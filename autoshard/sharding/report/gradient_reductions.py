@@ -87,7 +87,10 @@ def _name(layout: Layout, cls: int) -> str:
 
 
 def _is_integer(leaf: Leaf) -> bool:
-    return not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)
+    try:
+        return not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)
+    except TypeError:  # a typed random key
+        return False
 
 
 def _parameter(plan: ShardingPlan, path: str) -> int:

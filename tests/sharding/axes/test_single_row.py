@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from autoshard import plan
+from autoshard.errors import PlanError
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.load import Described
 from autoshard.serve.steps import Steps
@@ -91,3 +92,23 @@ def test_a_train_step_of_one_example_has_no_single_row(with_predictions):
     assert not row_of(
         trace(step, tuple(jax.ShapeDtypeStruct(size, jnp.float32) for size in ((32, 1), (1, 32), (1, 1))), {})
     )
+
+
+def test_a_sequence_of_one_row_is_not_sharded_as_a_sequence():
+    def step(params, x):
+        def loss(params):
+            q, k, v = (x @ params[name] for name in "qkv")
+            return jnp.mean((jax.nn.softmax(q @ k.mT) @ v - x) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {name: jax.ShapeDtypeStruct((32, 32), jnp.float32) for name in "qkv"}
+    one, two = (jax.ShapeDtypeStruct((rows, 64, 32), jnp.float32) for rows in (1, 2))
+    with pytest.raises(PlanError, match="The batch has one row, so the positions in it count as the batch"):
+        plan(step, params, one, target="cpu:8", plan="cp:8")
+    with pytest.raises(
+        PlanError, match=r"but the program has none: [^.]*\. Use one of [a-z0-9, ]*$"
+    ):
+        plan(step, params, one, target="cpu:8", plan="ep:8")
+    assert plan(step, params, one, target="cpu:8", plan="dp:8").chosen == "dp:8"
+    assert plan(step, params, two, target="cpu:8", plan="cp:8").chosen == "cp:8"

@@ -45,7 +45,7 @@ def reduced_axes(made, args):
     return found
 
 
-@pytest.mark.parametrize("words", ["dp:2 fsdp:4", "dp:2 tp:4 seq", "fsdp:2 cp:4", "dp:2 ep:2 tp:2"])
+@pytest.mark.parametrize("words", ["dp:2 fsdp:4", "dp:2 tp:4 seq", "fsdp:2 cp:4", "dp:2 ep:2 tp:2", "zero1:4 tp:2"])
 def test_each_gradient_is_reduced_once_over_the_axes_that_it_names(words):
     args = ARGUMENTS
     made = plan(step, *args, plan=words)
@@ -53,6 +53,19 @@ def test_each_gradient_is_reduced_once_over_the_axes_that_it_names(words):
     said["embed"] *= 2  # tied: the lookup and the head each have a gradient
     assert said["frozen"] == [] and said["scale"]
     assert {k: sorted(v) for k, v in said.items()} == {k: sorted(v) for k, v in reduced_axes(made, args).items()}
+
+
+def test_a_random_key_beside_the_parameters():
+    def noisy(p, x, key):
+        kept = jax.random.bernoulli(key, 0.9, x.shape)
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x * kept @ p["up"]) @ p["down"]) ** 2))(p)
+        return jax.tree.map(lambda p, g: p - g, p, grads)
+
+    params = {"up": jnp.ones((16, 56)), "down": jnp.ones((56, 16))}
+    made = plan(noisy, params, jnp.ones((40, 16)), jax.random.key(0), plan="dp:8")
+    assert [*made.reduce_axes("up")] == ["dp"]
+    with pytest.raises(PlanError, match="no parameter is called 'key'"):
+        made.reduce_axes("key")
 
 
 def test_it_says_why():
