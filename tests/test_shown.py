@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import autoshard
@@ -73,6 +74,8 @@ def reached(start: Any) -> Iterator[Any]:
 def classes() -> dict[str, type]:
     """Collects all classes that the modules of the package define, except those without objects.
 
+    Arrays, and variables of Flax, are printed and copied by their libraries.
+
     Abstract classes and protocols have none. A copy of a protocol's object would also change the class: `copy` gives it
     an attribute, which Python 3.11 then expects of every object that `isinstance` compares with the protocol.
     """
@@ -87,7 +90,9 @@ def classes() -> dict[str, type]:
     return {
         name: cls
         for name, cls in found.items()
-        if not (issubclass(cls, jax.Array) or inspect.isabstract(cls) or getattr(cls, "_is_protocol", False))
+        if not (
+            issubclass(cls, (jax.Array, nnx.Variable)) or inspect.isabstract(cls) or getattr(cls, "_is_protocol", False)
+        )
     }
 
 

@@ -62,8 +62,8 @@ def sliced_stacks(
 
     Else the operator gets whole stacks. The arguments are as above.
     """
-    stacks, rule = layer_stacks(op.eqn.params["fn"]), chosen.rule(op)
-    if stacks is None or isinstance(op.eqn.params["fn"], BatchedFunction) or chosen.form is not None:
+    stacks, rule = layer_stacks(op.eqn.params.get("fn")), chosen.rule(op)
+    if stacks is None or isinstance(op.eqn.params.get("fn"), BatchedFunction) or chosen.form is not None:
         return [*args]
     places = [i for i, dims in enumerate(rule.operands) if dims[:1] == ((stacks.factor,),)]
     if all(stored[i] == chosen.spec(rule.operands[i]) or args[i].shape[0] == 1 for i in places):

@@ -96,7 +96,7 @@ def test_remarks_have_their_source_lines_and_price():
     op = "jit(sgd_step)/jvp()/dot_general"
     assert f'"{op}"' in lowered
     text = remarks_text("step", [REMARK.format(n=8, op=op)], (), lambda: lowered)
-    assert "448 KiB for shards f32[32,512] at sharding/programs.py:25 (mlp_loss)" in text
+    assert "448 KiB for shards f32[32,512] at sharding/programs.py:27 (mlp_loss)" in text
 
 
 def test_remarks_that_cost_next_to_nothing_are_left_out():

@@ -602,9 +602,9 @@ def test_time_is_linear_in_equations():
                 x = x + jnp.tanh(layer_norm(x, 1.0, 0.0) @ w)
             return x
 
-        start = time.perf_counter()
+        start = time.thread_time()  # other work on the machine changes it little
         propagate(chain, f32(8, 8), f32(8, 8), in_specs=(P("data"), P(None, "model")), mesh=MESH)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(2)
     assert seconds(128) < 3 * 8 * seconds(16) + 0.2

@@ -105,11 +105,19 @@ def test_the_loss_and_the_gradients_are_those_of_decoded_weights(tmp_path, name,
     np.testing.assert_allclose(*map(next_logits, (model, dense)), rtol=1e-4, atol=1e-5)
 
 
+def equations(closed):
+    """Yields the equations of a program, with those of the functions that it calls."""
+    for eqn in closed.jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name in ("jit", "pjit"):
+            yield from equations(eqn.params["jaxpr"])
+
+
 def test_a_scan_over_layers_does_not_slice_codes_of_4_bits(tmp_path):
     """A kernel gets the codes of all layers and the number of one. The logits are those of decoded weights."""
     folder = make_quantized_folder(tmp_path / "in", {**MXFP4_GPT_OSS, "num_hidden_layers": 6})
     model, dense = (load(folder, plan="ep:4 fsdp:2", dtype="float32") for load in (loaded, load_dense))
-    (scan,) = [eqn for eqn in jax.make_jaxpr(next_logits)(model).eqns if eqn.primitive.name == "scan"][:1]
+    scan = next(eqn for eqn in equations(jax.make_jaxpr(next_logits)(model)) if eqn.primitive.name == "scan")
     count, carries = scan_arity(scan.params)
     whole, slices = scan.invars[:count], scan.invars[count + carries :]
     shapes = [v.aval.shape for v in whole if v.aval.dtype == jnp.float4_e2m1fn]
