@@ -102,7 +102,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Collects once what the tests have left, so that pytest's ten collections after it find nothing to visit."""
+    """Frees what the tests have left. After `freeze`, the garbage collections that pytest runs next take no time."""
     gc.collect()
     gc.freeze()
 
@@ -143,7 +143,7 @@ def _leave_few(items: list[pytest.Item]) -> None:
     found: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     limits: dict[str, int] = {}
     for item in items:
-        marks = {mark.name: mark for mark in reversed([*item.iter_markers()])}
+        marks = {mark.name: mark for mark in reversed([*item.iter_markers()])}  # the closest mark of a name
         if "few" in marks and "slow" not in marks:
             test = item.nodeid.partition("[")[0]
             found[test].append(item)
@@ -187,8 +187,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     }
     _leave_few(items)
     for item in items:
-        for marker in missing.keys() & {mark.name for mark in item.iter_markers()}:
-            item.add_marker(pytest.mark.skip(reason=missing[marker]))
+        names = {mark.name for mark in item.iter_markers()}
+        for marker, reason in missing.items():
+            if marker in names:
+                item.add_marker(pytest.mark.skip(reason=reason))  # `pytest -rs` shows it; `needs` has all reasons
         if needs_one_jax[item.path]:
             item.add_marker("whole")
 

@@ -88,7 +88,7 @@ class QuantizedWeight(nnx.Module):
         if self.layer is not None:
             return StackedCodes(codes, scale, self.layer[...])
         if self.form == "mxfp4":
-            return StackedCodes(codes[None], scale, jnp.zeros(1, jnp.int32))
+            return ScaledCodes(codes, scale).stacked
         return ScaledCodes(split_inputs(codes, scale, 1, 1), scale)
 
     def project(self, spec: str, x: jax.Array) -> jax.Array:

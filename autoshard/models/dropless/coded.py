@@ -27,8 +27,8 @@ from autoshard.spmdrules.custom_ops.operator import operator
 # pair of operands: its codes, then its scales.
 _TOKENS = "b s (n d), b s k, b s k, e"
 _CODED = f"{_TOKENS}, e n d (m f), e n m, e n d (m f), e n m, e m f (n d), e m n"
-# Here each output has its own scales, and `gate` and `up` have biases. The codes are those of all layers `l`, and the
-# last operand is the number of the layer.
+# Each output has its own scales, and `gate` and `up` have biases. The operands with codes have the codes of all layers
+# `l`. The last operand says which layer is used.
 _LIMITED = (
     f"{_TOKENS}, l e (n d) (m f), e n (m f), l e (n d) (m f), e n (m f), e (m f), e (m f), "
     "l e (m f) (n d), e m (n d), 1"

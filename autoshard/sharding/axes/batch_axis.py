@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from autoshard import _compat
 from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE
@@ -61,21 +61,6 @@ def batch_axis(
         return dim, -summed.get(c, last), number, c
 
     return min((c for c in candidates if carried[c] >= BATCH_BYTES_SHARE * most), key=order)
-
-
-def is_of_one_row(program: Program, axes: LogicalAxes, data: Iterable[int], axis: int) -> bool:
-    """Whether an axis is that of positions in a batch of one row. The dimension of size 1 is no axis.
-
-    Args:
-        program: the program.
-        axes: its logical axes.
-        data: the inputs that are data.
-        axis: the axis.
-    """
-    before = [
-        program.avals[v].shape[:d] for v in data for d, dim in enumerate(axes.of_value[v]) if axis in dim
-    ]  # fmt: skip
-    return bool(before) and all(shape and set(shape) == {1} for shape in before)
 
 
 def _square(program: Program, axes: LogicalAxes) -> set[int]:

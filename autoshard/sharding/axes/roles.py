@@ -234,6 +234,19 @@ def _transposed_gradients(program: Program, gradients: frozenset[int]) -> dict[i
     }
 
 
+def is_of_one_row(axes: LogicalAxes, roles: Roles) -> bool:
+    """Whether the batch axis counts the positions of a single row.
+
+    The data has a dimension of size 1 for that row, and dimensions of size 1 have no axis.
+    """
+    shapes = [
+        axes.program.avals[v].shape[:d]
+        for v, role in roles.inputs.items() if role == "data"
+        for d, dim in enumerate(axes.of_value[v]) if roles.batch in dim
+    ]  # fmt: skip
+    return bool(shapes) and all(shape and {*shape} == {1} for shape in shapes)
+
+
 def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
     """Arrays without the batch that are computed from arrays with it: gradients, and updated moments and parameters.
 

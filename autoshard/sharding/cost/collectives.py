@@ -266,7 +266,8 @@ def best_assignment(target: Target, mesh: Mapping[str, int], cost: StepCost) -> 
     on_rings = dict.fromkeys(c.axes for c in cost.collectives if c.ring is not None)
     least_us = _least_time(cost)
     best: tuple[DeviceAssignment, StepCost] | None = None
-    for assignment in _different(target.topology, tuple(mesh.items()), orders, tuple(kinds), tuple(on_rings)):
+    axes = tuple(mesh.items())
+    for assignment in _distinct_assignments(target.topology, axes, orders, tuple(kinds), tuple(on_rings)):
         if best is not None and least_us(assignment) >= best[1].step_time_us:
             continue
         new = reassigned(cost, assignment, target.chip)
@@ -299,7 +300,7 @@ def _least_time(cost: StepCost) -> Callable[[DeviceAssignment], float]:
 
 
 @lru_cache(maxsize=KNOWN_ASSIGNMENTS)
-def _different(
+def _distinct_assignments(
     topology: Topology,
     mesh: tuple[tuple[str, int], ...],
     orders: tuple[tuple[str, ...], ...],

@@ -125,7 +125,7 @@ class OperandSpecs:
 
     @cached_property
     def arrays(self) -> list[tuple[int, frozenset[str], float, tuple[str, ...], dict[str, str]]]:
-        """For each array: its number, its factors, its bytes, the mesh axes of its spec, and `factors_of_axes`."""
+        """All arrays, as (number, factors, bytes, mesh axes of the spec, `factors_of_axes`)."""
         return [
             (i, frozenset(f for dim in dims for f in dim), size, tuple(axes_of(spec)), of_axes)
             for i, (dims, size, spec, of_axes) in enumerate(
@@ -135,7 +135,7 @@ class OperandSpecs:
 
     @cached_property
     def sharded(self) -> list[tuple[int, frozenset[str], float, dict[str, str]]]:
-        """For each array that is sharded: its number, its factors, its bytes on a device, and `factors_of_axes`."""
+        """The arrays that are sharded, as (number, factors, bytes of one device's shard, `factors_of_axes`)."""
         return [
             (i, own, size / math.prod([self.mesh[a] for a in axes]), of_axes)
             for i, own, size, axes, of_axes in self.arrays

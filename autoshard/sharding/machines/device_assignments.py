@@ -30,7 +30,7 @@ class DeviceAssignment:
 
     def time_us(self, kind: ReshardKind, axes: Iterable[str], local_bytes: float) -> float:
         """Microseconds of a collective over these mesh axes; see `Topology.time_us`."""
-        latency_us, us_per_byte = self.topology.line(kind, self.pieces_of(axes))
+        latency_us, us_per_byte = self.topology.linear_time(kind, self.pieces_of(axes))
         return latency_us + us_per_byte * local_bytes
 
     def shift_us(self, axes: Iterable[str], local_bytes: float) -> float:
@@ -60,7 +60,10 @@ class DeviceAssignment:
         return tuple(order)
 
     def text(self) -> dict[str, str]:
-        """Mesh axis -> its pieces as text, such as `x:4 y:2/2` (of dimension y, 2 devices with stride 2)."""
+        """Return the pieces of each mesh axis as text.
+
+        `x:4 y:2/2` means 4 devices of dimension x, and 2 devices of dimension y with stride 2.
+        """
         names = [d.name for d in self.topology.dims]
         return {
             a: " ".join(f"{names[p.dim]}:{p.size}" + (f"/{p.stride}" if p.stride > 1 else "") for p in ps)

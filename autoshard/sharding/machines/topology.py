@@ -132,19 +132,22 @@ class Topology:
         return one_pass_us * (2 if kind == "all-reduce" else 1)
 
     @cached_property
-    def _lines(self) -> dict[tuple[ReshardKind, Pieces], tuple[float, float]]:
+    def _linear_times(self) -> dict[tuple[ReshardKind, Pieces], tuple[float, float]]:
         return {}
 
     @cached_property
     def _links(self) -> dict[tuple[ReshardKind, Pieces], Links]:
         return {}
 
-    def line(self, kind: ReshardKind, pieces: Pieces) -> tuple[float, float]:
-        """Microseconds of a collective without any bytes, and for each byte of each device's operand."""
-        found = self._lines.get((kind, pieces))
+    def linear_time(self, kind: ReshardKind, pieces: Pieces) -> tuple[float, float]:
+        """Return two terms of a collective's time: microseconds without any bytes, and microseconds a byte.
+
+        Bytes are those of each device's operand.
+        """
+        found = self._linear_times.get((kind, pieces))
         if found is None:  # the time is linear in the bytes, so two points determine it
             latency = self.time_us(kind, pieces, 0.0)
-            found = self._lines[kind, pieces] = latency, (self.time_us(kind, pieces, 1e9) - latency) / 1e9
+            found = self._linear_times[kind, pieces] = latency, (self.time_us(kind, pieces, 1e9) - latency) / 1e9
         return found
 
     def links(self, requested: ReshardKind, pieces: Pieces) -> Links:
@@ -155,7 +158,7 @@ class Topology:
             devices, merged = math.prod(p.size for p in pieces), self.merged(pieces)
             box_dims = len(merged) if all(p.stride == 1 for p in merged) else 0
             sent = bytes_sent_per_byte(kind, devices)
-            found = Links(kind, factor, devices, sent, *self.line(kind, pieces), box_dims)
+            found = Links(kind, factor, devices, sent, *self.linear_time(kind, pieces), box_dims)
             self._links[requested, pieces] = found
         return found
 

@@ -14,7 +14,7 @@ from autoshard import _compat
 from autoshard._tracebacks import users_stacklevel
 from autoshard.errors import AutoshardWarning, PlanError
 from autoshard.sharding.axes.analysis import analyse
-from autoshard.sharding.axes.batch_axis import is_of_one_row
+from autoshard.sharding.axes.roles import is_of_one_row
 from autoshard.sharding.cost.fusion import fuse
 from autoshard.sharding.cost.peak_memory import MemoryModel
 from autoshard.sharding.cost.reused_buffers import views
@@ -326,11 +326,9 @@ class PlanningProblem:
             remedy = f"Use one of {', '.join(useful)}" if useful else "It can be sharded with 'state' only"
             names = sorted(set(self.axes.names.values()))
             problems.append(f"{lacked}: its logical axes are {', '.join(names)}. {remedy}")
-        batch, data = self.roles.batch, [v for v, role in self.roles.inputs.items() if role == "data"]
-        if {*missing} & {*plan_request.CONTEXT} and batch is not None:
-            if is_of_one_row(self.axes.program, self.axes, data, batch):
-                problems.append("The batch has one row, so the positions in it count as the batch, which dp and fsdp "
-                                "shard. With two rows they are a sequence")  # fmt: skip
+        if {*missing} & {*plan_request.CONTEXT} and is_of_one_row(self.axes, self.roles):
+            problems.append("The batch has one row, so its positions count as the batch, which dp and fsdp shard. With "
+                            "two rows, they are a sequence")  # fmt: skip
         if "tp" in missing:
             problems.append("tp shards weights that are multiplied with rows of the batch, and no weight here can be "
                             "sharded that way. Leave 'tp' out")  # fmt: skip

@@ -153,7 +153,10 @@ class _Wanted:
 
 @lru_cache(maxsize=MOST_KNOWN_REQUESTS)  # a race asks for the same plans many times; only the name matters
 def _needs(name: str) -> tuple[tuple[str, Hashable, int], ...]:
-    """Return the needs that a plan may serve: name, inner mesh axes, and most different inner axes that are needed."""
+    """Return what a plan may be needed for, as (need, inner mesh axes, count).
+
+    Of a need, the search keeps `count` plans with different inner mesh axes.
+    """
     if not is_request(name):
         return ()
     plan = parse_request(name)

@@ -9,6 +9,7 @@ XProf shows planes whose names begin with `/device:CUSTOM:` in its trace viewer.
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,10 +36,20 @@ def add_named_lines(session: Path, names: Mapping[str, Any]) -> int:
         events, _ = main_program(trace_of(ProfileData.from_file(str(file)).planes).of(names["module"]))
         found = [event for event in events if event.op in called]
         if found:
-            with file.open("ab") as stream:
-                stream.write(named_plane(found, called))
+            _append(file, named_plane(found, called))
         count += len(found)
     return count
+
+
+def _append(file: Path, data: bytes) -> None:
+    """Append bytes to a file. If that fails, as on a full disk, the file is as it was."""
+    size = file.stat().st_size
+    try:
+        with file.open("ab") as stream:
+            stream.write(data)
+    except OSError:
+        os.truncate(file, size)
+        raise
 
 
 def collective_names(collectives: Iterable[Mapping[str, Any]]) -> dict[str, str]:

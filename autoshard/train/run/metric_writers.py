@@ -65,8 +65,8 @@ class _WeightsAndBiases:
             config=dict(settings),
             resume="allow",  # a resumed run continues the same curves
         )
-        # The service's own steps never go back, so it ignores records of a step that is done again. The step is a
-        # metric here, and the horizontal axis of all others.
+        # The service has a step counter that only rises. If a run repeats steps, it ignores their records. So the
+        # step is logged as a metric, and this metric is the horizontal axis of all others.
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
 

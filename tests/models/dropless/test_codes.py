@@ -248,7 +248,7 @@ def test_a_kernel_that_cannot_read_codes_is_a_warning(monkeypatch):
 @pytest.mark.parametrize("stacked", [False, True], ids=["slices", "stacks"])
 @pytest.mark.parametrize("tokens", [32, 132], ids=["densely", "by sorting"])
 def test_a_tpu_decodes_no_matrix_of_4_bits_in_memory(tokens, stacked):
-    """A compiled scan over layers has arrays of a matrix's size in 4 bits alone. It reads stacks in place."""
+    """In a compiled scan over layers, arrays as large as a matrix have 4 bits an element. Stacks are read in place."""
     layers, width, ffn = 3, 512, 1024
 
     def coded(inputs, outputs) -> Any:

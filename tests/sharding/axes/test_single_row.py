@@ -104,9 +104,12 @@ def test_a_sequence_of_one_row_is_not_sharded_as_a_sequence():
 
     params = {name: jax.ShapeDtypeStruct((32, 32), jnp.float32) for name in "qkv"}
     one, two = (jax.ShapeDtypeStruct((rows, 64, 32), jnp.float32) for rows in (1, 2))
-    with pytest.raises(PlanError, match="The batch has one row, so the positions in it count as the batch"):
+    with pytest.raises(PlanError, match="The batch has one row, so its positions count as the batch"):
         plan(step, params, one, target="cpu:8", plan="cp:8")
     with pytest.raises(PlanError, match=r"but the program has none: [^.]*\. Use one of [a-z0-9, ]*$"):
         plan(step, params, one, target="cpu:8", plan="ep:8")
+    rows = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    with pytest.raises(PlanError, match=r"but the program has none: [^.]*\. Use one of [a-z0-9, ]*$"):
+        plan(step, params, rows, target="cpu:8", plan="cp:8")
     assert plan(step, params, one, target="cpu:8", plan="dp:8").chosen == "dp:8"
     assert plan(step, params, two, target="cpu:8", plan="cp:8").chosen == "cp:8"

@@ -1,5 +1,7 @@
 """Lines with the plan's names in a trace, read back by JAX's reader and by XProf."""
 
+import errno
+import io
 import json
 
 import pytest
@@ -77,3 +79,18 @@ def test_xprof_shows_the_names(write):
     processes = {each["pid"]: each["args"]["name"] for each in events if each.get("name") == "process_name"}
     shown = [(processes[each["pid"]], each["ts"], each["dur"]) for each in events if each.get("name") == GATHER]
     assert sorted(shown) == [(PLANE, 1.1, 4.0), (PLANE, 3.1, 2.0)]
+
+
+def test_a_file_is_as_it_was_if_its_lines_cannot_be_written(write, monkeypatch):
+    session = write(planes.cpu())
+    before = (session / "host.xplane.pb").read_bytes()
+
+    class Full(io.FileIO):
+        def write(self, data):
+            super().write(data[:5])
+            raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(type(session), "open", lambda path, mode: Full(path, mode))
+        add_named_lines(session, NAMES)
+    assert (session / "host.xplane.pb").read_bytes() == before

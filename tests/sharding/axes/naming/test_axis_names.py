@@ -216,7 +216,7 @@ def test_convolutions_slide_along_height_width_and_depth(dims, names):
 
 
 def test_patches_have_the_names_of_their_kernel():
-    """The window of a kernel without overlap is a part of the image's dimension."""
+    """Windows that do not overlap split a dimension of the image. The part within a window has the kernel's name."""
     layouts = "NHWC", "HWIO", "NHWC"
 
     def step(w, images):
