@@ -11,5 +11,9 @@ if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11
 
 
 def xla_flags(devices: int | None = None) -> str:
-    """The value of `XLA_FLAGS` for a process with so many virtual CPU devices, or with its own number of them."""
+    """Returns the value of `XLA_FLAGS` for a process.
+
+    Args:
+        devices: the number of virtual CPU devices; None if the process sets it itself.
+    """
     return " ".join([*FAST, *([] if devices is None else [f"--xla_force_host_platform_device_count={devices}"])])

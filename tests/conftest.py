@@ -20,7 +20,7 @@ import pytest
 
 from tests.compiler_flags import xla_flags
 
-# Eight devices, unless the environment says otherwise.
+# Eight devices, except if XLA_FLAGS already has a number.
 flags = xla_flags(devices=8).split()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] != "cpu":  # an accelerator runs what users run, and test processes share its memory

@@ -10,8 +10,7 @@ models (`tests/golden`) depend on all constants here but `KNOWN_ASSIGNMENTS`,
 # Number of device assignments that are priced for each order of the mesh axes (`best_assignment`). Source: chosen.
 MOST_ASSIGNMENTS = 64
 
-# Number of meshes whose assignments are kept: for each order of the axes, and for each set of collectives
-# (`best_assignment`). Only speed depends on it. Source: chosen.
+# Number of results that `_assignments` and `_distinct_assignments` keep. Only speed depends on it. Source: chosen.
 KNOWN_ASSIGNMENTS = 1024
 
 # Relative difference in step time below which the assignment that was found first is kept. It absorbs rounding errors.

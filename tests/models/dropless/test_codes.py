@@ -151,7 +151,7 @@ def four_bits(own=slice(None)) -> Any:
 
 
 def last_of_two_layers(one):
-    """Returns the same matrices as the last layer of two. The codes of the first layer are others."""
+    """Returns the same matrices as the last layer of two. The first layer has other codes."""
     codes = one.stacked.codes
     return StackedCodes(jnp.concatenate([jnp.roll(codes, 1, axis=2), codes]), one.scale, jnp.array([1], jnp.int32))
 

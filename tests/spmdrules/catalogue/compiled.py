@@ -1,4 +1,4 @@
-"""The functions of a module, each call compiled as one program: compiling each operator apart takes far longer."""
+"""Compiles each call of a module's functions as one program. To compile each operator alone takes far longer."""
 
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 
 def compiled(module: ModuleType) -> Any:
-    """Returns the module's functions, jitted over those arguments that are arrays. Under a transformation they are not.
+    """Returns the module's functions. A call is jitted over its arrays, unless it is traced by a transformation.
 
     The result is typed as Any, since the tests pass NumPy arrays.
     """

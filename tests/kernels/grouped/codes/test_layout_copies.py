@@ -1,4 +1,4 @@
-"""Which codes XLA:TPU stores with another dimension last than a kernel takes."""
+"""XLA:TPU stores some codes transposed, and copies them for a kernel. The cost says which."""
 
 import re
 

@@ -21,7 +21,7 @@ KERNEL, ELSEWHERE = GroupedCall("megablox", interpret=True), GroupedCall("megabl
 
 
 def drawn(groups, inner, columns):
-    """Returns codes of three layers, scales and number of the last but one, and its decoded matrices in float32."""
+    """Returns codes of three layers. Of the second layer: its scales, its number, and its matrices in float32."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, (3, groups, inner, columns), np.uint8).view(ml_dtypes.float4_e2m1fn)
     scale = rng.integers(124, 130, (groups, inner // 32, columns), np.uint8).view(ml_dtypes.float8_e8m0fnu)
