@@ -14,6 +14,9 @@ planning one takes seconds. So only a few are planned:
 The plan that is chosen is the fastest of those planned, by the planner's own estimate. Layers that are not stacked are
 replaced by stacked ones in steps 1 to 3, because those are traced faster and cost the same.
 
+In a mix, the layers that offload come last. A loop sends a value to the host while its next iteration runs, until that
+iteration computes the value again. So transfers have more time if the values are computed late in the loop body.
+
 The time of transfers to the host is less certain than that of compute. So a choice that offloads is ranked as if a part
 of its time on the link were exposed. It is planned only if it is then clearly faster than the best choice without.
 """
@@ -205,7 +208,7 @@ class _Probes:
         for count, period in constants.SEARCHED_REMAT_MIXES:
             if self.space.layers > period and not self.space.layers % period:
                 time_us, peak, busy = parts.price_mix(choice, count / period)
-                remat = ",".join([choice.remat] * count + [others] * (period - count))
+                remat = ",".join([others] * (period - count) + [choice.remat] * count)
                 waiting = parts.host_bytes(choice, count / period)
                 yield Priced(remat, parts.microbatches, time_us, peak, 2 * busy, waiting)
 
@@ -218,7 +221,9 @@ class _Probes:
                 continue
             for count, period in constants.SEARCHED_REMAT_MIXES:
                 if self.space.layers > period and not self.space.layers % period:
-                    remat = ",".join([light.remat] * count + [strict.remat] * (period - count))
+                    group = [light] * count + [strict] * (period - count)
+                    group.sort(key=lambda each: each.host_bytes)
+                    remat = ",".join(each.remat for each in group)
                     share = count / period
                     time_us, peak, host_us, waiting = (
                         share * a + (1 - share) * b

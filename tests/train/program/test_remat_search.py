@@ -21,6 +21,7 @@ from autoshard.sharding.machines.constants import HOST_MEMORY_SHARE
 from autoshard.sharding.planner.strategy_prices import StrategyPrice, StrategyPrices
 from autoshard.train.program import remat_search
 from autoshard.train.program.build import workload_step, workload_steps, workload_variants
+from autoshard.train.program.remat_choice import Choice
 from autoshard.train.program.remat_guesses import Guesses
 from autoshard.train.program.remat_search import promising
 from autoshard.train.program.remat_space import Priced, RematSpace
@@ -285,6 +286,19 @@ def trained(remat: str, strategy: str | None) -> Any:
         state, metrics = step(state, batch)
         kept.append(jax.device_get((state.opt_state, state.params, metrics)))
     return kept
+
+
+@pytest.mark.parametrize("light", ["host:qkv", "none"])
+def test_layers_that_offload_come_last_in_a_mix(light):
+    """A loop sends a value until its next iteration computes it again: the later in the body, the longer."""
+    pure = [Priced(light, 1, 10.0, 100.0, host_bytes=9.0 * light.startswith("host")), Priced("full", 1, 14.0, 20.0)]
+    probes: Any = SimpleNamespace(space=SimpleNamespace(layers=80), limit=50.0)
+    found = [each.remat for each in remat_search._Probes._mixes(probes, pure)]
+    parts: Any = SimpleNamespace(price_mix=lambda *_: (1.0, 1.0, 1.0), host_bytes=lambda *_: 9.0, microbatches=1)
+    probes = SimpleNamespace(space=SimpleNamespace(layers=80))
+    partly = [each.remat for each in remat_search._Probes._partly_offloaded(probes, parts, Choice(host=("qkv",)))]
+    assert {"full,host:qkv", "full,full,full,host:qkv", "full,host:qkv,host:qkv,host:qkv"} == {*partly}
+    assert {each.split(",")[0] for each in found} == {"full" if light.startswith("host") else "none"}
 
 
 def test_mixes_are_made_of_policies_for_all_layers():
