@@ -7,7 +7,8 @@ parallel    axes that one weight produces and another one contracts (heads, ffn,
             parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
             part of the weights has no such axis, `weight_cover` adds further axes, perhaps also the residual
 sequence    axes of the data other than the batch. If a loop runs over blocks of such an axis (the keys of attention),
-            then only the axis that counts the blocks
+            then only the axis that counts the blocks. If the batch counts the positions of a single row, and attention
+            runs over them, it is a sequence, too
 context     sequence axes that no loop runs over
 """
 
@@ -49,7 +50,7 @@ class Roles:
 
     Attributes:
         inputs: program input -> its role.
-        batch: the batch axis, if there is one.
+        batch: the batch axis, if there is one. In a single row it counts positions, and may be in `sequence`, too.
         row: the values of the only row of a step without a batch axis (`single_row`).
         sequence: sequence axes.
         context: sequence axes that no loop runs over.
@@ -158,6 +159,8 @@ def find_roles(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
         if c not in (batch, replicas, microbatch) and c in with_batch and not use.weights[c]
     )  # fmt: skip
+    if batch in use.attended and _has_one_row(axes, inputs, batch):
+        sequence = {batch: None, **sequence}
     return Roles(
         inputs=inputs,
         batch=batch,
@@ -239,12 +242,17 @@ def is_of_one_row(axes: LogicalAxes, roles: Roles) -> bool:
 
     The data has a dimension of size 1 for that row, and dimensions of size 1 have no axis.
     """
-    shapes = [
+    return roles.batch is not None and _has_one_row(axes, roles.inputs, roles.batch)
+
+
+def _has_one_row(axes: LogicalAxes, inputs: Mapping[int, Role], batch: int) -> bool:
+    """See `is_of_one_row`. Data that all rows share, such as a table of angles, has no dimension of rows."""
+    before = [
         axes.program.avals[v].shape[:d]
-        for v, role in roles.inputs.items() if role == "data"
-        for d, dim in enumerate(axes.of_value[v]) if roles.batch in dim
+        for v, role in inputs.items() if role == "data"
+        for d, dim in enumerate(axes.of_value[v]) if batch in dim
     ]  # fmt: skip
-    return bool(shapes) and all(shape and {*shape} == {1} for shape in shapes)
+    return any(before) and {n for sizes in before for n in sizes} == {1}
 
 
 def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:
