@@ -1,4 +1,4 @@
-"""A batch of one row: its sequence is sharded, and loss and gradients equal those of one device."""
+"""A batch of one row, or microbatches of one: the sequence is sharded, and loss and gradients equal those of one device."""
 
 import re
 
@@ -27,8 +27,8 @@ WORDS = [
 ]
 
 
-def tokens(length):
-    drawn = np.random.default_rng(1).integers(0, VOCAB, (2, 1, length))
+def tokens(length, rows=1):
+    drawn = np.random.default_rng(1).integers(0, VOCAB, (2, rows, length))
     return jnp.asarray(drawn[0], jnp.int32), jnp.asarray(drawn[1], jnp.int32)
 
 
@@ -41,11 +41,11 @@ def plain_model(causal, scanned):
     params = {"embed": jnp.asarray(draw(size=(VOCAB, WIDTH)), jnp.float32), "layers": layers}
 
     def layer(x, p):
-        q, k, v = ((x @ p[name]).reshape(1, LENGTH, HEADS, HEAD_DIM) for name in ("wq", "wk", "wv"))
+        q, k, v = ((x @ p[name]).reshape(-1, LENGTH, HEADS, HEAD_DIM) for name in ("wq", "wk", "wv"))
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * HEAD_DIM**-0.5
         scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -1e9) if causal else scores
         out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-        x = x + out.reshape(1, LENGTH, -1) @ p["wo"]
+        x = x + out.reshape(-1, LENGTH, HEADS * HEAD_DIM) @ p["wo"]
         return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
 
     def loss(params, inputs, targets):
@@ -74,6 +74,11 @@ def llama(scanned):
     return jax.value_and_grad(loss), params
 
 
+def assert_close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert float(jnp.max(jnp.abs(a - b))) < 3e-5 * float(jnp.max(jnp.abs(b)))
+
+
 CASES = {
     "causal, scanned": lambda: plain_model(True, True),
     "full, scanned": lambda: plain_model(False, True),
@@ -98,10 +103,28 @@ def test_loss_and_gradients_equal_one_device(words, case):
     length = LONG if case.startswith("llama") else LENGTH
     args = params, *tokens(length)
     run = autoshard.plan(step, *args, target="cpu:8", plan=words).jit()
-    found, expected = run(*args), jax.jit(step)(*args)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert float(jnp.max(jnp.abs(a - b))) < 3e-5 * float(jnp.max(jnp.abs(b)))
+    assert_close(run(*args), jax.jit(step)(*args))
     if words == "fsdp:2 ring:4":  # one ring of all devices: no device gathers keys
         text = run.lower(*args).compile().as_text()
         gathers = re.findall(r"f32\[([\d,]+)\]\S* all-gather\(", text)
         assert "collective-permute" in text and not [shape for shape in gathers if str(length) in shape.split(",")]
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "words, rows, microbatches",
+    [
+        ("pp:2 ring:4", 2, 2),
+        ("pp:2 fsdp:2 ring:2", 2, 2),
+        ("pp:2 ulysses:4", 4, 4),
+        ("pp:2 cp:4", 2, 2),
+        ("pp:2 dp:2 ring:2", 4, 2),
+        ("ring:8", 2, 2),
+        ("fsdp:2 ulysses:4", 2, 2),
+    ],
+)
+def test_loss_and_gradients_equal_one_device_if_a_microbatch_has_one_row(words, rows, microbatches):
+    step, params = plain_model(causal=True, scanned=True)
+    args = params, *tokens(LENGTH, rows)
+    made = autoshard.plan(step, *args, target="cpu:8", plan=words, microbatches=microbatches)
+    assert_close(made.jit()(*args), jax.jit(step)(*args))

@@ -156,3 +156,22 @@ def test_angles_that_rows_share_do_not_hide_that_there_is_one_row():
 
     angles = jax.ShapeDtypeStruct((64, 32), jnp.float32)
     assert plan(step, PARAMS, ONE, angles, target="cpu:8", plan="ring:8").sequence == {"ring": "ring"}
+
+
+@pytest.mark.parametrize("words", ["ring:8", "pp:2 ring:4", "pp:2 fsdp:2 cp:2"])
+def test_the_rows_that_microbatches_count_are_no_sequence(words):
+    layers = {name: jax.ShapeDtypeStruct((2, 32, 32), jnp.float32) for name in "qkv"}
+
+    def step(layers, x, targets):
+        def layer(x, layer):
+            q, k, v = (x @ layer[name] for name in "qkv")
+            return jax.nn.softmax(q @ k.mT) @ v, None
+
+        def loss(layers):
+            return jnp.mean((jax.lax.scan(layer, x, layers)[0] - targets) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, layers, jax.grad(loss)(layers))
+
+    made = plan(step, layers, TWO, TWO, target="cpu:8", plan=words, microbatches=2)
+    axes = {leaf.path: leaf.axes for leaf in made.inputs}
+    assert {axes["1"][1], axes["2"][1]} == {"seq"} and "seq" not in axes["1"][0] + axes["2"][0]
