@@ -1,4 +1,4 @@
-"""A batch of one row, or microbatches of one: the sequence is sharded, and loss and gradients equal those of one device."""
+"""Batches and microbatches of one row: the sequence is sharded, and results equal those of one device."""
 
 import re
 

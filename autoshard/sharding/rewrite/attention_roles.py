@@ -128,7 +128,9 @@ def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value], rows
     of_rows = {each for row in rows for each in row.axes}
     masked = {axes[mask][d] for mask in masks for d in used_dims(mask)} - {keys, ()}
     if len(masked) > 1 or not masked <= {*of_free}:
-        raise Refused("a constant array of the scores differs between rows of the batch or heads")
+        raise Refused(
+            "a constant array of the scores, such as ALiBi's bias, differs between rows of the batch or heads"
+        )
     masked |= of_rows & {*of_free}
     if len(masked) > 1:
         raise Refused("its mask depends on more dimensions than one of the queries")
