@@ -103,11 +103,16 @@ def test_rows_of_another_number_stay_another_axis():
 def test_data_that_is_differentiated_is_no_state_if_positions_are_beside_it(words):
     """The gradient of the data looks like new state, and positions have no other axes than it has."""
 
+    def rotated(x, positions):
+        angles = (positions[..., None] * jnp.array([1.0, 0.1]))[:, :, None]
+        a, b = jnp.split(x, 2, axis=-1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
     def loss(params, x, positions):
-        x = x * jnp.cos(positions[..., None])
-        q, k, v = ((x @ params[name]).reshape(8, 64, 2, 8) for name in "qkv")
-        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-        return jnp.mean(jnp.einsum("bhqk,bkhd->bqhd", weights, v) ** 2)
+        q, k, v = ((x @ params[name]).reshape(8, 64, 4, 4) for name in "qkv")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(q, positions), rotated(k, positions))
+        return jnp.mean((jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) - x) ** 2)
 
     keys = jax.random.split(jax.random.key(0), 4)
     params = {name: jax.random.normal(key, (16, 16)) / 4 for name, key in zip("qkv", keys[:3], strict=True)}
