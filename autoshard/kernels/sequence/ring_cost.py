@@ -4,7 +4,9 @@
     balanced       first two chunks on the diagonal and one unmasked pair; then two unmasked pairs of chunks at each hop
     other masks    the keys that the last device sees: it sees the most, and the others wait for it
 
-Combining results reads and writes the accumulators in float32 at each hop.
+Combining results reads and writes the accumulators in float32 at each hop. If the work is balanced, each later hop also
+selects the queries and keys of its second pair of chunks: XLA reads both chunks of each array and writes one (libtpu
+0.0.42, v5p). Results are fused with the product that reads them, so they are not written.
 """
 
 from __future__ import annotations
@@ -61,8 +63,10 @@ def ring_cost(cost: Callable[..., Any], call: Any, devices: int, q: Any, k: Any,
     held = 2 * hop_bytes + accumulated * FLOAT32
     combining = KernelCost(0.0, size, accumulated * (2 * FLOAT32 + size) * plan.hops, held_bytes=held)
     exchanged = [q, k, v, *others, *((q, k, v) if is_backward else (q,))] if plan.balanced else []
+    chosen = [x for x in (q, k, v, *others[is_backward:]) if len(x.shape) > 1] if plan.balanced else []
+    choosing = KernelCost(0.0, size, 3 / 2 * sum(map(_bytes, chosen)) * plan.hops)
     hidden = plan.hops / (plan.hops + 1)
-    return SequenceCost((*found, combining), hops, hop_bytes, hidden, sum(map(_bytes, exchanged)))
+    return SequenceCost((*found, combining, choosing), hops, hop_bytes, hidden, sum(map(_bytes, exchanged)))
 
 
 def gathered_cost(

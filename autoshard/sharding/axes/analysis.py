@@ -74,8 +74,9 @@ def analyse(traced: Traced) -> Analysis:
     replicas, microbatch = _cut_axes(traced, axes)
     known = _known_roles(traced, axes)
     roles = find_roles(
-        program, axes, state_inputs, batch=batch, row=row, replicas=replicas, microbatch=microbatch, known=known
-    )
+        program, axes, state_inputs, batch=batch, row=row, replicas=replicas, microbatch=microbatch,
+        single_rows=traced.microbatches if _cuts_single_rows(traced, axes) else 0, known=known,
+    )  # fmt: skip
     split_expert_axes(axes, roles)
     graph = find_graph_axes(program, axes, state_inputs)
     for v in graph.features(program, axes, state_inputs):
@@ -115,9 +116,14 @@ def _cut_dimension(traced: Traced, axes: LogicalAxes) -> frozenset[int]:
 
 def _known_roles(traced: Traced, axes: LogicalAxes) -> Mapping[int, Role]:
     """The roles of the inputs of the whole step, if a microbatch is a single row: no value has an axis of rows then."""
-    if traced.batch is None or _known_batch(traced, axes) is not None:
+    if not _cuts_single_rows(traced, axes):
         return {}
     return dict(zip(traced.program.inputs, cast(Sequence[Role], traced.input_roles), strict=True))
+
+
+def _cuts_single_rows(traced: Traced, axes: LogicalAxes) -> bool:
+    """Whether the step was cut into microbatches of single rows."""
+    return traced.batch is not None and _known_batch(traced, axes) is None
 
 
 def _known_batch(traced: Traced, axes: LogicalAxes) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +35,7 @@ class AxisUses:
         experts: other batch dimensions of a contraction of an activation with a weight.
         indexed: axes of the rows of a table that a gather or scatter indexes.
         windows: axes of the windows of convolution kernels, which are never sharded.
+        attended: axes that a contraction of two activations has on both sides: positions of queries and of keys.
     """
 
     weights: dict[int, set[frozenset[int]]] = field(default_factory=lambda: defaultdict(set))
@@ -48,6 +49,7 @@ class AxisUses:
     experts: set[int] = field(default_factory=set)
     indexed: set[int] = field(default_factory=set)
     windows: set[int] = field(default_factory=set)
+    attended: set[int] = field(default_factory=set)
 
     @property
     def hidden(self) -> set[int]:
@@ -227,6 +229,7 @@ class _UseCollector:
             return {c for name in names for c in factors.get(name, ())}
 
         if contracted := repeated - set.union(*results):
+            self.uses.attended |= {c for c, n in Counter(c for each in factors.values() for c in each).items() if n > 1}
             whole = self.of_kind("whole", rule, factors)
             self.uses.inner |= (classes(contracted) | whole) & self.in_parameters
             self.uses.heads |= classes(common) - {self.batch}
@@ -260,6 +263,8 @@ class _UseCollector:
                 uses.inner |= summed
             uses.kept |= (result - shared) & self.in_parameters
             uses.heads |= shared - {self.batch}
+            of_result = Counter(c for dim in of_value[op.results[0]] for c in dim)
+            uses.attended |= {c for c, n in of_result.items() if n > 1}
         elif any(with_batch) and kept:  # activation with weight
             place = with_batch.index(False)
             weight = self.weight(op.operands[place])

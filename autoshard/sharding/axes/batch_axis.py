@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from autoshard import _compat
 from autoshard.sharding.axes.constants import BATCH_BYTES_SHARE
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
-from autoshard.sharding.program.array_sizes import axis_weight
+from autoshard.sharding.program.array_sizes import axis_weight, is_float
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.ir.program import Program
 
@@ -18,7 +18,9 @@ def batch_axis(
 ) -> int | None:
     """Finds the batch: of the axes that occur in the most activation bytes, the one nearest to the front of an input.
 
-    If all inputs are state, the step generates its batch itself.
+    If all inputs are state, the step generates its batch itself. If it has no other axes than those of the state, but
+    integers among its other inputs have some of them, the function returns gradients of its data, which look like new
+    state.
 
     If no state is known, parameters are inputs like data, and activations have their axes too. An axis that an input
     has twice is that of a square weight, and the batch only if there is no other. The next weight contracts such an
@@ -47,7 +49,10 @@ def batch_axis(
     candidates = {c for c in candidates if c in among} or candidates
     candidates = candidates - _square(program, axes) or candidates
     if not candidates and state:
-        generated = _generated_batch(program, axes, carried)
+        # integers beside the state, such as positions, are data, and so is a leaf of the state that has all their axes
+        integers = (v for v in program.inputs if v not in state and not is_float(program.avals[v]))
+        is_given = any(carried[c] for v in integers for dim in axes.of_value[v] for c in dim)
+        generated = None if is_given else _generated_batch(program, axes, carried)
         # with no generated batch, the data was mistaken for state: search again among all inputs
         return generated if generated is not None else batch_axis(program, axes, frozenset())
     if not candidates:

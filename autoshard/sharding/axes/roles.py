@@ -7,7 +7,8 @@ parallel    axes that one weight produces and another one contracts (heads, ffn,
             parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
             part of the weights has no such axis, `weight_cover` adds further axes, perhaps also the residual
 sequence    axes of the data other than the batch. If a loop runs over blocks of such an axis (the keys of attention),
-            then only the axis that counts the blocks
+            then only the axis that counts the blocks. If the batch counts the positions of a single row, and attention
+            runs over them, it is a sequence, too
 context     sequence axes that no loop runs over
 """
 
@@ -49,7 +50,7 @@ class Roles:
 
     Attributes:
         inputs: program input -> its role.
-        batch: the batch axis, if there is one.
+        batch: the batch axis, if there is one. In a single row it counts positions, and may be in `sequence`, too.
         row: the values of the only row of a step without a batch axis (`single_row`).
         sequence: sequence axes.
         context: sequence axes that no loop runs over.
@@ -108,6 +109,7 @@ def find_roles(
     row: frozenset[int] = frozenset(),
     replicas: int | None = None,
     microbatch: int | None = None,
+    single_rows: int = 0,
     known: Mapping[int, Role] | None = None,
 ) -> Roles:
     """Finds the roles.
@@ -120,6 +122,8 @@ def find_roles(
         row: the values of the only row of a step without a batch axis (`single_row`).
         replicas: the axis of groups of rows whose sums are added later, if there is one.
         microbatch: the axis that counts the microbatches, if the step was cut into them. It is no sequence.
+        single_rows: the number of microbatches of a step that was cut into single rows; 0 for other steps. The
+            dimension that counts them is no sequence.
         known: the roles of inputs that are already known, such as in a step whose microbatches are single rows.
     """
     batch = batch_axis(program, axes, frozenset(state)) if batch is None and not row else batch
@@ -158,6 +162,11 @@ def find_roles(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
         if c not in (batch, replicas, microbatch) and c in with_batch and not use.weights[c]
     )  # fmt: skip
+    if single_rows:
+        counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
+        sequence = {c: None for c in sequence if c not in counting}
+    if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
+        sequence = {batch: None, **sequence}
     return Roles(
         inputs=inputs,
         batch=batch,
@@ -239,12 +248,25 @@ def is_of_one_row(axes: LogicalAxes, roles: Roles) -> bool:
 
     The data has a dimension of size 1 for that row, and dimensions of size 1 have no axis.
     """
-    shapes = [
-        axes.program.avals[v].shape[:d]
-        for v, role in roles.inputs.items() if role == "data"
-        for d, dim in enumerate(axes.of_value[v]) if roles.batch in dim
+    return _has_one_row(axes, roles.inputs, roles.batch, 1)
+
+
+def _has_one_row(axes: LogicalAxes, inputs: Mapping[int, Role], batch: int | None, rows: int) -> bool:
+    """Whether the dimensions before the batch, in data with several dimensions, count rows that are computed apart.
+
+    Data that all rows share, such as a table of angles, has no such dimension.
+    """
+    sizes = [
+        axes.program.avals[v].shape[d]
+        for v, role in inputs.items() if role == "data"
+        for d in _before(axes, v, batch)
     ]  # fmt: skip
-    return bool(shapes) and all(shape and {*shape} == {1} for shape in shapes)
+    return bool(sizes) and {*sizes} <= {1, rows}
+
+
+def _before(axes: LogicalAxes, value: int, axis: int | None) -> range:
+    """The dimensions of a value before that of an axis; none if it does not have the axis."""
+    return range(next((d for d, dim in enumerate(axes.of_value[value]) if axis in dim), 0))
 
 
 def _gradients(program: Program, axes: LogicalAxes, batch: int | None) -> frozenset[int]:

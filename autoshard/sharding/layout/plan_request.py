@@ -48,6 +48,7 @@ from autoshard.sharding.layout.sequence_strategy import GATHER, RING, ULYSSES
 ISP = "isp"
 KINDS = ("pp", "dp", "zero1", "fsdp", "cp", "gather", "ring", "ulysses", ISP, "ep", "tp")
 CONTEXT = ("cp", "gather", "ring", "ulysses", ISP)  # kinds that shard sequences
+OF_BATCH = ("dp", "zero1", "fsdp", "ep")  # kinds that shard the batch
 STORING = ("fsdp", ISP)  # kinds that shard parameters and optimizer state
 FLAGS = ("seq", "state")
 SHARDS = {
@@ -261,6 +262,9 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
 
     The parts of `ulysses` are in reverse order. Its last part shards key-value heads and is minor on the sequence. So
     an all-to-all over this part comes first and makes the keys smaller. Then the other parts gather them.
+
+    If the batch has one row, its positions are both the batch and a sequence. Mesh axes of the batch then take part in
+    the ring, if the plan has one. Otherwise they run attention as `gather`.
     """
     mesh: dict[str, int] = {}
     kinds: dict[str, str] = {}
@@ -282,6 +286,9 @@ def layout_of(axes: LogicalAxes, roles: Roles, requested: Request) -> Layout:
             name = f"{axis}_{i}" if i else axis
             mesh[name], kinds[name], table[name] = part, kind, classes
     sequence = {a: way for a, kind in kinds.items() if (way := way_of(kind)) is not None}
+    if sequence and roles.batch in roles.context:
+        way = RING if RING in sequence.values() else GATHER
+        sequence = {a: way for a, kind in kinds.items() if kind in OF_BATCH and roles.batch in table[a]} | sequence
     stored = storage_for(kinds, "state" in requested.flags, roles.separate_layers)
     layout = Layout(axes, roles, mesh, table, stored, sequence=sequence)
     for change in requested.changes:

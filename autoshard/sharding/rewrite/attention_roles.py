@@ -5,9 +5,9 @@
     v, d_v        [batch, keys, kv_heads, features]
     out, d_out    [batch, queries, kv_heads, group, features]
 
-A dimension of size 1 is in no group. If there are several batch dimensions, the last one is `kv_heads`. If only q has
-several further dimensions, `queries` is the one on which the mask depends, or without such a mask the largest; the
-others are `group`.
+A dimension of size 1 is in no group. If there are several batch dimensions, those of size 1 included, the last one is
+`kv_heads`. If only q has several further dimensions, `queries` is the one on which the mask depends, or without such a
+mask the largest; the others are `group`.
 """
 
 from __future__ import annotations
@@ -128,14 +128,17 @@ def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value], rows
     of_rows = {each for row in rows for each in row.axes}
     masked = {axes[mask][d] for mask in masks for d in used_dims(mask)} - {keys, ()}
     if len(masked) > 1 or not masked <= {*of_free}:
-        raise Refused("a constant array of the scores differs between rows of the batch or heads")
+        raise Refused(
+            "a constant array of the scores, such as ALiBi's bias, differs between rows of the batch or heads"
+        )
     masked |= of_rows & {*of_free}
     if len(masked) > 1:
         raise Refused("its mask depends on more dimensions than one of the queries")
     shared = [dim for dim in of_batch if dim not in of_rows]
     if len(of_batch) > 1 and not shared:
         raise Refused("its mask differs between heads")
-    heads = shared[-1:] if len(of_batch) > 1 else []
+    has_heads = len(of_batch) > 1 or _ends_with_heads(found)
+    heads = shared[-1:] if has_heads else []
     sizes = {axes[found.q][d]: found.q.shape[d] for d in free}
     queries = next(iter(masked)) if masked else max(of_free, key=lambda dim: sizes[dim])
     return Roles(
@@ -147,6 +150,13 @@ def roles_of(found: Candidate, shapes: SmallShapes, masks: Sequence[Value], rows
         head_dim=tuple(axes[found.q][d] for d in contracted),
         features=tuple(features),
     )
+
+
+def _ends_with_heads(found: Candidate) -> bool:
+    """Whether the last batch dimension of the scores follows others, which have size 1 if the batch has one row."""
+    _, batch = found.scores.eqn.params["dimension_numbers"]
+    dims = batch[found.query_side]
+    return len(dims) > 1 and found.q.shape[dims[-1]] > 1
 
 
 def mask_dims(roles: Roles, shapes: SmallShapes, mask: Value) -> tuple[int | None, int | None]:

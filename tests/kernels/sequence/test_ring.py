@@ -13,9 +13,11 @@ from autoshard.kernels.blockwise_attention import Pairs, Softmax
 from autoshard.kernels.plain_attention import plain_attention
 from autoshard.kernels.sequence.exchange import exchanged, restored
 from autoshard.kernels.sequence.ring import Keys, Ring, Rows, ring_backward, ring_forward
+from autoshard.kernels.sequence.ring_cost import ring_cost
 from autoshard.kernels.splash_blocks import SplashBlocks
 from autoshard.kernels.splash_passes import OnDevice, SplashCall
 from autoshard.kernels.visibility import Visibility
+from autoshard.spmdrules.custom_ops.kernel_cost import KernelCost
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM = 2, 2, 2, 8
 CASES = {
@@ -117,3 +119,16 @@ def test_the_kernels_of_tpus_run_on_a_ring(visibility):
     )
     for name, a, b in zip(("out", "d_q", "d_k", "d_v"), found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("visibility, chunks", [(Visibility(causal=True), 3), (Visibility(), 0)])
+def test_a_balanced_hop_reads_two_chunks_of_each_array_and_writes_one(visibility, chunks):
+    """Of queries, keys and values; in the backward pass also of the gradients of the results."""
+    call = SplashCall(Softmax(visibility, 1.0), None, False, None)
+    q = jax.ShapeDtypeStruct((1, 2, 3, 64, HEAD_DIM), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((1, 2, 64, HEAD_DIM), jnp.bfloat16)
+    of_q, of_k = (2 * HEAD_DIM * 2 * 32 * group for group in (3, 1))  # bytes of a chunk
+    none = KernelCost(1.0, 2, 0.0)
+    for others, arrays in (((), (of_q, of_k, of_k)), ((q, q, q), (of_q, of_k, of_k, of_q, of_q))):
+        cost = ring_cost(lambda *_, call: none, call, 4, q, k, k, *others)
+        assert cost.kernels[-1].moved_bytes == 3 * chunks * sum(arrays)

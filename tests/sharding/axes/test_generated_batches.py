@@ -97,3 +97,28 @@ def test_rows_of_another_number_stay_another_axis():
     problem = bound_or_error(planned.bound).problem
     assert problem.roles.batch is not None and problem.axes.sizes[problem.roles.batch] == ROWS
     assert_close(jax.jit(step)(*args), planned.jit()(*args))
+
+
+@pytest.mark.parametrize("words", ["dp:8", "cp:8", "dp:2 ring:4"])
+def test_data_that_is_differentiated_is_no_state_if_positions_are_beside_it(words):
+    """The gradient of the data looks like new state, and positions have no other axes than it has."""
+
+    def rotated(x, positions):
+        angles = (positions[..., None] * jnp.array([1.0, 0.1]))[:, :, None]
+        a, b = jnp.split(x, 2, axis=-1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+    def loss(params, x, positions):
+        q, k, v = ((x @ params[name]).reshape(8, 64, 4, 4) for name in "qkv")
+        scores = jnp.einsum("bqhd,bkhd->bhqk", rotated(q, positions), rotated(k, positions))
+        return jnp.mean((jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) - x) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {name: jax.random.normal(key, (16, 16)) / 4 for name, key in zip("qkv", keys[:3], strict=True)}
+    args = params, jax.random.normal(keys[3], (8, 64, 16)), jnp.broadcast_to(jnp.arange(64), (8, 64))
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    planned = plan(step, *args, target="cpu:8", plan=words)
+    assert {leaf.path: leaf.axes for leaf in planned.inputs}["1"][:2] == ("batch", "seq")
+    assert {leaf.path: leaf.role for leaf in planned.inputs}["1"] == "data"
+    assert_close(jax.jit(step)(*args), planned.jit()(*args))

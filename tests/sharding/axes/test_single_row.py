@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from autoshard import plan
+from autoshard import Plan, plan
 from autoshard.errors import PlanError
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.load import Described
@@ -94,22 +95,83 @@ def test_a_train_step_of_one_example_has_no_single_row(with_predictions):
     )
 
 
-def test_a_sequence_of_one_row_is_not_sharded_as_a_sequence():
-    def step(params, x):
-        def loss(params):
-            q, k, v = (x @ params[name] for name in "qkv")
-            return jnp.mean((jax.nn.softmax(q @ k.mT) @ v - x) ** 2)
+def attention_step(params, x):
+    def loss(params):
+        q, k, v = (x @ params[name] for name in "qkv")
+        return jnp.mean((jax.nn.softmax(q @ k.mT) @ v - x) ** 2)
 
-        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
-    params = {name: jax.ShapeDtypeStruct((32, 32), jnp.float32) for name in "qkv"}
-    one, two = (jax.ShapeDtypeStruct((rows, 64, 32), jnp.float32) for rows in (1, 2))
-    with pytest.raises(PlanError, match="The batch has one row, so its positions count as the batch"):
-        plan(step, params, one, target="cpu:8", plan="cp:8")
-    with pytest.raises(PlanError, match=r"but the program has none: [^.]*\. Use one of [a-z0-9, ]*$"):
-        plan(step, params, one, target="cpu:8", plan="ep:8")
-    rows = jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    with pytest.raises(PlanError, match=r"but the program has none: [^.]*\. Use one of [a-z0-9, ]*$"):
-        plan(step, params, rows, target="cpu:8", plan="cp:8")
-    assert plan(step, params, one, target="cpu:8", plan="dp:8").chosen == "dp:8"
-    assert plan(step, params, two, target="cpu:8", plan="cp:8").chosen == "cp:8"
+
+def step_without_attention(params, x):
+    def loss(params):
+        return jnp.mean((jnp.tanh(x @ params["q"]) @ params["k"] @ params["v"] - x) ** 2)
+
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
+PARAMS = {name: jax.ShapeDtypeStruct((32, 32), jnp.float32) for name in "qkv"}
+ONE, TWO, NONE = (jax.ShapeDtypeStruct((*rows, 64, 32), jnp.float32) for rows in ((1,), (2,), ()))
+
+
+def test_positions_of_one_row_are_the_batch_and_a_sequence():
+    made = plan(attention_step, PARAMS, ONE, target="cpu:8", plan="fsdp:2 cp:4")
+    assert {leaf.path: leaf.axes for leaf in made.inputs}["1"][:2] == ("1", "seq")
+    assert {leaf.path: leaf.spec for leaf in made.inputs}["1"] == P(None, ("fsdp", "cp"))
+    of_batch = plan(attention_step, PARAMS, ONE, target="cpu:8", plan="dp:8")
+    assert {leaf.path: leaf.spec for leaf in of_batch.inputs}["1"] == P(None, "dp") and not of_batch.sequence
+    rows = plan(attention_step, PARAMS, TWO, target="cpu:8", plan="dp:2 cp:4")
+    assert {leaf.path: leaf.axes for leaf in rows.inputs}["1"][:2] == ("batch", "seq")
+
+
+@pytest.mark.parametrize(
+    "words, sequence, note",
+    [
+        ("fsdp:2 ring:4", {"fsdp": "ring", "ring": "ring"}, "so fsdp:2 also shards the sequence. The ring has 8"),
+        ("dp:2 fsdp:2 ring:2", dict.fromkeys(("dp", "fsdp", "ring"), "ring"), "dp:2 and fsdp:2 also shard the"),
+        ("fsdp:2 gather:4", {"fsdp": "gather", "gather": "gather"}, "Attention gathers keys over fsdp"),
+        ("ring:8 state", {"ring": "ring"}, ""),
+    ],
+)
+def test_mesh_axes_of_the_batch_take_part_in_attention_over_one_row(words, sequence, note):
+    made = plan(attention_step, PARAMS, ONE, target="cpu:8", plan=words)
+    assert made.sequence == sequence
+    found = [each for each in made.notes if "the batch has one row" in each]
+    assert [note in each for each in found] == [True] * bool(note)
+    again = Plan.from_json(made.to_json()).bind(attention_step, PARAMS, ONE)
+    assert again.sequence == sequence and again.estimate == made.estimate
+
+
+@pytest.mark.parametrize("step, x", [(step_without_attention, ONE), (attention_step, NONE)])
+def test_independent_positions_and_rows_without_a_dimension_of_rows_are_no_sequence(step, x):
+    with pytest.raises(PlanError, match=r"but the program has none") as error:
+        plan(step, PARAMS, x, target="cpu:8", plan="cp:8")
+    assert ("The batch has one row, so its positions count as the batch" in str(error.value)) == (x is ONE)
+    assert plan(step, PARAMS, x, target="cpu:8", plan="dp:8").chosen == "dp:8"
+
+
+def test_angles_that_rows_share_do_not_hide_that_there_is_one_row():
+    def step(params, x, angles):
+        return attention_step(params, x * jnp.cos(angles))
+
+    angles = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    assert plan(step, PARAMS, ONE, angles, target="cpu:8", plan="ring:8").sequence == {"ring": "ring"}
+
+
+@pytest.mark.parametrize("words", ["ring:8", "pp:2 ring:4", "pp:2 fsdp:2 cp:2"])
+def test_the_rows_that_microbatches_count_are_no_sequence(words):
+    layers = {name: jax.ShapeDtypeStruct((2, 32, 32), jnp.float32) for name in "qkv"}
+
+    def step(layers, x, targets):
+        def layer(x, layer):
+            q, k, v = (x @ layer[name] for name in "qkv")
+            return jax.nn.softmax(q @ k.mT) @ v, None
+
+        def loss(layers):
+            return jnp.mean((jax.lax.scan(layer, x, layers)[0] - targets) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, layers, jax.grad(loss)(layers))
+
+    made = plan(step, layers, TWO, TWO, target="cpu:8", plan=words, microbatches=2)
+    axes = {leaf.path: leaf.axes for leaf in made.inputs}
+    assert {axes["1"][1], axes["2"][1]} == {"seq"} and "seq" not in axes["1"][0] + axes["2"][0]

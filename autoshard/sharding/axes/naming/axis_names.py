@@ -44,7 +44,8 @@ def name_axes(
         name_axis(c, "nodes")
     for c in graph.graphs:
         name_axis(c, "graphs")
-    name_axis(roles.batch, "batch")
+    if roles.batch not in roles.sequence:
+        name_axis(roles.batch, "batch")
     name_axis(roles.stages, "stages")
     name_axis(roles.replicas, "replicas")
     name_axis(roles.residual, "embed")

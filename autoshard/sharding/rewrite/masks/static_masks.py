@@ -221,7 +221,9 @@ def _keeps_order(value: Value) -> bool:
 
 def _number(index: Any) -> np.ndarray:
     if isinstance(index, _Any):
-        raise Refused("a constant array of the scores differs between rows of the batch or heads")
+        raise Refused(
+            "a constant array of the scores, such as ALiBi's bias, differs between rows of the batch or heads"
+        )
     return index
 
 
