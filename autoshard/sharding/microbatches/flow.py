@@ -207,6 +207,10 @@ class _Finder:
                 raise _Restart
         reasons = [s.reason for s in states if isinstance(s, After) and s.reason]
         if any(isinstance(s, Split) for s in states):
+            later = [a for a, s in zip(eqn.invars, states, strict=True) if isinstance(s, After)]
+            if cheap := self.cheap_among(later):  # such as the number of tokens, and one more
+                self.early |= cheap
+                raise _Restart
             reasons.append(reason or f"{place_of(eqn)} takes each row together with a value of the whole batch")
         if reasons and eqn.primitive.name in HEAVY:
             self.take_own(eqn, states, reason)
@@ -264,6 +268,20 @@ class _Finder:
                 return False
             todo += eqn.invars
         return True
+
+    def cheap_among(self, later: Sequence[Any]) -> set[Any]:
+        """Return the cheap values among some that are known after the loop, and among those that they are made of."""
+        found, todo, seen = set(), [*later], set()
+        while todo:
+            var = todo.pop()
+            if isinstance(var, _compat.Literal) or var in seen or not isinstance(self.root_flow.of(var), After):
+                continue
+            seen.add(var)
+            if self.are_cheap([var]):
+                found.add(var)
+            else:
+                todo += self.made[var].invars
+        return found
 
     def in_loop(self, eqn: Any, states: list[State]) -> Step:
         """Compute an equation for one microbatch.

@@ -26,6 +26,7 @@ from autoshard.sharding.microbatches.microbatching import (
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
 from autoshard.sharding.pipeline.hoisted_casts import hoist_casts
 from autoshard.sharding.pipeline.layers.forward_layers import find_layers
+from autoshard.sharding.pipeline.layers.layer_chains import split_chains
 from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
@@ -79,7 +80,8 @@ def with_stages(
         )
     found = _Found(table=make_schedule(schedule, stages, microbatches), gathers_once=gathers_once)
     try:
-        cut = with_microbatches(traced, microbatches, _runner(found), replicas=replicas, numerics=numerics)
+        run = _runner(found)
+        cut = with_microbatches(traced, microbatches, run, replicas=replicas, numerics=numerics, prepare=split_chains)
     except RowsNotDivided as error:
         raise RowsNotDivided(
             f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches, which do not divide the batch "
