@@ -1,6 +1,7 @@
 """A step in stages equals the step: loss, gradients, updated state and rows, in float64."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -294,3 +295,37 @@ def test_layers_that_index_the_weights_of_all_layers():
     fn, args, _ = train(stack)
     with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
         with_stages(trace(fn, args, {}), 4, stages=2)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layers", "frozen", "embedding", "sizes"),
+    [
+        (8, 4, "frozen", (2, 2)),  # the trained layers, of which the first one has no gradient of its input
+        (8, 4, "trained", (2, 2)),
+        (8, 5, "trained", (3, 2)),  # the frozen layers, which pass gradients on
+        (6, 4, "frozen", (2, 2)),  # the frozen layers, which have no gradients
+        pytest.param(6, 3, "frozen", (2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_lower_layers_that_are_frozen(layers, frozen, embedding, sizes, schedule):
+    """Layers with gradients take precedence. The plan names the others."""
+
+    def loss(weights, tokens):
+        table = weights["embedding"]
+        x = (jax.lax.stop_gradient(table) if embedding == "frozen" else table)[tokens]
+        for n, w in enumerate(weights["layers"]):
+            x = x + jnp.tanh(x @ (jax.lax.stop_gradient(w) if n < frozen else w))
+        return (x**2).mean()
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.4  # noqa: E731
+    weights = {"embedding": draw(99, 16, 6), "layers": [draw(n, 6, 6) for n in range(layers)]}
+    args = weights, jnp.arange(8) * 2
+    cut = with_stages(trace(jax.value_and_grad(loss), args, {}), 4, stages=2, schedule=schedule)
+    assert cut.stage_layers == sizes and cut.schedule == (schedule if layers == 8 or frozen == 3 else "forward")
+    (place,) = cut.unstaged_layers
+    assert re.match(r"other layers at .*test_stages\.py", place)
+    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves(args))
+    for one, other in zip(made, jax.tree.leaves(jax.value_and_grad(loss)(*args)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
