@@ -172,6 +172,8 @@ class StageCut:
         """Say which array of the microbatch the layers take slices of, and what to do."""
         made, to_do = self.made.get(var), ". Compute it in the layers"
         source = "an argument with the batch" if made is None else f"the result of {place_of(made)}"
+        if made is None:
+            to_do = ". Let each layer index the whole array by the layer's number"
         if stack is self.backward:  # the gradient of what the layers stack
             to_do = ". It comes from rows that all layers return. Add up in the carry what is needed of them"
         elif made is not None and made.primitive.name == "scan":  # weights that the layers index, or another stack
@@ -253,6 +255,8 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int, chunks: int = 1) 
     """
     stacks = find_stacks(jaxpr, whole)
     if not stacks:
+        if (text := _indexed_weights(jaxpr, whole)) is not None:
+            raise NotStaged(text)
         layers, reason = find_layers(jaxpr, whole)
         if layers is None:
             raise NotStaged(_no_stack(jaxpr, reason))
@@ -331,6 +335,24 @@ def _place(eqn: Any, layers: str = "the layers") -> str:
     """The place of layers in the user's program, for messages."""
     line = _compat.program_line(eqn)
     return f"{layers}{' at ' + line if line else ''}"
+
+
+def _indexed_weights(jaxpr: Any, whole: int) -> str | None:
+    """Say which layers index the weights of all layers instead of taking slices of them; None if no layers do."""
+    weights = _weights(jaxpr, whole)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "scan":
+            continue
+        stack, body = Stack(eqn), _compat.open_jaxpr(eqn.params["jaxpr"])
+        stacks = {b: a for a, b in zip(stack.consts, body.invars, strict=False) if not isinstance(a, _compat.Literal)
+                  and a in weights and a.aval.shape[:1] == (stack.layers,)}  # fmt: skip
+        for each in body.eqns:
+            if each.primitive.name in ("dynamic_slice", "gather") and each.invars[0] in stacks:
+                return (
+                    f"{stack.place} index the weights of all layers, {stacks[each.invars[0]].aval.str_short()}. Give "
+                    "them to jax.lax.scan as its xs, so that each layer takes a slice of them"
+                )
+    return None
 
 
 def _no_stack(jaxpr: Any, reason: str) -> str:

@@ -288,13 +288,43 @@ def test_rows_of_each_layer_are_named(rows, message):
     assert "\n" not in str(error.value)
 
 
-def test_layers_that_index_the_weights_of_all_layers():
-    def stack(weights, x):
-        return jax.lax.scan(lambda x, i: (x + jnp.tanh(x @ weights[0, i]), None), x, jnp.arange(4))[0]
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_that_index_the_weights_of_all_layers(remat):
+    """The message says what to do: `layer` takes a slice of the weights."""
+    body = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
 
-    fn, args, _ = train(stack)
-    with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
+    def stack(weights, x):
+        index = lambda x, i: body(x, weights[0, i])  # noqa: E731
+        return jax.lax.scan(jax.checkpoint(index) if remat else index, x, jnp.arange(4))[0]
+
+    fn, args, want = train(stack)
+    with pytest.raises(PlanError, match="index the weights of all layers, float64.4,6,6.*as its xs"):
         with_stages(trace(fn, args, {}), 4, stages=2)
+    fn, args, _ = train(lambda weights, x: jax.lax.scan(body, x, weights[0])[0])
+    cut = with_stages(trace(fn, args, {}), 4, stages=2)
+    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_layers_index_an_argument_with_the_batch():
+    """They cannot take slices of it. The message says what to do."""
+
+    def loss(weights, rows, sliced):
+        def body(x, xs):
+            w, own = xs
+            return x + jnp.tanh(x @ w) + (own if sliced else jax.lax.dynamic_index_in_dim(rows, own, 0, False)), None
+
+        own = rows if sliced else jnp.arange(4)
+        return (jax.lax.scan(body, jnp.zeros((8, 6)), (weights, own))[0] ** 2).mean()
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.4  # noqa: E731
+    args = draw(0, 4, 6, 6), draw(1, 4, 8, 6)
+    refused, allowed = (lambda w, x, s=s: jax.value_and_grad(loss)(w, x, s) for s in (True, False))
+    with pytest.raises(PlanError, match="an argument with the batch. Let each layer index the whole array by the l"):
+        with_stages(trace(refused, args, {}), 4, stages=2)
+    cut = with_stages(trace(allowed, args, {}), 4, stages=2)
+    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), refused(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.few(2)
