@@ -50,7 +50,8 @@ def make_step(kind, remat=False, unrolled=False):
         }.get(kind, 1.0)  # fmt: skip
 
         def body(carry, w):
-            after = layer(kind, *carry, w)
+            x, carried = carry
+            after = layer(kind, x, carried, w)
             return after, after[1]
 
         body = jax.checkpoint(body) if remat else body
