@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
+
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.microbatches.operator_steps import (
@@ -55,6 +57,7 @@ _BODIES = (
     "jit",
     "pjit",
 )
+_OPERATIONS = {"sum": "sum", "max": "maximum", "min": "minimum", "and": "logical and", "or": "logical or"}
 
 
 @shown
@@ -110,14 +113,19 @@ def find_flow(
 
 
 def own_sums(flow: Flow) -> list[str]:
-    """Return the operators, with their lines, that take the microbatch's own sum in place of that of the batch."""
+    """Return the operators, with their lines, that take the microbatch's own sum in place of that of the batch.
+
+    Each text also says what it takes, such as `'eq' at model.py:8 takes the maximum`.
+    """
     found: dict[str, None] = {}
     for eqn, step in zip(flow.jaxpr.eqns, flow.steps, strict=True):
         for inner in step.inner:
             found |= dict.fromkeys(own_sums(inner))
         operands = zip(eqn.invars, step.operands, strict=True)
-        if not step.inner and any(isinstance(s, (Own, Split)) and isinstance(flow.of(a), Partial) for a, s in operands):
-            found[place_of(eqn)] = None
+        states = [flow.of(a) for a, s in operands if isinstance(s, (Own, Split))]
+        ops = [_OPERATIONS[s.op] for s in states if isinstance(s, Partial)]
+        if ops and not step.inner:
+            found[f"{place_of(eqn)} takes the {ops[0]}"] = None
     return [*found]
 
 
@@ -129,10 +137,13 @@ class _OwnSums:
     Attributes:
         variables: the sums of the step. Operators take the microbatch's own sums instead of these.
         bodies: the results of equations with bodies in which operators take such sums.
+        extremes: whether an operator in a body takes the microbatch's own maximum or the like. The mean of the maxima
+            is not the maximum of the batch. So all operators then take the microbatch's own, as the gradients do.
     """
 
     variables: set[Any] = field(default_factory=set)
     bodies: set[Any] = field(default_factory=set)
+    extremes: bool = False
 
 
 class _Finder:
@@ -207,6 +218,10 @@ class _Finder:
                 raise _Restart
         reasons = [s.reason for s in states if isinstance(s, After) and s.reason]
         if any(isinstance(s, Split) for s in states):
+            later = [a for a, s in zip(eqn.invars, states, strict=True) if isinstance(s, After)]
+            if cheap := self.cheap_among(later):  # such as the number of tokens, and one more
+                self.early |= cheap
+                raise _Restart
             reasons.append(reason or f"{place_of(eqn)} takes each row together with a value of the whole batch")
         if reasons and eqn.primitive.name in HEAVY:
             self.take_own(eqn, states, reason)
@@ -219,8 +234,10 @@ class _Finder:
     def seen(self, flow: Flow, atom: Any, is_root: bool) -> State:
         """Return the state in which operators see an operand."""
         state = flow.of(atom)
-        own = is_root and self.own is not None and isinstance(state, Partial) and atom in self.own.variables
-        return OWN if own else state
+        if not is_root or self.own is None or not isinstance(state, Partial):
+            return state
+        extreme = self.own.extremes and state.op in ESTIMATED[1:] and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+        return OWN if extreme or atom in self.own.variables else state
 
     def take_own(self, eqn: Any, states: list[State], reason: str | None) -> None:
         """Let an equation of the loop take the microbatch's own sums, if `numerics` permits it, and start again.
@@ -265,6 +282,20 @@ class _Finder:
             todo += eqn.invars
         return True
 
+    def cheap_among(self, later: Sequence[Any]) -> set[Any]:
+        """Return the cheap values among some that are known after the loop, and among those that they are made of."""
+        found, todo, seen = set(), [*later], set()
+        while todo:
+            var = todo.pop()
+            if isinstance(var, _compat.Literal) or var in seen or not isinstance(self.root_flow.of(var), After):
+                continue
+            seen.add(var)
+            if self.are_cheap([var]):
+                found.add(var)
+            else:
+                todo += self.made[var].invars
+        return found
+
     def in_loop(self, eqn: Any, states: list[State]) -> Step:
         """Compute an equation for one microbatch.
 
@@ -300,6 +331,10 @@ class _Finder:
             own: list[State] = [OWN if isinstance(s, Partial) and s.op in ESTIMATED else s for s in states]
             if not self.inside_own or own == states:
                 raise
+        extremes = any(isinstance(s, Partial) and s.op in ESTIMATED[1:] for s in states)
+        if extremes and self.own is not None and not self.own.extremes:
+            self.own.extremes = True
+            raise _Restart
         if all(isinstance(s, (Whole, Own)) for s in own):
             return Step("each", own, [OWN] * len(eqn.outvars))
         return step_by_rule(eqn, rule, own, self.count, self.rows)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from autoshard.errors import PlanError
 from autoshard.sharding.axes.analysis import Analysis, analyse
 from autoshard.sharding.microbatches.accumulation import Runner, in_microbatches
 from autoshard.sharding.microbatches.counted_rows import with_counted_rows
-from autoshard.sharding.microbatches.flow import find_flow, own_sums
+from autoshard.sharding.microbatches.flow import Flow, find_flow, own_sums
 from autoshard.sharding.microbatches.operator_steps import NotCut, place_of
 from autoshard.sharding.microbatches.states import Cut, Split
 from autoshard.sharding.microbatches.update_loops import update_loop
@@ -77,7 +78,13 @@ def read_microbatches(count: Any) -> int | str:
 
 
 def with_microbatches(
-    traced: Traced, count: int, run: Runner | None = None, *, replicas: int = 1, numerics: bool = False
+    traced: Traced,
+    count: int,
+    run: Runner | None = None,
+    *,
+    replicas: int = 1,
+    numerics: bool = False,
+    prepare: Callable[[Any, Flow], Any | None] | None = None,
 ) -> Traced:
     """Return a traced step as a loop over microbatches. Its results are the same up to the order of sums.
 
@@ -89,6 +96,7 @@ def with_microbatches(
             groups, sums are reduced over it once, not in each microbatch.
         numerics: whether the results may differ: operators that need a sum over the whole batch in the loop take that
             of each microbatch. `Traced.own_sums` has their lines.
+        prepare: returns the step's closed jaxpr, rewritten before it is cut, or None to leave it as it is.
 
     Raises:
         PlanError: the step has no batch, `count` does not divide the batch, or an operator in the loop needs all rows.
@@ -103,9 +111,13 @@ def with_microbatches(
         closed = with_counted_rows(rewritten(_compat.dce(traced.closed)))
         loop = update_loop(closed, rows)
         try:
-            flow = find_flow(closed, rows, pieces.pieces, numerics=numerics and loop is None, rows=pieces.rows or None)
+            find = partial(find_flow, batch=rows, count=pieces.pieces, numerics=numerics and loop is None,
+                           rows=pieces.rows or None)  # fmt: skip
+            flow = find(closed)
+            if prepare is not None and (prepared := prepare(closed, flow)) is not None:
+                closed, flow = prepared, find(prepared)
             if replicas > 1 and own_sums(flow):  # groups would have sums of their own
-                return with_microbatches(traced, count, run, numerics=numerics)
+                return with_microbatches(traced, count, run, numerics=numerics, prepare=prepare)
             cut = in_microbatches(closed, flow, pieces, run)
             closed = _compat.dce(jax.make_jaxpr(cut)(*map(_compat.shape_dtype_of, _compat.open_jaxpr(closed).invars)))
         except NotCut as reason:

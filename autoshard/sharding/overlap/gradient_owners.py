@@ -33,7 +33,7 @@ class GradientSums:
                 elif edge.outer not in op.operands:  # the carry after an iteration, and before the next one
                     self.inner[edge.inner].append(edge.outer)
 
-    def of(self, results: Iterable[int]) -> Iterator[tuple[Op, int]]:
+    def of(self, results: Iterable[int], *, within_replicas: bool = False) -> Iterator[tuple[Op, int]]:
         """Yield decision points whose results are parts of a gradient, with these results.
 
         The search goes back from results of the program, through values without the batch, to the operators that sum
@@ -41,6 +41,8 @@ class GradientSums:
 
         Args:
             results: the updated parameter, or its gradient.
+            within_replicas: whether to go on to the operators that sum over the rows of each replica, before the sum
+                over the replicas.
         """
         pending, seen = [*results], {*results}
         while pending:
@@ -51,9 +53,17 @@ class GradientSums:
                 if lacks_axis(self.axes, self.roles.batch, op, value):
                     continue
             further = [*self.inner[value], *(op.operands if op is not None else ())]
-            further = [v for v in further if v in self.roles.gradients and v not in seen]
+            further = [
+                v for v in further if v not in seen
+                and (v in self.roles.gradients or (within_replicas and self._is_of_replicas(v)))
+            ]  # fmt: skip
             seen.update(further)
             pending += further
+
+    def _is_of_replicas(self, value: int) -> bool:
+        """Whether a value has the axis of the replicas, but not that of their rows."""
+        classes = {c for dim in self.axes.of_value[value] for c in dim} if value >= 0 else set()
+        return self.roles.replicas in classes and self.roles.batch not in classes
 
 
 def gradient_owners(axes: LogicalAxes, roles: Roles, state: Sequence[tuple[int, int]]) -> dict[int, frozenset[int]]:

@@ -26,11 +26,12 @@ from autoshard.sharding.microbatches.microbatching import (
 from autoshard.sharding.offload.words import OPTIMIZER, NotMovable
 from autoshard.sharding.pipeline.hoisted_casts import hoist_casts
 from autoshard.sharding.pipeline.layers.forward_layers import find_layers
+from autoshard.sharding.pipeline.layers.layer_chains import split_chains
 from autoshard.sharding.pipeline.layers.rolled_layers import roll_layers
 from autoshard.sharding.pipeline.schedule_words import DEFAULT, chunks_of, make_schedule
 from autoshard.sharding.pipeline.schedules import BACKWARD, WITH_RESIDUALS, Schedule, forward_only
 from autoshard.sharding.pipeline.slots import NotOffloaded, has_transfers
-from autoshard.sharding.pipeline.stage_cut import NotStaged, TooManyStages, cut_stages, find_stacks, other_stacks
+from autoshard.sharding.pipeline.stage_cut import NotStaged, TooManyStages, cut_stages, find_stacks, other_layers
 from autoshard.sharding.pipeline.stage_loop import StageLoop
 from autoshard.sharding.program.tracing import Traced
 from autoshard.sharding.rewrite.evaluation import rewritten
@@ -79,7 +80,8 @@ def with_stages(
         )
     found = _Found(table=make_schedule(schedule, stages, microbatches), gathers_once=gathers_once)
     try:
-        cut = with_microbatches(traced, microbatches, _runner(found), replicas=replicas, numerics=numerics)
+        run = _runner(found)
+        cut = with_microbatches(traced, microbatches, run, replicas=replicas, numerics=numerics, prepare=split_chains)
     except RowsNotDivided as error:
         raise RowsNotDivided(
             f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches, which do not divide the batch "
@@ -221,8 +223,7 @@ def _runner(found: _Found) -> Runner:
         separate = dict(zip(jaxpr.invars[len(whole) - len(layers) : len(whole)], layers, strict=True))
         table = found.table
         cut = cut_stages(jaxpr, len(whole), len(groups), table.stages, table.chunks)
-        others = other_stacks(jaxpr, len(whole), cut)
-        found.others = tuple(f"{stack.place}, {stack.layers} in number," for stack in others)
+        found.others = tuple(other_layers(jaxpr, len(whole), cut))
         found.sizes = tuple(np.reshape(stage_sizes(cut.forward.layers, table.stages * table.chunks),
                                        (table.chunks, table.stages)).sum(axis=0).tolist())  # fmt: skip
         found.bytes = cut.input_bytes, cut.residual_bytes * max(found.sizes) // cut.forward.layers

@@ -18,6 +18,7 @@ from autoshard._shown import shown
 from autoshard.sharding.microbatches.flow import HEAVY
 from autoshard.sharding.microbatches.operator_steps import place_of
 from autoshard.sharding.pipeline.layers.forward_layers import find_layers
+from autoshard.sharding.pipeline.layers.layer_runs import find_runs
 from autoshard.sharding.program.array_sizes import nbytes
 
 
@@ -76,8 +77,7 @@ class Stack:
     @property
     def place(self) -> str:
         """The place of the scan in the user's program, for messages."""
-        line = _compat.program_line(self.eqn)
-        return f"the layers{' at ' + line if line else ''}"
+        return _place(self.eqn)
 
 
 @shown
@@ -172,6 +172,8 @@ class StageCut:
         """Say which array of the microbatch the layers take slices of, and what to do."""
         made, to_do = self.made.get(var), ". Compute it in the layers"
         source = "an argument with the batch" if made is None else f"the result of {place_of(made)}"
+        if made is None:
+            to_do = ". Let each layer index the whole array by the layer's number"
         if stack is self.backward:  # the gradient of what the layers stack
             to_do = ". It comes from rows that all layers return. Add up in the carry what is needed of them"
         elif made is not None and made.primitive.name == "scan":  # weights that the layers index, or another stack
@@ -253,6 +255,8 @@ def cut_stages(jaxpr: Any, whole: int, sums: int, stages: int, chunks: int = 1) 
     """
     stacks = find_stacks(jaxpr, whole)
     if not stacks:
+        if (text := _indexed_weights(jaxpr, whole)) is not None:
+            raise NotStaged(text)
         layers, reason = find_layers(jaxpr, whole)
         if layers is None:
             raise NotStaged(_no_stack(jaxpr, reason))
@@ -285,13 +289,25 @@ def find_stacks(jaxpr: Any, whole: int) -> tuple[Stack, Stack] | None:
     return max(found, key=lambda each: each[0])[1:] if found else None
 
 
-def other_stacks(jaxpr: Any, whole: int, cut: StageCut) -> list[Stack]:
-    """Return the stacks of layers, with gradients, that are not cut: all stages run them."""
+def other_layers(jaxpr: Any, whole: int, cut: StageCut) -> list[str]:
+    """Return the places of the layers that are not cut, and the lengths of loops over them. All stages run them."""
+    pairs = [pair for _, *pair in _stacks_with_weights(jaxpr, whole)]
     staged = {id(stack.eqn) for stack in (cut.forward, cut.backward)}
-    found = {
-        id(a.eqn): a for _, a, b in _stacks_with_weights(jaxpr, whole) if staged.isdisjoint((id(a.eqn), id(b.eqn)))
-    }
-    return [*found.values()]
+    paired = {id(stack.eqn) for pair in pairs for stack in pair} | staged
+    found = {id(a.eqn): a for a, b in pairs if staged.isdisjoint((id(a.eqn), id(b.eqn)))}
+    weights = _weights(jaxpr, whole)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and id(eqn) not in paired and not cut.own.isdisjoint(eqn.outvars):
+            stack = Stack(eqn)
+            if weights.intersection(_variables(stack.slices)) and stack.carry:
+                found[id(eqn)] = stack
+    texts = [f"{stack.place}, {stack.layers} in number," for stack in found.values()]
+    for run in (cuts[0] for cuts in find_runs(jaxpr.eqns)):
+        heavy = next(eqn for eqn in run.block if eqn.primitive.name in HEAVY)
+        own_weights = any(weights.issuperset(_variables(o.atoms)) for o in run.of_kind("slices"))
+        if own_weights and not cut.own.isdisjoint(heavy.outvars) and not _compat.is_transposed(heavy):
+            texts.append(_place(heavy, "other layers"))
+    return texts
 
 
 def _stacks_with_weights(jaxpr: Any, whole: int) -> list[tuple[int, Stack, Stack]]:
@@ -300,12 +316,43 @@ def _stacks_with_weights(jaxpr: Any, whole: int) -> list[tuple[int, Stack, Stack
     pairs = [(Stack(a), Stack(b)) for n, b in enumerate(scans) for a in scans[:n]]
     # Gradients run through the layers in the opposite direction. A later stack in the same direction is not a gradient.
     pairs = [(a, b) for a, b in pairs if a.reverse != b.reverse and {*a.stacked}.intersection(_variables(b.slices))]
-    # A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
-    weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    weights |= {v for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"
-                for v in eqn.outvars if weights.issuperset(_variables(eqn.invars))}  # fmt: skip
+    weights = _weights(jaxpr, whole)
     sizes = [sum(nbytes(v.aval) for v in _variables(a.slices) if v in weights) for a, _ in pairs]
     return [(size, *pair) for size, pair in zip(sizes, pairs, strict=True) if size]
+
+
+def _weights(jaxpr: Any, whole: int) -> set[Any]:
+    """The weights, and their casts.
+
+    A stack of integers alone, such as the numbers of the layers, does not count: each layer would index all weights.
+    """
+    weights = {v for v in jaxpr.invars[:whole] if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    return weights | {v for eqn in jaxpr.eqns if eqn.primitive.name == "convert_element_type"
+                      for v in eqn.outvars if weights.issuperset(_variables(eqn.invars))}  # fmt: skip
+
+
+def _place(eqn: Any, layers: str = "the layers") -> str:
+    """The place of layers in the user's program, for messages."""
+    line = _compat.program_line(eqn)
+    return f"{layers}{' at ' + line if line else ''}"
+
+
+def _indexed_weights(jaxpr: Any, whole: int) -> str | None:
+    """Say which layers index the weights of all layers instead of taking slices of them; None if no layers do."""
+    weights = _weights(jaxpr, whole)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "scan":
+            continue
+        stack, body = Stack(eqn), _compat.open_jaxpr(eqn.params["jaxpr"])
+        stacks = {b: a for a, b in zip(stack.consts, body.invars, strict=False) if not isinstance(a, _compat.Literal)
+                  and a in weights and a.aval.shape[:1] == (stack.layers,)}  # fmt: skip
+        for each in body.eqns:
+            if each.primitive.name in ("dynamic_slice", "gather") and each.invars[0] in stacks:
+                return (
+                    f"{stack.place} index the weights of all layers, {stacks[each.invars[0]].aval.str_short()}. Give "
+                    "them to jax.lax.scan as its xs, so that each layer takes a slice of them"
+                )
+    return None
 
 
 def _no_stack(jaxpr: Any, reason: str) -> str:

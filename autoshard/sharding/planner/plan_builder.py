@@ -194,7 +194,7 @@ def own_sum_notes(problem: PlanningProblem) -> list[str]:
     if not found:
         return []
     return [f"microbatches={count} changes the numbers, as allow_numerics permits: {', '.join(found)} "
-            f"take{'s' * (len(found) == 1)} sums over each microbatch in place of those over the batch"]  # fmt: skip
+            "of each microbatch in place of that of the batch"]  # fmt: skip
 
 
 def _gather_notes(problem: PlanningProblem, best: Candidate) -> list[str]:

@@ -166,7 +166,8 @@ class PlanningProblem:
         lines = [_compat.source_line(op.eqn) for op, v in edges if stages in self.axes.of_value[v][0]]
         raise PlanError(
             f"auto_shard({self.traced.name}): pp:{self.axes.sizes[stages]}, but a loop{_place(lines)} runs over the "
-            "layers outside of the pipeline. Use jax.vmap there, or request a plan without pp"
+            "layers outside of the pipeline and carries a value from layer to layer. Compute it for all layers at "
+            "once, such as by jnp.cumsum, or request a plan without pp"
         )
 
     def check_effects(self) -> None:

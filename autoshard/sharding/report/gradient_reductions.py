@@ -50,7 +50,7 @@ def reduce_axes(plan: ShardingPlan, bound: BoundPlan, path: str) -> dict[str, st
     shards: dict[str, str] = {}
     factors = dict(zip(map(id, layout.axes.program.ops()), layout.axes.of_op, strict=True))
     own = {c for dim in layout.axes.of_value[value] for c in dim}
-    for op, result in GradientSums(layout.axes, layout.roles).of(updated):
+    for op, result in GradientSums(layout.axes, layout.roles).of(updated, within_replicas=True):
         strategy = strategy_in_layout(layout, op, bound.executable.link_prices)
         for move in strategy.moves:
             if move.kind not in ("all-reduce", "reduce-scatter") or op.results[-1 - move.array] != result:

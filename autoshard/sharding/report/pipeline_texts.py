@@ -40,7 +40,7 @@ def pipeline_texts(plan: ShardingPlan) -> list[str]:
     if BACKWARD not in schedule.ticks:
         return [
             f"{plan.stages} stages",
-            f"schedule {plan.schedule}: the function has no gradients",
+            f"schedule {plan.schedule}: the layers on stages have no gradients",
             f"{plan.microbatches} microbatches",
             f"each stage idle in {idle} ticks",
         ]

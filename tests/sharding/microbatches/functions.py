@@ -40,6 +40,12 @@ FUNCTIONS = {
     "einsum outer": lambda w, x: jnp.einsum("bi,bj,ij->b", x, x, w),
     "grad tanh": lambda w, x: jax.grad(lambda w: jnp.tanh(x @ w).sum() ** 2)(w),
     "grad var": lambda w, x: jax.grad(lambda w: jnp.var(jnp.tanh(x @ w)))(w),
+    "grad count and one": lambda w, t: jax.grad(
+        lambda w: (jnp.tanh(t @ w[:1].repeat(5, 0)) / (1 + (t > 1).sum())).sum()
+    )(w),
+    "grad row weights": lambda w, x: jax.grad(
+        lambda w: (jnp.tanh(x @ w).sum(1) * (x[:, 0] / (1 + (x > 0).sum()))).sum()
+    )(w),
     "grad logsumexp all": lambda w, x: jax.grad(lambda w: jax.nn.logsumexp(x @ w))(w),
     "scan carry sum": lambda w, x: jax.lax.scan(lambda c, _: (c + (x @ w).sum(), None), 0.0, None, length=3)[0],
     "scan carry init": lambda w, x: jax.lax.scan(lambda c, _: (c + (x @ w).sum(), c), 5.0, None, length=3),

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard import _compat, operator
 from autoshard.sharding.microbatches.accumulation import in_microbatches
-from autoshard.sharding.microbatches.flow import find_flow
+from autoshard.sharding.microbatches.flow import find_flow, own_sums
 from autoshard.sharding.microbatches.states import Cut, Split
 from autoshard.sharding.rewrite.evaluation import rewritten
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
@@ -143,3 +143,32 @@ def test_temporaries_are_smaller():
     analyses = [jax.jit(f).lower(*args).compile().memory_analysis() for f in (step, made)]
     whole, parted = (getattr(analysis, "temp_size_in_bytes") for analysis in analyses)  # noqa: B009
     assert parted < 0.6 * whole
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("kind", ["stacked", "features"])
+def test_the_loss_and_its_gradient_take_the_same_maxima(kind, remat):
+    """Where numerics may change, both are those of the mean over separate batches. The note names the operation."""
+
+    def loss(weights, rows, parts):
+        def layer(x, w):
+            x = x + jnp.tanh(x @ w)
+            return x, jnp.max(x, 0 if kind == "features" else None)
+
+        body = jax.checkpoint(layer) if remat else layer
+        values = []
+        for n in range(parts):
+            x, largest = jax.lax.scan(body, rows[n::parts], weights)
+            values.append((x**2).mean() + 0.1 * largest.sum())
+        return sum(values) / parts
+
+    with jax.enable_x64(True):
+        args = jax.random.normal(jax.random.key(0), (2, 6, 6)) * 0.4, jax.random.normal(jax.random.key(1), (8, 6))
+        closed = rewritten(_compat.dce(jax.make_jaxpr(jax.value_and_grad(lambda w, x: loss(w, x, 1)))(*args)))
+        flow = find_flow(closed, {1: Split(0)}, 4, numerics=True)
+        made = jax.make_jaxpr(in_microbatches(closed, flow, Cut(4)))(*args)
+        want = jax.value_and_grad(lambda w, x: loss(w, x, 4))(*args)
+        for one, other in zip(run(made, args), want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+    assert any(text.startswith("'eq' at") and text.endswith("takes the maximum") for text in own_sums(flow))
+    assert any("reduce_sum" in text and "takes the maximum" in text for text in own_sums(flow))

@@ -14,6 +14,7 @@ from tests.sharding.microbatches.functions import FUNCTIONS, REFUSED, ROWS, TOKE
 
 QUICK = ("rng rows", "merge T", "reshape split", "scan carry init", "cond", "cond max", "scan max init",
          "scatter add W", "p div", "concat sums", "dus sum2", "vmap rng", "tile", "repeat", "segment",
+         "grad count and one", "grad row weights",
          *REFUSED)  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The word `pp:N` in plans: parity on 8 devices, what the compiled program moves, and what cannot be."""
 
 import collections
+import functools
 import re
 
 import jax
@@ -493,6 +494,30 @@ def test_a_program_without_layers():
 
     with pytest.raises(PlanError, match=r"pp:2, but the function cannot be cut: it has no repeated part"):
         plan(step, jnp.ones((8, 8)), jnp.ones((4, 8)), target="cpu:2", plan="pp:2")
+
+
+@pytest.mark.whole
+def test_a_loop_over_the_layers_outside_of_the_pipeline():
+    """The message says what to do where the loop carries a value. A loop that carries none needs no change."""
+    fn, *args = stacked_layers(4)
+
+    def step(kind, weights, x):
+        weights, value = fn(weights, x)
+        squares = (weights[0] ** 2).sum((1, 2))
+        if kind == "carried":
+            scales = jax.lax.scan(lambda c, w: (c + (w**2).sum(), c + (w**2).sum()), 0.0, weights[0])[1]
+        elif kind == "cumsum":
+            scales = jnp.cumsum(squares)
+        else:
+            scales = jax.lax.map(lambda w: (w**2).sum(), weights[0])
+        return (weights[0] / (1 + scales[:, None, None]), weights[1]), value
+
+    options = {"target": "cpu:2", "plan": "pp:2", "microbatches": 4}
+    with pytest.raises(PlanError, match=r"a loop at .*test_pipelined_plans.py.* carries a value from layer to layer. .*"
+                       "such as by jnp.cumsum"):  # fmt: skip
+        plan(functools.partial(step, "carried"), *args, **options)
+    for kind in ("cumsum", "map"):
+        assert plan(functools.partial(step, kind), *args, **options).stages == 2
 
 
 @pytest.mark.whole

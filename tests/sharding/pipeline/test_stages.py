@@ -1,6 +1,7 @@
 """A step in stages equals the step: loss, gradients, updated state and rows, in float64."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -287,10 +288,75 @@ def test_rows_of_each_layer_are_named(rows, message):
     assert "\n" not in str(error.value)
 
 
-def test_layers_that_index_the_weights_of_all_layers():
-    def stack(weights, x):
-        return jax.lax.scan(lambda x, i: (x + jnp.tanh(x @ weights[0, i]), None), x, jnp.arange(4))[0]
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_that_index_the_weights_of_all_layers(remat):
+    """The message says what to do: each layer takes a slice of the weights."""
+    body = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
 
-    fn, args, _ = train(stack)
-    with pytest.raises(PlanError, match="take slices of an array that differs between microbatches"):
-        with_stages(trace(fn, args, {}), 4, stages=2)
+    def loss(weights, rows, index):
+        layer = (lambda x, i: body(x, weights[i])) if index else body
+        layer = jax.checkpoint(layer) if remat else layer
+        return (jax.lax.scan(layer, rows, jnp.arange(4) if index else weights)[0] ** 3).mean()
+
+    args = jax.random.normal(jax.random.key(0), (4, 6, 6)) * 0.4, jax.random.normal(jax.random.key(1), (8, 6))
+    refused, allowed = (lambda w, x, s=s: jax.value_and_grad(loss)(w, x, s) for s in (True, False))
+    with pytest.raises(PlanError, match="index the weights of all layers, float64.4,6,6.*as its xs"):
+        with_stages(trace(refused, args, {}), 4, stages=2)
+    cut = with_stages(trace(allowed, args, {}), 4, stages=2)
+    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), refused(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_layers_index_an_argument_with_the_batch():
+    """They cannot take slices of it. The message says what to do."""
+
+    def loss(weights, rows, sliced):
+        def body(x, xs):
+            w, own = xs
+            return x + jnp.tanh(x @ w) + (own if sliced else jax.lax.dynamic_index_in_dim(rows, own, 0, False)), None
+
+        own = rows if sliced else jnp.arange(4)
+        return (jax.lax.scan(body, jnp.zeros((8, 6)), (weights, own))[0] ** 2).mean()
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.4  # noqa: E731
+    args = draw(0, 4, 6, 6), draw(1, 4, 8, 6)
+    refused, allowed = (lambda w, x, s=s: jax.value_and_grad(loss)(w, x, s) for s in (True, False))
+    with pytest.raises(PlanError, match="an argument with the batch. Let each layer index the whole array by the l"):
+        with_stages(trace(refused, args, {}), 4, stages=2)
+    cut = with_stages(trace(allowed, args, {}), 4, stages=2)
+    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), refused(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layers", "frozen", "embedding", "sizes"),
+    [
+        (8, 4, "frozen", (2, 2)),  # the trained layers, of which the first one has no gradient of its input
+        (8, 4, "trained", (2, 2)),
+        (8, 5, "trained", (3, 2)),  # the frozen layers, which pass gradients on
+        (6, 4, "frozen", (2, 2)),  # the frozen layers, which have no gradients
+        pytest.param(6, 3, "frozen", (2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_lower_layers_that_are_frozen(layers, frozen, embedding, sizes, schedule):
+    """Layers with gradients take precedence. The plan names the others."""
+
+    def loss(weights, tokens):
+        table = weights["embedding"]
+        x = (jax.lax.stop_gradient(table) if embedding == "frozen" else table)[tokens]
+        for n, w in enumerate(weights["layers"]):
+            x = x + jnp.tanh(x @ (jax.lax.stop_gradient(w) if n < frozen else w))
+        return (x**2).mean()
+
+    draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.4  # noqa: E731
+    weights = {"embedding": draw(99, 16, 6), "layers": [draw(n, 6, 6) for n in range(layers)]}
+    args = weights, jnp.arange(8) * 2
+    cut = with_stages(trace(jax.value_and_grad(loss), args, {}), 4, stages=2, schedule=schedule)
+    assert cut.stage_layers == sizes and cut.schedule == (schedule if layers == 8 or frozen == 3 else "forward")
+    (place,) = cut.unstaged_layers
+    assert re.match(r"other layers at .*test_stages\.py", place)
+    made = jax.jit(_compat.jaxpr_as_function(cut.closed))(*jax.tree.leaves(args))
+    for one, other in zip(made, jax.tree.leaves(jax.value_and_grad(loss)(*args)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)

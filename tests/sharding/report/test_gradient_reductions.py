@@ -15,6 +15,7 @@ from autoshard import Plan, plan
 from autoshard.errors import PlanError
 from autoshard.sharding.hlo.parser import parse_program
 from autoshard.sharding.hlo.replica_groups import groups_of
+from tests.parity import mixed_layers
 from tests.parity.mixed_parameters import arguments, shapes, step
 
 # Sizes with different odd factors, by which gradients and activations are told apart in the compiled program.
@@ -53,6 +54,31 @@ def test_each_gradient_is_reduced_once_over_the_axes_that_it_names(words):
     said["embed"] *= 2  # tied: the lookup and the head each have a gradient
     assert said["frozen"] == [] and said["scale"]
     assert {k: sorted(v) for k, v in said.items()} == {k: sorted(v) for k, v in reduced_axes(made, args).items()}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("words", "replicated", "others"),
+    [
+        ("pp:2 ring:2 dp:2", "dp ring", {"position": "dp"}),
+        ("dp:2 isp:4", "dp isp", {"position": "dp"}),
+        pytest.param("pp:2 dp:2 tp:2", "dp", {"bias": "dp tp"}, marks=pytest.mark.slow),  # tp shards the experts
+        pytest.param("pp:2 fsdp:4", "fsdp", {}, marks=pytest.mark.slow),
+        pytest.param("pp:2 ulysses:2 fsdp:2", "fsdp ulysses", {"position": "fsdp"}, marks=pytest.mark.slow),
+        pytest.param("pp:2 dp:2 isp:2", "dp isp", {"position": "dp"}, marks=pytest.mark.slow),
+        pytest.param("dp:2 ring:4", "dp ring", {"position": "dp"}, marks=pytest.mark.slow),
+        pytest.param("dp:2 ulysses:4", "dp ulysses", {"position": "dp"}, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_on_stages_and_long_sequences(words, replicated, others):
+    """Gradients equal those of one device, so each is reduced once; `pp` reduces none."""
+    args = mixed_layers.arguments()
+    made = plan(mixed_layers.step, *args, plan=words, microbatches=4 if "pp" in words else None)
+    named = {name: " ".join(made.reduce_axes(f"0/{name}")) for name in mixed_layers.SHAPES}
+    assert named == {**dict.fromkeys(mixed_layers.SHAPES, replicated), **others}
+    want = jax.jit(mixed_layers.step)(*args)
+    for one, other in zip(jax.tree.leaves(made.jit()(*args)), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(one - other) <= 5e-6 * np.linalg.norm(other)
 
 
 def test_a_random_key_beside_the_parameters():

@@ -7,7 +7,7 @@ of a weight that they share, the block that comes first has no sum to add to. It
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,15 +40,21 @@ class _Part:
     sums: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
-def complete_layers(jaxpr: Any) -> Any | None:
-    """Return an open jaxpr whose first and last layers are like the others; None if nothing can be added."""
+def complete_layers(jaxpr: Any) -> Iterator[Any]:
+    """Yield open jaxprs whose first and last layers are like the others. There is none if nothing can be added.
+
+    The second one only completes blocks after a run. A layer before those that are trained may look like one of them.
+    """
     runs = find_runs(jaxpr.eqns)
     begun = _completed(jaxpr, [_first_part(_part_before, cuts) for cuts in runs], [])
-    program = begun or jaxpr
-    runs = runs if begun is None else find_runs(program.eqns)
-    last = partial(_part_after, results=program.outvars)
-    ended = _completed(program, [_first_part(last, cuts) for cuts in runs], [run for cuts in runs for run in cuts])
-    return ended or begun
+    for program in (jaxpr,) if begun is None else (begun, jaxpr):
+        found = runs if program is jaxpr else find_runs(program.eqns)
+        last = partial(_part_after, results=program.outvars)
+        ended = _completed(
+            program, [_first_part(last, cuts) for cuts in found], [run for cuts in found for run in cuts]
+        )
+        if ended is not None or program is begun:
+            yield ended or program
 
 
 def _first_part(part_of: Callable[[Run], _Part | None], cuts: Sequence[Run]) -> _Part | None:

@@ -138,6 +138,11 @@ def in_blocks(run: Run, count: int) -> Run | None:
     return run if run.count == count else _run(run.eqns, run.keys, run.first, run.size * (run.count // count), count)
 
 
+def part_of(run: Run, first: int, count: int) -> Run | None:
+    """Return some consecutive blocks of a run."""
+    return _run(run.eqns, run.keys, run.first + first * run.size, run.size, count)
+
+
 def _repetitions(keys: np.ndarray, heavy: np.ndarray) -> list[tuple[int, int, int]]:
     """Return (first, period, end) where keys repeat and some are heavy, the longest first, then the shortest period."""
     found = []

@@ -20,7 +20,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.pipeline.layers.completed_layers import complete_layers
 from autoshard.sharding.pipeline.layers.forward_layers import layers_alone
-from autoshard.sharding.pipeline.layers.layer_runs import Operand, Run, atom_key, find_runs, in_blocks
+from autoshard.sharding.pipeline.layers.layer_runs import Operand, Run, atom_key, find_runs, in_blocks, part_of
 from autoshard.sharding.program.array_sizes import nbytes
 
 Atoms = tuple[Any, ...]  # for each layer, in the order of the forward pass
@@ -56,8 +56,8 @@ def roll_layers(jaxpr: Any, whole: int, ops: Sequence[str]) -> Rolled | None:
         whole: the number of inputs that all microbatches share.
         ops: the operations that combine the terms of its first results.
     """
-    programs = [jaxpr, complete_layers(jaxpr)]
-    found = [(*pair, program) for program in programs if program is not None for pair in _pairs(program, whole)]
+    programs = [jaxpr, *complete_layers(jaxpr)]
+    found = [(*pair, program) for program in programs for pair in _pairs(program, whole)]
     if not found:
         found = [(*each, jaxpr) for each in _alone(jaxpr, whole)]
     if not found:
@@ -96,7 +96,22 @@ def _pair(forward_cuts: Sequence[Run], backward_cuts: Sequence[Run]) -> tuple[Ru
         layers, gradients = in_blocks(forward, count), in_blocks(backward, count)
         if layers is not None and gradients is not None and _is_gradient(layers, gradients):
             return layers, gradients
+        layers = _layers_of(forward, backward)
+        if layers is not None and _is_gradient(layers, backward):
+            return layers, backward
     return None
+
+
+def _layers_of(forward: Run, backward: Run) -> Run | None:
+    """The blocks of a run whose results another run takes; None if it takes those of all blocks, or of others.
+
+    If only some of the layers are frozen, all have equal operators, and their gradients do not.
+    """
+    taken = {forward.made[a][0] for o in backward.of_kind("slices") for a in o.atoms if _is_in(a, forward.made)}
+    first = min(taken, default=0)
+    if len(taken) == forward.count or taken != {*range(first, first + backward.count)}:
+        return None
+    return part_of(forward, first, backward.count)
 
 
 def _is_gradient(forward: Run, backward: Run) -> bool:
