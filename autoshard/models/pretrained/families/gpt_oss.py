@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.pretrained.families.config_values import dense_values, expert_values, window_values
+from autoshard.models.pretrained.families.constants import GPT_OSS_ROTARY_BASE
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table
 from autoshard.models.pretrained.families.mixtures import router_loss
@@ -18,7 +19,7 @@ def _config(config: Config) -> DecoderConfig:
     layers = config.count("num_hidden_layers")
     bias = config.flag("attention_bias", True)
     windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
-    cfg = dense_config(config, windows=windows, qkv_bias=bias, output_bias=bias, sinks=True)
+    cfg = dense_config(config, windows=windows, base=GPT_OSS_ROTARY_BASE, qkv_bias=bias, output_bias=bias, sinks=True)
     experts = ExpertsConfig(
         config.count("num_local_experts"),
         config.size("num_experts_per_tok"),
