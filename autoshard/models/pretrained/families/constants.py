@@ -13,9 +13,15 @@ WINDOW = 4096
 QWEN_LAYERS_WITHOUT_WINDOW = 28
 QWEN_VL_LAYERS_WITHOUT_WINDOW = 80
 
-# rope_theta of MixtralConfig and GptOssConfig.
+# rope_theta of MixtralConfig and GptOssConfig, and rope_parameters of GptOssConfig.
 MIXTRAL_ROTARY_BASE = 1_000_000.0
 GPT_OSS_ROTARY_BASE = 150_000.0
+GPT_OSS_ROTARY: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 # DeepseekV3Config: routed_scaling_factor, and first_k_dense_replace, in layers.
 DEEPSEEK_V3_SCALE = 2.5

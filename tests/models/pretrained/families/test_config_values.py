@@ -14,7 +14,16 @@ from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.load import Described
 from tests.models.pretrained.folders import (
-    DEEPSEEK_V3, GEMMA3, GPT_OSS, LLAMA, MIXTRAL, QWEN2_5_VL, VIT, make_folder, tensors_of, write_tensors,
+    DEEPSEEK_V3,
+    GEMMA3,
+    GPT_OSS,
+    LLAMA,
+    MIXTRAL,
+    QWEN2_5_VL,
+    VIT,
+    make_folder,
+    tensors_of,
+    write_tensors,
 )  # fmt: skip
 
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"]}
@@ -124,6 +133,12 @@ def test_base_of_rotary_positions_if_none_is_given(base, expected):
 )
 def test_windows(base, changes, expected):
     assert windows_of(base, **changes) == expected
+
+
+def test_gpt_oss_has_the_positions_of_the_release_by_default():
+    rotary = rotary_of(GPT_OSS)
+    assert (rotary.scaling, rotary.factor, rotary.original_context, rotary.truncate) == ("yarn", 32.0, 4096, False)
+    assert rotary_of(GPT_OSS, rope_scaling={"rope_type": "default"}).scaling == "none"
 
 
 def test_published_gemma_3_leaves_out_what_is_the_default():
