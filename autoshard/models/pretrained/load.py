@@ -6,8 +6,8 @@ import dataclasses
 import operator
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -152,7 +152,7 @@ def plan_pretrained(
     folder = Folder.open(path)
     batch = batch_shape(batch, "plan_pretrained")
     family = family_of(folder.config, str(folder.path / CONFIG))
-    with _naming(folder.values.where):
+    with folder.values.naming():
         fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
     changes = {name: options.pop(name) for name in list(options) if name in fields}
     described = Described.of(folder, float_dtype(dtype, "plan_pretrained"), changes)
@@ -160,17 +160,6 @@ def plan_pretrained(
         tensors = folder.tensors()
         described, _ = described.fitted(folder, tensors).keeping_codes(folder, tensors)
     return described.plan(batch, **options)
-
-
-@contextmanager
-def _naming(where: str) -> Iterator[None]:
-    """Turn errors of a model's config into errors that name the file. An `AutoshardError` names it itself."""
-    try:
-        yield
-    except AutoshardError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise AutoshardError(f"{where}: {error}") from error
 
 
 def batch_shape(batch: Any, function: str) -> tuple[int, int] | None:
@@ -227,7 +216,7 @@ class Described:
         changes = dict(changes)
         kept = dtype or stored_dtype(folder.config)
         changes = {"param_dtype": kept, "dtype": changes.pop("compute_dtype", kept), **changes}
-        with _naming(values.where):
+        with values.naming():
             cfg = with_changes(family.config(values), changes)
         origin = Origin.of(family, folder)
         if folder.text_of:

@@ -11,6 +11,7 @@ from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained import load_pretrained, plan_pretrained
 from autoshard.models.pretrained.folder import Folder, float_dtype, read_table
+from autoshard.models.pretrained.workload import folder_workload
 from autoshard.serve.generator import stop_tokens
 from tests.models.pretrained.folders import (
     DEEPSEEK_V3,
@@ -190,9 +191,10 @@ def test_configs(folder, changes, message):
 )
 def test_configs_of_later_families(tmp_path, config, changes, message):
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(AutoshardError) as caught:
-        plan_pretrained(tmp_path)
-    assert message in str(caught.value)
+    for read in (plan_pretrained, folder_workload):
+        with pytest.raises(AutoshardError) as caught:
+            read(tmp_path)
+        assert message in str(caught.value)
 
 
 def test_a_model_with_towers_and_no_config_of_its_text_model(tmp_path):

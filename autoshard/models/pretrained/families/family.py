@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +132,16 @@ class Config:
     def refuse(self, message: str) -> AutoshardError:
         """Return an error about the file."""
         return AutoshardError(f"{self.where}: {message}")
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Turn errors of a model's config into errors that name the file. An `AutoshardError` names it itself."""
+        try:
+            yield
+        except AutoshardError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise AutoshardError(f"{self.where}: {error}") from error
 
     def number(self, name: str, default: Any = ...) -> Any:
         """Return a finite number; `default` if it is missing or null."""
