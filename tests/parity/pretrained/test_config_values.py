@@ -29,6 +29,7 @@ ROWS = {
     "mixtral without rotary keys": ("mixtral", ROTARY, {}),
     "gpt-oss without rotary keys": ("gpt-oss", ROTARY, {}),
     "gpt-oss with a base alone": ("gpt-oss", ROTARY, {"rope_theta": 3e3}),
+    "gemma2 without caps": ("gemma2", ("final_logit_softcapping", "attn_logit_softcapping"), {}),
     "deepseek without a factor of experts": ("deepseek-v3", ("routed_scaling_factor",), {}),
     "qwen3-moe with windows": (
         "qwen3-moe", (), {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 2},

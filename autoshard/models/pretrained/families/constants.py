@@ -27,6 +27,9 @@ GPT_OSS_ROTARY: Mapping[str, Any] = {
 DEEPSEEK_V3_SCALE = 2.5
 DEEPSEEK_V3_DENSE = 3
 
+# Gemma2Config.
+GEMMA2_CAPS: Mapping[str, float] = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+
 # Gemma3TextConfig. Published folders with a vision tower leave out what equals these values.
 GEMMA3: Mapping[str, Any] = {
     "vocab_size": 262_208,

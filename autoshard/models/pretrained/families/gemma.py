@@ -7,6 +7,7 @@ from typing import Any
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.pretrained.families.config_values import dense_values, rotary_values, window_values
+from autoshard.models.pretrained.families.constants import GEMMA2_CAPS
 from autoshard.models.pretrained.families.constants import GEMMA3 as GEMMA3_DEFAULTS
 from autoshard.models.pretrained.families.family import ROTARY_BUFFERS, Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table, mlp_table
@@ -39,6 +40,7 @@ def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
 
 
 def _gemma2(config: Config) -> DecoderConfig:
+    config = config.with_defaults(**GEMMA2_CAPS)
     layers = config.count("num_hidden_layers")
     windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
     return gemma_config(config, windows=windows)

@@ -10,6 +10,7 @@ import pytest
 
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained.families import family_of
+from autoshard.models.pretrained.families.constants import GEMMA3 as GEMMA3_DEFAULTS
 from autoshard.models.pretrained.families.family import Config
 from autoshard.models.pretrained.folder import Folder
 from autoshard.models.pretrained.load import Described
@@ -148,6 +149,16 @@ def test_published_gemma_3_leaves_out_what_is_the_default():
     local, whole = cfg.kinds[0], cfg.kinds[5]
     assert (local.window, local.rotary.base, local.rotary.scaling) == (6, 1e4, "none")
     assert (whole.window, whole.rotary.base, whole.rotary.factor) == (None, 1e6, 8.0)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [({}, (50.0, 30.0)), ({"final_logit_softcapping": None}, (50.0, None))],
+    ids=["left out", "null"],
+)
+def test_gemma_2_has_caps_unless_they_are_null(changes, expected):
+    cfg = read({**GEMMA3, **GEMMA3_DEFAULTS, "architectures": ["Gemma2ForCausalLM"]}, **changes)
+    assert (cfg.score_cap, cfg.logit_cap) == expected
 
 
 def test_deepseek_v3_scales_the_choices_of_experts_by_default():
