@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,13 +246,16 @@ def make_generator(
 def stop_tokens(folder: Folder) -> frozenset[int]:
     """Return the tokens that end a text: `eos_token_id` of `generation_config.json`, or else of `config.json`.
 
+    In the config of a model that reads images, it may be among the values of the text model.
+
     Raises:
         ConfigError: they are not token ids, or a file is damaged.
     """
     file = folder.path / GENERATION_CONFIG
     generation = read_table(file) if file.exists() else {}
-    found = generation.get("eos_token_id")
-    found = folder.config.get("eos_token_id") if found is None else found
+    text = folder.config.get("text_config")
+    tables = (generation, folder.config, text if isinstance(text, Mapping) else {})
+    found = next((ids for one in tables if (ids := one.get("eos_token_id")) is not None), None)
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(one) is int for one in ids):
         raise ConfigError(f"eos_token_id of {str(folder.path)!r} is {found!r}; it must be a token id or a list of them")

@@ -7,7 +7,9 @@ import pytest
 
 from autoshard.cli import main
 from autoshard.errors import AutoshardError, ConfigError
+from autoshard.models.pretrained.folder import Folder
 from autoshard.serve import load_generator
+from autoshard.serve.generator import stop_tokens
 from autoshard.serve.prompt_file import read_prompts, replies_in, reply_to_file
 from tests.models.pretrained.folders import LLAMA, write_tensors
 from tests.models.pretrained.quantized.folders import FP8, quantized_tensors
@@ -44,6 +46,21 @@ def test_stop_tokens_are_those_of_the_generation_config(generator, folder, tmp_p
     other = make_text_folder(tmp_path / "other")
     (other / "generation_config.json").unlink()
     assert load_generator(other, rows=1, mesh={"x": 1}).stop_tokens == {5}
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        ({"eos_token_id": 5}, {5}),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 6], "text_config": {}}, {1, 6}),
+        ({"architectures": ["Qwen2VLForConditionalGeneration"], "text_config": {"eos_token_id": 7}}, {7}),
+        ({"text_config": None}, set()),
+    ],
+    ids=["flat", "towers", "nested", "none"],
+)
+def test_stop_tokens_of_a_config_with_a_text_model(tmp_path, config, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert stop_tokens(Folder.open(tmp_path)) == expected
 
 
 def test_messages_go_through_the_chat_template(generator):

@@ -56,6 +56,11 @@ _UNSUPPORTED = (
     "alora_invocation_tokens",
     "layer_replication",
     "megatron_config",
+    "target_parameters",
+    "use_bdlora",
+    "kasa_config",
+    "monteclora_config",
+    "arrow_config",
 )
 # Initializations for which PEFT subtracts the initial B A from W.
 _BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")

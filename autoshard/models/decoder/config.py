@@ -43,6 +43,7 @@ class DecoderConfig:
         causal: whether a position sees no later ones. An encoder is not causal, and has no cache.
         learned_positions: whether a learned vector of each position is added to the embedding (GPT-2).
         activation: of the MLP: `silu`, `gelu`, `gelu_tanh`, or `quick_gelu`, which is `x * sigmoid(1.702 x)`.
+            Experts have `silu`, or the unit of `ExpertsConfig.limit`.
         gated: whether the MLP is `w_down(activation(w_gate x) * w_up x)`; else it is `w_down(activation(w_up x))`.
         norm: `rms`, RMSNorm, or `layer`, LayerNorm with a bias.
         norm_eps: added to the mean square, or to the variance, before its root.
@@ -158,6 +159,8 @@ class DecoderConfig:
             problems.append("causal is False; latent attention, windows and chunks are built causal only")
         if self.experts is not None:
             problems += expert_problems(self.experts)
+            if self.experts.limit is None and self.activation != "silu":
+                problems.append(f"activation is {self.activation!r}; experts are built with silu only")
         for segment in segments_of(self.kinds):
             # A group of several layers rematerializes each of them; else the groups are scanned.
             scan = self.scan_layers and segment.repeats > 1 and len(segment.pattern) == 1

@@ -66,7 +66,9 @@ def sliced_rows(table: jax.Array, own: jax.Array, tokens: jax.Array) -> jax.Arra
     inside = (place >= 0) & (place < own.shape[0])
     place = jnp.clip(place, 0, own.shape[0] - 1).reshape(-1)
     if place.shape[0] <= LARGEST_UNROLLED:
-        rows = jnp.concatenate([lax.dynamic_slice_in_dim(table, at, 1) for at in place])
+        # Columns of the transpose: XLA slices them in place, in either layout. For rows, it may copy the table.
+        columns = [lax.dynamic_slice_in_dim(table.T, at, 1, axis=1) for at in place]
+        rows = jnp.concatenate(columns, axis=1).T
     else:
         rows = table.at[place].get(mode="promise_in_bounds")
     return jnp.where(inside[..., None], rows.reshape(*tokens.shape, -1), 0)

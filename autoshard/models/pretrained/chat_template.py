@@ -101,12 +101,14 @@ class ChatTemplate:
 
         extensions = (_GenerationMarks, LoopControlExtension)
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = lambda x, **options: json.dumps(x, ensure_ascii=False, **options)
+        environment.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False, **options})
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: (self.day or datetime.datetime.now()).strftime(form)
         try:
             template = environment.from_string(self.source)
-            return template.render(messages=messages, add_generation_prompt=answer_follows, **self.tokens)
+            # Templates compare tools and documents with none; jinja2 would compare an undefined name as another value.
+            given = {"tools": None, "documents": None, **self.tokens}
+            return template.render(messages=messages, add_generation_prompt=answer_follows, **given)
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the chat template of {self.where} fails: {error}") from error
 

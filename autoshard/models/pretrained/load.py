@@ -152,7 +152,8 @@ def plan_pretrained(
     folder = Folder.open(path)
     batch = batch_shape(batch, "plan_pretrained")
     family = family_of(folder.config, str(folder.path / CONFIG))
-    fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
+    with folder.values.naming():
+        fields = config_fields(family.config(folder.values)) | {"compute_dtype"}
     changes = {name: options.pop(name) for name in list(options) if name in fields}
     described = Described.of(folder, float_dtype(dtype, "plan_pretrained"), changes)
     if keep_codes:
@@ -215,12 +216,8 @@ class Described:
         changes = dict(changes)
         kept = dtype or stored_dtype(folder.config)
         changes = {"param_dtype": kept, "dtype": changes.pop("compute_dtype", kept), **changes}
-        try:
+        with values.naming():
             cfg = with_changes(family.config(values), changes)
-        except AutoshardError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise AutoshardError(f"{values.where}: {error}") from error
         origin = Origin.of(family, folder)
         if folder.text_of:
             warnings.warn(

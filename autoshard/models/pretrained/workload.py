@@ -24,7 +24,9 @@ def folder_workload(path: Any) -> Workload:
     """
     path = Path(path)
     folder = Folder.open(path.parent if path.name == CONFIG else path)
-    config = family_of(folder.config, str(folder.path / CONFIG)).config(folder.values)
+    values = folder.values
+    with values.naming():
+        config = family_of(folder.config, values.where).config(values)
     dtype = stored_dtype(folder.config)
     changes = {"dtype": dtype, "param_dtype": dtype}
     if hasattr(config, "context"):

@@ -156,6 +156,9 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
         (dict(peft_type="IA3"), "has peft_type='IA3'"),
         (dict(bias="all"), "has bias='all'"),
         (dict(lora_bias=True), "has lora_bias=True"),
+        (dict(target_parameters=["experts.down_proj"]), "has target_parameters="),
+        (dict(use_bdlora={"nblocks": 2}), "has use_bdlora="),
+        (dict(kasa_config={"beta": 1e-4}), "has kasa_config="),
         (
             dict(init_lora_weights="pissa_niter_16"),
             "has init_lora_weights='pissa_niter_16': it was trained on changed",

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autoshard import plan
 from autoshard.kernels.planned_platform import Planned, planned_for
 from autoshard.models.decoder import single_rows
 from autoshard.models.decoder.single_rows import by_slices, rows_of, scattered, with_slots
+from autoshard.sharding.audit import compile_job, export_plan
 from autoshard.sharding.oracle.rule_check import check_rule
+from autoshard.sharding.planner.bound_plan import bound_or_error
 
 
 @pytest.mark.parametrize("unrolled", [1, 32], ids=["many", "few"])
@@ -54,3 +57,22 @@ def test_only_tpus_slice_and_only_rows_that_fill_no_registers():
     assert not by_slices(narrow)
     with planned_for(Planned("tpu")):
         assert by_slices(narrow) and not by_slices(wide)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["v5e:2x4", "v6e:2x4"])
+@pytest.mark.parametrize("vocab", [8000, 25_136], ids=["rows-last", "tokens-last"])
+def test_a_table_is_not_copied_for_its_rows(vocab, target):
+    """8000 x 2880 on a device is stored as it is, and 25136 x 2880 transposed. Neither is copied."""
+
+    def step(table, tokens, w):
+        x = rows_of(table, tokens)[:, 0]
+        return x + jnp.tanh(x), x @ w
+
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8 * vocab, 2880), (2880, 512))]
+    tokens = jax.ShapeDtypeStruct((32, 1), "int32")
+    made = plan(step, shapes[0], tokens, shapes[1], target=target, plan="tp:8")
+    result = compile_job(export_plan(bound_or_error(made.bound).executable, {}), 600.0)
+    assert result.kind == "ok", result.message
+    assert result.memory["temp"] < vocab * 2880

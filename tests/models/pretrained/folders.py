@@ -37,6 +37,11 @@ LLAMA4: dict[str, Any] = {
     **LLAMA, "architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 4, "intermediate_size_mlp": 24, "head_dim": 8,
     "num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 6,
 }  # fmt: skip
+GEMMA3: dict[str, Any] = {  # without what the published folders leave out
+    "architectures": ["Gemma3ForCausalLM"], "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6,
+    "head_dim": 4, "vocab_size": 24, "sliding_window": 6, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "dtype": "float32",
+}  # fmt: skip
 GEMMA4: dict[str, Any] = {
     **LLAMA, "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 6, "num_key_value_heads": 1, "head_dim": 8,
     "global_head_dim": 12, "layer_types": ["sliding_attention", "full_attention"] * 3, "sliding_window": 6,

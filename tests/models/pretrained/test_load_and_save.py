@@ -14,6 +14,7 @@ from autoshard.errors import AutoshardError, AutoshardWarning
 from autoshard.models.decoder import Decoder
 from autoshard.models.pretrained import known_families, load_pretrained, plan_pretrained, save_pretrained
 from tests.models.pretrained.folders import (
+    GEMMA3,
     GEMMA4,
     GPT2,
     GPT_OSS,
@@ -97,12 +98,14 @@ def test_gpt2_is_read_and_written_with_and_without_its_prefix(tmp_path):
     [
         (LLAMA4, "Llama4ForConditionalGeneration", "language_model.", "vision_model.layernorm_pre.weight"),
         (GEMMA4, "Gemma4ForConditionalGeneration", "model.language_model.", "model.vision_tower.std_scale"),
+        (GEMMA3, "Gemma3ForConditionalGeneration", "language_model.", "vision_tower.vision_model.embeddings.weight"),
+        (GEMMA3, "Gemma3ForConditionalGeneration", "model.language_model.", "model.multi_modal_projector.norm.weight"),
     ],
-    ids=["llama4", "gemma4"],
+    ids=["llama4", "gemma4", "gemma3-published", "gemma3"],
 )
 def test_the_text_model_of_a_model_with_towers_is_read_and_written_alone(tmp_path, config, whole, start, tower):
     text = stored(make_folder(tmp_path / "text", config))
-    names = {name: start + (name if config is LLAMA4 else name.removeprefix("model.")) for name in text}
+    names = {name: start + (name.removeprefix("model.") if start.startswith("model.") else name) for name in text}
     folder = tmp_path / "whole"
     folder.mkdir()
     inner = {key: value for key, value in config.items() if key not in ("architectures", "dtype")}

@@ -11,8 +11,18 @@ from autoshard.ckpt.exchange.safetensors import Tensor, write
 from autoshard.errors import AutoshardError
 from autoshard.models.pretrained import load_pretrained, plan_pretrained
 from autoshard.models.pretrained.folder import Folder, float_dtype, read_table
+from autoshard.models.pretrained.workload import folder_workload
 from autoshard.serve.generator import stop_tokens
-from tests.models.pretrained.folders import DEEPSEEK_V3, GEMMA4, LLAMA, LLAMA4, make_folder, tensors_of, write_tensors
+from tests.models.pretrained.folders import (
+    DEEPSEEK_V3,
+    GEMMA4,
+    LLAMA,
+    LLAMA4,
+    MIXTRAL,
+    make_folder,
+    tensors_of,
+    write_tensors,
+)
 
 
 @pytest.fixture
@@ -148,6 +158,8 @@ def test_configs(folder, changes, message):
             {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": None},
             "attention_chunk_size is nul",
         ),
+        (MIXTRAL, {"hidden_act": "gelu"}, "activation is 'gelu'; experts are built with silu only"),
+        (DEEPSEEK_V3, {"hidden_act": "gelu_new"}, "activation is 'gelu_tanh'; experts are built with silu only"),
         (GEMMA4, {"enable_moe_block": True}, "enable_moe_block is True; only False is built"),
         (GEMMA4, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         (GEMMA4, {"num_kv_shared_layers": 6}, "num_kv_shared_layers is 6; it must be below 6, the number of l"),
@@ -179,9 +191,10 @@ def test_configs(folder, changes, message):
 )
 def test_configs_of_later_families(tmp_path, config, changes, message):
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    with pytest.raises(AutoshardError) as caught:
-        plan_pretrained(tmp_path)
-    assert message in str(caught.value)
+    for read in (plan_pretrained, folder_workload):
+        with pytest.raises(AutoshardError) as caught:
+            read(tmp_path)
+        assert message in str(caught.value)
 
 
 def test_a_model_with_towers_and_no_config_of_its_text_model(tmp_path):

@@ -53,19 +53,29 @@ def batch(rows: int = 2) -> tuple[np.ndarray, np.ndarray]:
 
 def make_reference(name: str, folder: Path, **changes: Any) -> Reference:
     """Makes a random model of a config, with changes of its arguments, and saves it."""
-    import torch
     import transformers
 
     kind, arguments = CONFIGS[name]
+    model = randomized(getattr(transformers, kind)(**arguments | changes))
+    model.save_pretrained(folder)
+    return Reference(model, folder)
+
+
+def randomized(config: Any) -> Any:
+    """Makes a random model of a config."""
+    import torch
+    import transformers
+
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**arguments | changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         # Norm scales, biases and sinks start from constants, with which errors would not show.
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        if kind == "Gemma4TextConfig":  # its scores are not scaled down, so large queries would amplify rounding errors
+        if (
+            type(config).__name__ == "Gemma4TextConfig"
+        ):  # its scores are not scaled down, so large queries would amplify rounding errors
             for path, parameter in model.named_parameters():
                 if "q_norm" in path:
                     parameter.mul_(parameter.numel() ** -0.5)
@@ -74,5 +84,4 @@ def make_reference(name: str, folder: Path, **changes: Any) -> Reference:
                 buffer.copy_(0.3 * torch.randn_like(buffer))
             if "layer_scalar" in path:
                 buffer.copy_(1.0 + 0.2 * torch.randn_like(buffer))
-    model.save_pretrained(folder)
-    return Reference(model, folder)
+    return model

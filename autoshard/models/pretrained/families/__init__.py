@@ -30,7 +30,9 @@ BUILT_IN = (
     QWEN2_5_VL, VIT, LLAMA4, GEMMA4,
 )  # fmt: skip
 
-SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version")
+SHARED = (
+    "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version", "eos_token_id",
+)  # fmt: skip
 """Keys of a whole model's config that its text model inherits unless the text model's config has them."""
 
 __all__ = ["Family", "family_of", "known_families", "text_config"]

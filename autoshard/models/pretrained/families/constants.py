@@ -6,6 +6,41 @@ Source of the defaults: the config classes in transformers 5.24.
 from collections.abc import Mapping
 from typing import Any
 
+# MistralConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig: sliding_window, in positions.
+WINDOW = 4096
+
+# max_window_layers, in layers: of Qwen2Config and Qwen3Config, and of the text config of Qwen2-VL and Qwen2.5-VL.
+QWEN_LAYERS_WITHOUT_WINDOW = 28
+QWEN_VL_LAYERS_WITHOUT_WINDOW = 80
+
+# rope_theta of MixtralConfig and GptOssConfig, and rope_parameters of GptOssConfig.
+MIXTRAL_ROTARY_BASE = 1_000_000.0
+GPT_OSS_ROTARY_BASE = 150_000.0
+GPT_OSS_ROTARY: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+# DeepseekV3Config: routed_scaling_factor, and first_k_dense_replace, in layers.
+DEEPSEEK_V3_SCALE = 2.5
+DEEPSEEK_V3_DENSE = 3
+
+# Gemma2Config.
+GEMMA2_CAPS: Mapping[str, float] = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+
+# Gemma3TextConfig. Published folders with a vision tower leave out what equals these values.
+GEMMA3: Mapping[str, Any] = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 4096,
+}
+
 # Llama4TextConfig.
 LLAMA4_CHUNK = 8192  # attention_chunk_size, in positions
 LLAMA4_STEP = 8192  # floor_scale, in positions

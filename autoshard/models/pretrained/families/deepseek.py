@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig, LatentConfig
 from autoshard.models.decoder.positions.rotary import Rotary
 from autoshard.models.pretrained.families.config_values import dense_values, expert_values, scaled_scores
-from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.constants import DEEPSEEK_V3_DENSE, DEEPSEEK_V3_SCALE
+from autoshard.models.pretrained.families.family import Config, Family, magnitude
 from autoshard.models.pretrained.families.llama import LAYER, dense_config, ends_table, mlp_table
 from autoshard.models.pretrained.families.mixtures import experts_table
 from autoshard.models.pretrained.tables import Table, stored
@@ -43,23 +43,15 @@ def _shared(config: Config, experts: ExpertsConfig) -> DecoderConfig:
 
 def _rotary(config: Config) -> tuple[Rotary, float]:
     """Return the rotary positions, and the factor by which queries and keys are scaled in longer contexts."""
-    rotary = config.rotary()
-    given = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
-    rotary = dataclasses.replace(rotary, interleaved=config.flag("rope_interleave", True))
+    rotary = dataclasses.replace(config.rotary(), interleaved=config.flag("rope_interleave", True))
     if rotary.scaling != "yarn":
         return rotary, 1.0
-
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(rotary.factor) + 1.0 if rotary.factor > 1 else 1.0
-
-    one, all_dims = given.get("mscale") or 0.0, given.get("mscale_all_dim") or 0.0
-    if rotary.attention_factor is None and one and all_dims:
-        rotary = dataclasses.replace(rotary, attention_factor=magnitude(one) / magnitude(all_dims))
-    return rotary, magnitude(all_dims) if all_dims else 1.0
+    weight = Config(config.rotary_table(), f"{config.where}, rotary positions").number("mscale_all_dim", 0.0)
+    return rotary, magnitude(rotary.factor, weight) if weight else 1.0
 
 
 def _v2(config: Config) -> DecoderConfig:
-    config.refuse_values(scoring_func="softmax", moe_layer_freq=1)
+    config.refuse_values(scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False)
     method = config.values.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise config.refuse(f"topk_method is {method!r}; built are greedy and group_limited_greedy")
@@ -81,6 +73,7 @@ def _v2(config: Config) -> DecoderConfig:
 
 def _v3(config: Config) -> DecoderConfig:
     config.refuse_values(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    config = config.with_defaults(routed_scaling_factor=DEEPSEEK_V3_SCALE, first_k_dense_replace=DEEPSEEK_V3_DENSE)
     return _shared(
         config,
         ExpertsConfig(

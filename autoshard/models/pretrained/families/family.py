@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,9 +125,23 @@ class Config:
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
 
+    def with_defaults(self, **values: Any) -> Config:
+        """Return the same with values for keys that the file does not have. A key whose value is null stays null."""
+        return Config({**values, **self.values}, self.where)
+
     def refuse(self, message: str) -> AutoshardError:
         """Return an error about the file."""
         return AutoshardError(f"{self.where}: {message}")
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Turn errors of a model's config into errors that name the file. An `AutoshardError` names it itself."""
+        try:
+            yield
+        except AutoshardError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise AutoshardError(f"{self.where}: {error}") from error
 
     def number(self, name: str, default: Any = ...) -> Any:
         """Return a finite number; `default` if it is missing or null."""
@@ -211,11 +227,28 @@ class Config:
             base: the base if none is given.
             scope: the type of layer.
         """
-        given = self.table("rope_parameters") or self.table("rope_scaling")
+        given, where = self.rotary_table(), f"{self.where}, rotary positions"
         if scope is not None and scope in given:
-            given = Config(given, f"{self.where}, rotary positions").table(scope)
-        found = self if given.get("rope_theta") is None else Config(given, f"{self.where}, rotary positions")
+            given = Config(given, where).table(scope)
+        elif (original := self.values.get("original_max_position_embeddings")) is not None:
+            given["original_max_position_embeddings"] = original
+        given = {"partial_rotary_factor": self.values.get("partial_rotary_factor"), **given}
+        found = self if given.get("rope_theta") is None else Config(given, where)
         return self.scaled(found.number("rope_theta", base), given)
+
+    def rotary_table(self) -> dict[str, Any]:
+        """Return the table of rotary positions. If the file has two that differ, readers disagree on which one counts.
+
+        Raises:
+            AutoshardError: the file has two tables that differ.
+        """
+        new, old = self.table("rope_parameters"), self.table("rope_scaling")
+        renamed = {"rope_type" if key == "type" and "rope_type" not in old else key: old[key] for key in old}
+        if differing := [key for key, value in renamed.items() if new and new.get(key) != value]:
+            raise self.refuse(
+                f"rope_parameters and rope_scaling differ in {', '.join(differing)}: keep one of the two tables"
+            )
+        return new or old
 
     def scaled(self, base: float, given: Mapping[str, Any]) -> Rotary:
         """Return rotary positions with this base, scaled as a table of the file says."""
@@ -229,21 +262,37 @@ class Config:
             raise self.refuse(f"partial_rotary_factor is {part}; it is built for the rope_type 'proportional' only")
         if kind in ("default", None):
             return Rotary(base)
-        factor = float(own.number("factor", 1.0))
+        if kind not in ("linear", "llama3", "yarn"):
+            built = "default, linear, llama3, yarn, proportional"
+            raise self.refuse(f"rotary positions of type {kind!r} are not built; built are {built}")
+        if "factor" not in given:
+            raise self.refuse(f"rotary positions of type {kind!r} have no factor")
         if kind == "linear":
-            return Rotary(base, "linear", factor)
-        original = int(own.number("original_max_position_embeddings", self.size("max_position_embeddings")))
+            return Rotary(base, "linear", float(own.number("factor")))
+        context = self.size("max_position_embeddings")
+        original = int(own.number("original_max_position_embeddings", context))
         if kind == "llama3":
             low, high = float(own.number("low_freq_factor")), float(own.number("high_freq_factor"))
-            return Rotary(base, "llama3", factor, original, low, high)
-        if kind == "yarn":
-            return Rotary(
-                base, "yarn", factor, original, beta_fast=float(own.number("beta_fast", 32.0)),
-                beta_slow=float(own.number("beta_slow", 1.0)), truncate=own.flag("truncate", True),
-                attention_factor=own.number("attention_factor", None),
-            )  # fmt: skip
-        built = "default, linear, llama3, yarn, proportional"
-        raise self.refuse(f"rotary positions of type {kind!r} are not built; built are {built}")
+            return Rotary(base, "llama3", float(own.number("factor")), original, low, high)
+        factor = float(own.number("factor", context / original))
+        return Rotary(
+            base, "yarn", factor, original, beta_fast=float(own.number("beta_fast", 32.0)),
+            beta_slow=float(own.number("beta_slow", 1.0)), truncate=own.flag("truncate", True),
+            attention_factor=attention_factor(own, factor),
+        )  # fmt: skip
+
+
+def attention_factor(given: Config, factor: float) -> float | None:
+    """Return the factor of cosine and sine under `yarn`, from a table of rotary positions; None for the default."""
+    of_one, of_all = given.number("mscale", None), given.number("mscale_all_dim", None)
+    if (found := given.number("attention_factor", None)) is not None or not of_one or not of_all:
+        return found
+    return magnitude(factor, of_one) / magnitude(factor, of_all)
+
+
+def magnitude(factor: float, weight: float) -> float:
+    """Return by how much `yarn` scales queries or keys in a context that is `factor` times as long."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def same_layers(count: int, **kind: Any) -> tuple[LayerKind, ...]:

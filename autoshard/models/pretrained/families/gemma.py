@@ -7,9 +7,17 @@ from typing import Any
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.pretrained.families.config_values import dense_values, rotary_values, window_values
-from autoshard.models.pretrained.families.family import Config, Family
+from autoshard.models.pretrained.families.constants import GEMMA2_CAPS
+from autoshard.models.pretrained.families.constants import GEMMA3 as GEMMA3_DEFAULTS
+from autoshard.models.pretrained.families.family import ROTARY_BUFFERS, Config, Family
 from autoshard.models.pretrained.families.llama import LAYER, attention_table, dense_config, ends_table, mlp_table
 from autoshard.models.pretrained.tables import Table, stored
+
+# Start of a tensor's name in the text model -> its start in folders of the whole model, with its vision tower: in the
+# published folders, and in those that newer versions of transformers write.
+PUBLISHED = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+NESTED = {"model.": "model.language_model."}
+TOWERS = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 
 
 def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
@@ -32,6 +40,7 @@ def gemma_config(config: Config, **switches: Any) -> DecoderConfig:
 
 
 def _gemma2(config: Config) -> DecoderConfig:
+    config = config.with_defaults(**GEMMA2_CAPS)
     layers = config.count("num_hidden_layers")
     windows = config.windows([(n + 1) % 2 != 0 for n in range(layers)])
     return gemma_config(config, windows=windows)
@@ -39,6 +48,7 @@ def _gemma2(config: Config) -> DecoderConfig:
 
 def _gemma3(config: Config) -> DecoderConfig:
     config.refuse_values(use_bidirectional_attention=False)
+    config = config.with_defaults(**GEMMA3_DEFAULTS)
     layers, period = config.count("num_hidden_layers"), config.size("sliding_window_pattern", 6)
     windows = config.windows([(n + 1) % period != 0 for n in range(layers)])
     whole = config.rotary(1_000_000.0, scope="full_attention")
@@ -87,4 +97,13 @@ def _gemma3_values(cfg: DecoderConfig) -> dict[str, Any]:
 
 
 GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), _gemma2, gemma_table, values=gemma_values)
-GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), _gemma3, gemma_table, values=_gemma3_values)
+GEMMA3 = Family(
+    "gemma3",
+    ("Gemma3ForCausalLM",),
+    _gemma3,
+    gemma_table,
+    ignored=(*ROTARY_BUFFERS, *TOWERS),
+    spellings=(PUBLISHED, NESTED),
+    text_of=("Gemma3ForConditionalGeneration",),
+    values=_gemma3_values,
+)

@@ -8,24 +8,28 @@ from typing import Any
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import LayerKind
 from autoshard.models.pretrained.families.config_values import dense_values, window_values
+from autoshard.models.pretrained.families.constants import QWEN_LAYERS_WITHOUT_WINDOW, WINDOW
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.tables import Table, stored
 
 LAYER = "model.layers.{layer}."
 
 
-def dense_config(config: Config, *, windows: list[int | None] | None = None, **switches: Any) -> DecoderConfig:
+def dense_config(
+    config: Config, *, windows: list[int | None] | None = None, base: float = 10_000.0, **switches: Any
+) -> DecoderConfig:
     """Read what the configs of all these families share.
 
     Args:
         config: the file.
         windows: the window of each layer; none by default.
+        base: the base of rotary positions if the file gives none.
         **switches: further fields of the config.
     """
     config.refuse_values(pretraining_tp=1, attention_dropout=0.0)
     layers = config.count("num_hidden_layers")
     heads, width = (config.size(name) for name in ("num_attention_heads", "hidden_size"))
-    rotary = config.rotary()
+    rotary = config.rotary(base)
     fields: dict[str, Any] = {
         "vocab": config.size("vocab_size"),
         "width": width,
@@ -49,17 +53,19 @@ def _llama(config: Config) -> DecoderConfig:
 
 
 def _mistral(config: Config) -> DecoderConfig:
-    window = config.values.get("sliding_window")
-    layers = config.count("num_hidden_layers")
-    return dense_config(config, windows=config.windows([window is not None] * layers))
+    config = config.with_defaults(sliding_window=WINDOW)
+    windowed = config.values["sliding_window"] is not None
+    return dense_config(config, windows=config.windows([windowed] * config.count("num_hidden_layers")))
 
 
-def qwen_windows(config: Config) -> list[int | None]:
-    """Return the windows of Qwen's layers: those from `max_window_layers` on have one, if they are used at all."""
-    layers = config.count("num_hidden_layers")
-    used = config.flag("use_sliding_window") and config.values.get("sliding_window") is not None
-    first = int(config.number("max_window_layers", layers))
-    if not used:
+def qwen_windows(config: Config, first: int = QWEN_LAYERS_WITHOUT_WINDOW) -> list[int | None]:
+    """Return the windows of Qwen's layers: those from `max_window_layers` on have one, if they are used at all.
+
+    `first` is the family's default of `max_window_layers`.
+    """
+    config = config.with_defaults(sliding_window=WINDOW)
+    layers, first = config.count("num_hidden_layers"), config.size("max_window_layers", first, least=0)
+    if not config.flag("use_sliding_window") or config.values["sliding_window"] is None:
         return [None] * layers
     return config.windows([n >= first for n in range(layers)])
 

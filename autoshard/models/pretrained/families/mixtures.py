@@ -8,6 +8,7 @@ from typing import Any
 from autoshard.models.decoder.config import DecoderConfig
 from autoshard.models.decoder.kinds import ExpertsConfig
 from autoshard.models.pretrained.families.config_values import dense_values, expert_values
+from autoshard.models.pretrained.families.constants import MIXTRAL_ROTARY_BASE, WINDOW
 from autoshard.models.pretrained.families.family import Config, Family
 from autoshard.models.pretrained.families.llama import (
     LAYER,
@@ -16,19 +17,25 @@ from autoshard.models.pretrained.families.llama import (
     ends_table,
     mlp_table,
     qwen_values,
-    qwen_windows,
 )
 from autoshard.models.pretrained.tables import Table, stored
 
 
 def _mixtral(config: Config) -> DecoderConfig:
     config.refuse_values(router_jitter_noise=0.0)
-    layers = config.count("num_hidden_layers")
-    windows = config.windows([config.values.get("sliding_window") is not None] * layers)
-    cfg = dense_config(config, windows=windows)
+    windows = _same_window(config, config.values.get("sliding_window") is not None)
+    cfg = dense_config(config, windows=windows, base=MIXTRAL_ROTARY_BASE)
     experts = ExpertsConfig(config.count("num_local_experts"), config.size("num_experts_per_tok"), cfg.ffn)
     kinds = tuple(dataclasses.replace(kind, experts=True) for kind in cfg.kinds)
     return dataclasses.replace(cfg, kinds=kinds, experts=experts, router_loss=router_loss(config, 0.001))
+
+
+def _same_window(config: Config, used: bool) -> list[int | None]:
+    """Return the windows of layers that all have the same one, if it is used. Other `layer_types` are refused."""
+    same = [config.size("sliding_window") if used else None] * config.count("num_hidden_layers")
+    if config.windows([used] * len(same)) != same:
+        raise config.refuse("layer_types differ from sliding_window, which all layers have or none: remove layer_types")
+    return same
 
 
 def router_loss(config: Config, default: float) -> float:
@@ -41,7 +48,9 @@ def router_loss(config: Config, default: float) -> float:
 
 def _qwen3_moe(config: Config) -> DecoderConfig:
     bias = config.flag("attention_bias")
-    cfg = dense_config(config, windows=qwen_windows(config), qkv_bias=bias, output_bias=bias, query_norm=True)
+    config = config.with_defaults(sliding_window=WINDOW)
+    used = config.flag("use_sliding_window") and config.values["sliding_window"] is not None
+    cfg = dense_config(config, windows=_same_window(config, used), qkv_bias=bias, output_bias=bias, query_norm=True)
     count = config.count("num_experts") if "num_experts" in config.values else config.count("num_local_experts")
     experts = ExpertsConfig(
         count,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from autoshard.models.decoder.config import DecoderConfig
+from autoshard.models.pretrained.families.constants import QWEN_VL_LAYERS_WITHOUT_WINDOW
 from autoshard.models.pretrained.families.family import Config, Family, decoder_stacks, decoder_unneeded
 from autoshard.models.pretrained.families.llama import dense_config, dense_table, qwen_windows
 from autoshard.models.pretrained.tables import Stacks, Table, stored
@@ -34,7 +35,7 @@ def _inner(config: Config, name: str) -> Config:
 
 def _text(config: Config) -> DecoderConfig:
     own = _inner(config, "text_config")
-    given = dict(own.values.get("rope_parameters") or own.values.get("rope_scaling") or {})
+    given = own.rotary_table()
     sections = given.pop("mrope_section", None)
     if not isinstance(sections, list) or len(sections) != 3 or any(not isinstance(n, int) or n < 1 for n in sections):
         raise own.refuse(f"mrope_section is {sections!r}; it must be three whole numbers of at least 1")
@@ -42,8 +43,10 @@ def _text(config: Config) -> DecoderConfig:
         if given.get(kind) == "mrope":
             given[kind] = "default"
     tied = config.flag("tie_word_embeddings") or own.flag("tie_word_embeddings")
-    plain = Config({**own.values, "rope_parameters": given, "tie_word_embeddings": tied}, own.where)
-    cfg = dense_config(plain, windows=qwen_windows(plain), qkv_bias=True)
+    plain = Config(
+        {**own.values, "rope_parameters": given, "rope_scaling": None, "tie_word_embeddings": tied}, own.where
+    )
+    cfg = dense_config(plain, windows=qwen_windows(plain, QWEN_VL_LAYERS_WITHOUT_WINDOW), qkv_bias=True)
     rotary = dataclasses.replace(plain.rotary(1_000_000.0), sections=tuple(sections))
     return dataclasses.replace(cfg, kinds=tuple(dataclasses.replace(kind, rotary=rotary) for kind in cfg.kinds))
 

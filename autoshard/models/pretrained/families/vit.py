@@ -66,7 +66,7 @@ def _stacks(cfg: ViTConfig) -> Stacks:
 
 
 def _unneeded(cfg: ViTConfig) -> tuple[str, ...]:
-    return (r"vit\\.pooler\\..*",)
+    return (r"vit\.pooler\..*",)
 
 
 def _batch(cfg: ViTConfig, batch: tuple[int, int] | None) -> dict[str, Any]:
