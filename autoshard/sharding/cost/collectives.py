@@ -24,6 +24,7 @@ from autoshard.sharding.cost.stretches import StretchTimes
 from autoshard.sharding.layout.operator_strategy import Move
 from autoshard.sharding.machines.chips import BANDWIDTH_REACHED, Chip
 from autoshard.sharding.machines.device_assignments import DeviceAssignment, assignments
+from autoshard.sharding.machines.links import Links
 from autoshard.sharding.machines.targets import Target
 from autoshard.sharding.machines.topology import Topology
 from autoshard.spmdrules.core.placement import ReshardKind
@@ -117,7 +118,6 @@ class StepCost:
     comm_bytes: float
     collectives: tuple[Collective, ...]
     kernels_us: float = 0.0  # the part of compute_us that the program's kernels take
-    rows_us: float = 0.0  # of kernels that take or return rows of the batch, and of collectives that move rows
     host: HostTime = HostTime()
     live_buffers: tuple[LiveBuffers, ...] = field(default=(), repr=False)
     overlap: Overlap | None = field(default=None, repr=False)  # None if compute can hide no collective
@@ -204,7 +204,7 @@ def _step_cost(
 ) -> StepCost:
     comm = sum(c.time_us for c in collectives)
     if overlap is not None:
-        can_hide = [c.place is not None and _is_asynchronous(c, chip) and c.count > 0 for c in collectives]
+        can_hide = [c.place is not None and is_hidden_on(chip, c) and c.count > 0 for c in collectives]
         once = [c.once_us if hides else 0.0 for c, hides in zip(collectives, can_hide, strict=True)]
         waits = overlap.exposed_us(once).tolist()
         collectives = [
@@ -230,11 +230,12 @@ def _exposing(one: Collective, exposed_us: float) -> Collective:
     return changed
 
 
-def _is_asynchronous(c: Collective, chip: Chip) -> bool:
-    alone = c.devices <= chip.synchronous_gathers or c.box_dims < chip.gather_dims
-    if c.kind == "all-gather" and alone and not chip.keeps_gathers:
+def is_hidden_on(chip: Chip, found: Collective | Links) -> bool:
+    """Return whether compute on a chip can hide this collective, or a collective on these links."""
+    alone = found.devices <= chip.synchronous_gathers or found.box_dims < chip.gather_dims
+    if found.kind == "all-gather" and alone and not chip.keeps_gathers:
         return False
-    return c.kind in chip.hides
+    return found.kind in chip.hides
 
 
 def _exposed_on_ring(travel: Collective, ring: Ring) -> float:

@@ -68,6 +68,10 @@ TPU_LANES = 128
 # Number of entries of the cache of opaque operators' memory. Only speed depends on it.
 MEMORY_CACHE_ENTRIES = 512
 
-# Number of operator classes that are priced between two lower bounds of the time of rows (`rows_time`). Only speed
+# Number of operator classes that are priced between two lower bounds of the time of a step (`least_time`). Only speed
 # depends on it. Source: chosen, not measured.
 CLASSES_PER_BOUND = 4
+
+# Factor of lower bounds of the time of a step (`least_time`). It keeps them below the time despite the rounding of sums
+# in another order. Source: far above the rounding of double precision, far below differences that matter.
+ROUNDING = 1 - 1e-9

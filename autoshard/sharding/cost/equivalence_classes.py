@@ -151,28 +151,6 @@ class OperatorClass:
         return self.op.line
 
 
-class RowsOfBatch:
-    """Which operator classes work on rows of the batch.
-
-    Args:
-        axes: the program's logical axes.
-        roles: their roles.
-        classes: the operator classes.
-
-    Attributes:
-        values: the values that have rows of the batch.
-        runs: for each class, its runs in a step if it takes or returns such a value; else 0.
-    """
-
-    def __init__(self, axes: LogicalAxes, roles: Roles, classes: Sequence[OperatorClass]):
-        self.values = {v for v, dims in enumerate(axes.of_value) if any(roles.batch in dim for dim in dims)}
-        self.runs = np.array([c.runs * bool(self.values & {*c.op.operands, *c.op.results}) for c in classes])
-
-    def are_moved(self, op: Op, array: int) -> bool:
-        """Whether operand 0, 1, ... of an operator, or its result -1, -2, ..., has rows of the batch."""
-        return (op.operands[array] if array >= 0 else op.results[-1 - array]) in self.values
-
-
 def distinctly_fixed(axes: LogicalAxes, roles: Roles, fixed: Mapping[int, Spec]) -> frozenset[int]:
     """Return the fixed inputs whose spec differs from that of otherwise equal inputs, such as one of ten layers."""
     if not fixed:

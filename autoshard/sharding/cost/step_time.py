@@ -42,11 +42,11 @@ from autoshard.sharding.cost.collectives import (
     Ring,
     StepCost,
     collective,
+    is_hidden_on,
     step_cost,
 )
 from autoshard.sharding.cost.equivalence_classes import (
     OperatorClass,
-    RowsOfBatch,
     SharedOperands,
     ValueClasses,
     distinctly_fixed,
@@ -57,6 +57,7 @@ from autoshard.sharding.cost.fusion import Fusion
 from autoshard.sharding.cost.gathers.constraint_moves import constraint_moves, constraints
 from autoshard.sharding.cost.gathers.early_gathers import EarlyGathers, Gathered
 from autoshard.sharding.cost.gathers.sequential_gathers import gathered_one_ahead
+from autoshard.sharding.cost.least_time import LeastTime
 from autoshard.sharding.cost.offload_time import HostTraffic
 from autoshard.sharding.cost.opaque_memory import OpaqueMemory
 from autoshard.sharding.cost.overlap import Place
@@ -64,7 +65,6 @@ from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Nam
 from autoshard.sharding.cost.prices.known_prices import KnownPrices
 from autoshard.sharding.cost.prices.operator_price import OperatorPrices
 from autoshard.sharding.cost.prices.price import Price
-from autoshard.sharding.cost.rows_time import RowsTime
 from autoshard.sharding.cost.stretches import Stretches
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import AFTER_UPDATE, state_gathers
@@ -110,7 +110,6 @@ class CostModel:
         self.fusion, self.distinct, self.gather, self.synchronous = fusion, distinct, gather, synchronous
         self.early = EarlyGathers(axes, roles, target) if gather == PREFETCH else None
         self.classes = operator_classes(axes, roles, fusion, distinct)
-        self._rows = RowsOfBatch(axes, roles, self.classes)
         self.stretches = Stretches(axes.program, [each.numbers for each in self.classes])
         self.host_traffic = HostTraffic(axes, roles, self.stretches, distinct)
         self.queries = SpecQueries(axes, roles, self.classes, distinct)
@@ -118,7 +117,7 @@ class CostModel:
         self.prices = OperatorPrices(axes, roles, target, fusion)
         self._memo: list[dict[int, Price]] = [{} for _ in self.classes]  # for each class: number of specs -> price
         self._canonical: WeakKeyDictionary[Layout, CanonicalLayout] = WeakKeyDictionary()
-        self._rows_time = self._new_rows_time()
+        self._least_time = self._new_least_time()
         self._by_distinct: dict[frozenset[int], CostModel] = {}
         self._original: CostModel | None = None  # the model that was resized to this one
 
@@ -133,20 +132,20 @@ class CostModel:
         resized.prices = OperatorPrices(axes, self.roles, self.target, self.fusion)
         resized._memo, resized._by_distinct = [{} for _ in resized.classes], {}
         resized._canonical = WeakKeyDictionary()
-        resized._rows_time = resized._new_rows_time()
+        resized._least_time = resized._new_least_time()
         return resized
 
-    def _new_rows_time(self) -> RowsTime:
+    def _new_least_time(self) -> LeastTime:
         least_us = partial(self.prices.least_us, devices=self.target.devices)
-        common = self.classes, self._rows, self.stretches.trips
-        return RowsTime(*common, least_us)
+        hides = partial(is_hidden_on, self.target.chip)
+        return LeastTime(self.classes, self.stretches, least_us, hides)
 
     def __call__(self, layout: Layout) -> StepCost:
         """Return the cost of one step under `layout`."""
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
             return self._distinguishing(distinct)(layout)
-        compute, collectives, times_us, moved_rows_us = 0.0, [], [], 0.0
+        compute, collectives, times_us = 0.0, [], []
         buffers: dict[Any, LiveBuffers] = {}  # one gather serves all operators that take its result
         gathered: dict[Any, Gathered] = {}
         sequential = self.gather == SEQUENTIAL
@@ -186,10 +185,7 @@ class CostModel:
                         ring = Ring(move.hops, price.beside_us) if move.hops else None
                         some = assignment, move.kind, axes, move.local_bytes, runs, each.line, place, ring, ops
                         collectives.append(collective(*some, move.array))
-                        if place is None and ring is None and self._rows.are_moved(each.op, move.array):
-                            moved_rows_us += collectives[-1].time_us
         collectives += [*self._state_moves(layout), *constraint_moves(self._constraints, layout, self.target)]
-        rows_us = float(self._rows.runs @ times_us) + moved_rows_us
         times = self.stretches.times(times_us)
         host = self.host_traffic(layout, times, self.target.chip)
         cost = step_cost(compute, collectives, self.target.chip, host, times, sequential=sequential)
@@ -199,21 +195,17 @@ class CostModel:
                 us if each.op.name in CONTRACTIONS or is_declared(each.op) else 0.0
                 for us, each in zip(times_us, self.classes, strict=True)
             ]
-            found = self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
-            return replace(found, rows_us=rows_us)
+            return self.early(cost, [*gathered.values()], others, times, self.stretches.times(products))
         ahead = gathered_one_ahead(in_order, self.stretches.number)
-        return replace(cost, live_buffers=(*buffers.values(), *ahead), rows_us=rows_us)
+        return replace(cost, live_buffers=(*buffers.values(), *ahead))
 
-    def rows_us(self, layout: Layout) -> Iterator[float]:
-        """Yield lower bounds of `StepCost.rows_us` under a layout, from low to high. The last one is the time itself.
-
-        If compute can hide only some collectives of parameters (`synchronous`), the last one is also only a bound.
-        """
+    def least_us(self, layout: Layout) -> Iterator[float]:
+        """Yield lower bounds of `StepCost.step_time_us` under a layout, from low to high."""
         distinct = distinctly_fixed(self.axes, self.roles, layout.fixed)
         if distinct != self.distinct:
-            return self._distinguishing(distinct).rows_us(layout)
+            return self._distinguishing(distinct).least_us(layout)
         canonical = self._canonical[layout] = CanonicalLayout(layout, self.queries)  # kept until the layout is priced
-        return self._rows_time(canonical, self.target.assign(layout.mesh), self._price, self._is_prefetchable)
+        return self._least_time(canonical, self.target.assign(layout.mesh), self._price, self._is_prefetchable)
 
     def _distinguishing(self, distinct: frozenset[int]) -> CostModel:
         """Return this model for layouts that distinguish these inputs from similar ones."""

@@ -223,7 +223,7 @@ class PlanningProblem:
             others: list[Candidate] = []
             for name, layout in layouts:
                 fitting_us = [c.cost.step_time_us for c in others if c.fits(self.limit)] if only_best else []
-                if not fitting_us or all(least_us <= min(fitting_us) for least_us in self.cost.rows_us(layout)):
+                if not fitting_us or all(least_us <= min(fitting_us) for least_us in self.cost.least_us(layout)):
                     others.append(price(name, layout, self.cost, self.memory))
             fitting = [c for c in others if c.fits(self.limit)]
             by_time, by_peak = (lambda c: c.cost.step_time_us), (lambda c: c.peak_bytes)

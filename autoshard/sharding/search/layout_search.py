@@ -76,7 +76,7 @@ def search(
     sharding_count = len(layouts)
     if mesh is None:
         layouts = distinct_layouts(layouts)
-    promising = price_promising(layouts, partial(price, cost=cost, memory=memory), cost.rows_us, limit, most_us)
+    promising = price_promising(layouts, partial(price, cost=cost, memory=memory), cost.least_us, limit, most_us)
     priced = _without_idle(promising, limit)
     counts = counts or SearchCounts()
     counts.proposed, counts.duplicates = proposed, sharding_count - len(layouts)
@@ -88,7 +88,7 @@ def search(
             useful = layout.sharded_classes() and not layout.idle_axes() and pin([(name, layout)])
         except FixedError:  # fixed shardings are not possible there
             return None
-        if not useful or (math.isfinite(most_us) and any(least_us > most_us for least_us in cost.rows_us(layout))):
+        if not useful or (math.isfinite(most_us) and any(least_us > most_us for least_us in cost.least_us(layout))):
             return None
         counts.changed.append(price(name, layout, cost, memory))
         return counts.changed[-1]

@@ -1,7 +1,7 @@
 """Leaves out known plans whose lower bound of time exceeds the times of enough other plans.
 
-The time of a plan's kernels and of the collectives of its activations (`StepCost.rows_us`) is a lower bound of its step
-time. It is a sum over operators, computed in steps (`RowsTime`). Each step raises the bound of the plan whose bound is
+The time of a plan's kernels and of its collectives, as far as compute cannot hide them, is a lower bound of its step
+time. It is a sum over operators, computed in steps (`LeastTime`). Each step raises the bound of the plan whose bound is
 the lowest. A plan is priced when its sum is complete. This ends when no other plan can be one of the fastest. So for
 most slow plans, only a few operators are priced.
 
@@ -37,7 +37,7 @@ BATCH_KINDS = ("dp", "zero1", "fsdp")
 def price_promising(
     layouts: Sequence[tuple[str, Layout]],
     price: Callable[[str, Layout], Candidate],
-    rows_us: Callable[[Layout], Iterator[float]],
+    least_us: Callable[[Layout], Iterator[float]],
     limit: float,
     most_us: float,
 ) -> list[Candidate]:
@@ -46,7 +46,7 @@ def price_promising(
     Args:
         layouts: the known plans, as (strategy, layout).
         price: prices one of them.
-        rows_us: yields lower bounds of the time of rows under a layout, in microseconds (`CostModel.rows_us`).
+        least_us: yields lower bounds of the step time under a layout, in microseconds (`CostModel.least_us`).
         limit: memory of one device, in bytes.
         most_us: an upper bound of the step time in microseconds. Slower plans are not needed.
 
@@ -60,14 +60,14 @@ def price_promising(
         priced[n] = price(*layouts[n])
         wanted.add(*layouts[n], priced[n])
 
-    race = _Race(layouts, rows_us)
+    race = _Race(layouts, least_us)
     bound_us = _bound_us((), limit, most_us)
-    while (plan := race.leader()) and plan.rows_us <= bound_us:
+    while (plan := race.leader()) and plan.least_us <= bound_us:
         if race.is_complete():
             price_one(plan.number)
             bound_us = _bound_us(priced.values(), limit, most_us)
     while plan:
-        if not wanted.needs(*layouts[plan.number], plan.rows_us):
+        if not wanted.needs(*layouts[plan.number], plan.least_us):
             race.drop()
         elif race.is_complete():
             price_one(plan.number)
@@ -80,24 +80,24 @@ class _Runner(NamedTuple):
     """A known plan that is not priced yet. Runners are ordered by their bounds.
 
     Attributes:
-        rows_us: a lower bound of its time of rows, in microseconds.
+        least_us: a lower bound of its step time, in microseconds.
         number: its number among the known plans.
     """
 
-    rows_us: float
+    least_us: float
     number: int
 
 
 class _Race:
-    """Known plans, ordered by lower bounds of their time of rows.
+    """Known plans, ordered by lower bounds of their step times.
 
     Args:
         layouts: the known plans.
-        rows_us: see `price_promising`.
+        least_us: see `price_promising`.
     """
 
-    def __init__(self, layouts: Sequence[tuple[str, Layout]], rows_us: Callable[[Layout], Iterator[float]]):
-        self._bounds = [rows_us(layout) for _, layout in layouts]
+    def __init__(self, layouts: Sequence[tuple[str, Layout]], least_us: Callable[[Layout], Iterator[float]]):
+        self._bounds = [least_us(layout) for _, layout in layouts]
         self._heap = [_Runner(0.0, n) for n in range(len(layouts))]
 
     def leader(self) -> _Runner | None:

@@ -37,7 +37,7 @@ def known(request):
 def test_the_fastest_plans_are_those_of_a_search_that_prices_all(known):
     layouts, every, cost = known
     of_name = {c.name: c for c in every}
-    found = price_promising(layouts, lambda name, layout: of_name[name], cost.rows_us, math.inf, math.inf)
+    found = price_promising(layouts, lambda name, layout: of_name[name], cost.least_us, math.inf, math.inf)
     fastest, expected = (sorted(some, key=candidate_time)[:KEPT_CANDIDATES] for some in (found, every))
     assert [c.name for c in fastest] == [c.name for c in expected]
     for kind in {kind_of(c.name) for c in every}:
@@ -51,7 +51,7 @@ class Times:
 
     name: str
     step_time_us: float
-    rows_us: float
+    least_us: float
     fit: bool = True
 
     @property
@@ -63,12 +63,12 @@ class Times:
 
 
 class MadeUp:
-    """Candidates with made-up times: the rows take 100, 110, 120, ... microseconds, the whole step 5 more.
+    """Candidates with made-up times: the bounds are 100, 110, 120, ... microseconds, the times 5 more.
 
     Attributes:
         times: strategy -> its candidate.
         priced: the strategies that were priced, in order.
-        bounds: the lower bounds that were asked for, with the times of rows.
+        bounds: the lower bounds that were asked for, each with the last one of its plan.
     """
 
     def __init__(self, layouts, fit=lambda n: True):
@@ -82,14 +82,14 @@ class MadeUp:
         self.priced.append(name)
         return self.times[name]
 
-    def rows_us(self, layout):
+    def least_us(self, layout):
         least = self.of_layout[id(layout)]
         for bound in (least / 2, least):
             self.bounds.append((bound, least))
             yield bound
 
     def promising(self, most_us=math.inf):
-        return price_promising(self.layouts, self.price, self.rows_us, 0.0, most_us)
+        return price_promising(self.layouts, self.price, self.least_us, 0.0, most_us)
 
 
 @pytest.mark.parametrize("every", [1, 3])  # of every so many plans one fits
@@ -119,8 +119,8 @@ def test_plans_beyond_a_given_time_are_left_out(known):
     layouts, *_ = known
     made = MadeUp(layouts)
     found = made.promising(250.0)
-    assert {c.name for c in found} >= {c.name for c in made.times.values() if c.cost.rows_us < 250}
-    assert len([c for c in found if c.cost.rows_us > 250]) < len(layouts) / 2
+    assert {c.name for c in found} >= {c.name for c in made.times.values() if c.least_us < 250}
+    assert len([c for c in found if made.times[c.name].least_us > 250]) < len(layouts) / 2
 
 
 def test_bounds_rise_only_as_far_as_they_matter(known):

@@ -1,0 +1,163 @@
+"""Lower bounds of the time of a step under a layout, without pricing the whole step.
+
+    step_us >= exposed_us + sum over stretches of max(kernels_us, hideable_us / r)
+
+    exposed_us   collectives that compute cannot hide
+    kernels_us   kernels of the stretch
+    hideable_us  collectives of the stretch that compute can hide. In one run of a stretch, they hide behind its compute
+                 at most (`overlap`), and the rest is exposed
+    r            the ratio of the most to the fewest runs of an operator of the stretch; 1 if all run equally often
+
+It is a sum over operator classes. The first bound is the sum of the least times of their kernels, if their work is
+divided over all devices (`OperatorPrices.least_us`). Then one class after another is priced, and its price replaces its
+least time. Classes whose prices exceeded their least times the most under other layouts come first. So the prices of a
+few classes show that a layout is slower than others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from autoshard.sharding.cost.constants import CLASSES_PER_BOUND, ROUNDING
+from autoshard.sharding.cost.equivalence_classes import OperatorClass, SharedOperands
+from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names
+from autoshard.sharding.cost.prices.price import Price
+from autoshard.sharding.cost.stretches import Stretches
+from autoshard.sharding.layout.operator_strategy import Move
+from autoshard.sharding.machines.device_assignments import DeviceAssignment
+from autoshard.sharding.machines.links import Links
+from autoshard.spmdrules.ir.program import Op
+
+Pricer = Callable[[int, OperatorClass, CanonicalLayout], tuple[Price, Names]]
+Runs = tuple[tuple[int, float], ...]
+"""The stretches in which some operators run, each with the number of their runs in a step."""
+
+
+class LeastTime:
+    """Lower bounds of the time of the steps of one program.
+
+    Args:
+        classes: the operator classes of the program.
+        stretches: its stretches.
+        least_us: the least microseconds of one run of a class's kernel under any layout.
+        hides: whether compute can hide a collective of parameters or gradients on these links.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[OperatorClass],
+        stretches: Stretches,
+        least_us: Callable[[OperatorClass], float],
+        hides: Callable[[Links], bool],
+    ):
+        self._classes, self._stretches, self._hides = classes, stretches, hides
+        self._runs = [self._runs_of(each.members) for each in classes]
+        self._least_once = [least_us(each) for each in classes]
+        self._least = [0.0] * (int(stretches.number.max(initial=0)) + 1)
+        for once, runs in zip(self._least_once, self._runs, strict=True):
+            for stretch, count in runs:
+                self._least[stretch] += once * count
+        self._ratios = self._runs_ratios()
+        # Class -> the sum of its excess over the least time under the layouts so far, and the number of these layouts.
+        self._excess = {
+            n: once * each.runs for n, (once, each) in enumerate(zip(self._least_once, classes, strict=True))
+        }
+        self._layouts = dict.fromkeys(self._excess, 1)
+        self._moves_state: dict[tuple[int, int], bool] = {}  # class, array -> whether it is a parameter or gradient
+        self._runs_of_shared: dict[int, Runs] = {}
+
+    def __call__(
+        self,
+        canonical: CanonicalLayout,
+        assignment: DeviceAssignment,
+        price: Pricer,
+        is_state: Callable[[Op, Move], bool],
+    ) -> Iterator[float]:
+        """Yield lower bounds in microseconds, from low to high. The last one counts the prices of all operators.
+
+        Args:
+            canonical: the layout.
+            assignment: its device assignment.
+            price: prices one run of the operator of a class, given the number of the class and the class.
+            is_state: whether an array that an operator moves is a parameter or a gradient.
+        """
+        kernels, hideable, exposed, moved = self._least.copy(), [0.0] * len(self._least), 0.0, set()
+        left, done, ranked = [*range(len(self._classes))], 0, 0
+        while left:
+            yield ROUNDING * (exposed + sum(map(max, kernels, hideable)))
+            if done >= 2 * ranked:  # the excess under other layouts may be known by now
+                means = {number: self._excess[number] / self._layouts[number] for number in left}
+                left, ranked = sorted(left, key=means.__getitem__, reverse=True), max(done, 1)
+            some, left = left[:CLASSES_PER_BOUND], left[CLASSES_PER_BOUND:]
+            for number in some:
+                found, names = price(number, self._classes[number], canonical)
+                more_us = found.time_us - self._least_once[number]
+                excess = more_us * self._classes[number].runs
+                for stretch, count in self._runs[number]:
+                    kernels[stretch] += more_us * count
+                for move in found.moves:
+                    if move.hops:  # on a ring, beside the compute of its own operator
+                        continue
+                    axes = tuple([a for name in move.axes for a in names[name]])
+                    runs = self._new_runs(number, move, axes, moved)
+                    links = assignment.links(move.kind, axes)
+                    once_us = links.time_us(move.local_bytes * links.factor)
+                    is_hideable = self._hides(links) and self._is_of_state(number, move, is_state)
+                    for stretch, count in runs:
+                        excess += once_us * count
+                        if is_hideable:
+                            hideable[stretch] += once_us * count / self._ratios[stretch]
+                        else:
+                            exposed += once_us * count
+                self._excess[number] += excess
+                self._layouts[number] += 1
+            done += len(some)
+        yield ROUNDING * (exposed + sum(map(max, kernels, hideable)))
+
+    def _is_of_state(self, number: int, move: Move, is_state: Callable[[Op, Move], bool]) -> bool:
+        """Whether a collective of a class moves parameters or gradients."""
+        known = self._moves_state.get((number, move.array))
+        if known is None:
+            known = self._moves_state[number, move.array] = is_state(self._classes[number].op, move)
+        return known
+
+    def _new_runs(
+        self, number: int, move: Move, axes: tuple[str, ...], moved: set[tuple[str, tuple[str, ...], int]]
+    ) -> Sequence[tuple[int, float]]:
+        """Return how often a step moves those arrays of a class that no other class has moved.
+
+        Args:
+            number: the number of the class.
+            move: the collective.
+            axes: its mesh axes.
+            moved: the operands that other classes have moved; is extended.
+        """
+        if move.array < 0:
+            return self._runs[number]
+        runs: list[tuple[int, float]] = []
+        for some in self._classes[number].shared[move.array]:
+            if (key := (move.kind, axes, some.number)) not in moved:
+                moved.add(key)
+                runs += self._runs_of_operands(some)
+        return runs
+
+    def _runs_of_operands(self, operands: SharedOperands) -> Runs:
+        found = self._runs_of_shared.get(operands.number)
+        if found is None:
+            found = self._runs_of_shared[operands.number] = self._runs_of(operands.first)
+        return found
+
+    def _runs_of(self, ops: np.ndarray) -> Runs:
+        """Return the stretches of operators, with the numbers of their runs in a step."""
+        runs = np.bincount(self._stretches.number[ops], self._stretches.trips[ops])
+        return tuple([(stretch, count) for stretch, count in enumerate(runs.tolist()) if count])
+
+    def _runs_ratios(self) -> list[float]:
+        """For each stretch, return the ratio of the most to the fewest runs of an operator."""
+        number, trips = self._stretches.number, self._stretches.trips
+        most, fewest = np.zeros(len(self._least)), np.full(len(self._least), np.inf)
+        np.maximum.at(most, number, trips)
+        np.minimum.at(fewest, number[trips > 0], trips[trips > 0])
+        return np.where(most > 0, most / fewest, 1.0).tolist()
