@@ -4,9 +4,9 @@
     python benchmarks/offload_order.py --show                  the stored rows, without compiling
 
 A step of eight layers of Llama-2 7B is planned for v6e:2x4 under `fsdp:8`, with a batch of 32 x 4096 tokens. Of every
-two layers, one sends `qkv` and `mlp_in` to the host. Both orders are compiled and judged by `estimate.py`. XLA:TPU sends
-the values of an iteration during the next one, and waits before that iteration computes them again. Nothing runs. Rows
-are stored in `results/offload_order.json`.
+two layers, one sends `qkv` and `mlp_in` to the host. Both orders are compiled and judged by `estimate.py`. XLA:TPU
+sends the values of an iteration during the next one, and waits before that iteration computes them again. Nothing runs.
+Rows are stored in `results/offload_order.json`.
 """
 
 from __future__ import annotations
