@@ -141,7 +141,7 @@ class Store:
         """Forget the rows of earlier runs: of other versions of the planner, the experts or the referee."""
         self.rows, self.pruned = [], []
 
-    def finish(self, planned: Planned, options: Mapping[str, str], job: CompileJob) -> Row:
+    def finish(self, planned: Planned, options: Mapping[str, Any], job: CompileJob) -> Row:
         """Return the row of an exported program, from the file, the compiler's cache or the compiler."""
         digest = job.digest(json.dumps(compilers(), sort_keys=True))
         # A compiler that was stopped may finish on a less busy machine, or with more time.
@@ -155,7 +155,7 @@ class Store:
             self.save()
         return row
 
-    def _row(self, planned: Planned, options: Mapping[str, str], digest: str, result: Compiled) -> Row:
+    def _row(self, planned: Planned, options: Mapping[str, Any], digest: str, result: Compiled) -> Row:
         job: dict[str, Any] = _plan_fields(planned) | {"options": dict(options), "digest": digest, "kind": result.kind}
         figures: dict[str, Any] = {}
         if result.kind == "ok":
