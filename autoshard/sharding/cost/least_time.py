@@ -117,7 +117,7 @@ class LeastTime:
         yield ROUNDING * (exposed + sum(map(max, kernels, hideable)))
 
     def _is_of_state(self, number: int, move: Move, is_state: Callable[[Op, Move], bool]) -> bool:
-        """Whether a collective of a class moves parameters or gradients."""
+        """Return whether a collective of an operator class moves a parameter or a gradient."""
         known = self._moves_state.get((number, move.array))
         if known is None:
             known = self._moves_state[number, move.array] = is_state(self._classes[number].op, move)

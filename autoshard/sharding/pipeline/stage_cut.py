@@ -338,7 +338,10 @@ def _place(eqn: Any, layers: str = "the layers") -> str:
 
 
 def _indexed_weights(jaxpr: Any, whole: int) -> str | None:
-    """Say which layers index the weights of all layers instead of taking slices of them; None if no layers do."""
+    """Return the message for layers that index the weights of all layers, where a scan could slice them.
+
+    Returns None if no layers do that.
+    """
     weights = _weights(jaxpr, whole)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "scan":

@@ -123,7 +123,7 @@ def test_the_kernels_of_tpus_run_on_a_ring(visibility):
 
 @pytest.mark.parametrize("visibility, chunks", [(Visibility(causal=True), 3), (Visibility(), 0)])
 def test_a_balanced_hop_reads_two_chunks_of_each_array_and_writes_one(visibility, chunks):
-    """Of queries, keys and values; in the backward pass also of the gradients of the results."""
+    """The arrays are queries, keys and values. The backward pass also has the gradients of the results."""
     call = SplashCall(Softmax(visibility, 1.0), None, False, None)
     q = jax.ShapeDtypeStruct((1, 2, 3, 64, HEAD_DIM), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((1, 2, 64, HEAD_DIM), jnp.bfloat16)

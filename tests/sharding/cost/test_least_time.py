@@ -45,7 +45,7 @@ def test_classes_that_took_long_are_priced_first():
 
 @functools.cache
 def drawn_from(name, target, stages, gather):
-    """The known plans of a small model, and its cost model."""
+    """Return the cost model of a small model, and its known plans."""
     step, state, batch = workload_step(workload(name).with_(batch_size=32, remat="none"))
     traced = trace(step, (state, batch), {}, (0,))
     if stages > 1:

@@ -288,6 +288,22 @@ def test_rows_of_each_layer_are_named(rows, message):
     assert "\n" not in str(error.value)
 
 
+def check_advice(loss, args, message):
+    """Check that a loss is refused with a message, and that what the message advises has the same values.
+
+    Args:
+        loss: takes `args`, and whether it is written in the way that is refused.
+        args: its arrays.
+        message: a pattern of the message.
+    """
+    refused, advised = (lambda *xs, s=s: jax.value_and_grad(loss)(*xs, s) for s in (True, False))
+    with pytest.raises(PlanError, match=message):
+        with_stages(trace(refused, args, {}), 4, stages=2)
+    cut = with_stages(trace(advised, args, {}), 4, stages=2)
+    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), refused(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_layers_that_index_the_weights_of_all_layers(remat):
     """The message says what to do: each layer takes a slice of the weights."""
@@ -299,12 +315,7 @@ def test_layers_that_index_the_weights_of_all_layers(remat):
         return (jax.lax.scan(layer, rows, jnp.arange(4) if index else weights)[0] ** 3).mean()
 
     args = jax.random.normal(jax.random.key(0), (4, 6, 6)) * 0.4, jax.random.normal(jax.random.key(1), (8, 6))
-    refused, allowed = (lambda w, x, s=s: jax.value_and_grad(loss)(w, x, s) for s in (True, False))
-    with pytest.raises(PlanError, match="index the weights of all layers, float64.4,6,6.*as its xs"):
-        with_stages(trace(refused, args, {}), 4, stages=2)
-    cut = with_stages(trace(allowed, args, {}), 4, stages=2)
-    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), refused(*args), strict=True):
-        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    check_advice(loss, args, "index the weights of all layers, float64.4,6,6.*as its xs")
 
 
 def test_layers_index_an_argument_with_the_batch():
@@ -320,12 +331,7 @@ def test_layers_index_an_argument_with_the_batch():
 
     draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape) * 0.4  # noqa: E731
     args = draw(0, 4, 6, 6), draw(1, 4, 8, 6)
-    refused, allowed = (lambda w, x, s=s: jax.value_and_grad(loss)(w, x, s) for s in (True, False))
-    with pytest.raises(PlanError, match="an argument with the batch. Let each layer index the whole array by the l"):
-        with_stages(trace(refused, args, {}), 4, stages=2)
-    cut = with_stages(trace(allowed, args, {}), 4, stages=2)
-    for one, other in zip(jax.jit(_compat.jaxpr_as_function(cut.closed))(*args), refused(*args), strict=True):
-        np.testing.assert_allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
+    check_advice(loss, args, "an argument with the batch. Let each layer index the whole array by the l")
 
 
 @pytest.mark.few(2)

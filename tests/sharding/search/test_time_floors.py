@@ -63,7 +63,7 @@ class Times:
 
 
 class MadeUp:
-    """Candidates with made-up times: the bounds are 100, 110, 120, ... microseconds, the times 5 more.
+    """Candidates with made-up times: bounds of 100, 110, 120, ... microseconds. Each takes 5 us more than its bound.
 
     Attributes:
         times: strategy -> its candidate.

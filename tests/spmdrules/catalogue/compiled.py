@@ -9,9 +9,9 @@ from jax.core import Tracer
 
 
 def compiled(module: ModuleType) -> Any:
-    """Returns the module's functions. A call is jitted over its arrays, unless it is traced by a transformation.
+    """Return a namespace with the module's functions, each compiled as one program when it is called.
 
-    The result is typed as Any, since the tests pass NumPy arrays.
+    A call inside a JAX transformation is traced as usual. The result has type Any because tests pass NumPy arrays.
     """
     found = {name: value for name, value in vars(module).items() if not name.startswith("__")}
     own = {name for name, value in found.items() if getattr(value, "__module__", None) == module.__name__}

@@ -103,9 +103,11 @@ def _pair(forward_cuts: Sequence[Run], backward_cuts: Sequence[Run]) -> tuple[Ru
 
 
 def _layers_of(forward: Run, backward: Run) -> Run | None:
-    """The blocks of a run whose results another run takes; None if it takes those of all blocks, or of others.
+    """Return the forward blocks whose results the backward run takes.
 
-    If only some of the layers are frozen, all have equal operators, and their gradients do not.
+    These are the trained layers if the lower ones are frozen: all layers have equal operators in the forward pass, but
+    only the trained ones have operators in the backward pass. Returns None if all layers are trained, or if the results
+    come from other blocks than as many consecutive ones.
     """
     taken = {forward.made[a][0] for o in backward.of_kind("slices") for a in o.atoms if _is_in(a, forward.made)}
     first = min(taken, default=0)
