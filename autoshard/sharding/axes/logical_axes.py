@@ -18,9 +18,10 @@ import jax.numpy as jnp
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_ROUNDS
-from autoshard.sharding.axes.lookup_tables import LookupTable, lookup_tables
 from autoshard.sharding.axes.merged.row_order import unordered_dims
+from autoshard.sharding.axes.weights.lookup_tables import LookupTable, lookup_tables
 from autoshard.sharding.program.host_memory import is_host_transfer
+from autoshard.sharding.program.operator_kinds import decodes
 from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
 from autoshard.spmdrules.ir.dimension_classes import DimensionClasses, unify
 from autoshard.spmdrules.ir.program import Op, Program, visits
@@ -183,7 +184,7 @@ class LogicalAxes:
             elif op.operands and op.operands[0] in of_layer and op.name in _KEEPING and keeps_layer(op):
                 aliases[op.results[0]] = source, position
                 of_layer[op.results[0]] = of_layer[op.operands[0]]
-            elif source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev"):
+            elif source >= 0 and op.name in ("convert_element_type", "copy", "copy_p", "rev") and not decodes(op):
                 aliases[op.results[0]] = source, position
             elif is_host_transfer(op):
                 pairs = zip(op.operands, op.results, strict=True)

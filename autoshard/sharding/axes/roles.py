@@ -1,7 +1,9 @@
 """The roles of inputs and logical axes, derived from the structure of the program and never from names.
 
 batch       the leading axis of an input that occurs in most activations, by bytes; no parameter has it
-parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast)
+parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast).
+            Integers are one only as a matrix that an operator with the batch contracts, or as a table of the state
+            that it looks up: the codes of quantized weights
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
             parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
@@ -26,8 +28,10 @@ from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.weight_cover import cover_weights
-from autoshard.sharding.program.array_sizes import axis_weight, is_float
+from autoshard.sharding.axes.weights.computed_weights import computed_weights
+from autoshard.sharding.axes.weights.weight_cover import cover_weights
+from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
 from autoshard.spmdrules.families.weight_gathers import gather_p
 from autoshard.spmdrules.ir.program import Program
@@ -64,6 +68,8 @@ class Roles:
         dispatched: values that hold rows of the batch, but not its axis (`dispatched_rows`).
         dispatched_rows: the axes of their rows. What shards the batch shards them.
         gradients: values that are sums over the batch, and values computed from them without the batch.
+        computed_weights: values that are computed from one parameter, element by element -> the parameter
+            (`weights.computed_weights`).
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
@@ -88,6 +94,7 @@ class Roles:
     heads: tuple[int, ...]
     head_dims: tuple[int, ...] = ()
     gradients: frozenset[int] = frozenset()
+    computed_weights: Mapping[int, int] = field(default_factory=dict)
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
@@ -165,6 +172,7 @@ def find_roles(
     if single_rows:
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
         sequence = {c: None for c in sequence if c not in counting}
+    gradients = _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
         sequence = {batch: None, **sequence}
     return Roles(
@@ -181,9 +189,8 @@ def find_roles(
         head_dims=_head_dims(axes, use, parameters, use.heads | groups, {residual, *parallel, *axes.stacked}),
         dispatched=dispatched,
         dispatched_rows=dispatched_axes,
-        gradients=(
-            gradients := _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
-        ),
+        gradients=gradients,
+        computed_weights=computed_weights(axes, {*parameters}, has_batch, gradients) if batch is not None else {},
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
         within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
@@ -313,6 +320,7 @@ def _input_roles(
     """The role of each input; and, for each value without the batch, the inputs that it was computed from."""
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
+    codes: set[int] = set()  # integers that are weights, once they are scaled
 
     def visit(block: Any) -> None:
         for op in block.ops:
@@ -329,6 +337,10 @@ def _input_roles(
             owned = frozenset[int]().union(*[owner[v] for v in op.operands if v in owner and not has_batch[v]])
             if any([has_batch[v] for v in (*op.operands, *op.results) if v >= 0]):
                 parameters.update(owned)
+                if op.name in CONTRACTIONS:
+                    codes.update(v for v in owned if program.avals[v].ndim > 1)
+                elif op.name == "gather":
+                    codes.update(v for v in owner.get(op.operands[0], ()) if v in state and program.avals[v].ndim > 1)
             elif owned and (
                 len(owned) <= MAX_FUSED_WEIGHTS
                 or op.name in TO_STAGES
@@ -341,7 +353,9 @@ def _input_roles(
     roles: dict[int, Role] = {}
     for v in program.inputs:
         aval = program.avals[v]
-        if has_batch[v] or (v not in state and not is_float(aval) and aval.ndim):
+        if v in codes and not has_batch[v] and is_integer(aval):
+            roles[v] = "parameter"
+        elif has_batch[v] or (v not in state and not is_float(aval) and aval.ndim):
             roles[v] = "data"
         elif not aval.ndim or not is_float(aval):
             roles[v] = "other"

@@ -59,10 +59,11 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
     numbers: dict[Any, int] = {}
     found: list[int] = []
     examples: list[int] = []
+    aliases = {**axes.parameter_aliases, **roles.computed_weights}
     for v in (values := list(values)):
         is_input = v in roles.inputs
         transposed, permutation = roles.transposed_gradients.get(v, (v, ()))
-        source = stored[v if is_input else axes.parameter_aliases.get(v)]
+        source = stored[v if is_input else aliases.get(v)]
         key = axes.of_value[v], is_input, source, v in roles.gradients, axes.of_value[transposed], permutation
         found.append(numbers.setdefault(key, len(numbers)))
         if len(numbers) > len(examples):
@@ -185,7 +186,7 @@ def operator_classes(
         set(axes.program.inputs),
         axes.program.avals,
         axes.of_value,
-        axes.parameter_aliases,
+        {**axes.parameter_aliases, **roles.computed_weights},
     )
     of_memory: dict[Any, int] = {}  # what is known of a value that a kernel reads or writes -> its number
     numbers: dict[Any, int] = {}
@@ -268,7 +269,9 @@ def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
     """Whether every layout shards an operand like the result: they have the same logical axes, in any order."""
     if value < 0 or not any(axes.of_value[value]):
         return True
-    if value in roles.inputs or value in axes.parameter_aliases or value in roles.gradients:
+    if value in roles.inputs or value in roles.gradients:
+        return False  # may be stored elsewhere
+    if value in axes.parameter_aliases or value in roles.computed_weights:
         return False  # may be stored elsewhere
     after = axes.of_value[op.results[0]]
     classes = [c for dim in after for c in dim]

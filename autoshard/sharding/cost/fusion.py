@@ -53,7 +53,7 @@ from autoshard.sharding.cost.constants import (
 )
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.host_memory import is_host_transfer
-from autoshard.sharding.program.operator_kinds import CONTRACTIONS, is_decision_point, is_declared
+from autoshard.sharding.program.operator_kinds import CONTRACTIONS, decodes, is_decision_point, is_declared
 from autoshard.spmdrules.families.stages import layer_p, read_p, write_p
 from autoshard.spmdrules.ir.program import Block, Op, Program, inlined
 
@@ -86,6 +86,8 @@ class Kernel:
 def is_kernel(op: Op) -> bool:
     """Whether an operator is a kernel of its own, not part of the kernels that take its result."""
     if op.rule is None or op.name in _SLICES:
+        return False
+    if decodes(op):  # compilers decode codes in the kernels that read the weight
         return False
     return is_decision_point(op) or op.name in _WHOLE or op.name in _IN_PLACE or is_host_transfer(op)
 

@@ -274,7 +274,7 @@ class CostModel:
 
     @cached_property
     def _state_values(self) -> set[int]:
-        return {*self.axes.parameter_aliases, *self.axes.program.inputs}
+        return {*self.axes.parameter_aliases, *self.roles.computed_weights, *self.axes.program.inputs}
 
     def _price(self, number: int, op_class: OperatorClass, canonical: CanonicalLayout) -> tuple[Price, Names]:
         """Return the cost of one run of a class's operator, and the mesh axes that its moves name by number."""

@@ -19,6 +19,7 @@ from typing import Any
 from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
+from autoshard.sharding.axes.merged.merged_axes import merged_axes
 from autoshard.sharding.axes.roles import Role, Roles
 from autoshard.sharding.axes.typical_inputs import typical_inputs
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
@@ -68,7 +69,7 @@ class Layout:
         """Value -> the input whose alias it is; empty if all inputs are stored as they are used."""
         if not self._stores_apart:
             return {}
-        aliases, staged = self.axes.parameter_aliases, self.axes.layer_dims
+        aliases, staged = {**self.axes.parameter_aliases, **self.roles.computed_weights}, self.axes.layer_dims
         if self.roles.gathers_once:
             return aliases
         # The stages gather small weights of all their layers at once.
@@ -213,7 +214,7 @@ class Layout:
             return ((),) * (len(own) - len(spec)) + spec[max(len(spec) - len(own), 0) :]
         of_dim = dict(zip(whole, spec, strict=True))
         leading = {dim[:n]: self._leading(dim, n, axes) for dim, axes in of_dim.items() for n in range(1, len(dim))}
-        return tuple(of_dim.get(dim, leading.get(dim, ())) for dim in own)
+        return tuple(merged_axes(dim, {**leading, **of_dim}) for dim in own)
 
     def _leading(self, dim: tuple[int, ...], parts: int, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes that shard the first parts of a dimension: none, or all of `axes`, which shard all of it."""
@@ -256,7 +257,7 @@ class Layout:
         `tp` and `fsdp` shard the same dimension under `dp:2 fsdp:2 tp:2`, it all-reduces the whole gradient over `dp`
         and `fsdp` together.
 
-        A table whose rows are only looked up is sharded along its features (`axes.lookup_tables`).
+        A table whose rows are only looked up is sharded along its features (`axes.weights.lookup_tables`).
         """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]
@@ -372,6 +373,9 @@ class Layout:
                     specs[key] = slice_spec
                 else:
                     specs.setdefault(key, slice_spec)
+        for v, source in self.roles.computed_weights.items():
+            if self.roles.inputs[source] in roles or source in self.fixed:
+                specs.setdefault(self.axes.of_value[v], self.alias_spec(source, v))
         return specs
 
     def _slices(self, leaves: Leaves, spec: Spec) -> list[tuple[Leaves, Spec]]:

@@ -20,7 +20,7 @@ from autoshard.sharding.layout.sequence_strategy import over_sequence
 from autoshard.sharding.machines.link_prices import LinkPrices
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
 from autoshard.sharding.program.flops import flops_of
-from autoshard.sharding.program.operator_kinds import REDUCTIONS, is_decision_point, is_declared
+from autoshard.sharding.program.operator_kinds import REDUCTIONS, decodes, is_decision_point, is_declared
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED, ShardedOperator, known_fault
 from autoshard.spmdrules.core.factor_projection import project
 from autoshard.spmdrules.core.layer_stacks import layer_stacks
@@ -45,7 +45,8 @@ AFTER_UPDATE, BEFORE_LOOPS = "after the update", "before a loop"
 def operand_spec(layout: Layout, value: int) -> Spec:
     """The sharding of a value before an operator uses it.
 
-    Parameters and slices of them have their stored sharding, gradients that of the state which consumes them.
+    Parameters, slices of them and weights computed from them have their stored sharding, gradients that of the state
+    which consumes them.
     """
     if value in layout.roles.inputs:
         return layout.stored_spec(value)
@@ -59,7 +60,8 @@ def operand_spec(layout: Layout, value: int) -> Spec:
 
 def spec_function(axes: LogicalAxes, roles: Roles, value: int) -> Callable[[Layout, int], Spec]:
     """The function that gives the same sharding of a value as `operand_spec`, with less work for most values."""
-    stored = value in roles.inputs or value in axes.parameter_aliases or value in roles.gradients
+    aliases = axes.parameter_aliases, roles.computed_weights
+    stored = value in roles.inputs or value in roles.gradients or any(value in each for each in aliases)
     return operand_spec if stored else Layout.spec
 
 
@@ -233,14 +235,15 @@ def strategy_for_specs(
     specs = [spec or ((),) * a.ndim for spec, a in zip(operand_specs, avals, strict=True)]
     given = [nbytes(v.aval) for v in op.eqn.outvars]
     forms = sequence_forms_of(op.eqn.params, avals) if sequence else None
-    if forms is None and op.name not in (*LAYER_STACKS, gather_p.name):
+    is_gather = op.name == gather_p.name or decodes(op)
+    if forms is None and op.name not in LAYER_STACKS and not is_gather:
         chosen = known_strategy(op.rule, moved, specs, given, result_specs, mesh, flops_of(op), prices)
         return _with_shift(op, chosen, mesh) if op.name == shift_p.name else chosen
 
     def choose(rule: Rule, forced: Mapping[str, Sequence[str | None]] | None = None) -> OperatorStrategy:
         return known_strategy(rule, moved, specs, given, result_specs, mesh, flops_of(op), prices, forced)
 
-    if op.name == gather_p.name:  # the operand is gathered, so that its gather is one of a stored weight
+    if is_gather:  # the operand is gathered, so that its gather is one of a stored weight
         of_result = project(op.rule, op.rule.results[0], result_specs[0], mesh)
         return choose(op.rule, {axis: [of_result.get(axis)] for axis in mesh})
     if forms is None:

@@ -100,7 +100,7 @@ def ring_of(layout: Layout, op: Op, strategy: OperatorStrategy) -> Ring | None:
     """
     rule = op.rule
     assert rule is not None
-    aliases = {*layout.axes.parameter_aliases, *layout.axes.program.inputs}
+    aliases = {*layout.axes.parameter_aliases, *layout.roles.computed_weights, *layout.axes.program.inputs}
     computed, wanted = strategy.spec(rule.results[0]), result_spec(layout, op, op.results[0])
     is_partial = any(move.array < 0 for move in strategy.moves)
     if is_partial:

@@ -34,3 +34,8 @@ def axis_weight(aval: Any) -> int:
 def is_float(aval: Any) -> bool:
     """Whether the dtype is a floating-point type."""
     return _compat.is_floating(aval.dtype)
+
+
+def is_integer(aval: Any) -> bool:
+    """Whether the dtype is an integer type, of any width. Booleans and typed PRNG keys are none."""
+    return not _compat.is_extended(aval.dtype) and jnp.issubdtype(aval.dtype, jnp.integer)

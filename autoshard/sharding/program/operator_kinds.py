@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoshard import _compat
+from autoshard.sharding.program.array_sizes import is_float, is_integer
 from autoshard.sharding.program.partitioner_faults import MISPARTITIONED
 from autoshard.spmdrules.core.rule import POSITIONS
 from autoshard.spmdrules.custom_ops.opaque_primitive import is_operator
@@ -23,6 +24,8 @@ NEEDS_GATHERED = ("fft", "reduce", "reduce_window")
 # Operators that sort along a dimension. If it is sharded, XLA reshards the operands by itself. The layout decides how,
 # so that the estimate counts these collectives. `top_k` is among `MISPARTITIONED`.
 SORTS = ("sort", "approx_top_k")
+# Operators that unpack codes, or convert them.
+_DECODING = ("convert_element_type", "and", "shift_right_logical", "shift_right_arithmetic")
 # Calls that only group operators. XLA inlines them, so their operators are lowered where the call is.
 INLINED_CALLS = frozenset({"call", "closed_call", "eval_jaxpr", "jit"})
 
@@ -42,7 +45,19 @@ def is_decision_point(op: Op) -> bool:
 
 def constrained(op: Op) -> bool:
     """Whether the operands and results of an operator get sharding constraints, so that XLA shards it as planned."""
-    return op.name in _CONSTRAINED or is_unknown(op)
+    return op.name in _CONSTRAINED or is_unknown(op) or decodes(op)
+
+
+def decodes(op: Op) -> bool:
+    """Whether an operator starts to decode a quantized weight: it unpacks integers of 8 bits, or makes floats of them.
+
+    A stored weight is gathered before that, because its codes have fewer bytes.
+    """
+    if op.name not in _DECODING:
+        return False
+    before, after = op.eqn.invars[0].aval, op.eqn.outvars[0].aval
+    is_code = is_integer(before) and before.dtype.itemsize == 1 and before.ndim > 1
+    return is_code and (op.name != "convert_element_type" or is_float(after))
 
 
 def is_unknown(op: Op) -> bool:

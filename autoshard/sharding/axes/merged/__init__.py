@@ -1,1 +1,1 @@
-"""Finds merged dimensions in which the order of elements does not matter. Each device can then merge its own rows."""
+"""Merged dimensions: in which the order of elements does not matter, and how mesh axes shard them."""

@@ -1,0 +1,107 @@
+"""Weights that a step computes from a stored parameter, and quantized ones, are gathered where they are used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autoshard import auto_shard, plan
+
+WIDTH = 32
+SHAPES = {
+    "first": (WIDTH, WIDTH), "w": (WIDTH, 4 * WIDTH), "scale": (1, 4 * WIDTH), "heads": (WIDTH, 8, WIDTH // 2),
+    "turned": (4 * WIDTH, WIDTH), "a": (WIDTH, 8), "b": (8, 4 * WIDTH), "codes": (WIDTH, 6 * WIDTH),
+    "pairs": (WIDTH, 3 * WIDTH),
+}  # fmt: skip
+COMPUTED = {
+    "scaled": (lambda p: p["w"] * p["scale"], ["w", "scale"]),
+    "reshaped": (lambda p: p["heads"].reshape(WIDTH, 4 * WIDTH), ["heads"]),
+    "transposed": (lambda p: p["turned"].T, ["turned"]),
+    "one plus": (lambda p: 1 + p["w"], ["w"]),
+    "normalized": (lambda p: p["w"] * jax.lax.rsqrt(jnp.sum(p["w"] ** 2, 0, keepdims=True)), ["w"]),
+    "adapted": (lambda p: p["w"] + p["a"] @ p["b"], ["w", "a", "b"]),
+}
+CODES = {
+    "codes": (lambda p: p["codes"].astype(jnp.float32) / 256, ["codes"], jnp.int8),
+    "pairs": (
+        lambda p: jnp.stack([p["pairs"] & 15, p["pairs"] >> 4], -1).reshape(WIDTH, -1).astype(jnp.float32) / 32,
+        ["pairs"],
+        jnp.uint8,
+    ),
+}
+
+
+def step_of(weight):
+    """A step of plain gradient descent on two products, the second with a computed weight."""
+
+    def loss(p, frozen, x):
+        return jnp.mean((jnp.tanh(x @ p["first"]) @ weight({**p, **frozen})) ** 2)
+
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state["p"], state["frozen"], x)
+        return {**state, "p": jax.tree.map(lambda p, g: p - 0.1 * g, state["p"], grads)}, value
+
+    return step
+
+
+def inputs(names, codes=None):
+    """The state and the batch. Codes have this dtype, and they are frozen."""
+    drawn = np.random.default_rng(0)
+    own = {n: drawn.normal(size=SHAPES[n]).astype("float32") / 8 for n in ("first", *names) if n not in CODES}
+    frozen = {n: drawn.integers(0, 100, SHAPES[n]).astype(codes) for n in names if n in CODES}
+    return {"p": own, "frozen": frozen}, drawn.normal(size=(1024, WIDTH)).astype("float32")
+
+
+def collectives_of(made, sent_bytes):
+    """The kinds of collectives over fsdp in which a device sends so many bytes."""
+    return sorted(kind for kind, axes, sent, _ in made.traffic if axes == "fsdp" and sent == sent_bytes)
+
+
+def roles_of(made):
+    """Path -> the role of each input, and how many shards it has."""
+    return {leaf.path: (leaf.role, "fsdp" in str(leaf.spec)) for leaf in made.inputs}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_computed_weight_is_gathered_where_it_is_used(name):
+    weight, names = COMPUTED[name]
+    made = plan(step_of(weight), *inputs(names), target="v5e:2x4", plan="fsdp:8")
+    assert collectives_of(made, 4 * 4 * WIDTH**2 * 7 / 8) == ["all-gather", "reduce-scatter"]
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_codes_are_stored_in_shards_and_gathered_before_they_are_decoded(name):
+    weight, names, dtype = CODES[name]
+    made = plan(step_of(weight), *inputs(names, dtype), target="v5e:2x4", plan="fsdp:8")
+    assert roles_of(made)[f"0/frozen/{name}"] == ("parameter", True)
+    codes_bytes = np.prod(SHAPES[name])
+    assert collectives_of(made, codes_bytes * 7 / 8) == ["all-gather"]
+
+
+@pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4", "tp:8", "fsdp:4 tp:2", "zero1:8"])
+def test_values_equal_those_of_one_device(words):
+    for weight, names, dtype in [*((*each, None) for each in COMPUTED.values()), *CODES.values()]:
+        given = inputs(names, dtype)
+        step = step_of(weight)
+        expected, loss = jax.jit(step)(*given)
+        state, value = auto_shard(step, plan=words)(*given)
+        np.testing.assert_allclose(value, loss, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, expected)
+
+
+def test_other_integers_are_no_parameters():
+    """A mask, a counter and positions of the state, and a table of the data, are not weights."""
+
+    def step(state, x, ids, neighbours):
+        def loss(w):
+            y = jnp.where(state["mask"], jnp.tanh(x @ w), 0.0) + state["positions"]
+            return jnp.mean(y * neighbours[ids])
+
+        return {**state, "w": state["w"] - jax.grad(loss)(state["w"]), "count": state["count"] + 1}
+
+    own = {"mask": np.ones((2, WIDTH), bool)[:1], "positions": np.arange(WIDTH)[None], "count": np.zeros((), int)}
+    state = {"w": np.ones((WIDTH, WIDTH), "float32"), **own}
+    data = np.ones((256, WIDTH), "float32"), np.ones(256, int), np.ones((4, WIDTH), int)
+    roles = roles_of(plan(step, state, *data, target="v5e:2x4", plan="fsdp:8"))
+    assert roles["0/w"] == ("parameter", True)
+    assert {roles[f"0/{name}"][0] for name in own} == {"other"} and roles["3"][0] == "data"
