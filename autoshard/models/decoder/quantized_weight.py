@@ -3,7 +3,9 @@ r"""A frozen weight in 8 or 4 bits: quantized by the library qwix (QLoRA, arXiv:
 .. math:: W \approx T[\text{codes}] \cdot \text{scale}
 
 `int8` has one scale for each output. `nf4` has 16 values T that suit normally distributed weights, and one scale for
-each block of 64 inputs of an output. Two of its codes share a byte: this is so on every machine and in every file.
+each block of 64 inputs of an output. Two of its codes share a byte, on every machine and in every file: that of an
+input in the first half of a block, and that of the same input of the second half. On TPUs, codes of adjacent outputs
+would be unpacked into an array whose last dimension is 2, which takes 64 times its bytes.
 `fp8` has a scale for each block of inputs and outputs, as published folders have (arXiv:2412.19437, section 3.3).
 `mxfp4` has a power of two for each 32 inputs of an output (OCP Microscaling Formats, version 1.0), as gpt-oss has. Its
 codes are a dtype of JAX: two share a byte on TPUs, and each takes a byte on CPUs.
@@ -57,7 +59,7 @@ class QuantizedWeight(nnx.Module):
 
         form   codes                                                   scale
         int8   int8 [*inputs, *outputs]                                [*outputs]
-        nf4    uint8 [*inputs, *outputs], half as many last outputs    [*inputs, *outputs], the last inputs in blocks
+        nf4    uint8 [*inputs, *outputs], half as many last inputs     [*inputs, *outputs], the last inputs in blocks
         fp8    float8_e4m3fn [*inputs, *outputs]                       [*inputs, *outputs], each dimension in blocks
         mxfp4  float4_e2m1fn [*inputs, *outputs]                       [*inputs, *outputs], the inputs in blocks
 
@@ -120,10 +122,10 @@ def quantized(weight: jax.Array, form: str, stacked: int, inputs: int) -> tuple[
         others, tiled = [n for n in range(weight.ndim) if n not in own], {}
     else:
         block = block_of(weight.shape[last])
-        if weight.shape[-1] % 2:
+        if block % 2:
             raise ConfigError(
-                f"lora.quantize is {form!r}, but a weight of shape {list(weight.shape)} has an odd last dimension: use "
-                "int8"
+                f"lora.quantize is {form!r}, but {weight.shape[last]} inputs of a weight of shape {list(weight.shape)} "
+                f"make blocks of {block}, which is odd: use int8"
             )
         others, tiled = [n for n in range(weight.ndim) if n != last], {last: block}
     with jax.numpy_dtype_promotion("standard"):  # qwix needs it
@@ -132,8 +134,10 @@ def quantized(weight: jax.Array, form: str, stacked: int, inputs: int) -> tuple[
         )
     if form == "int8":
         return found.qvalue, jnp.squeeze(found.scale, tuple(own))
-    pairs = found.qvalue.astype(jnp.uint8).reshape(*weight.shape[:-1], -1, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4), found.scale
+    shape = weight.shape
+    halves = found.qvalue.astype(jnp.uint8).reshape(*shape[:last], -1, 2, block // 2, *shape[last + 1 :])
+    low, high = (jnp.take(halves, n, axis=last + 1) for n in range(2))
+    return (low | (high << 4)).reshape(*shape[:last], -1, *shape[last + 1 :]), found.scale
 
 
 def block_of(size: int) -> int:
@@ -151,11 +155,19 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
         return codes.astype(jnp.float32) * scale.reshape((1,) * inputs + scale.shape)
     if form in IN_BLOCKS:
         return decoded(codes, scale)
-    both = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
-    values = jnp.asarray(NF4, jnp.float32).at[both].get(mode="promise_in_bounds")
-    last, shape = inputs - 1, values.shape
-    blocks = values.reshape(*shape[:last], scale.shape[last], -1, *shape[inputs:])
-    return (blocks * jnp.expand_dims(scale, inputs)).reshape(shape)
+    last, shape = inputs - 1, codes.shape
+    halves = codes.reshape(*shape[:last], scale.shape[last], -1, *shape[inputs:])
+    blocks = _nf4_values(jnp.concatenate([halves & 15, halves >> 4], axis=inputs))
+    return (blocks * jnp.expand_dims(scale, inputs)).reshape(*shape[:last], -1, *shape[inputs:])
+
+
+def _nf4_values(codes: jax.Array) -> jax.Array:
+    """Return T[codes]: one selection for each bit. On TPUs, a lookup of each element would take far longer."""
+    values: list[Any] = [jnp.float32(value) for value in NF4]
+    for bit in range(4):
+        is_set = (codes & (1 << bit)) != 0
+        values = [jnp.where(is_set, high, low) for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 def with_readable_codes(layers: nnx.Module) -> nnx.Module:
