@@ -114,6 +114,7 @@ def test_what_follows_attention_stays(name: str) -> None:
     ("name", "reason"),
     [
         ("dropped", "dropout"),
+        ("appended sinks", "more values than keys, such as sinks"),
         ("constrained", "sharding constraint"),
         ("returns_weights", "elsewhere"),
         ("missing scale", "the proof failed"),
