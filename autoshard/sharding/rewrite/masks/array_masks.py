@@ -36,8 +36,8 @@ _UNKNOWN = (
     "that are compared with =="
 )
 _OF_LAYER = (
-    "the mask depends on a value of each layer, such as a window that alternates. Let each iteration of jax.lax.scan run "
-    "one layer of each kind, each with its own mask"
+    "the mask depends on a value of each layer, such as a window that alternates. Let each iteration of jax.lax.scan "
+    "run one layer of each kind, each with its own mask"
 )
 _SHAPES = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "stop_gradient")
 
