@@ -445,6 +445,7 @@ def test_a_second_stack_of_layers_is_on_no_stage():
          "attention at .* has 1 heads; 2 devices do not divide them. Use 'ring:2' instead"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
          "time; use at least 4 microbatches: microbatches=4 or 8"),
+        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 1}, "pp:2 with 1 microbatch leaves stages idle"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "interleaved:0"}, "schedule is 'interleaved:0'; give the "
          "number of chunks of layers of each stage, at least 2"),
