@@ -111,10 +111,22 @@ def bind_primitive(primitive: Any, params: Any, *args: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def source_of(eqn: Any) -> Iterator[None]:
-    """Gives primitives bound in this context the source line and name scope of `eqn`."""
+    """Gives primitives bound in this context the source line and name scope of `eqn`.
+
+    Operators within JAX's own functions, such as the sort of `jnp.argsort`, have no line of the user's code. They keep
+    that of the equation around them, which calls the function.
+    """
+    traceback = eqn.source_info.traceback
+    if not _has_user_line(traceback):
+        traceback = source_info_util._source_info_context.context.traceback or traceback
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+    with source_info_util.user_context(traceback, name_stack=stack), eqn.ctx.manager:
         yield
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_user_line(traceback: Any) -> bool:
+    return next(source_info_util.user_frames(traceback), None) is not None
 
 
 @contextlib.contextmanager

@@ -178,7 +178,7 @@ class Plan(ShardingPlan):
 
         Returns:
             Mesh axis -> the reason; empty if the gradient is reduced over none, or if the function computes none, as of
-            a frozen parameter or of integers.
+            a frozen parameter, of integers, or of a learning rate.
 
         Raises:
             PlanError: no parameter, or more than one, has this path; or the plan has no function.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -71,10 +72,10 @@ def analyse(traced: Traced) -> Analysis:
     if batch is None and not row:
         batch = batch_axis(program, axes, frozenset(state_inputs), _cut_dimension(traced, axes))
     join_generated_batches(axes, batch)
-    replicas, microbatch = _cut_axes(traced, axes)
+    replicas, counts = _cut_axes(traced, axes)
     known = _known_roles(traced, axes)
     roles = find_roles(
-        program, axes, state_inputs, batch=batch, row=row, replicas=replicas, microbatch=microbatch,
+        program, axes, state_inputs, batch=batch, row=row, replicas=replicas, counts=counts,
         single_rows=traced.microbatches if _cuts_single_rows(traced, axes) else 0, known=known,
     )  # fmt: skip
     split_expert_axes(axes, roles)
@@ -92,15 +93,24 @@ def _without_keys(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> list[t
     return [(i, o) for i, o in state if not classes[i] or not classes[i] <= axes.key_words]
 
 
-def _cut_axes(traced: Traced, axes: LogicalAxes) -> tuple[int | None, int | None]:
-    """The axes of replicas and of microbatches beside the batch that was cut; None for each that does not exist."""
+def _cut_axes(traced: Traced, axes: LogicalAxes) -> tuple[int | None, frozenset[int]]:
+    """The axis of replicas, None without them, and the axes that count the microbatches beside it or beside the rows.
+
+    Each leaf of the batch is read by the number of the microbatch, so its axis that counts them is one of its own.
+    """
     if traced.batch is None:
-        return None, None
-    leaf, dim, place, _ = traced.batch
+        return None, frozenset()
+    leaf, dim, place, rows = traced.batch
     classes = axes.of_value[traced.program.inputs[leaf]][dim]
     replicas = classes[place - 1] if traced.replicas > 1 else None
-    has_count = traced.microbatches > 1 and len(classes) > place + 1
-    return replicas, classes[place + 1] if has_count and axes.sizes[classes[place + 1]] == traced.microbatches else None
+    place += rows > 1  # dimensions of size 1 have no axis
+    if traced.microbatches == 1:
+        return replicas, frozenset()
+    dims = [axes.of_value[v] for v in traced.program.inputs]
+    after = {c for dim in itertools.chain.from_iterable(dims) for major, c in itertools.pairwise(dim)
+             if place and major == classes[place - 1]}  # fmt: skip
+    counts = after.union(classes[place : place + 1])
+    return replicas, frozenset(c for c in counts if axes.sizes[c] == traced.microbatches)
 
 
 def _cut_dimension(traced: Traced, axes: LogicalAxes) -> frozenset[int]:

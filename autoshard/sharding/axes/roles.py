@@ -75,6 +75,7 @@ class Roles:
         stages: the axis of a pipeline's stages, if there is one.
         within_stages: the other axes of the values that have the axis of the stages.
         replicas: the axis of groups of rows whose sums are added after a loop over microbatches, if there is one.
+        counts: the axes that count the microbatches, if the step was cut into them. They are no sequences.
         separate_layers: whether the stages get the weights of their layers once a step: each layer has weights of its
             own, or the number of stages does not divide that of the layers.
         gathers_once: whether weights are gathered before a loop over microbatches, so that `fsdp` shards replicas, too.
@@ -101,6 +102,7 @@ class Roles:
     stages: int | None = None
     within_stages: frozenset[int] = frozenset()
     replicas: int | None = None
+    counts: frozenset[int] = frozenset()
     separate_layers: bool = False
     gathers_once: bool = False
     row: frozenset[int] = frozenset()
@@ -115,7 +117,7 @@ def find_roles(
     batch: int | None = None,
     row: frozenset[int] = frozenset(),
     replicas: int | None = None,
-    microbatch: int | None = None,
+    counts: frozenset[int] = frozenset(),
     single_rows: int = 0,
     known: Mapping[int, Role] | None = None,
 ) -> Roles:
@@ -128,7 +130,7 @@ def find_roles(
         batch: its batch axis, if `batch_axis` was called before.
         row: the values of the only row of a step without a batch axis (`single_row`).
         replicas: the axis of groups of rows whose sums are added later, if there is one.
-        microbatch: the axis that counts the microbatches, if the step was cut into them. It is no sequence.
+        counts: the axes that count the microbatches, see `Roles`.
         single_rows: the number of microbatches of a step that was cut into single rows; 0 for other steps. The
             dimension that counts them is no sequence.
         known: the roles of inputs that are already known, such as in a step whose microbatches are single rows.
@@ -167,7 +169,7 @@ def find_roles(
     with_batch = {c for v, has in enumerate(has_batch) if has for dim in axes.of_value[v] for c in dim}
     sequence = dict.fromkeys(
         c for v in data for dim in axes.of_value[v] for c in _sequence(dim, axes.stacked)
-        if c not in (batch, replicas, microbatch) and c in with_batch and not use.weights[c]
+        if c not in (batch, replicas, *counts) and c in with_batch and not use.weights[c]
     )  # fmt: skip
     if single_rows:
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
@@ -195,6 +197,7 @@ def find_roles(
         stages=stages,
         within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
         replicas=replicas,
+        counts=counts,
         separate_layers=stages is not None and any(op.name in TO_STAGES for op in program.ops()),
         gathers_once=any(op.name == gather_p.name for op in program.ops()),
         row=row,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
 from autoshard.sharding.layout.operator_sharding import is_gradient, lacks_axis
+from autoshard.sharding.program.array_sizes import is_float
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.ir.program import Op
 
@@ -22,6 +23,7 @@ class GradientSums:
 
     def __init__(self, axes: LogicalAxes, roles: Roles):
         self.axes, self.roles = axes, roles
+        self.scalars = {v for v, aval in enumerate(axes.program.avals) if not aval.shape and is_float(aval)}
         self.made_by: dict[int, Op] = {}
         self.inner: defaultdict[int, list[int]] = defaultdict(list)  # result or carry of a loop -> values of its body
         for op in axes.program.ops():
@@ -33,30 +35,38 @@ class GradientSums:
                 elif edge.outer not in op.operands:  # the carry after an iteration, and before the next one
                     self.inner[edge.inner].append(edge.outer)
 
-    def of(self, results: Iterable[int], *, within_replicas: bool = False) -> Iterator[tuple[Op, int]]:
+    def of(
+        self, results: Iterable[int], *, within_replicas: bool = False, scalars: bool = False
+    ) -> Iterator[tuple[Op, int]]:
         """Yield decision points whose results are parts of a gradient, with these results.
 
         The search goes back from results of the program, through values without the batch, to the operators that sum
-        over the batch. A scalar, such as the norm of all gradients, is not followed.
+        over the batch. A scalar, such as the norm of all gradients, is not followed from an array.
 
         Args:
             results: the updated parameter, or its gradient.
             within_replicas: whether to go on to the operators that sum over the rows of each replica, before the sum
                 over the replicas.
+            scalars: whether to follow scalars from scalars, and from arrays of which a loop stacks one at a time: the
+                gradients of parameters without dimensions.
         """
         pending, seen = [*results], {*results}
         while pending:
             value = pending.pop()
             op = self.made_by.get(value)
+            operands = op.operands if op is not None else ()
             if op is not None and is_decision_point(op):
+                if value in self.scalars and not is_gradient(self.axes, self.roles, op, value):
+                    continue  # the norm of gradients
                 yield op, value
                 if lacks_axis(self.axes, self.roles.batch, op, value):
                     continue
-            further = [*self.inner[value], *(op.operands if op is not None else ())]
-            further = [
-                v for v in further if v not in seen
-                and (v in self.roles.gradients or (within_replicas and self._is_of_replicas(v)))
-            ]  # fmt: skip
+            further = [v for v in (*self.inner[value], *operands) if v in self.roles.gradients
+                       or (within_replicas and self._is_of_replicas(v))]  # fmt: skip
+            if scalars:
+                reached = self.inner[value] if value not in self.scalars else (*self.inner[value], *operands)
+                further += [v for v in reached if v in self.scalars]
+            further = [v for v in dict.fromkeys(further) if v not in seen]
             seen.update(further)
             pending += further
 

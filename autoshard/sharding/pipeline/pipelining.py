@@ -75,8 +75,8 @@ def with_stages(
     """
     if microbatches < stages:
         raise PlanError(
-            f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatches leaves stages idle all the time; "
-            f"{_possible_counts(batch_rows(traced), stages)}"
+            f"auto_shard({traced.name}): pp:{stages} with {microbatches} microbatch{'es' * (microbatches > 1)} leaves "
+            f"stages idle all the time; {_possible_counts(batch_rows(traced), stages)}"
         )
     found = _Found(table=make_schedule(schedule, stages, microbatches), gathers_once=gathers_once)
     try:

@@ -170,14 +170,14 @@ class StageCut:
 
     def sliced(self, stack: Stack, var: Any) -> str:
         """Say which array of the microbatch the layers take slices of, and what to do."""
-        made, to_do = self.made.get(var), ". Compute it in the layers"
+        made, to_do = self.made.get(var), ". Compute it in the layers, or request a plan without pp"
         source = "an argument with the batch" if made is None else f"the result of {place_of(made)}"
         if made is None:
             to_do = ". Let each layer index the whole array by the layer's number"
         if stack is self.backward:  # the gradient of what the layers stack
             to_do = ". It comes from rows that all layers return. Add up in the carry what is needed of them"
         elif made is not None and made.primitive.name == "scan":  # weights that the layers index, or another stack
-            to_do = ""
+            to_do = ". Request a plan without pp"
         return (f"{stack.place} take slices of an array that differs between microbatches: {var.aval.str_short()}, "
                 f"{source}{to_do}")  # fmt: skip
 

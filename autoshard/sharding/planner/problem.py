@@ -159,15 +159,18 @@ class PlanningProblem:
         Raises:
             PlanError: one does, such as an optimizer that updates layer by layer. Each device would need all layers.
         """
-        stages = self.roles.stages
+        stages, of_value = self.roles.stages, self.axes.of_value
         if stages is None or stages not in self.axes.stacked:
             return
-        edges = ((op, edge.outer) for op in self.program.ops() for edge in op.edges if edge.stacked)
-        lines = [_compat.source_line(op.eqn) for op, v in edges if stages in self.axes.of_value[v][0]]
+        loops = [op for op in self.program.ops() for e in op.edges if e.stacked and stages in of_value[e.outer][0]]
+        text, advice = "carries a value from layer to layer", "Compute it for all layers at once, such as by jnp.cumsum"
+        if any(self.roles.batch in dim for op in loops for v in op.results for dim in of_value[v]):
+            text = "takes rows of the batch: a second run of the layers"
+            advice = "If the weights are those of the first run, run the layers once, over jnp.stack(inputs, axis=1)"
+        place = _place([_compat.source_line(op.eqn) for op in loops])
         raise PlanError(
-            f"auto_shard({self.traced.name}): pp:{self.axes.sizes[stages]}, but a loop{_place(lines)} runs over the "
-            "layers outside of the pipeline and carries a value from layer to layer. Compute it for all layers at "
-            "once, such as by jnp.cumsum, or request a plan without pp"
+            f"auto_shard({self.traced.name}): pp:{self.axes.sizes[stages]}, but a loop{place} runs over the layers "
+            f"outside of the pipeline and {text}. {advice}, or request a plan without pp"
         )
 
     def check_effects(self) -> None:

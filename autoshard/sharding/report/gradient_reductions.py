@@ -35,8 +35,8 @@ def reduce_axes(plan: ShardingPlan, bound: BoundPlan, path: str) -> dict[str, st
         path: the path of a parameter, or its end.
 
     Returns:
-        Mesh axis -> the reason, in the order of the mesh. Empty for integers of the state, such as a quantized base:
-        they have no gradient.
+        Mesh axis -> the reason, in the order of the mesh. Empty for integers, such as a quantized base, and for other
+        scalars, such as a learning rate: they have no gradient.
 
     Raises:
         PlanError: no parameter, or more than one, has this path.
@@ -50,7 +50,7 @@ def reduce_axes(plan: ShardingPlan, bound: BoundPlan, path: str) -> dict[str, st
     shards: dict[str, str] = {}
     factors = dict(zip(map(id, layout.axes.program.ops()), layout.axes.of_op, strict=True))
     own = {c for dim in layout.axes.of_value[value] for c in dim}
-    for op, result in GradientSums(layout.axes, layout.roles).of(updated, within_replicas=True):
+    for op, result in GradientSums(layout.axes, layout.roles).of(updated, within_replicas=True, scalars=True):
         strategy = strategy_in_layout(layout, op, bound.executable.link_prices)
         for move in strategy.moves:
             if move.kind not in ("all-reduce", "reduce-scatter") or op.results[-1 - move.array] != result:
@@ -87,17 +87,29 @@ def _name(layout: Layout, cls: int) -> str:
 
 
 def _is_integer(leaf: Leaf) -> bool:
+    return not _is_key(leaf) and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _is_scalar(leaf: Leaf) -> bool:
+    """Whether a leaf is one float, such as a temperature that is learned."""
+    return not leaf.shape and not _is_key(leaf) and not _is_integer(leaf)
+
+
+def _is_key(leaf: Leaf) -> bool:
+    """Whether a leaf has a dtype that NumPy does not know: typed random keys."""
     try:
-        return not jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.inexact)
-    except TypeError:  # a typed random key
-        return False
+        jnp.dtype(leaf.dtype)
+    except TypeError:
+        return True
+    return False
 
 
 def _parameter(plan: ShardingPlan, path: str) -> int:
-    """Return the number of the input that is the parameter, or the integers of the state, at a path."""
+    """Return the number of the input at a path: a parameter, or a scalar or integers of the state."""
     if not isinstance(path, str):
         raise PlanError(f"reduce_axes: {short_repr(path)} is not a path; give a string such as '0/params/wq'")
-    numbers = [n for n, x in enumerate(plan.inputs) if x.role == "parameter" or (x.role == "other" and _is_integer(x))]
+    numbers = [n for n, x in enumerate(plan.inputs)
+               if x.role == "parameter" or (x.role == "other" and (_is_integer(x) or _is_scalar(x)))]  # fmt: skip
     forms = [path_forms(plan.inputs[n].path, plan.arguments) for n in numbers]
     try:
         found = find_paths(path, forms)

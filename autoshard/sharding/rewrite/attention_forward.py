@@ -22,6 +22,9 @@ from autoshard.sharding.rewrite.values import Graph, Value
 
 _EXPONENTIALS = ("exp", "exp2")
 _ENDS = ("carry", "opaque", "slice", "stack")
+_MOVES = ("convert_element_type", "reshape", "squeeze", "transpose")
+_SINKS = ("its softmax has more values than keys, such as sinks, which are recognised only as the argument of "
+          "autoshard.models.attention(..., sinks=...)")  # fmt: skip
 
 
 @shown
@@ -68,11 +71,11 @@ class Candidate:
 @shown
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A product that could not be matched because of an error in the matcher.
+    """A product that cannot be matched, or could not be because of an error in the matcher.
 
     Attributes:
         product: the product.
-        error: the error.
+        error: the reason, or the error.
     """
 
     product: Value
@@ -107,12 +110,12 @@ def candidates(graph: Graph) -> Iterator[Candidate | Unread]:
                 yield found
 
 
-def _candidate(product: Value, side: int) -> Candidate | None:
+def _candidate(product: Value, side: int) -> Candidate | Unread | None:
     weights = product.operands[side]
+    if _has_sinks(weights):
+        return Unread(product, Refused(_SINKS))
     inner, products = _upstream(weights)
-    ops = {value.op for value in inner}
-    sums = (user.op == "reduce_sum" for value in inner for user in value.users)
-    if not products or not ops & {*_EXPONENTIALS} or not any(sums):
+    if not products or not _is_softmax(inner):
         return None
     for scores in products:
         reached = _descendants(scores, inner)
@@ -127,6 +130,22 @@ def _candidate(product: Value, side: int) -> Candidate | None:
             if _is_attention(shapes, scores, product, query_side, side):
                 return Candidate(scores, weights, product, (scores, *flow, product), query_side, side)
     return None
+
+
+def _is_softmax(inner: list[Value]) -> bool:
+    """Whether some values have an exponential and a sum."""
+    sums = (user.op == "reduce_sum" for value in inner for user in value.users)
+    return any(value.op in _EXPONENTIALS for value in inner) and any(sums)
+
+
+def _has_sinks(weights: Value) -> bool:
+    """Whether the weights are a slice of a softmax over scores that other values were appended to."""
+    while weights.op in _MOVES and weights.eqn is not None:
+        weights = weights.operands[0]
+    if weights.op != "slice" or weights.eqn is None:
+        return False
+    inner, _ = _upstream(weights.operands[0])
+    return _is_softmax(inner) and any(value.op == "concatenate" and _upstream(value)[1] for value in inner)
 
 
 def _upstream(weights: Value) -> tuple[list[Value], list[Value]]:

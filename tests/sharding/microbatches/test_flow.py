@@ -82,6 +82,7 @@ def test_what_prevents_the_cut_is_named(kind, message):
         (lambda w, x: jnp.cumsum(x @ w, 0) @ w.T, "'cumsum' .*needs all rows of the batch at once, and 'dot_general'"),
         (lambda w, x: jax.lax.scan(lambda c, r: (jnp.tanh(c + r), c), w[:, 0], x)[1] @ w, "runs over the rows"),
         (lambda w, x: jnp.tanh(jnp.flip(x @ w, 0)) @ w.T, "'rev' .*needs all rows"),
+        (lambda w, x: x[jnp.argsort(x[:, 0])] @ w, r"^'sort' at \S+test_flow.py:\d+ \(<lambda>\) needs all rows"),
         (
             lambda w, x: jax.lax.while_loop(lambda s: s.sum() > 9, jnp.sin, x @ w),
             r"^'while' at \S+ \(<lambda>\) takes the batch, and the number",

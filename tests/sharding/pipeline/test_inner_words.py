@@ -11,7 +11,7 @@ import pytest
 from autoshard import auto_shard, plan
 from autoshard.sharding.planner import planning
 from autoshard.sharding.search import time_floors
-from tests.sharding.pipeline.inner_words import EXPERTS, SEQ, step_and_arguments
+from tests.sharding.pipeline.inner_words import EMBED, EXPERTS, SEQ, layer, step_and_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*devices")
 MANY = pytest.mark.slow
@@ -86,6 +86,21 @@ def test_no_device_gathers_a_sequence_in_a_stage(way, kind):
     text = made.jit().lower(*args).compile().as_text()
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
     assert not [shape for shape in gathered if str(SEQ) in shape.split(",")], "a whole sequence"
+
+
+@pytest.mark.parametrize(("rows", "named"), [(8, "batch"), (16, "replicas*batch")])  # a size of 1 has no axis
+def test_the_microbatches_of_no_leaf_are_a_sequence(rows, named):
+    def step(weights, x, documents):
+        run = lambda x, each: (layer("attention", x, each, documents), None)  # noqa: E731
+        return jax.value_and_grad(lambda weights: (jax.lax.scan(run, x, weights)[0] ** 2).mean())(weights)
+
+    weights = step_and_arguments("attention")[1]
+    shape = jax.ShapeDtypeStruct
+    batch = shape((rows, SEQ, EMBED), jnp.float32), shape((rows, SEQ), jnp.int32)
+    made = plan(step, weights, *batch, target="cpu:8", plan="pp:2 dp:2 ring:2", microbatches=4)
+    assert [tuple(made.in_specs[n]) for n in (1, 2)] == [("dp", "ring")] * 2
+    axes = [made.logical_axes[name] for name in ("x", "documents")]
+    assert axes == [(f"{named}*microbatch", "seq", "embed"), (f"{named}*microbatch_1", "seq")]
 
 
 @pytest.mark.few(1)

@@ -445,6 +445,7 @@ def test_a_second_stack_of_layers_is_on_no_stage():
          "attention at .* has 1 heads; 2 devices do not divide them. Use 'ring:2' instead"),
         ({"plan": "pp:4", "target": "cpu:4", "microbatches": 2}, "pp:4 with 2 microbatches leaves stages idle all the "
          "time; use at least 4 microbatches: microbatches=4 or 8"),
+        ({"plan": "pp:2", "target": "cpu:2", "microbatches": 1}, "pp:2 with 1 microbatch leaves stages idle"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "dual"}, "schedule is 'dual'; it must be one of 'gpipe'"),
         ({"plan": "pp:2", "target": "cpu:2", "schedule": "interleaved:0"}, "schedule is 'interleaved:0'; give the "
          "number of chunks of layers of each stage, at least 2"),
@@ -518,6 +519,26 @@ def test_a_loop_over_the_layers_outside_of_the_pipeline():
         plan(functools.partial(step, "carried"), *args, **options)
     for kind in ("cumsum", "map"):
         assert plan(functools.partial(step, kind), *args, **options).stages == 2
+
+
+@pytest.mark.whole
+def test_a_second_run_of_the_layers():
+    """The message says what it is. One run of the layers over both inputs is possible."""
+    options = {"target": "cpu:2", "plan": "pp:2", "microbatches": 4}
+    args = jax.ShapeDtypeStruct((4, 8, 8), F32), *[jax.ShapeDtypeStruct((8, 8), F32)] * 2
+
+    def step(once, weights, x, y):
+        def loss(weights):
+            run = lambda x: jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, weights)[0]  # noqa: E731
+            one, other = jnp.moveaxis(run(jnp.stack([x, y], axis=1)), 1, 0) if once else (run(x), run(y))
+            return jnp.mean((one - other) ** 2)
+
+        return jax.value_and_grad(loss)(weights)
+
+    with pytest.raises(PlanError, match=r"a loop at .*test_pipelined_plans.py.* takes rows of the batch: a second run "
+                       r"of the layers\. .* run the layers once, over jnp.stack\(inputs, axis=1\), or"):  # fmt: skip
+        plan(functools.partial(step, False), *args, **options)
+    assert plan(functools.partial(step, True), *args, **options).stages == 2
 
 
 @pytest.mark.whole

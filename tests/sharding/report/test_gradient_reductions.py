@@ -116,6 +116,29 @@ def test_gradients_in_a_loop_over_layers_and_microbatches():
         assert [*made.reduce_axes("layers")] == ["dp", "fsdp"], count
 
 
+@pytest.mark.parametrize(
+    ("words", "microbatches", "axes"),
+    [("dp:8", None, "dp"), ("dp:8", 4, "dp"), ("pp:2 dp:4", 4, "dp"), ("dp:2 tp:4", None, "dp tp")],
+)
+def test_parameters_without_dimensions(words, microbatches, axes):
+    """A temperature, and a scale of each layer. A norm of all gradients, whose sum is over tp, is none of them."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+
+    def scaled(p, rate, x):
+        def loss(p):
+            run = lambda h, w: (h + w["scale"] * jnp.tanh(h @ w["up"]) @ w["down"], None)  # noqa: E731
+            return jnp.mean((jax.lax.scan(run, x, p["layers"])[0] * p["temperature"]) ** 2)
+
+        updates, _ = optimizer.update(jax.grad(loss)(p), optimizer.init(p))
+        return jax.tree.map(lambda w, g: w + rate * g, p, updates)
+
+    layers = {"scale": jnp.ones(4), "up": jnp.ones((4, 16, 32)), "down": jnp.ones((4, 32, 16))}
+    args = {"layers": layers, "temperature": jnp.ones(())}, jnp.ones(()), jnp.ones((64, 16))
+    made = plan(scaled, *args, target="cpu:8", plan=words, microbatches=microbatches)
+    found = {name: " ".join(made.reduce_axes(name)) for name in ("scale", "temperature", "up", "rate")}
+    assert found == {"scale": axes, "temperature": axes.split()[0], "up": "dp", "rate": ""}
+
+
 def test_statistics_of_an_optimizer_are_no_reduction_of_the_gradient():
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=8)
 

@@ -178,6 +178,9 @@ LOOK_ALIKES: dict[str, Attention] = {
     "no normalization": by_weights(jnp.exp),
     "divided by the count": by_weights(lambda s: jnp.exp(s) / SEQ),
     "epsilon": by_weights(lambda s: jnp.exp(s) / (jnp.exp(s).sum(-1, keepdims=True) + 1e-6)),
+    "appended sinks": by_weights(
+        lambda s: jax.nn.softmax(jnp.concatenate([s, jnp.ones((*s.shape[:-1], 1), s.dtype)], -1))[..., :-1]
+    ),
     "normalized by squares": by_weights(lambda s: jnp.exp(s) / jnp.sqrt((jnp.exp(s) ** 2).sum(-1, keepdims=True))),
     "sigmoid": by_weights(jax.nn.sigmoid),
     "weights squared": by_weights(lambda s: jax.nn.softmax(s) ** 2),

@@ -114,6 +114,7 @@ def test_what_follows_attention_stays(name: str) -> None:
     ("name", "reason"),
     [
         ("dropped", "dropout"),
+        ("appended sinks", "more values than keys, such as sinks"),
         ("constrained", "sharding constraint"),
         ("returns_weights", "elsewhere"),
         ("missing scale", "the proof failed"),
@@ -152,3 +153,26 @@ def test_every_kernel_keeps_values_and_gradients(kernel: Any, dtype: str, bound:
     expected = jax.jit(step)(*(x.astype(jnp.float32) for x in arguments))
     found, expected = (jax.tree.map(lambda x: np.asarray(x, np.float32), tree) for tree in (found, expected))
     assert relative_differences(found, expected) < bound
+
+
+@pytest.mark.parametrize("kind", ["flag", "window", "pair"])
+def test_windows_that_alternate_over_the_layers(kind: str) -> None:
+    """A window of each layer is a reason, which says what is recognised: a window of each layer of the body."""
+    distance = jnp.arange(SEQ)[:, None] - jnp.arange(SEQ)
+
+    def attend(x: jax.Array, w: jax.Array, near: Any) -> jax.Array:
+        scores = jnp.einsum("bqe,bke->bqk", x @ w[0], x @ w[1])
+        return x + jax.nn.softmax(jnp.where((distance >= 0) & near, scores, -1e30)) @ (x @ w[2])
+
+    def layer(x: jax.Array, xs: Any) -> tuple[jax.Array, None]:
+        w, own = xs
+        if kind == "pair":
+            return attend(attend(x, w[0], distance < 4), w[1], distance < SEQ), None
+        return attend(x, w[0], jnp.where(own, distance < 4, True) if kind == "flag" else distance < own), None
+
+    windows = jnp.array([4, SEQ])
+    own = {"flag": windows < SEQ, "window": windows, "pair": None}[kind]
+    fn = jax.grad(lambda w, x: jax.lax.scan(layer, x, (w, own))[0].sum())
+    _, records = kernels_in(jax.make_jaxpr(fn)(jnp.ones((2, 2, 3, 8, 8)), jnp.ones((2, SEQ, 8))), "blockwise")
+    assert [record.replaced for record in records] == ([True, True] if kind == "pair" else [False])
+    assert kind == "pair" or "run one layer of each kind, each with its own mask" in records[0].reason

@@ -48,6 +48,8 @@ def name_axes(
         name_axis(roles.batch, "batch")
     name_axis(roles.stages, "stages")
     name_axis(roles.replicas, "replicas")
+    for c in sorted(roles.counts):
+        name_axis(c, "microbatch")
     name_axis(roles.residual, "embed")
     for c in roles.experts:
         name_axis(c, "experts")

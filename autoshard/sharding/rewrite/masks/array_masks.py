@@ -35,6 +35,10 @@ _UNKNOWN = (
     "the scores or weights are chosen by a condition that is an array or a threshold, and neither padding nor segments "
     "that are compared with =="
 )
+_OF_LAYER = (
+    "the mask depends on a value of each layer, such as a window that alternates. Let each iteration of jax.lax.scan "
+    "run one layer of each kind, each with its own mask"
+)
 _SHAPES = ("broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "stop_gradient")
 
 
@@ -171,7 +175,7 @@ class _Reader:
         is_boolean = value.aval.dtype.kind == "b"
         if op in _SHAPES or op == "convert_element_type":
             if op == "convert_element_type" and (is_boolean or not is_truth(operands[0])):
-                return self.compared(value, index, is_positive) if is_boolean else self.refuse()
+                return self.compared(value, index, is_positive) if is_boolean else self.refuse(operands)
             return [(operands[0], before_shape(value, index), is_positive)]
         if op == "not" and is_boolean:
             return [(operands[0], index, not is_positive)]
@@ -193,13 +197,13 @@ class _Reader:
         for n in range(2):
             if known[n] is not None and known[n] in (0, 1) and bool(known[n]) != is_positive and is_truth(cases[1 - n]):
                 return [(which, index, n == 0), (cases[1 - n], index, is_positive)]
-        return self.refuse()
+        return self.refuse(operands)
 
     def compared(self, value: Value, index: Index, is_positive: bool) -> list[tuple[Value, Index, bool]]:
         """A comparison: of a number 0 or 1 with a constant, or of two rows."""
         op = "ne" if value.op == "convert_element_type" else value.op  # to booleans: is not 0
         if op not in ("eq", "ne", "gt", "ge", "lt", "le"):
-            return self.refuse()
+            return self.refuse(value.operands)
         first = value.operands[0]
         constant = 0 if value.op == "convert_element_type" else constant_of(value.operands[1])
         if constant is not None and is_truth(first):
@@ -213,10 +217,10 @@ class _Reader:
                 pair = rows if sides[0] == "queries" else rows[::-1]
                 self.made.terms.append(Term("equal", tuple(pair)))
                 return []
-        return self.refuse()
+        return self.refuse(value.operands)
 
-    def refuse(self) -> Any:
-        raise Refused(_UNKNOWN)
+    def refuse(self, operands: Sequence[Value]) -> Any:
+        raise Refused(_OF_LAYER if any(map(_is_of_layer, operands)) else _UNKNOWN)
 
 
 _COMPARISONS = {
@@ -291,6 +295,13 @@ def _varying(value: Value, steps: int = 0) -> frozenset[int]:
     except Refused:
         return frozenset(rank)
     return frozenset(d for e in _varying(value.operands[0], steps + 1) for d in inner[e])
+
+
+def _is_of_layer(value: Value) -> bool:
+    """Whether a value is one number, or repeats one, that a loop slices out of an array."""
+    while value.op in (*_SHAPES, "convert_element_type"):
+        value = value.operands[0]
+    return value.op == "slice" and value.eqn is None and not value.shape
 
 
 def before_shape(value: Value, index: Index) -> Index:
