@@ -65,8 +65,10 @@ MOST_KNOWN_PRICES = 200_000
 # Elements of a tile along the minor dimension of an array in a TPU's memory: the lanes of its vector registers.
 TPU_LANES = 128
 
-# Number of entries of the cache of opaque operators' memory. Only speed depends on it.
-MEMORY_CACHE_ENTRIES = 512
+# Number of entries of the cache of opaque operators' memory. It bounds memory: one takes about 10 KiB. Only speed
+# depends on it. Source: chosen; each program of a search for gpt-oss-20b on 256 tpu7x has about 300 shapes of shards
+# of its experts, and two entries for each in a pipeline.
+MEMORY_CACHE_ENTRIES = 8192
 
 # Number of operator classes that are priced between two lower bounds of the time of a step (`least_time`). Only speed
 # depends on it. Source: chosen, not measured.

@@ -7,6 +7,7 @@ import pytest
 
 from autoshard import plan
 from autoshard.models.dropless.operators import experts
+from autoshard.sharding.cost.opaque_memory import trace_opaque_memory
 from autoshard.sharding.planner.bound_plan import bound_or_error
 
 LAYERS, EXPERTS, EMBED, FFN, TOP_K, ROWS, SEQ = 3, 256, 7168, 2048, 8, 256, 4096
@@ -60,3 +61,18 @@ def test_a_gathered_operand_that_another_operator_takes_is_held_until_then():
     assert gathered(1) == []  # a part of the operator's own buffer
     shared = gathered(2)
     assert len(shared) == 3 and all(each.first < each.last for each in shared)
+
+
+def test_the_shards_of_several_programs_are_traced_once():
+    """The variants and pipelines of one search have hundreds of shapes of shards in common."""
+    traced = []
+
+    def double(x):
+        traced.append(x.shape)
+        return 2 * x
+
+    shards = [(((1 + n, 4), jnp.dtype("float32")),) for n in range(520)]
+    first = [trace_opaque_memory(double, each, "tpu") for each in shards]
+    again = [trace_opaque_memory(double, each, "tpu") for each in shards]
+    assert traced == [shape for ((shape, _),) in shards]
+    assert again == first and [each.moved_bytes for each in first[:2]] == [2 * 16.0, 2 * 32.0]
