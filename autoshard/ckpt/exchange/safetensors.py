@@ -203,7 +203,7 @@ def _places(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{index} names files that are not beside it:\n{listing(wrong)}")
     if places and SINGLE not in places.values() and (folder / SINGLE).exists():
         raise CheckpointError(
-            f"{folder} has both {SINGLE} and {INDEX}, which does not name it. Programs disagree on which of them counts: "
+            f"{folder} has both {SINGLE} and {INDEX}, which does not name it. Programs disagree on which counts: "
             "remove the old one"
         )
     return cast(dict[str, str], places)
