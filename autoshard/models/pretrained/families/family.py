@@ -230,6 +230,11 @@ class Config:
         given, where = self.rotary_table(), f"{self.where}, rotary positions"
         if scope is not None and scope in given:
             given = Config(given, where).table(scope)
+            if given.get("truncate") is False:
+                raise self.refuse(
+                    f"rope_parameters of {scope} have truncate: false, which transformers ignores there, and other "
+                    "programs apply: remove it"
+                )
         elif (original := self.values.get("original_max_position_embeddings")) is not None:
             given["original_max_position_embeddings"] = original
         given = {"partial_rotary_factor": self.values.get("partial_rotary_factor"), **given}

@@ -95,6 +95,11 @@ def test_two_tables_that_agree_are_one():
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rotary positions of type 'linear' have no factor"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rotary positions of type 'llama3' have no factor"),
         (GEMMA3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has type, but no rope_type"),
+        (
+            GEMMA3,
+            {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}, "rope_scaling": None},
+            "rope_parameters of full_attention have truncate: false, which transformers ignores there",
+        ),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None is built"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it is built for the rope_type"),
         (MIXTRAL, {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, "layer_types differ from sliding_wind"),
