@@ -17,6 +17,7 @@ from autoshard.models.pretrained.load import Described
 from tests.models.pretrained.folders import (
     DEEPSEEK_V3,
     GEMMA3,
+    GEMMA4,
     GPT_OSS,
     LLAMA,
     MIXTRAL,
@@ -65,6 +66,11 @@ def test_the_factor_of_attention_takes_precedence_over_magnitudes():
     assert rotary_of(LLAMA, rope_scaling={**YARN, **given}).magnitude == 1.5
 
 
+def test_betas_of_zero_are_the_defaults():
+    rotary = rotary_of(LLAMA, rope_scaling={**YARN, "beta_fast": 0, "beta_slow": 0})
+    assert (rotary.beta_fast, rotary.beta_slow) == (32.0, 1.0)
+
+
 def test_a_factor_of_null_is_the_ratio_of_the_contexts():
     assert rotary_of(LLAMA, rope_scaling={**YARN, "factor": None}).factor == 64 / 16
 
@@ -101,6 +107,13 @@ def test_two_tables_that_agree_are_one():
             "rope_parameters of full_attention have truncate: false, which transformers ignores there",
         ),
         (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None is built"),
+        (DEEPSEEK_V3, {"norm_topk_prob": None}, "norm_topk_prob is None; it must be true or false"),
+        (
+            LLAMA,
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0; it must be above 0",
+        ),
+        (GEMMA4, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None is built"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it is built for the rope_type"),
         (MIXTRAL, {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, "layer_types differ from sliding_wind"),
         (
