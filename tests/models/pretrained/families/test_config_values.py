@@ -97,6 +97,16 @@ def test_two_tables_that_agree_are_one():
             {"rope_parameters": {"type": "default", "mrope_section": [2, 1, 1]}},
             "rope_parameters and rope_scaling differ in rope_type, mrope_section",
         ),
+        (
+            QWEN2_5_VL,
+            {
+                "vision_config": {
+                    **QWEN2_5_VL["vision_config"],
+                    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+                }
+            },
+            "the type is 'linear'; scaled positions are not built for a vision tower",
+        ),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rotary positions of type 'yarn' have no factor"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rotary positions of type 'linear' have no factor"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rotary positions of type 'llama3' have no factor"),
@@ -134,6 +144,12 @@ def test_values_that_are_refused(base, changes, message):
 def test_base_of_rotary_positions_if_none_is_given(base, expected):
     cfg = read(base, without=["rope_theta"])
     assert getattr(cfg, "text", cfg).kinds[-1].rotary.base == expected
+
+
+@pytest.mark.parametrize("changes", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}], ids=str)
+def test_the_base_of_a_towers_rotary_positions(changes):
+    assert read(QWEN2_5_VL).vision.base == 1e4
+    assert read({**QWEN2_5_VL, "vision_config": {**QWEN2_5_VL["vision_config"], **changes}}).vision.base == 500.0
 
 
 @pytest.mark.parametrize(
