@@ -142,5 +142,5 @@ def _run_generator(given: argparse.Namespace, options: dict[str, Any]) -> Any:
     assert config is not None and config.model_folder is not None
     found = open_run_model(config, checkpoints, given.step, given.use_ema)
     file = config.tokenizer_file or config.model_folder / TOKENIZER
-    opened = Opened(found.graph, found.shapes, found.read)
-    return make_generator(Folder.open(config.model_folder), file, found.model, lambda: opened, **options)
+    opened, folder = Opened(found.graph, found.shapes, found.read), Folder.open(config.model_folder)
+    return make_generator(folder, file, found.model, lambda: opened, source=found.source, **options)

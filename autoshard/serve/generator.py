@@ -53,11 +53,13 @@ class Generator:
         engine: the model in rows of a batch.
         prompts: makes tokens of prompts: the tokenizer, the chat template, and how images are read.
         stop_tokens: tokens that end a text.
+        source: where the model is: its folder, and the step of a run.
     """
 
     engine: Engine
     prompts: PromptReader
     stop_tokens: frozenset[int]
+    source: str = ""
 
     def generate(
         self,
@@ -208,6 +210,7 @@ def make_generator(
     rows: int = ROWS,
     length: int | None = None,
     check: Callable[[PromptReader], Any] | None = None,
+    source: str | None = None,
     **options: Any,
 ) -> Generator:
     """Plan the decode step of a model, then read the model as that plan says.
@@ -220,6 +223,7 @@ def make_generator(
         rows: as in `load_generator`.
         length: as in `load_generator`.
         check: as in `load_generator`.
+        source: where the values are; by default the folder.
         **options: as in `load_generator`.
 
     Raises:
@@ -240,7 +244,8 @@ def make_generator(
     found = opened()
     steps = Steps(found.graph, found.shapes, rows, positions, options)
     read = found.read(steps.shardings(group_size(rows, steps.plan)))
-    return Generator(Engine(read, rows=rows, length=positions, **options), prompts, stop)
+    engine = Engine(read, rows=rows, length=positions, **options)
+    return Generator(engine, prompts, stop, str(folder.path.resolve()) if source is None else source)
 
 
 def stop_tokens(folder: Folder) -> frozenset[int]:

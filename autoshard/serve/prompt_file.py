@@ -5,9 +5,9 @@
     {"line": 0, "text": " a time", "reason": "tokens", "tokens": [264, 892], "request": "1f..."}   a line of replies
 
 A reply is one write of a whole line. After a kill, at most the last line is damaged; it is removed. The number of a
-prompt is its line, so that a resumed run draws the same tokens. The request is a digest of the prompt and the options:
-a run with others does not take the reply for its own. The paths of images are relative to the folder of the file of
-prompts.
+prompt is its line, so that a resumed run draws the same tokens. The request is a digest of the prompt, the options and
+where the model is: a run with others does not take the reply for its own. The paths of images are relative to the
+folder of the file of prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def read_prompts(file: Path, *, chat: bool = False) -> list[FilePrompt]:
         ConfigError: the file cannot be read, or lines are invalid.
     """
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     found, problems = [], []
@@ -66,6 +66,10 @@ def read_prompts(file: Path, *, chat: bool = False) -> list[FilePrompt]:
 
 
 def _prompt(record: Any, chat: bool, images: int, folder: Path) -> Prompt:
+    if isinstance(record, dict) and {"prompt", "messages"} <= record.keys():
+        raise ValueError('it has both "prompt" and "messages": leave one of them out')
+    if isinstance(record, dict) and record.get("tools"):
+        raise ValueError('it has "tools", which are not built: leave them out')
     if isinstance(record, dict) and isinstance(text := record.get("prompt"), str):
         return [user_message(text, images)] if chat else text
     messages = record.get("messages") if isinstance(record, dict) else None
@@ -128,15 +132,16 @@ def reply_to_file(generator: Generator, prompts: Sequence[FilePrompt], out: Path
         The number of replies that were written.
 
     Raises:
-        ConfigError: the file cannot be written, is not one of replies, or has a reply to another prompt or with other
-            options.
+        ConfigError: the file cannot be written, is not one of replies, or has a reply to another prompt, of another
+            model or with other options.
     """
     done = replies_in(out)
-    requests = {one.line: _request(one, options) for one in prompts}
-    if wrong := [line for line, request in done.items() if requests.get(line, request) != request]:
+    model = (generator.source, generator.engine.length)
+    requests = {one.line: _request(one, (model, sorted(options.items()))) for one in prompts}
+    if wrong := [line for line, request in done.items() if requests.get(line) != request]:
         raise ConfigError(
-            f"{out} has replies to other prompts, or with other options, for line {', '.join(map(str, wrong[:5]))}, "
-            "counted from 0: give another file"
+            f"{out} has replies to other prompts, of another model, or with other options, for line "
+            f"{', '.join(map(str, wrong[:5]))}, counted from 0: give another file"
         )
     left = [one for one in prompts if one.line not in done]
 
@@ -152,9 +157,9 @@ def reply_to_file(generator: Generator, prompts: Sequence[FilePrompt], out: Path
     return len(left)
 
 
-def _request(one: FilePrompt, options: Mapping[str, Any]) -> str:
-    """Return a digest of a prompt, its images' names and the options."""
-    asked = repr((one.prompt, one.images, sorted(options.items())))
+def _request(one: FilePrompt, others: Any) -> str:
+    """Return a digest of a prompt, its images' names, and what else the reply depends on."""
+    asked = repr((one.prompt, one.images, others))
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
 

@@ -91,14 +91,23 @@ def test_a_killed_file_is_continued_with_the_same_texts(generator, tmp_path):
     assert reply_to_file(generator, prompts, resumed, **options) == 2
     assert sorted(resumed.read_text().splitlines(keepends=True)) == sorted(lines)
     assert reply_to_file(generator, prompts, resumed, **options) == 0
-    for changed, others in ((prompts, {"max_tokens": 7}), ([dataclasses.replace(prompts[0], prompt="b")], {})):
-        with pytest.raises(ConfigError, match="other prompts, or with other options, for line 0"):
-            reply_to_file(generator, changed, resumed, **options | others)
+    one, *others = prompts
+    for who, changed, asked in (
+        (generator, prompts, {"max_tokens": 7}),
+        (generator, [dataclasses.replace(one, prompt="b"), *others], {}),
+        (generator, [dataclasses.replace(one, line=7), *others], {}),
+        (dataclasses.replace(generator, source="another model"), prompts, {}),
+    ):
+        with pytest.raises(ConfigError, match="of another model, or with other options, for line 0"):
+            reply_to_file(who, changed, resumed, **options | asked)
     with pytest.raises(ConfigError, match="not a file of replies"):
         replies_in(file)
-    file.write_text('{"prompt": 3}\nx\n{"prompt": "a"}\n')
-    with pytest.raises(ConfigError, match="(?s)line 1: .*line 2: "):
+    both, tools = '{"prompt": "a", "messages": []}', '{"prompt": "a", "tools": [{}]}'
+    file.write_text("\n".join(['{"prompt": 3}', "x", '{"prompt": "a"}', both, tools]))
+    with pytest.raises(ConfigError, match='(?s)line 1: .*line 2: .*line 4: it has both .*line 5: it has "tools"'):
         read_prompts(file)
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')  # with the mark that some editors write
+    assert read_prompts(file)[0].prompt == "a"
 
 
 def test_the_command_prints_what_the_generator_gives(generator, folder, capsys):

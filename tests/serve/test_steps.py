@@ -10,7 +10,7 @@ from autoshard.models.pretrained.parameter_paths import as_tree, by_path
 from autoshard.serve.engine import Engine
 from autoshard.serve.sampling import GREEDY, Settings
 from autoshard.serve.steps import Prompts, Steps
-from tests.models.pretrained.folders import MIXTRAL, QWEN2_5_VL, make_folder
+from tests.models.pretrained.folders import LLAMA, MIXTRAL, QWEN2_5_VL, make_folder
 
 
 @pytest.mark.few(1)
@@ -32,6 +32,18 @@ def test_the_prefill_step_keeps_the_shardings_of_the_decode_step(tmp_path, words
 def test_a_pipeline_is_refused_with_advice():
     with pytest.raises(PlanError, match="'pp:2 fsdp:4' has pp:2, but generation .* such as tp:2 in the place of pp:2"):
         Steps(None, {}, 8, 32, {"plan": "pp:2 fsdp:4"})
+
+
+def test_the_seeds_of_four_rows_are_not_words_of_a_random_key(tmp_path):
+    """The prefill step reads no old seeds. As words of a key, they would make the rows of the cache its batch."""
+    described = Described.of(Folder.open(make_folder(tmp_path / "model", LLAMA)), None, {})
+    steps = Steps(described.graph, as_tree(described.shapes), 4, 32, {"plan": "dp:4 tp:2"})
+    settings = Settings.of([GREEDY] * 4, [0] * 4)
+    tokens, counts, source = (jnp.zeros(shape, jnp.int32) for shape in ((4, 32), (4,), (4,)))
+    made = steps.prefill_plan(
+        steps.decode_shapes()[1], Prompts(tokens, counts, jnp.zeros((4, 24), bool), source, settings)
+    )
+    assert made.in_shardings()[2].tokens.spec[0] == "dp"
 
 
 def test_the_prefill_plan_shards_the_tower(tmp_path):

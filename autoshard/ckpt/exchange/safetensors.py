@@ -188,7 +188,8 @@ def _places(folder: Path) -> dict[str, str] | None:
     """Return the file of each tensor; None if there is no index.
 
     Raises:
-        CheckpointError: the index is damaged, or names files outside its folder.
+        CheckpointError: the index is damaged, or names files outside its folder, or the folder also has a model in
+            one file.
     """
     index = folder / INDEX
     if not index.exists():
@@ -200,6 +201,11 @@ def _places(folder: Path) -> dict[str, str] | None:
     wrong = sorted({name for name in places.values() if Path(name).name != name})
     if wrong:
         raise CheckpointError(f"{index} names files that are not beside it:\n{listing(wrong)}")
+    if places and SINGLE not in places.values() and (folder / SINGLE).exists():
+        raise CheckpointError(
+            f"{folder} has both {SINGLE} and {INDEX}, which does not name it. Programs disagree on which counts: "
+            "remove the old one"
+        )
     return cast(dict[str, str], places)
 
 

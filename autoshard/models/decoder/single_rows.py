@@ -20,8 +20,9 @@ from autoshard.kernels.planned_platform import planned_platform
 from autoshard.spmdrules.custom_ops.opaque_primitive import drawing_operands
 from autoshard.spmdrules.custom_ops.operator import operator
 
-LARGEST_UNROLLED = 32
-"""Most rows on a device that are sliced one by one. Chosen: the time of compilation is linear in it."""
+LARGEST_UNROLLED = 128
+"""Most rows on a device that are sliced one by one. Chosen: the time of compilation is linear in it. Compiled for
+v5e:2x4, a decode step of gpt-oss-20b with 64 rows moves 1.44 of its weights and cache without slices, and 1.01 with."""
 
 
 def by_slices(x: jax.Array) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from autoshard.models.pretrained.folder import read_table
 
 TOKENIZER_CONFIG, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 PROCESSOR_TEMPLATE = "chat_template.json"  # of models that read images
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names under which messages have the reasoning of an answer. Each template reads one of them, or none."""
 # They stand for `{% generation %}` and `{% endgeneration %}` in a rendered text. Unicode reserves both for such uses
 # (section 23.7, noncharacters), so no message has them.
 _START, _END = "\ufdd0", "\ufdd1"
@@ -96,6 +99,8 @@ class ChatTemplate:
         return text, found
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], answer_follows: bool) -> str:
+        self._check(messages)
+
         def refuse(message: str) -> NoReturn:
             raise TemplateError(message)
 
@@ -111,6 +116,18 @@ class ChatTemplate:
             return template.render(messages=messages, add_generation_prompt=answer_follows, **given)
         except (TemplateError, TypeError, ValueError) as error:
             raise ConfigError(f"the chat template of {self.where} fails: {error}") from error
+
+    def _check(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse messages with content that the template does not read, because it would be left out silently."""
+        for name in (*REASONING, "tool_calls"):
+            if any(message.get(name) for message in messages) and not re.search(rf"\b{name}\b", self.source):
+                read = [other for other in REASONING if re.search(rf"\b{other}\b", self.source)]
+                hint = (
+                    f"rename it to {read[0]}, which the template reads" if read and name in REASONING else "remove it"
+                )
+                raise ConfigError(
+                    f"a message has {name}, which the chat template of {self.where} does not read: {hint}"
+                )
 
 
 class _GenerationMarks(Extension):

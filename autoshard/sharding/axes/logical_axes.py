@@ -114,9 +114,13 @@ class LogicalAxes:
     def key_words(self) -> frozenset[int]:
         """The classes of the words of random keys that the program takes as integers. They are not logical axes.
 
-        These are keys that an operator wraps, and unsigned integers of a key's size that no operator reads.
+        These are keys that an operator wraps, and unsigned integers of a key's size that no operator reads. Arrays of
+        other dtypes with the same dimension, such as settings of a few rows, show that it is not one of words.
         """
         used = {c for factors in self.of_op for classes in factors.values() for c in classes}
+        for v in self.program.inputs:
+            if self.program.avals[v].dtype != jnp.uint32:
+                used.update(c for dim in self.of_value[v] for c in dim)
         found: set[int] = set()
         for v in self.program.inputs:
             aval = self.program.avals[v]

@@ -38,6 +38,13 @@ class RunModel:
     shapes: Any
     parameters: StepParameters
 
+    @property
+    def source(self) -> str:
+        """The folder of the checkpoints, the step that is loaded, and whether its moving average is."""
+        own = self.parameters
+        step = own.checkpoints.latest() if own.step is None else own.step
+        return f"{own.checkpoints.directory}, step {step}, use_ema {own.use_ema}"
+
     def read(self, shardings: Mapping[str, Any]) -> Decoder:
         """Load the model with the given sharding of each parameter, by path."""
         placed = {

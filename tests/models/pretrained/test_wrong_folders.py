@@ -79,6 +79,15 @@ def test_files_without_an_index(folder):
     assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
 
 
+def test_a_model_in_one_file_beside_an_index_of_others(folder):
+    """transformers reads the one file, others the index."""
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "a.safetensors").write_bytes(content)
+    places = dict.fromkeys(Folder.open(folder).tensors(), "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert "has both model.safetensors and model.safetensors.index.json" in refusal(folder)
+
+
 def test_of_a_tensor_in_two_files_the_index_chooses(folder):
     new = Folder.open(folder).tensors()
     (folder / "model.safetensors").rename(folder / "a.safetensors")

@@ -35,6 +35,12 @@ def test_a_run_draws_a_sample_and_generates_what_its_merged_model_does(
         assert main(["generate", str(place), *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[1] == texts[2] != texts[0]
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi why"}\n')
+    files = ["--file", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl"), "--length", "32"]
+    assert main(["generate", str(run_dir), *files, "--tokens", "3"]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(folder), *files, "--tokens", "3"]) == 2
+    assert "of another model" in capsys.readouterr().err
     assert main(["generate", str(run_dir), "--model", "a:b"]) == 2
     assert "--model is for runs whose model a factory makes" in capsys.readouterr().err
     assert main(["generate", str(run_dir), "--step", "2"]) == 2

@@ -29,5 +29,9 @@ class Temperature:
     step: int
 
     def factors(self, positions: jax.Array) -> jax.Array:
-        """Return the factor of each position, float32 in the shape of `positions`."""
-        return 1.0 + self.scale * jnp.log1p(jnp.floor((positions.astype(jnp.float32) + 1.0) / self.step))
+        """Return the factor of each position, float32 in the shape of `positions`, which are integers.
+
+        The quotient is one of integers: XLA multiplies by the reciprocal of a constant divisor, which rounds down to
+        the number below where the quotient is a whole number.
+        """
+        return 1.0 + self.scale * jnp.log1p(((positions + 1) // self.step).astype(jnp.float32))

@@ -42,6 +42,7 @@ GEMMA3: Mapping[str, Any] = {
 }
 
 # Llama4TextConfig.
+LLAMA4_HEAD_DIM = 128  # head_dim
 LLAMA4_CHUNK = 8192  # attention_chunk_size, in positions
 LLAMA4_STEP = 8192  # floor_scale, in positions
 LLAMA4_SCALE = 0.1  # attn_scale

@@ -183,9 +183,9 @@ class Config:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean."""
-        value = self.values.get(name)
-        value = default if value is None else value
+        """Return a boolean. Null is false, as in transformers; where it would not be the default, it is refused."""
+        value = self.values.get(name, default)
+        value = False if value is None and not default else value
         if not isinstance(value, bool):
             raise self.refuse(f"{name} is {value!r}; it must be true or false")
         return value
@@ -230,6 +230,11 @@ class Config:
         given, where = self.rotary_table(), f"{self.where}, rotary positions"
         if scope is not None and scope in given:
             given = Config(given, where).table(scope)
+            if given.get("truncate") is False:
+                raise self.refuse(
+                    f"rope_parameters of {scope} have truncate: false, which transformers ignores there, and other "
+                    "programs apply: remove it"
+                )
         elif (original := self.values.get("original_max_position_embeddings")) is not None:
             given["original_max_position_embeddings"] = original
         given = {"partial_rotary_factor": self.values.get("partial_rotary_factor"), **given}
@@ -270,14 +275,14 @@ class Config:
         if kind == "linear":
             return Rotary(base, "linear", float(own.number("factor")))
         context = self.size("max_position_embeddings")
-        original = int(own.number("original_max_position_embeddings", context))
+        original = int(own.positive("original_max_position_embeddings", context))
         if kind == "llama3":
             low, high = float(own.number("low_freq_factor")), float(own.number("high_freq_factor"))
             return Rotary(base, "llama3", float(own.number("factor")), original, low, high)
         factor = float(own.number("factor", context / original))
         return Rotary(
-            base, "yarn", factor, original, beta_fast=float(own.number("beta_fast", 32.0)),
-            beta_slow=float(own.number("beta_slow", 1.0)), truncate=own.flag("truncate", True),
+            base, "yarn", factor, original, beta_fast=float(own.number("beta_fast", 32.0) or 32.0),
+            beta_slow=float(own.number("beta_slow", 1.0) or 1.0), truncate=own.flag("truncate", True),
             attention_factor=attention_factor(own, factor),
         )  # fmt: skip
 

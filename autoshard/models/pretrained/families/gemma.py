@@ -47,7 +47,14 @@ def _gemma2(config: Config) -> DecoderConfig:
 
 
 def _gemma3(config: Config) -> DecoderConfig:
-    config.refuse_values(use_bidirectional_attention=False)
+    # transformers does not apply such a cap, and other programs do.
+    config.refuse_values(use_bidirectional_attention=False, attn_logit_softcapping=None)
+    scaling = config.table("rope_scaling")
+    if "type" in scaling and "rope_type" not in scaling:
+        raise config.refuse(
+            "rope_scaling has type, but no rope_type: transformers ignores such scaling in Gemma 3, and other programs "
+            "apply it. Rename type to rope_type, or remove rope_scaling"
+        )
     config = config.with_defaults(**GEMMA3_DEFAULTS)
     layers, period = config.count("num_hidden_layers"), config.size("sliding_window_pattern", 6)
     windows = config.windows([(n + 1) % period != 0 for n in range(layers)])

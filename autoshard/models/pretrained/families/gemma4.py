@@ -29,7 +29,8 @@ TOWERS = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
 
 def _config(config: Config) -> DecoderConfig:
-    config.refuse_values(enable_moe_block=False)
+    # Configs of Gemma 4 have no cap of scores, and transformers ignores one.
+    config.refuse_values(enable_moe_block=False, attn_logit_softcapping=None)
     # `vision` affects tokens of images only.
     later = config.values.get("use_bidirectional_attention")
     if later not in (None, False, "vision"):

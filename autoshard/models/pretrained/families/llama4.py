@@ -12,6 +12,7 @@ from autoshard.models.decoder.positions.temperature import Temperature
 from autoshard.models.pretrained.families.config_values import dense_values, expert_values, rotary_values
 from autoshard.models.pretrained.families.constants import (
     LLAMA4_CHUNK,
+    LLAMA4_HEAD_DIM,
     LLAMA4_ROTARY_BASE,
     LLAMA4_SCALE,
     LLAMA4_STEP,
@@ -29,7 +30,7 @@ def _config(config: Config) -> DecoderConfig:
     config.refuse_values(router_jitter_noise=0.0, num_experts_per_tok=1)
     bias, ffn = config.flag("attention_bias"), config.size("intermediate_size")
     return dense_config(
-        config,
+        config.with_defaults(head_dim=LLAMA4_HEAD_DIM),
         kinds=_kinds(config),
         ffn=config.size("intermediate_size_mlp"),
         experts=ExpertsConfig(

@@ -52,7 +52,10 @@ def _text(config: Config) -> DecoderConfig:
 
 
 def _tower(own: Config, width: int, **switches: Any) -> TowerConfig:
-    rope = own.values.get("rope_parameters") or {}
+    rope = Config(own.rotary_table(), f"{own.where}, rotary positions")
+    kind = rope.values.get("rope_type", rope.values.get("type"))
+    if kind not in (None, "default", "axial"):  # both names stand for positions of two axes that are not scaled
+        raise rope.refuse(f"the type is {kind!r}; scaled positions are not built for a vision tower")
     return TowerConfig(
         width=width,
         layers=own.count("depth"),
@@ -61,7 +64,7 @@ def _tower(own: Config, width: int, **switches: Any) -> TowerConfig:
         frames=own.size("temporal_patch_size", 2),
         channels=own.size("in_channels", 3),
         merge=own.size("spatial_merge_size", 2),
-        base=float(Config(rope, own.where).number("rope_theta", 10_000.0)),
+        base=float(rope.number("rope_theta", own.number("rope_theta", 10_000.0))),
         init_std=float(own.number("initializer_range", 0.02)),
         **switches,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autoshard.models.pretrained.chat_template import ChatTemplate
+from autoshard.models.pretrained.chat_template import REASONING, ChatTemplate
 
 ASSISTANT = "assistant"
 Conversation = tuple[str, list[range]]
@@ -55,12 +56,14 @@ def _start(prompt: str, until: str, message: Mapping[str, Any]) -> int:
     """Return where an answer starts in the text up to it."""
     if until.startswith(prompt):
         return len(prompt)
-    # The prompt has more than the answer's own header, such as the start of a reasoning.
-    content = message.get("content")
-    place = until.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
-    if place < 0:
+    # The prompt has more than the answer's own header, such as the start of a reasoning. The answer begins with its
+    # reasoning or its content, which goes on where both texts differ.
+    common = len(os.path.commonprefix([prompt, until]))
+    texts = [text.strip() for name in (*REASONING, "content") if isinstance(text := message.get(name), str)]
+    places = [until.find(text, max(common - len(text) + 1, 0)) for text in texts if text]
+    if not (found := [place for place in places if place >= 0]):
         raise ValueError("the text that the chat template renders does not show where an answer starts")
-    return place
+    return min(found)
 
 
 def _end(text: str, start: int, special: Sequence[str]) -> int:

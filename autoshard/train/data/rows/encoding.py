@@ -73,6 +73,7 @@ class RowEncoder:
         Raises:
             ValueError: the row is no such row; the message says why.
         """
+        _refuse_tools(row)
         if "messages" in row:
             return self._conversation(_messages(row, "messages"))
         if "completion" in row:
@@ -89,6 +90,7 @@ class RowEncoder:
         Raises:
             ValueError: the row is no such row; the message says why.
         """
+        _refuse_tools(row)
         if missing := [name for name in ("chosen", "rejected") if row.get(name) is None]:
             raise ValueError(f"it has no {' and no '.join(missing)}; it needs prompt, chosen and rejected")
         prompt, both = row.get("prompt"), [row["chosen"], row["rejected"]]
@@ -138,6 +140,12 @@ class RowEncoder:
         ranges = _ranges(encoded.offsets)
         counts = [end > start and any(start in span for span in spans) for start, end in ranges]
         return Document(np.array(encoded.ids, np.int32), np.array(counts, bool))
+
+
+def _refuse_tools(row: Mapping[str, Any]) -> None:
+    """Refuse a row with descriptions of tools: the chat template would not get them."""
+    if row.get("tools"):
+        raise ValueError("it has tools, which are not built: leave them out")
 
 
 def _ranges(offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Queries of layers with a temperature are multiplied by a factor of their position."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,6 +15,13 @@ SIZES = {"vocab": 16, "width": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "ffn
 def test_factors():
     factors = Temperature(scale=0.5, step=3).factors(jnp.array([0, 1, 2, 7, 8]))
     assert np.allclose(factors, 1 + 0.5 * np.log([1, 1, 2, 3, 4]))
+
+
+def test_factors_change_at_whole_multiples_of_the_step():
+    """In float32, 61 times the reciprocal of 61 is below 1."""
+    positions = jnp.arange(2000)
+    found = jax.jit(Temperature(scale=0.5, step=61).factors)(positions)
+    assert np.allclose(found, 1 + 0.5 * np.log(1 + (np.arange(2000) + 1) // 61))
 
 
 def test_queries_get_the_factor_of_the_position_that_is_given():

@@ -17,6 +17,7 @@ from autoshard.models.pretrained.load import Described
 from tests.models.pretrained.folders import (
     DEEPSEEK_V3,
     GEMMA3,
+    GEMMA4,
     GPT_OSS,
     LLAMA,
     MIXTRAL,
@@ -65,6 +66,11 @@ def test_the_factor_of_attention_takes_precedence_over_magnitudes():
     assert rotary_of(LLAMA, rope_scaling={**YARN, **given}).magnitude == 1.5
 
 
+def test_betas_of_zero_are_the_defaults():
+    rotary = rotary_of(LLAMA, rope_scaling={**YARN, "beta_fast": 0, "beta_slow": 0})
+    assert (rotary.beta_fast, rotary.beta_slow) == (32.0, 1.0)
+
+
 def test_a_factor_of_null_is_the_ratio_of_the_contexts():
     assert rotary_of(LLAMA, rope_scaling={**YARN, "factor": None}).factor == 64 / 16
 
@@ -91,9 +97,33 @@ def test_two_tables_that_agree_are_one():
             {"rope_parameters": {"type": "default", "mrope_section": [2, 1, 1]}},
             "rope_parameters and rope_scaling differ in rope_type, mrope_section",
         ),
+        (
+            QWEN2_5_VL,
+            {
+                "vision_config": {
+                    **QWEN2_5_VL["vision_config"],
+                    "rope_parameters": {"rope_type": "linear", "factor": 2.0},
+                }
+            },
+            "the type is 'linear'; scaled positions are not built for a vision tower",
+        ),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn"}}, "rotary positions of type 'yarn' have no factor"),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rotary positions of type 'linear' have no factor"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rotary positions of type 'llama3' have no factor"),
+        (GEMMA3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has type, but no rope_type"),
+        (
+            GEMMA3,
+            {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}, "rope_scaling": None},
+            "rope_parameters of full_attention have truncate: false, which transformers ignores there",
+        ),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None is built"),
+        (DEEPSEEK_V3, {"norm_topk_prob": None}, "norm_topk_prob is None; it must be true or false"),
+        (
+            LLAMA,
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0; it must be above 0",
+        ),
+        (GEMMA4, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None is built"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; it is built for the rope_type"),
         (MIXTRAL, {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, "layer_types differ from sliding_wind"),
         (
@@ -114,6 +144,12 @@ def test_values_that_are_refused(base, changes, message):
 def test_base_of_rotary_positions_if_none_is_given(base, expected):
     cfg = read(base, without=["rope_theta"])
     assert getattr(cfg, "text", cfg).kinds[-1].rotary.base == expected
+
+
+@pytest.mark.parametrize("changes", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}], ids=str)
+def test_the_base_of_a_towers_rotary_positions(changes):
+    assert read(QWEN2_5_VL).vision.base == 1e4
+    assert read({**QWEN2_5_VL, "vision_config": {**QWEN2_5_VL["vision_config"], **changes}}).vision.base == 500.0
 
 
 @pytest.mark.parametrize(

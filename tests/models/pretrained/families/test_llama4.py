@@ -25,6 +25,9 @@ def test_every_fourth_layer_sees_all_without_rotary_positions():
 def test_experts_and_dense_layers_have_sizes_of_their_own():
     cfg = read()
     assert (cfg.ffn, cfg.experts.ffn, cfg.experts.shared_ffn) == (24, 32, 32)
+    assert cfg.head_dim == 8
+    assert FAMILY.config(Config({**LLAMA4, "head_dim": None}, "")).head_dim == 4  # the width over the heads
+    assert FAMILY.config(Config({k: v for k, v in LLAMA4.items() if k != "head_dim"}, "")).head_dim == 128
     assert (cfg.experts.scoring, cfg.experts.gated_input, cfg.experts.renormalize) == ("sigmoid", True, False)
 
 

@@ -37,6 +37,11 @@ REASONING = """{% for m in messages %}<|im_start|> {{ m.role }} {% if m.role == 
 {% endfor %}{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"""
 # The prompt starts the reasoning itself.
 OPENED = CHATML.replace("assistant {% endif %}", "assistant <think> {% endif %}")
+# The reasoning of an answer is a field of its own.
+THINKING = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think> {{ m.reasoning_content }} </think> {% endif %}{{ m.content }}",
+).replace("assistant {% endif %}", "assistant <think> {% endif %}")
 # No special token ends an answer.
 PLAIN = """{% for m in messages %}{{ m.role }} : {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}assistant :{% endif %}"""

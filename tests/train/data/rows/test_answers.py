@@ -1,8 +1,11 @@
 """Exactly the tokens of the assistant count, whatever the chat template looks like."""
 
+from collections.abc import Mapping, Sequence
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from autoshard.errors import ConfigError
 from autoshard.models.pretrained.chat_template import ChatTemplate
 from autoshard.train.data.rows.encoding import RowEncoder
 from tests.train.data.rows import templates
@@ -13,7 +16,7 @@ THOUGHT = {"role": "assistant", "content": "<think> oh </think> because so"}
 END = " <|im_end|>"
 
 
-def counted(template: str, messages: list[dict[str, str]], prompt: int = 0) -> list[list[str]]:
+def counted(template: str, messages: Sequence[Mapping[str, str | None]], prompt: int = 0) -> list[list[str]]:
     """Returns the tokens that count of each document, as runs of text; the first messages may be a prompt."""
     made = templates.tokenizer()
     chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"}, "a test")
@@ -54,6 +57,40 @@ def test_answers_in_a_prompt_do_not_count(template: str) -> None:
 def test_a_prompt_that_starts_the_reasoning_leaves_the_content() -> None:
     assert counted(templates.OPENED, [HI, SO]) == [[f"because so{END}"]]
     assert counted(templates.OPENED, [HI, THOUGHT]) == [[f"oh </think> because so{END}"]]
+
+
+def test_an_answer_that_is_a_part_of_the_text_behind_it_counts() -> None:
+    """The letter stands in `<|im_end|>`, too, and the word in the header."""
+    for text, word in (("d", "?"), ("assistant", "assistant")):
+        assert counted(templates.OPENED, [HI, {"role": "assistant", "content": text}]) == [[f"{word}{END}"]]
+
+
+def test_the_reasoning_of_an_answer_counts() -> None:
+    answer = {"role": "assistant", "reasoning_content": "oh", "content": "so"}
+    assert counted(templates.THINKING, [HI, answer]) == [[f"oh </think> so{END}"]]
+    # The prompt has the marks of an empty reasoning.
+    empty = templates.THINKING.replace("assistant <think> {% endif %}", "assistant <think> </think> {% endif %}")
+    assert counted(empty, [HI, answer]) == [[f"oh </think> so{END}"]]
+
+
+@pytest.mark.parametrize(
+    ("template", "field", "message"),
+    [
+        ("THINKING", "thinking", "a message has thinking, .* rename it to reasoning_content, which"),
+        ("CHATML", "reasoning_content", "a message has reasoning_content, .* remove it"),
+        ("CHATML", "tool_calls", "a message has tool_calls, .* remove it"),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(template: str, field: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        counted(getattr(templates, template), [HI, {**SO, field: "oh"}])
+    counted(getattr(templates, template), [HI, {**SO, field: None}])
+
+
+def test_tools_are_refused() -> None:
+    for made in (RowEncoder(templates.tokenizer()).documents, RowEncoder(templates.tokenizer()).pair):
+        with pytest.raises(ValueError, match="it has tools, which are not built"):
+            made({"text": "hi", "chosen": "so", "rejected": "bye", "prompt": "hi", "tools": [{"name": "oh"}]})
 
 
 def test_a_conversation_may_end_with_a_question() -> None:
