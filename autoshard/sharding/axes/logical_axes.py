@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from autoshard._shown import shown
 from autoshard.sharding.axes.constants import LEAST_TRANSFER_BITS, REFINEMENT_ROUNDS
+from autoshard.sharding.axes.lookup_tables import LookupTable, lookup_tables
 from autoshard.sharding.axes.merged.row_order import unordered_dims
-from autoshard.sharding.axes.weights.lookup_tables import LookupTable, lookup_tables
 from autoshard.sharding.program.host_memory import is_host_transfer
 from autoshard.sharding.program.operator_kinds import decodes
 from autoshard.spmdrules.families.stages import STAGE, TO_STAGES, WITH_ALL_LAYERS, shift_p
@@ -122,8 +122,7 @@ class LogicalAxes:
             if self.program.avals[v].dtype != jnp.uint32:
                 used.update(c for dim in self.of_value[v] for c in dim)
         found: set[int] = set()
-        for v in self.program.inputs:
-            aval = self.program.avals[v]
+        for v, aval in ((v, self.program.avals[v]) for v in self.program.inputs):
             if aval.dtype == jnp.uint32 and aval.shape[-1:] in KEY_SHAPES and not used & {*self.of_value[v][-1]}:
                 found.update(self.of_value[v][-1])
         for op in self.program.ops():

@@ -257,7 +257,7 @@ class Layout:
         `tp` and `fsdp` shard the same dimension under `dp:2 fsdp:2 tp:2`, it all-reduces the whole gradient over `dp`
         and `fsdp` together.
 
-        A table whose rows are only looked up is sharded along its features (`axes.weights.lookup_tables`).
+        A table whose rows are only looked up is sharded along its features (`axes.lookup_tables`).
         """
         spec = self.spec_of(leaves)
         free = [a for a in self.storage.get(role, ()) if all(a not in dim for dim in spec)]

@@ -75,4 +75,4 @@ def test_the_shards_of_several_programs_are_traced_once():
     first = [trace_opaque_memory(double, each, "tpu") for each in shards]
     again = [trace_opaque_memory(double, each, "tpu") for each in shards]
     assert traced == [shape for ((shape, _),) in shards]
-    assert again == first and [each.moved_bytes for each in first[:2]] == [2 * 16.0, 2 * 32.0]
+    assert again == first and [each.moved_bytes for each in first[:2] if each] == [2 * 16.0, 2 * 32.0]

@@ -1,1 +1,1 @@
-"""How a program uses its weights: the axes that cover them, tables, and weights that are computed from parameters."""
+"""How a program uses its weights: the axes that cover them, and weights that are computed from parameters."""
