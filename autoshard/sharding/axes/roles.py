@@ -3,7 +3,7 @@
 batch       the leading axis of an input that occurs in most activations, by bytes; no parameter has it
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast).
             Integers are one only as a matrix that an operator with the batch contracts, or as a table of the state
-            that it looks up: the codes of quantized weights
+            that it looks up: the codes of quantized weights. Integers of more bytes that are rows of a table are none
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
             parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
@@ -30,7 +30,7 @@ from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.weights.computed_weights import computed_weights
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
-from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer
+from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
 from autoshard.spmdrules.families.stages import LAYER_STACKS, TO_STAGES
 from autoshard.spmdrules.families.weight_gathers import gather_p
@@ -324,6 +324,7 @@ def _input_roles(
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
     codes: set[int] = set()  # integers that are weights, once they are scaled
+    positions: set[int] = set()  # rows of tables, such as of relative positions
 
     def visit(block: Any) -> None:
         for op in block.ops:
@@ -338,12 +339,14 @@ def _input_roles(
                         owner.setdefault(tie.outer, owner[tie.inner])
                 continue
             owned = frozenset[int]().union(*[owner[v] for v in op.operands if v in owner and not has_batch[v]])
+            if op.name == "gather":
+                positions.update(v for v in owner.get(op.operands[1], ()) if itemsize(program.avals[v]) > 1)
             if any([has_batch[v] for v in (*op.operands, *op.results) if v >= 0]):
                 parameters.update(owned)
                 if op.name in CONTRACTIONS:
-                    codes.update(v for v in owned if program.avals[v].ndim > 1)
+                    codes.update(owned)
                 elif op.name == "gather":
-                    codes.update(v for v in owner.get(op.operands[0], ()) if v in state and program.avals[v].ndim > 1)
+                    codes.update(v for v in owner.get(op.operands[0], ()) if v in state)
             elif owned and (
                 len(owned) <= MAX_FUSED_WEIGHTS
                 or op.name in TO_STAGES
@@ -356,7 +359,8 @@ def _input_roles(
     roles: dict[int, Role] = {}
     for v in program.inputs:
         aval = program.avals[v]
-        if v in codes and not has_batch[v] and is_integer(aval):
+        is_table = v in codes - positions and sum(n > 1 for n in aval.shape) > 1
+        if is_table and not has_batch[v] and is_integer(aval):
             roles[v] = "parameter"
         elif has_batch[v] or (v not in state and not is_float(aval) and aval.ndim):
             roles[v] = "data"

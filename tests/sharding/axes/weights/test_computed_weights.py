@@ -105,3 +105,23 @@ def test_other_integers_are_no_parameters():
     roles = roles_of(plan(step, state, *data, target="v5e:2x4", plan="fsdp:8"))
     assert roles["0/w"] == ("parameter", True)
     assert {roles[f"0/{name}"][0] for name in own} == {"other"} and roles["3"][0] == "data"
+
+
+def test_relative_positions_are_no_weights():
+    """They select rows of a table, in products with the queries; positions of one row scale these products."""
+
+    def loss(w, x, data):
+        queries = (x @ w["first"]).reshape(-1, 16, WIDTH)
+        scores = jnp.einsum("bqd,qkd->bqk", queries, w["table"][data["relative"]])
+        return jnp.mean(jnp.einsum("bqk,qk,bkd->bqd", scores, 0.9 ** jnp.abs(data["at"].T - data["at"]), queries) ** 2)
+
+    def step(w, x, data):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w, x.reshape(-1, WIDTH), data))
+
+    weights = {"first": np.ones((WIDTH, WIDTH), "float32"), "table": np.ones((31, WIDTH), "float32")}
+    at = np.arange(16)
+    data = {"relative": (at[:, None] - at + 15).astype("int32"), "at": at[None].astype("int32")}
+    made = plan(step, weights, np.ones((256, 16, WIDTH), "float32"), data, target="v5e:2x4", plan="fsdp:8")
+    roles = roles_of(made)
+    assert {roles[f"2/{name}"][0] for name in data} == {"data"}
+    assert not any("experts" in str(leaf) for leaf in made.inputs)
