@@ -28,7 +28,7 @@ from autoshard.sharding.axes.batch_axis import batch_axis
 from autoshard.sharding.axes.constants import MAX_FUSED_WEIGHTS
 from autoshard.sharding.axes.dispatched_rows import dispatched_rows
 from autoshard.sharding.axes.logical_axes import LogicalAxes
-from autoshard.sharding.axes.weights.computed_weights import computed_weights
+from autoshard.sharding.axes.weights.computed_weights import computed_weights, rearranged_weights
 from autoshard.sharding.axes.weights.weight_cover import cover_weights
 from autoshard.sharding.program.array_sizes import axis_weight, is_float, is_integer, itemsize
 from autoshard.sharding.program.operator_kinds import CONTRACTIONS
@@ -70,6 +70,7 @@ class Roles:
         gradients: values that are sums over the batch, and values computed from them without the batch.
         computed_weights: values that are computed from one parameter, element by element -> the parameter
             (`weights.computed_weights`).
+        rearranged_weights: those of them that only have other dimensions -> the value that they rearrange.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
@@ -96,6 +97,7 @@ class Roles:
     head_dims: tuple[int, ...] = ()
     gradients: frozenset[int] = frozenset()
     computed_weights: Mapping[int, int] = field(default_factory=dict)
+    rearranged_weights: Mapping[int, int] = field(default_factory=dict)
     transposed_gradients: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     dispatched: frozenset[int] = frozenset()
     dispatched_rows: tuple[int, ...] = ()
@@ -175,6 +177,7 @@ def find_roles(
         counting = {c for v in data for dim in _before(axes, v, batch) for c in axes.of_value[v][dim]}
         sequence = {c: None for c in sequence if c not in counting}
     gradients = _gradients(program, axes, batch) - dispatched | _stacked_terms(program, axes, replicas)
+    computed = computed_weights(axes, {*parameters}, has_batch, gradients) if batch is not None else {}
     if batch in use.attended and _has_one_row(axes, inputs, batch, max(single_rows, 1)):
         sequence = {batch: None, **sequence}
     return Roles(
@@ -192,7 +195,8 @@ def find_roles(
         dispatched=dispatched,
         dispatched_rows=dispatched_axes,
         gradients=gradients,
-        computed_weights=computed_weights(axes, {*parameters}, has_batch, gradients) if batch is not None else {},
+        computed_weights=computed,
+        rearranged_weights=rearranged_weights(axes, computed),
         transposed_gradients=_transposed_gradients(program, gradients),
         stages=stages,
         within_stages=frozenset() if stages is None else _axes_beside(axes, stages),
@@ -323,8 +327,7 @@ def _input_roles(
     """The role of each input; and, for each value without the batch, the inputs that it was computed from."""
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
-    codes: set[int] = set()  # integers that are weights, once they are scaled
-    positions: set[int] = set()  # rows of tables, such as of relative positions
+    codes, positions = set[int](), set[int]()  # integers: weights once scaled; rows of tables (relative positions)
 
     def visit(block: Any) -> None:
         for op in block.ops:

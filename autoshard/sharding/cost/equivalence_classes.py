@@ -235,6 +235,7 @@ def _note_shared(
             op, scope = ops[number]
             for i, v in enumerate(op.operands):
                 v = merged.get(v, v)
+                v = roles.rearranged_weights.get(v, v)
                 if v >= 0:
                     users[aliases.get(v, v), layers.get(v), scope].setdefault((n, i), []).append(number)
     same_users: defaultdict[Any, list[dict[tuple[int, int], list[int]]]] = defaultdict(list)

@@ -16,7 +16,9 @@ few classes show that a layout is slower than others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -67,6 +69,15 @@ class LeastTime:
         self._layouts = dict.fromkeys(self._excess, 1)
         self._moves_state: dict[tuple[int, int], bool] = {}  # class, array -> whether it is a parameter or gradient
         self._runs_of_shared: dict[int, Runs] = {}
+        self._sharers: dict[int, list[int]] = {}  # values that operands share -> the classes that take them
+        for number, each in enumerate(classes):
+            for shared in {some.number for operand in each.shared for some in operand}:
+                self._sharers.setdefault(shared, []).append(number)
+        # Class -> the values that it shares with other classes.
+        self._shared: list[list[int]] = [[] for _ in classes]
+        for shared, sharers in self._sharers.items():
+            for number in sharers if len(sharers) > 1 else ():
+                self._shared[number].append(shared)
 
     def __call__(
         self,
@@ -83,7 +94,8 @@ class LeastTime:
             price: prices one run of the operator of a class, given the number of the class and the class.
             is_state: whether an array that an operator moves is a parameter or a gradient.
         """
-        kernels, hideable, exposed, moved = self._least.copy(), [0.0] * len(self._least), 0.0, set()
+        kernels, hideable, exposed = self._least.copy(), [0.0] * len(self._least), 0.0
+        moved = _Moved(self._sharers)
         left, done, ranked = [*range(len(self._classes))], 0, 0
         while left:
             yield ROUNDING * (exposed + sum(map(max, kernels, hideable)))
@@ -101,16 +113,24 @@ class LeastTime:
                     if move.hops:  # on a ring, beside the compute of its own operator
                         continue
                     axes = tuple([a for name in move.axes for a in names[name]])
-                    runs = self._new_runs(number, move, axes, moved)
                     links = assignment.links(move.kind, axes)
                     once_us = links.time_us(move.local_bytes * links.factor)
                     is_hideable = self._hides(links) and self._is_of_state(number, move, is_state)
-                    for stretch, count in runs:
-                        excess += once_us * count
-                        if is_hideable:
-                            hideable[stretch] += once_us * count / self._ratios[stretch]
+                    if move.array < 0:
+                        moved.charged.append(_Charge(self._runs[number], once_us, is_hideable))
+                        continue
+                    for operands in self._classes[number].shared[move.array]:
+                        charge = _Charge(self._runs_of_operands(operands), once_us, is_hideable)
+                        moved.add(number, operands.number, (move.kind, axes), charge, is_hideable)
+                moved.settle(number, self._shared[number])
+                for charge in moved.charged:
+                    for stretch, count in charge.runs:
+                        excess += charge.once_us * count
+                        if charge.is_hideable:
+                            hideable[stretch] += charge.once_us * count / self._ratios[stretch]
                         else:
-                            exposed += once_us * count
+                            exposed += charge.once_us * count
+                moved.charged.clear()
                 self._excess[number] += excess
                 self._layouts[number] += 1
             done += len(some)
@@ -122,26 +142,6 @@ class LeastTime:
         if known is None:
             known = self._moves_state[number, move.array] = is_state(self._classes[number].op, move)
         return known
-
-    def _new_runs(
-        self, number: int, move: Move, axes: tuple[str, ...], moved: set[tuple[str, tuple[str, ...], int]]
-    ) -> Sequence[tuple[int, float]]:
-        """Return how often a step moves those arrays of a class that no other class has moved.
-
-        Args:
-            number: the number of the class.
-            move: the collective.
-            axes: its mesh axes.
-            moved: the operands that other classes have moved; is extended.
-        """
-        if move.array < 0:
-            return self._runs[number]
-        runs: list[tuple[int, float]] = []
-        for some in self._classes[number].shared[move.array]:
-            if (key := (move.kind, axes, some.number)) not in moved:
-                moved.add(key)
-                runs += self._runs_of_operands(some)
-        return runs
 
     def _runs_of_operands(self, operands: SharedOperands) -> Runs:
         found = self._runs_of_shared.get(operands.number)
@@ -161,3 +161,53 @@ class LeastTime:
         np.maximum.at(most, number, trips)
         np.minimum.at(fewest, number[trips > 0], trips[trips > 0])
         return np.where(most > 0, most / fewest, 1.0).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Charge:
+    """The time of a collective: how often it runs, microseconds of one run, and whether compute can hide it."""
+
+    runs: Runs
+    once_us: float
+    is_hideable: bool
+
+
+class _Moved:
+    """The shared values that classes move, each counted once, as the first of the classes that move it moves it.
+
+    Classes are priced in any order, and may move an activation in different amounts. So its collective counts when all
+    earlier classes that share it are priced. All classes gather the same shards of a parameter: it counts at once.
+
+    Attributes:
+        charged: the collectives that count from now on.
+    """
+
+    def __init__(self, sharers: Mapping[int, Sequence[int]]):
+        self._sharers = sharers
+        self._done: set[int] = set()
+        # Shared value -> the kind and the mesh axes of a collective -> the first class that runs it, and its time.
+        self._claims: dict[int, dict[tuple[str, tuple[str, ...]], tuple[int, _Charge | None]]] = {}
+        self.charged: list[_Charge] = []
+
+    def add(
+        self, number: int, shared: int, key: tuple[str, tuple[str, ...]], charge: _Charge, is_certain: bool
+    ) -> None:
+        """Note that a class moves a value, and whether all classes move it in the same amount."""
+        claims = self._claims.setdefault(shared, {})
+        if is_certain or len(self._sharers[shared]) == 1:
+            if key not in claims:
+                claims[key] = number, None
+                self.charged.append(charge)
+        elif key not in claims or claims[key][0] > number:
+            claims[key] = number, charge
+
+    def settle(self, number: int, values: Sequence[int]) -> None:
+        """Charge the collectives for which no earlier class is left, after a class that shares these values."""
+        self._done.add(number)
+        for shared in values:
+            if claims := self._claims.get(shared):
+                left = next((n for n in self._sharers[shared] if n not in self._done), inf)
+                for key, (first, charge) in claims.items():
+                    if charge is not None and first <= left:
+                        self.charged.append(charge)
+                        claims[key] = first, None

@@ -283,17 +283,18 @@ class Lowering:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
         A cast keeps the stored sharding, and so do the chunks of a parameter over which a loop runs. A parameter that
-        was gathered before its loop stays gathered when it gets more dimensions, because XLA would shard it again.
+        was gathered before its loop stays gathered. XLA gathers others once for all uses, also if they are transposed.
         """
         layout = self.layout
         if op.name == "convert_element_type" and op.results[0] in layout.aliased_inputs:
             return [self.constrain(results[0], operand_spec(layout, op.results[0]))]
         if op.name in ("broadcast_in_dim", "reshape", "transpose"):
             source, result, staged = op.operands[0], op.results[0], layout.axes.layer_dims
-            if result in layout.aliased_inputs and not layout.is_gathered_before_loop(result):
+            is_alias = result in layout.aliased_inputs and result not in layout.roles.computed_weights
+            if is_alias and not layout.is_gathered_before_loop(result):
                 return [self.constrain(results[0], operand_spec(layout, result))]
             if layout.is_gathered_before_loop(source) and (source in layout.aliased_inputs or result in staged):
-                return [self.constrain(results[0], layout.spec(op.results[0]))]
+                return [self.constrain(results[0], layout.spec(result))]
         return results
 
     def nested(self, op: Op, args: list[Any]) -> list[Any]:

@@ -75,6 +75,17 @@ def test_no_bound_exceeds_the_time_of_a_step(program, data):
     assert bounds[-1] <= time_us, name
 
 
+@pytest.mark.parametrize("program", ["pipeline", "experts"])
+def test_bounds_do_not_depend_on_the_layouts_before(program):
+    """Classes that move the same values are priced in an order that earlier layouts determine."""
+
+    def last_bounds(reverse):
+        cost, layouts = drawn_from.__wrapped__(*PROGRAMS[program])
+        return {name: list(cost.least_us(each))[-1] for name, each in (reversed(layouts) if reverse else layouts)}
+
+    assert last_bounds(True) == pytest.approx(last_bounds(False), rel=1e-12)
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_most_bounds_are_close_to_the_time_of_a_step(program):
     cost, layouts = drawn_from(*PROGRAMS[program])

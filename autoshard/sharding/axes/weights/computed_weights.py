@@ -3,7 +3,8 @@
     p["w"].T      p["w"].reshape(d, -1)      1 + p["scale"]      p["g"] * p["v"]      p["w"] + p["a"] @ p["b"]
 
 If a plan stores the parameter in shards, it computes such a weight in the same shards. What uses the weight gathers it,
-as it would gather the parameter itself. The gradient of a reshaped weight is reduced to these shards, too.
+as it would gather the parameter itself. One gather serves a parameter and its transposes and reshapes. The gradient of
+a reshaped weight is reduced to these shards, too.
 
 A value computed from the gradient of a parameter is none: it belongs to the update.
 """
@@ -16,6 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.ir.program import Op, visits
+
+_REARRANGING = ("transpose", "reshape")
 
 
 def computed_weights(
@@ -49,6 +52,23 @@ def computed_weights(
             continue
         if (operand := _operand_with_elements(axes, op, result, sources)) is not None:
             found[result] = sources[result] = sources[operand]
+    return found
+
+
+def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[int, int]:
+    """Finds the computed weights that only have other dimensions, or another order of them.
+
+    Args:
+        axes: the program's logical axes.
+        computed: the computed weights.
+
+    Returns:
+        Value -> the value that it rearranges: a parameter, its slice or cast, or another computed weight.
+    """
+    found: dict[int, int] = {}
+    for op in axes.program.ops():
+        if op.name in _REARRANGING and op.results[0] in computed:
+            found[op.results[0]] = found.get(op.operands[0], op.operands[0])
     return found
 
 

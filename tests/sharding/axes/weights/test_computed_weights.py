@@ -69,6 +69,15 @@ def test_a_computed_weight_is_gathered_where_it_is_used(name):
     assert collectives_of(made, 4 * 4 * WIDTH**2 * 7 / 8) == ["all-gather", "reduce-scatter"]
 
 
+def test_one_gather_serves_a_parameter_and_its_transpose():
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2))(w)
+        return w - 0.1 * gradient
+
+    made = plan(step, np.ones(SHAPES["w"], "float32"), inputs([])[1], target="v5e:2x4", plan="fsdp:8")
+    assert [kind for kind, *_ in made.traffic].count("all-gather") == 1
+
+
 @pytest.mark.parametrize("name", CODES)
 def test_codes_are_stored_in_shards_and_gathered_before_they_are_decoded(name):
     weight, names, dtype = CODES[name]
