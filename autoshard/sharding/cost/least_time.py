@@ -22,6 +22,7 @@ from math import inf
 
 import numpy as np
 
+from autoshard._shown import shown
 from autoshard.sharding.cost.constants import CLASSES_PER_BOUND, ROUNDING
 from autoshard.sharding.cost.equivalence_classes import OperatorClass, SharedOperands
 from autoshard.sharding.cost.prices.canonical_layout import CanonicalLayout, Names
@@ -163,7 +164,8 @@ class LeastTime:
         return np.where(most > 0, most / fewest, 1.0).tolist()
 
 
-@dataclass(frozen=True, slots=True)
+@shown
+@dataclass(frozen=True)
 class _Charge:
     """The time of a collective: how often it runs, microseconds of one run, and whether compute can hide it."""
 
