@@ -35,9 +35,9 @@ def collectives(made, args, size):
     return found
 
 
-def equal(made, expected):
+def equal(made, expected, tolerance=5e-6):
     for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
-        assert np.linalg.norm(one - other) <= 5e-6 * max(np.linalg.norm(other), 1e-30)
+        assert np.linalg.norm(one - other) <= tolerance * max(np.linalg.norm(other), 1e-30)
 
 
 @pytest.mark.few(1)
@@ -75,7 +75,9 @@ def test_the_compiled_step_gathers_in_or_before_the_loop(gather):
 def test_layers_that_are_gathered_once_equal_one_device(kind, words, schedule):
     fn, batch = make_step(kind, remat=True), shapes()[1]
     step = auto_shard(fn, plan=words, microbatches=4, schedule=schedule, gather="once")
-    equal(jax.device_get(step(state(F32), batch)), jax.device_get(jax.jit(fn)(state(F32), batch)))
+    with jax.enable_x64(True):  # in float32, squares of gradients differ by more than 5e-6 in some orders of the sums
+        made, expected = (jax.device_get(run(state(), batch)) for run in (step, jax.jit(fn)))
+    equal(made, expected, 1e-12)
     assert step.plan(state(F32), batch).gather == "once"
 
 
