@@ -113,8 +113,8 @@ def bind_primitive(primitive: Any, params: Any, *args: Any) -> list[Any]:
 def source_of(eqn: Any) -> Iterator[None]:
     """Gives primitives bound in this context the source line and name scope of `eqn`.
 
-    Operators within JAX's own functions, such as the sort of `jnp.argsort`, have no line of the user's code. They keep
-    that of the equation around them, which calls the function.
+    Operators inside JAX's own functions, such as the sort in `jnp.argsort`, have no line of the user's code. They get
+    the line of the equation that calls the function.
     """
     traceback = eqn.source_info.traceback
     if not _has_user_line(traceback):
@@ -124,7 +124,7 @@ def source_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # chosen: more tracebacks than most programs have; only speed depends on it
 def _has_user_line(traceback: Any) -> bool:
     return next(source_info_util.user_frames(traceback), None) is not None
 

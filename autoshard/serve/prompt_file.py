@@ -6,7 +6,7 @@
 
 A reply is one write of a whole line. After a kill, at most the last line is damaged; it is removed. The number of a
 prompt is its line, so that a resumed run draws the same tokens. The request is a digest of the prompt, the options and
-where the model is: a run with others does not take the reply for its own. The paths of images are relative to the
+the place of the model. A run with other ones refuses the file. The paths of images are relative to the
 folder of the file of prompts.
 """
 

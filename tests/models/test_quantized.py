@@ -140,8 +140,8 @@ def test_a_stored_shard_is_quantized_and_then_gathered():
             one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
             assert np.linalg.norm(other - one) / np.linalg.norm(one) < 5e-3
         traffic = sharded.plan(weights, x).traffic
-    # One byte per element: the first weight for the forward pass, the second for both, in one gather. The first weight
-    # is sharded along its outputs, so their 256 scales are gathered, too, in bfloat16.
+    # Each weight is gathered once, with one byte per element. The first weight is sharded along its outputs, so the
+    # scales of its 256 outputs are gathered, too, in bfloat16.
     gathered = sum(sent for kind, _, sent, _ in traffic if kind == "all-gather")
     assert gathered == pytest.approx(7 / 8 * (sum(w.size for w in weights) + 2 * 256))
 

@@ -203,8 +203,8 @@ def _places(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{index} names files that are not beside it:\n{listing(wrong)}")
     if places and SINGLE not in places.values() and (folder / SINGLE).exists():
         raise CheckpointError(
-            f"{folder} has both {SINGLE} and {INDEX}, which does not name it. Programs disagree on which counts: "
-            "remove the old one"
+            f"{folder} has both {SINGLE} and {INDEX}, which does not list it. Programs disagree on which one to "
+            "read: remove the one that is out of date"
         )
     return cast(dict[str, str], places)
 

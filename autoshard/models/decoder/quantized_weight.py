@@ -3,9 +3,9 @@ r"""A frozen weight in 8 or 4 bits: quantized by the library qwix (QLoRA, arXiv:
 .. math:: W \approx T[\text{codes}] \cdot \text{scale}
 
 `int8` has one scale for each output. `nf4` has 16 values T that suit normally distributed weights, and one scale for
-each block of 64 inputs of an output. Two of its codes share a byte, on every machine and in every file: that of an
-input in the first half of a block, and that of the same input of the second half. On TPUs, codes of adjacent outputs
-would be unpacked into an array whose last dimension is 2, which takes 64 times its bytes.
+each block of 64 inputs of an output. On every machine and in every file, a byte has two codes: of input i of a block in
+the low 4 bits, and of the input that is half a block later in the high ones. If a byte had the codes of two adjacent
+outputs, TPUs would unpack them into an array whose last dimension is 2, and pad that dimension to 128.
 `fp8` has a scale for each block of inputs and outputs, as published folders have (arXiv:2412.19437, section 3.3).
 `mxfp4` has a power of two for each 32 inputs of an output (OCP Microscaling Formats, version 1.0), as gpt-oss has. Its
 codes are a dtype of JAX: two share a byte on TPUs, and each takes a byte on CPUs.
@@ -162,7 +162,7 @@ def dequantized(codes: jax.Array, scale: jax.Array, form: str, inputs: int) -> j
 
 
 def _nf4_values(codes: jax.Array) -> jax.Array:
-    """Return T[codes]: one selection for each bit. On TPUs, a lookup of each element would take far longer."""
+    """Return T[codes], by one selection for each bit. A gather would need an index of 32 bits for each element."""
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0

@@ -94,9 +94,9 @@ def _without_keys(axes: LogicalAxes, state: Sequence[tuple[int, int]]) -> list[t
 
 
 def _cut_axes(traced: Traced, axes: LogicalAxes) -> tuple[int | None, frozenset[int]]:
-    """The axis of replicas, None without them, and the axes that count the microbatches beside it or beside the rows.
+    """The axis of replicas (None without them), and the axes that count the microbatches.
 
-    Each leaf of the batch is read by the number of the microbatch, so its axis that counts them is one of its own.
+    A loop reads each leaf of the batch by the number of the microbatch. So each leaf has an axis of its own for that.
     """
     if traced.batch is None:
         return None, frozenset()

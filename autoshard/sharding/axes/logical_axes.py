@@ -114,8 +114,8 @@ class LogicalAxes:
     def key_words(self) -> frozenset[int]:
         """The classes of the words of random keys that the program takes as integers. They are not logical axes.
 
-        These are keys that an operator wraps, and unsigned integers of a key's size that no operator reads. Arrays of
-        other dtypes with the same dimension, such as settings of a few rows, show that it is not one of words.
+        These are keys that an operator wraps, and unsigned integers of a key's size that no operator reads. A dimension
+        that arrays of other dtypes have, too, is not one of words.
         """
         used = {c for factors in self.of_op for classes in factors.values() for c in classes}
         for v in self.program.inputs:

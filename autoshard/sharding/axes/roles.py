@@ -2,8 +2,8 @@
 
 batch       the leading axis of an input that occurs in most activations, by bytes; no parameter has it
 parameter   an input without the batch axis that is an operand of an operator with it (contraction, gather, broadcast).
-            Integers are one only as a matrix that an operator with the batch contracts, or as a table of the state
-            that it looks up: the codes of quantized weights. Integers of more bytes that are rows of a table are none
+            Integers are parameters if they are codes of a quantized weight: a matrix that a product with the batch
+            takes, or a table of the state. Numbers of the rows of a table are not codes, unless they have 8 bits
 optimizer   any other array of the state; it only occurs beside values of its own shape
 parallel    axes that one weight produces and another one contracts (heads, ffn, experts, vocabulary): tensor
             parallelism shards them. `residual` is the axis that these weights start from and return to. If a large
@@ -68,9 +68,8 @@ class Roles:
         dispatched: values that hold rows of the batch, but not its axis (`dispatched_rows`).
         dispatched_rows: the axes of their rows. What shards the batch shards them.
         gradients: values that are sums over the batch, and values computed from them without the batch.
-        computed_weights: values that are computed from one parameter, element by element -> the parameter
-            (`weights.computed_weights`).
-        rearranged_weights: those of them that only have other dimensions -> the value that they rearrange.
+        computed_weights: weights that are computed from a parameter -> the parameter (`weights.computed_weights`).
+        rearranged_weights: the computed weights that are transposed or reshaped -> the value before that.
         transposed_gradients: gradients whose only use is a transpose -> its result and its permutation. JAX computes
             the gradients of some weights transposed.
         stages: the axis of a pipeline's stages, if there is one.
@@ -327,7 +326,7 @@ def _input_roles(
     """The role of each input; and, for each value without the batch, the inputs that it was computed from."""
     owner: dict[int, frozenset[int]] = {v: frozenset({v}) for v in program.inputs}
     parameters: set[int] = set()
-    codes, positions = set[int](), set[int]()  # integers: weights once scaled; rows of tables (relative positions)
+    codes, positions = set[int](), set[int]()  # integers: weights before they are scaled; numbers of rows
 
     def visit(block: Any) -> None:
         for op in block.ops:

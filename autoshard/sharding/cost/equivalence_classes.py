@@ -19,6 +19,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.axes.stored_values import may_be_stored, sources_of
 from autoshard.sharding.cost.fusion import Fusion, Kernel
 from autoshard.sharding.layout.operator_sharding import transfer_bytes
 from autoshard.sharding.program.array_sizes import itemsize, nbytes
@@ -59,7 +60,7 @@ def value_classes(axes: LogicalAxes, roles: Roles, values: Iterable[int], distin
     numbers: dict[Any, int] = {}
     found: list[int] = []
     examples: list[int] = []
-    aliases = {**axes.parameter_aliases, **roles.computed_weights}
+    aliases = sources_of(axes, roles)
     for v in (values := list(values)):
         is_input = v in roles.inputs
         transposed, permutation = roles.transposed_gradients.get(v, (v, ()))
@@ -186,7 +187,7 @@ def operator_classes(
         set(axes.program.inputs),
         axes.program.avals,
         axes.of_value,
-        {**axes.parameter_aliases, **roles.computed_weights},
+        sources_of(axes, roles),
     )
     of_memory: dict[Any, int] = {}  # what is known of a value that a kernel reads or writes -> its number
     numbers: dict[Any, int] = {}
@@ -270,10 +271,8 @@ def _stays(value: int, op: Op, axes: LogicalAxes, roles: Roles) -> bool:
     """Whether every layout shards an operand like the result: they have the same logical axes, in any order."""
     if value < 0 or not any(axes.of_value[value]):
         return True
-    if value in roles.inputs or value in roles.gradients:
-        return False  # may be stored elsewhere
-    if value in axes.parameter_aliases or value in roles.computed_weights:
-        return False  # may be stored elsewhere
+    if may_be_stored(axes, roles, value):
+        return False
     after = axes.of_value[op.results[0]]
     classes = [c for dim in after for c in dim]
     return sorted(axes.of_value[value]) == sorted(after) and roles.batch in classes and len({*classes}) == len(classes)

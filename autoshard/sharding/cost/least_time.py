@@ -74,7 +74,7 @@ class LeastTime:
         for number, each in enumerate(classes):
             for shared in {some.number for operand in each.shared for some in operand}:
                 self._sharers.setdefault(shared, []).append(number)
-        # Class -> the values that it shares with other classes.
+        # Class -> those of these values that other classes take, too.
         self._shared: list[list[int]] = [[] for _ in classes]
         for shared, sharers in self._sharers.items():
             for number in sharers if len(sharers) > 1 else ():
@@ -122,7 +122,7 @@ class LeastTime:
                         continue
                     for operands in self._classes[number].shared[move.array]:
                         charge = _Charge(self._runs_of_operands(operands), once_us, is_hideable)
-                        moved.add(number, operands.number, (move.kind, axes), charge, is_hideable)
+                        moved.add(number, operands.number, (move.kind, axes), charge)
                 moved.settle(number, self._shared[number])
                 for charge in moved.charged:
                     for stretch, count in charge.runs:
@@ -175,13 +175,14 @@ class _Charge:
 
 
 class _Moved:
-    """The shared values that classes move, each counted once, as the first of the classes that move it moves it.
+    """Collectives of values that several classes take. The step counts each once, for the first class that needs it.
 
-    Classes are priced in any order, and may move an activation in different amounts. So its collective counts when all
-    earlier classes that share it are priced. All classes gather the same shards of a parameter: it counts at once.
+    Classes are priced in any order. They may move different amounts of an activation, so its collective is charged when
+    no earlier class can still need it. The amount of a parameter or a gradient, whose collectives compute can hide, is
+    the same for all classes. It is charged at once.
 
     Attributes:
-        charged: the collectives that count from now on.
+        charged: the collectives that are charged since the list was last cleared.
     """
 
     def __init__(self, sharers: Mapping[int, Sequence[int]]):
@@ -191,12 +192,10 @@ class _Moved:
         self._claims: dict[int, dict[tuple[str, tuple[str, ...]], tuple[int, _Charge | None]]] = {}
         self.charged: list[_Charge] = []
 
-    def add(
-        self, number: int, shared: int, key: tuple[str, tuple[str, ...]], charge: _Charge, is_certain: bool
-    ) -> None:
-        """Note that a class moves a value, and whether all classes move it in the same amount."""
+    def add(self, number: int, shared: int, key: tuple[str, tuple[str, ...]], charge: _Charge) -> None:
+        """Note that a class moves a shared value by the collective `key`: its kind and its mesh axes."""
         claims = self._claims.setdefault(shared, {})
-        if is_certain or len(self._sharers[shared]) == 1:
+        if charge.is_hideable or len(self._sharers[shared]) == 1:
             if key not in claims:
                 claims[key] = number, None
                 self.charged.append(charge)
@@ -204,7 +203,7 @@ class _Moved:
             claims[key] = number, charge
 
     def settle(self, number: int, values: Sequence[int]) -> None:
-        """Charge the collectives for which no earlier class is left, after a class that shares these values."""
+        """Note that a class is priced. Charge the collectives of its shared values that no earlier class can need."""
         self._done.add(number)
         for shared in values:
             if claims := self._claims.get(shared):

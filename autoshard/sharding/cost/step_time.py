@@ -36,6 +36,7 @@ import numpy as np
 
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.axes.stored_values import sources_of
 from autoshard.sharding.cost.collectives import (
     Collective,
     LiveBuffers,
@@ -274,7 +275,7 @@ class CostModel:
 
     @cached_property
     def _state_values(self) -> set[int]:
-        return {*self.axes.parameter_aliases, *self.roles.computed_weights, *self.axes.program.inputs}
+        return {*sources_of(self.axes, self.roles), *self.axes.program.inputs}
 
     def _price(self, number: int, op_class: OperatorClass, canonical: CanonicalLayout) -> tuple[Price, Names]:
         """Return the cost of one run of a class's operator, and the mesh axes that its moves name by number."""

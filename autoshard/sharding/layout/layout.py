@@ -21,6 +21,7 @@ from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.axes.merged.merged_axes import merged_axes
 from autoshard.sharding.axes.roles import Role, Roles
+from autoshard.sharding.axes.stored_values import sources_of
 from autoshard.sharding.axes.typical_inputs import typical_inputs
 from autoshard.sharding.layout.constants import EARLY_GATHER_SLICE_BYTES, LEAST_INPUT_FEATURES
 from autoshard.sharding.program.array_sizes import is_float, itemsize, nbytes
@@ -69,7 +70,7 @@ class Layout:
         """Value -> the input whose alias it is; empty if all inputs are stored as they are used."""
         if not self._stores_apart:
             return {}
-        aliases, staged = {**self.axes.parameter_aliases, **self.roles.computed_weights}, self.axes.layer_dims
+        aliases, staged = sources_of(self.axes, self.roles), self.axes.layer_dims
         if self.roles.gathers_once:
             return aliases
         # The stages gather small weights of all their layers at once.
@@ -195,8 +196,7 @@ class Layout:
         """The sharding with which a program input is stored between calls."""
         if value in self.fixed:
             return self.fixed[value]
-        role = self.roles.inputs.get(value, "other")
-        key = self.axes.of_value[value], self.axes.program.avals[value].shape, role
+        key = self.axes.of_value[value], self.axes.program.avals[value].shape, self.roles.inputs.get(value, "other")
         spec = self._input_specs.get(key)
         if spec is None:
             spec = self._input_specs[key] = self.with_storage(*key)
@@ -205,8 +205,7 @@ class Layout:
     def alias_spec(self, source: int, value: int) -> Spec:
         """The sharding of an alias of a program input: each dimension is sharded as in the input."""
         spec, whole, own = self.stored_spec(source), self.axes.of_value[source], self.axes.of_value[value]
-        layer = self.axes.layer_dims.get(value)
-        if layer is not None:
+        if (layer := self.axes.layer_dims.get(value)) is not None:
             stored = ((),) * (len(own) - len(layer)) + spec[len(spec) - len(layer) :]
             return exchanged_spec(stored, self.spec(value))
         classes = [c for dim in whole for c in dim]
@@ -214,7 +213,8 @@ class Layout:
             return ((),) * (len(own) - len(spec)) + spec[max(len(spec) - len(own), 0) :]
         of_dim = dict(zip(whole, spec, strict=True))
         leading = {dim[:n]: self._leading(dim, n, axes) for dim, axes in of_dim.items() for n in range(1, len(dim))}
-        return tuple(merged_axes(dim, {**leading, **of_dim}) for dim in own)
+        of_part = leading | of_dim
+        return tuple(merged_axes(dim, of_part) for dim in own)
 
     def _leading(self, dim: tuple[int, ...], parts: int, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The mesh axes that shard the first parts of a dimension: none, or all of `axes`, which shard all of it."""

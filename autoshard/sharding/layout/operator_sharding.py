@@ -13,6 +13,7 @@ from autoshard import _compat
 from autoshard._shown import shown
 from autoshard.sharding.axes.logical_axes import LogicalAxes
 from autoshard.sharding.axes.roles import Roles
+from autoshard.sharding.axes.stored_values import may_be_stored
 from autoshard.sharding.layout.known_strategies import known_strategy
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_strategy import Move, OperatorStrategy
@@ -60,9 +61,7 @@ def operand_spec(layout: Layout, value: int) -> Spec:
 
 def spec_function(axes: LogicalAxes, roles: Roles, value: int) -> Callable[[Layout, int], Spec]:
     """The function that gives the same sharding of a value as `operand_spec`, with less work for most values."""
-    aliases = axes.parameter_aliases, roles.computed_weights
-    stored = value in roles.inputs or value in roles.gradients or any(value in each for each in aliases)
-    return operand_spec if stored else Layout.spec
+    return operand_spec if may_be_stored(axes, roles, value) else Layout.spec
 
 
 def result_spec(layout: Layout, op: Op, value: int) -> Spec:

@@ -283,7 +283,7 @@ class Lowering:
         """Return the results of an operator; casts and reshapes of parameters are constrained like the parameter.
 
         A cast keeps the stored sharding, and so do the chunks of a parameter over which a loop runs. A parameter that
-        was gathered before its loop stays gathered. XLA gathers others once for all uses, also if they are transposed.
+        was gathered before its loop stays gathered. Others have no constraint, so that XLA gathers each of them once.
         """
         layout = self.layout
         if op.name == "convert_element_type" and op.results[0] in layout.aliased_inputs:

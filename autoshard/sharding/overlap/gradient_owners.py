@@ -47,8 +47,8 @@ class GradientSums:
             results: the updated parameter, or its gradient.
             within_replicas: whether to go on to the operators that sum over the rows of each replica, before the sum
                 over the replicas.
-            scalars: whether to follow scalars from scalars, and from arrays of which a loop stacks one at a time: the
-                gradients of parameters without dimensions.
+            scalars: whether to find the gradients of scalar parameters, too. Scalars are then followed from scalars,
+                and from arrays in which a loop stacks one scalar per iteration.
         """
         pending, seen = [*results], {*results}
         while pending:

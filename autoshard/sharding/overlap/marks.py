@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoshard._shown import shown
+from autoshard.sharding.axes.stored_values import sources_of
 from autoshard.sharding.layout.layout import Layout
 from autoshard.sharding.layout.operator_sharding import operand_spec, result_spec
 from autoshard.sharding.layout.operator_strategy import OperatorStrategy
@@ -100,7 +101,7 @@ def ring_of(layout: Layout, op: Op, strategy: OperatorStrategy) -> Ring | None:
     """
     rule = op.rule
     assert rule is not None
-    aliases = {*layout.axes.parameter_aliases, *layout.roles.computed_weights, *layout.axes.program.inputs}
+    aliases = {*sources_of(layout.axes, layout.roles), *layout.axes.program.inputs}
     computed, wanted = strategy.spec(rule.results[0]), result_spec(layout, op, op.results[0])
     is_partial = any(move.array < 0 for move in strategy.moves)
     if is_partial:

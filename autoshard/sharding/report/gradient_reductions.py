@@ -91,7 +91,7 @@ def _is_integer(leaf: Leaf) -> bool:
 
 
 def _is_scalar(leaf: Leaf) -> bool:
-    """Whether a leaf is one float, such as a temperature that is learned."""
+    """Whether a leaf is a single float, such as a learned temperature."""
     return not leaf.shape and not _is_key(leaf) and not _is_integer(leaf)
 
 
@@ -105,7 +105,7 @@ def _is_key(leaf: Leaf) -> bool:
 
 
 def _parameter(plan: ShardingPlan, path: str) -> int:
-    """Return the number of the input at a path: a parameter, or a scalar or integers of the state."""
+    """Return the number of the input with this path. It is a parameter, a scalar float, or an array of integers."""
     if not isinstance(path, str):
         raise PlanError(f"reduce_axes: {short_repr(path)} is not a path; give a string such as '0/params/wq'")
     numbers = [n for n, x in enumerate(plan.inputs)

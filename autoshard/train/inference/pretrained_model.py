@@ -40,7 +40,7 @@ class RunModel:
 
     @property
     def source(self) -> str:
-        """The folder of the checkpoints, the step that is loaded, and whether its moving average is."""
+        """Where the parameters come from: the checkpoint folder, the step, and whether they are moving averages."""
         own = self.parameters
         step = own.checkpoints.latest() if own.step is None else own.step
         return f"{own.checkpoints.directory}, step {step}, use_ema {own.use_ema}"

@@ -121,7 +121,7 @@ def test_gradients_in_a_loop_over_layers_and_microbatches():
     [("dp:8", None, "dp"), ("dp:8", 4, "dp"), ("pp:2 dp:4", 4, "dp"), ("dp:2 tp:4", None, "dp tp")],
 )
 def test_parameters_without_dimensions(words, microbatches, axes):
-    """A temperature, and a scale of each layer. A norm of all gradients, whose sum is over tp, is none of them."""
+    """They are a temperature, and one scale for each layer. The norm of all gradients is not one of their gradients."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 
     def scaled(p, rate, x):

@@ -29,9 +29,9 @@ class Temperature:
     step: int
 
     def factors(self, positions: jax.Array) -> jax.Array:
-        """Return the factor of each position, float32 in the shape of `positions`, which are integers.
+        """Return the factors, float32 in the shape of `positions`, which are integers.
 
-        The quotient is one of integers: XLA multiplies by the reciprocal of a constant divisor, which rounds down to
-        the number below where the quotient is a whole number.
+        The division is one of integers. XLA replaces a division of floats by a constant with a multiplication by its
+        reciprocal. The result can then be just below a whole number, and its floor is one too low.
         """
         return 1.0 + self.scale * jnp.log1p(((positions + 1) // self.step).astype(jnp.float32))

@@ -183,7 +183,7 @@ class Config:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return a boolean. Null is false, as in transformers; where it would not be the default, it is refused."""
+        """Return a boolean. Null counts as false, as in transformers. If the default is true, null is refused."""
         value = self.values.get(name, default)
         value = False if value is None and not default else value
         if not isinstance(value, bool):

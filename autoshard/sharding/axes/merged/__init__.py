@@ -1,1 +1,1 @@
-"""Merged dimensions: in which the order of elements does not matter, and how mesh axes shard them."""
+"""Merged dimensions: whether the order of their elements matters, and how mesh axes shard them."""

@@ -1,4 +1,4 @@
-"""The sharding of a dimension that merges several dimensions, such as heads and head sizes of a reshaped weight."""
+"""How mesh axes shard a merged dimension, such as the heads and head size of a weight that was reshaped."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How a program uses its weights: the axes that cover them, and weights that are computed from parameters."""
+"""Weights: which of their axes tensor parallelism shards, and which weights are computed from parameters."""

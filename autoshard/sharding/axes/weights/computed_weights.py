@@ -1,12 +1,12 @@
-"""Computed weights: values that a program computes from one parameter, element by element, before it uses them.
+"""Computed weights: what a program makes of a parameter before it uses it.
 
     p["w"].T      p["w"].reshape(d, -1)      1 + p["scale"]      p["g"] * p["v"]      p["w"] + p["a"] @ p["b"]
 
-If a plan stores the parameter in shards, it computes such a weight in the same shards. What uses the weight gathers it,
-as it would gather the parameter itself. One gather serves a parameter and its transposes and reshapes. The gradient of
-a reshaped weight is reduced to these shards, too.
+Each element of such a weight depends on one element of the parameter. If a plan stores the parameter in shards, each
+device computes its shard of the weight. Operators that use the weight gather it, as they would gather the parameter. A
+parameter, its transposes and its reshapes need one gather. The gradient of a reshaped weight is reduced to shards, too.
 
-A value computed from the gradient of a parameter is none: it belongs to the update.
+Values that are computed from gradients are not computed weights. They belong to the update of the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def computed_weights(
         gradients: values that are computed from values with the batch, but do not have it.
 
     Returns:
-        Value -> the parameter that has its elements.
+        Computed weight -> the parameter.
     """
     aliases = {v: source for v, source in axes.parameter_aliases.items() if source in parameters}
     sources = {**{v: v for v in parameters}, **aliases}
@@ -50,20 +50,20 @@ def computed_weights(
         (result,) = op.results
         if result in sources or has_batch[result] or result in gradients:
             continue
-        if (operand := _operand_with_elements(axes, op, result, sources)) is not None:
+        if (operand := _source_operand(axes, op, result, sources)) is not None:
             found[result] = sources[result] = sources[operand]
     return found
 
 
 def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[int, int]:
-    """Finds the computed weights that only have other dimensions, or another order of them.
+    """Finds the computed weights that are transposed or reshaped, and otherwise unchanged.
 
     Args:
         axes: the program's logical axes.
         computed: the computed weights.
 
     Returns:
-        Value -> the value that it rearranges: a parameter, its slice or cast, or another computed weight.
+        Such a weight -> the value before that: a parameter, its slice or cast, or another computed weight.
     """
     found: dict[int, int] = {}
     for op in axes.program.ops():
@@ -72,15 +72,15 @@ def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[i
     return found
 
 
-def _operand_with_elements(axes: LogicalAxes, op: Op, result: int, sources: Mapping[int, int]) -> int | None:
-    """The operand that has the elements of a result, and comes from a parameter; None if there is none."""
-    return next((v for v in op.operands if v in sources and _has_elements(axes, result, v)), None)
+def _source_operand(axes: LogicalAxes, op: Op, result: int, sources: Mapping[int, int]) -> int | None:
+    """The operand from whose elements a result is computed, if it comes from a parameter; None if there is none."""
+    return next((v for v in op.operands if v in sources and _has_axes_of(axes, result, v)), None)
 
 
-def _has_elements(axes: LogicalAxes, value: int, other: int) -> bool:
-    """Whether a value has the elements of another one, perhaps in another order or with other dimensions.
+def _has_axes_of(axes: LogicalAxes, value: int, other: int) -> bool:
+    """Whether two values have the same logical axes, perhaps in another order or in other dimensions.
 
-    Where two dimensions have the same logical axis, only their order tells them apart.
+    If two dimensions of a value have the same logical axis, only their order tells them apart, so it must be the same.
     """
     own, others = axes.of_value[value], axes.of_value[other]
     if own == others:

@@ -56,8 +56,8 @@ def _start(prompt: str, until: str, message: Mapping[str, Any]) -> int:
     """Return where an answer starts in the text up to it."""
     if until.startswith(prompt):
         return len(prompt)
-    # The prompt has more than the answer's own header, such as the start of a reasoning. The answer begins with its
-    # reasoning or its content, which goes on where both texts differ.
+    # The prompt has more than the header of the answer, such as a tag that opens its reasoning. The answer begins with
+    # its reasoning or its content. That text reaches the place where the prompt and the whole text start to differ.
     common = len(os.path.commonprefix([prompt, until]))
     texts = [text.strip() for name in (*REASONING, "content") if isinstance(text := message.get(name), str)]
     places = [until.find(text, max(common - len(text) + 1, 0)) for text in texts if text]

@@ -1,4 +1,4 @@
-"""Weights that a step computes from a stored parameter, and quantized ones, are gathered where they are used."""
+"""Weights that are computed from a stored parameter are gathered where they are used, and codes before decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def step_of(weight):
 
 
 def inputs(names, codes=None):
-    """The state and the batch. Codes have this dtype, and they are frozen."""
+    """The state and the batch. `codes` is the dtype of codes, which are frozen."""
     drawn = np.random.default_rng(0)
     own = {n: drawn.normal(size=SHAPES[n]).astype("float32") / 8 for n in ("first", *names) if n not in CODES}
     frozen = {n: drawn.integers(0, 100, SHAPES[n]).astype(codes) for n in names if n in CODES}
@@ -58,7 +58,7 @@ def collectives_of(made, sent_bytes):
 
 
 def roles_of(made):
-    """Path -> the role of each input, and how many shards it has."""
+    """Path -> the role of each input, and whether fsdp shards it."""
     return {leaf.path: (leaf.role, "fsdp" in str(leaf.spec)) for leaf in made.inputs}
 
 
@@ -117,7 +117,7 @@ def test_other_integers_are_no_parameters():
 
 
 def test_relative_positions_are_no_weights():
-    """They select rows of a table, in products with the queries; positions of one row scale these products."""
+    """Relative positions select rows of a table. Positions of shape `[1, seq]` give the decay of the scores."""
 
     def loss(w, x, data):
         queries = (x @ w["first"]).reshape(-1, 16, WIDTH)
