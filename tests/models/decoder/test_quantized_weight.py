@@ -21,7 +21,6 @@ def made(form: str) -> tuple[jax.Array, QuantizedWeight, jax.Array]:
     return weight, QuantizedWeight(codes[1], scale[1], form, 2, 1), dense
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("form", "bits"), [("int8", 8), ("nf4", 4)])
 def test_values_are_within_half_a_step_and_take_few_bits(form: str, bits: int) -> None:
     weight, module, dense = made(form)

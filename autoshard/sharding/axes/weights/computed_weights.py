@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from autoshard.sharding.axes.logical_axes import LogicalAxes
+from autoshard.sharding.axes.logical_axes import Leaves, LogicalAxes
 from autoshard.sharding.program.operator_kinds import is_decision_point
 from autoshard.spmdrules.ir.program import Op, visits
 
@@ -74,16 +74,19 @@ def rearranged_weights(axes: LogicalAxes, computed: Mapping[int, int]) -> dict[i
 
 def _source_operand(axes: LogicalAxes, op: Op, result: int, sources: Mapping[int, int]) -> int | None:
     """The operand from whose elements a result is computed, if it comes from a parameter; None if there is none."""
-    return next((v for v in op.operands if v in sources and _has_axes_of(axes, result, v)), None)
+    own = axes.of_value[result]
+    return next((v for v in op.operands if v in sources and _has_same_axes(own, axes.of_value[v])), None)
 
 
-def _has_axes_of(axes: LogicalAxes, value: int, other: int) -> bool:
+def _has_same_axes(own: Leaves, others: Leaves) -> bool:
     """Whether two values have the same logical axes, perhaps in another order or in other dimensions.
 
     If two dimensions of a value have the same logical axis, only their order tells them apart, so it must be the same.
+
+    >>> _has_same_axes(((1,), (2,)), ((2, 1),)), _has_same_axes(((1,), (1,), (2,)), ((2,), (1,), (1,)))
+    (True, False)
     """
-    own, others = axes.of_value[value], axes.of_value[other]
     if own == others:
-        return bool(any(own))
+        return any(own)
     classes = Counter(c for dim in own for c in dim)
     return bool(classes) and max(classes.values()) == 1 and classes == Counter(c for dim in others for c in dim)

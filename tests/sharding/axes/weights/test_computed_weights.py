@@ -6,16 +6,19 @@ import numpy as np
 import pytest
 
 from autoshard import auto_shard, plan
+from autoshard.sharding.axes.analysis import analyse
+from autoshard.sharding.program.tracing import trace
 
 WIDTH = 32
 SHAPES = {
     "first": (WIDTH, WIDTH), "w": (WIDTH, 4 * WIDTH), "scale": (1, 4 * WIDTH), "heads": (WIDTH, 8, WIDTH // 2),
     "turned": (4 * WIDTH, WIDTH), "a": (WIDTH, 8), "b": (8, 4 * WIDTH), "codes": (WIDTH, 6 * WIDTH),
-    "pairs": (WIDTH, 3 * WIDTH),
+    "pairs": (WIDTH, 3 * WIDTH), "merged": (2 * WIDTH, 2, WIDTH),
 }  # fmt: skip
 COMPUTED = {
     "scaled": (lambda p: p["w"] * p["scale"], ["w", "scale"]),
     "reshaped": (lambda p: p["heads"].reshape(WIDTH, 4 * WIDTH), ["heads"]),
+    "merged": (lambda p: p["merged"].reshape(4 * WIDTH, WIDTH).T, ["merged"]),
     "transposed": (lambda p: p["turned"].T, ["turned"]),
     "one plus": (lambda p: 1 + p["w"], ["w"]),
     "normalized": (lambda p: p["w"] * jax.lax.rsqrt(jnp.sum(p["w"] ** 2, 0, keepdims=True)), ["w"]),
@@ -74,8 +77,27 @@ def test_one_gather_serves_a_parameter_and_its_transpose():
         gradient = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2))(w)
         return w - 0.1 * gradient
 
-    made = plan(step, np.ones(SHAPES["w"], "float32"), inputs([])[1], target="v5e:2x4", plan="fsdp:8")
+    given = np.ones(SHAPES["w"], "float32"), inputs([])[1]
+    made = plan(step, *given, target="v5e:2x4", plan="fsdp:8")
     assert [kind for kind, *_ in made.traffic].count("all-gather") == 1
+    compiled = auto_shard(step, plan="fsdp:8").plan(*given).jit().lower(*given).compile()
+    assert compiled.as_text().count(" all-gather(") == 1
+
+
+def test_values_that_are_computed_from_gradients_are_no_computed_weights():
+    weight, names = COMPUTED["scaled"]
+    given = inputs(names)
+    found = analyse(trace(step_of(weight), given, {}, (0,)))
+    assert found.roles.computed_weights and not found.roles.computed_weights.keys() & found.roles.gradients
+
+
+def test_compute_hides_the_gather_of_a_computed_weight_as_that_of_a_parameter():
+    def exposed_us(weight):
+        given = inputs(["w"])[0], np.ones((2**18, WIDTH), "float32")
+        estimate = plan(step_of(weight), *given, target="v5p:2x2x2", plan="fsdp:8").estimate
+        return estimate.step_time_us - estimate.compute_us
+
+    assert exposed_us(COMPUTED["one plus"][0]) == pytest.approx(exposed_us(lambda p: p["w"]), rel=0.01)
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -83,8 +105,22 @@ def test_codes_are_stored_in_shards_and_gathered_before_they_are_decoded(name):
     weight, names, dtype = CODES[name]
     made = plan(step_of(weight), *inputs(names, dtype), target="v5e:2x4", plan="fsdp:8")
     assert roles_of(made)[f"0/frozen/{name}"] == ("parameter", True)
-    codes_bytes = np.prod(SHAPES[name])
+    codes_bytes, first_bytes = np.prod(SHAPES[name]), 4 * WIDTH**2
     assert collectives_of(made, codes_bytes * 7 / 8) == ["all-gather"]
+    gathered = sum(sent for kind, _, sent, _ in made.traffic if kind == "all-gather")
+    assert gathered == (codes_bytes + first_bytes) * 7 / 8
+
+
+def test_decoded_codes_take_no_memory_of_their_own():
+    """The kernels that read a weight decode it: its floats are not written. So the peak is not above that of floats."""
+
+    def peak(names, codes):
+        given = inputs(names, codes)[0], np.ones((64, WIDTH), "float32")
+        weight = CODES["codes"][0] if codes else lambda p: p["codes"] / 256
+        return plan(step_of(weight), *given, target="v5e:2x4", plan="dp:8").estimate.peak_memory_bytes
+
+    floats = peak(["codes"], jnp.float32)
+    assert peak(["codes"], jnp.int8) < floats
 
 
 @pytest.mark.parametrize("words", ["fsdp:8", "dp:2 fsdp:4", "tp:8", "fsdp:4 tp:2", "zero1:8"])
